@@ -1,0 +1,5 @@
+"""The one door to megatron.core: everything that knows Megatron lives here and nothing outside imports it."""
+
+from isthmus.engine.compat import quiet_missing_extensions
+
+quiet_missing_extensions()

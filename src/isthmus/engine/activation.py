@@ -1,0 +1,44 @@
+"""Gated activations of the feed-forward block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps only its input for the backward pass and writes both halves of the gradient in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(grads[0], torch.nn.functional.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward(grads[0] * up, gate, grad_input=grad_gate)
+        return grad_x
+
+
+class SwiGLU(nn.Module):
+    """``silu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., 2F] -> [..., F]."""
+        return _SwiGLU.apply(x)
+
+    def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """Nothing to save; Megatron-Core's MLP asks each of its parts."""
+        return {}

@@ -1,0 +1,256 @@
+"""Checkpoints in Megatron's ``torch_dist`` format: whole tensors, readable under any layout.
+
+A checkpoint is a folder ``iter_0000010`` beside ``latest_checkpointed_iteration.txt``, as Megatron-LM has it.
+It is written beside its final place and renamed when every rank is done and every file is as long as it must be.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed import checkpoint as dcp
+
+from isthmus.engine import compat
+from isthmus.engine.groups import ParallelSizes
+from isthmus.engine.optimizer import distributed_optimizer
+from isthmus.engine.step import Stepper
+from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run has come; with the data's seed it says which sequence is next."""
+
+    step: int
+    global_batch_size: int
+
+    @property
+    def consumed_sequences(self) -> int:
+        """Sequences of the shuffled order that the steps so far have taken."""
+        return self.step * self.global_batch_size
+
+
+class _SynchronousSave(TorchDistSaveShardedStrategy):
+    """Megatron-Core's sharded format through torch's own writer, in this process.
+
+    The asynchronous writer forks, starts a manager process and can publish a file that a dead thread cut short.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        dcp.save(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"iter_{step:07d}"
+
+
+def latest(root: Path) -> Path | None:
+    """The newest published checkpoint below ``root``, or None.
+
+    Raises:
+        DataError: the tracker file is not a step, or names a checkpoint that is not there.
+    """
+    tracker = root / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit() or not folder_of(root, int(text)).is_dir():
+        raise DataError(f"{tracker} says {text!r}, which is not a checkpoint in {root}. Write the step of one into it.")
+    return folder_of(root, int(text))
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _random_state() -> ShardedObject:
+    """One entry per (pp, tp) place, as Megatron-LM stores it."""
+    state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        state["device"] = torch.cuda.get_rng_state()
+    return ShardedObject(
+        "rng_state",
+        [state],
+        (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()),
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
+    model = stepper.model.module.sharded_state_dict(metadata=_metadata())
+    optimizer = stepper.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
+    return {"model": model, "optimizer": optimizer}
+
+
+def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes, *, keep: int) -> Path:
+    """Write weights, optimizer, random state and data position; every rank calls it.
+
+    Args:
+        root: the run's checkpoint folder.
+        stepper: what to save.
+        progress: which step it is.
+        sizes: recorded, so that the random state is only taken up again by the same layout.
+        keep: newest checkpoints to keep; older ones are removed once this one is in place.
+
+    Raises:
+        NoSpace, IOFailure: on every rank, when any rank could not write; nothing is published.
+    """
+    final = folder_of(root, progress.step)
+    stage = root / f".tmp-{final.name}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir(parents=True)
+    dist.barrier()
+    state = _state(stepper, is_loading=False) | {
+        "rng_state": _random_state(),
+        "checkpoint_version": 3.0,
+        "iteration": progress.step,
+        "isthmus": {"progress": asdict(progress), "layout": asdict(sizes)},
+    }
+    content = {name: value for name, value in _metadata().items() if name != "dp_cp_group"}
+    failure: Exception | None = None
+    try:
+        dist_checkpointing.save(state, str(stage), _SynchronousSave(), content_metadata=content)
+        if dist.get_rank() == 0:
+            check_files(stage)
+    except Exception as error:
+        failure = error
+    _agree(failure, stage)
+    if dist.get_rank() == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        stage.rename(final)
+        _write_tracker(root, progress.step)
+        _remove_old(root, keep)
+    dist.barrier()
+    return final
+
+
+def _agree(failure: Exception | None, stage: Path) -> None:
+    """Raise on every rank what failed on any, after removing the unpublished folder."""
+    failures: list[IsthmusError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, None if failure is None else _for_user(failure, stage))
+    first = next((error for error in failures if error is not None), None)
+    if first is None:
+        return
+    if dist.get_rank() == 0:
+        shutil.rmtree(stage, ignore_errors=True)
+    raise first from failure
+
+
+def _for_user(error: Exception, stage: Path) -> IsthmusError:
+    text = str(error)
+    if "No space left" in text or "Disk quota" in text or "File too large" in text or "ENOSPC" in text:
+        free = shutil.disk_usage(stage.parent).free / 2**30
+        return NoSpace(
+            f"no room for the checkpoint in {stage.parent} ({free:.2f} GiB free). Free some, lower checkpoint.keep, or "
+            "choose another --out; the checkpoint before it is intact."
+        )
+    if isinstance(error, OSError) or "CheckpointException" in type(error).__name__:
+        return IOFailure(f"the checkpoint could not be written to {stage.parent}: {text.splitlines()[-1]}")
+    return IsthmusError(f"saving to {stage.parent} failed: {type(error).__name__}: {text}")
+
+
+def check_files(folder: Path) -> None:
+    """See that every file of a checkpoint is there and as long as its index says.
+
+    Raises:
+        MissingInput: the folder or its index is absent.
+        DataError: a file is missing or cut short, or the index cannot be read.
+    """
+    index = folder / ".metadata"
+    if not index.is_file():
+        raise MissingInput(f"{folder} holds no torch_dist checkpoint: .metadata is missing. Choose a folder that does.")
+    try:
+        storage = dcp.FileSystemReader(folder).read_metadata().storage_data
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+        raise DataError(f"{index} cannot be read ({error}). Resume from another checkpoint.") from error
+    ends: dict[str, int] = {}
+    for entry in storage.values():
+        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+    for name, end in ends.items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else -1
+        if size < end:
+            found = "is missing" if size < 0 else f"has {size} bytes"
+            raise DataError(f"{folder / name} {found}, {end} are needed. Resume from another checkpoint.")
+
+
+def _write_tracker(root: Path, step: int) -> None:
+    temporary = root / f".{TRACKER}"
+    with temporary.open("w") as file:
+        file.write(str(step))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(root / TRACKER)
+
+
+def _remove_old(root: Path, keep: int) -> None:
+    for old in sorted(root.glob("iter_*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
+    """Take up the state of a checkpoint under this layout, whatever layout wrote it; every rank calls it.
+
+    Returns:
+        How far the run had come.
+
+    Raises:
+        MissingInput, DataError: the checkpoint is absent, cut short or not one of this model.
+    """
+    check_files(folder)
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    if "isthmus" not in common:
+        raise DataError(f"{folder} was not written by an Isthmus run, so its data position is unknown.")
+    compat.fill_adam_state(distributed_optimizer(stepper.optimizer).optimizer)
+    state = _state(stepper, is_loading=True)
+    same_layout = common["isthmus"]["layout"] == asdict(sizes)
+    if same_layout:
+        state["rng_state"] = _random_state()
+    loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    stepper.model.module.load_state_dict(loaded["model"])
+    compat.load_adam(distributed_optimizer(stepper.optimizer), loaded["optimizer"])
+    progress = Progress(**common["isthmus"]["progress"])
+    stepper.schedule.step(increment=progress.step)
+    if same_layout:
+        _restore_random_state(loaded["rng_state"][0])
+    return progress
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if "device" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["device"])

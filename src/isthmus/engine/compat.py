@@ -1,0 +1,71 @@
+"""Upstream defects, one function each: what is wrong, in which versions, and what is done about it.
+
+Each has a test in tests/unit/engine/test_compat.py that fails once upstream is mended, so that it can go.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+
+
+def random_state_on_cpu() -> None:
+    """megatron-core 0.16: the random-state tracker sets the CUDA state through ``torch.cuda._lazy_call``.
+
+    On a CPU build that call is queued for a CUDA start that never comes, so forking a random stream, as sequence
+    parallelism does, would leave the state untouched. The setter is pointed at the CPU's generator.
+    """
+    from megatron.core.tensor_parallel import random
+
+    module: Any = random
+    module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def quiet_missing_extensions() -> None:
+    """megatron-core 0.16 warns on import about each extension that Isthmus replaces (Apex, TransformerEngine)."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|TransformerEngine).*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """megatron-core 0.16: DistributedOptimizer.state_dict fails before the first step of torch's AdamW.
+
+    It reads the step count out of the state, which torch fills only in the first step; loading a checkpoint asks
+    for it earlier. The state that a first step would create is created here, with nothing counted.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def load_adam(optimizer: Any, loaded: dict[str, Any]) -> None:
+    """megatron-core 0.16: DistributedOptimizer cannot load what it saved of torch's AdamW.
+
+    It looks for ``step`` among the sharded tensors, where it never is, and it gives all parameters one shared
+    ``step`` tensor, to which AdamW would then add one per parameter. Here the count is set aside while the tensors
+    are loaded, and each parameter gets its own. ``betas`` and ``eps`` stay as configured now.
+
+    Args:
+        optimizer: a ``DistributedOptimizer`` around torch's AdamW.
+        loaded: its state as ``dist_checkpointing.load`` returns it.
+    """
+    adam = optimizer.optimizer
+    configured = [(group["betas"], group["eps"]) for group in adam.param_groups]
+    tensors = loaded.pop("param_state")
+    loaded.pop("param_state_sharding_type")
+    optimizer.load_state_dict(loaded)
+    steps = {parameter: state.pop("step") for parameter, state in adam.state.items()}
+    optimizer.load_parameter_state_from_fully_reshardable(tensors)
+    for parameter, step in steps.items():
+        adam.state[parameter]["step"] = step.clone()
+    for group, (betas, eps) in zip(adam.param_groups, configured, strict=True):
+        group["betas"], group["eps"] = betas, eps

@@ -1,0 +1,114 @@
+"""Lets megatron.core run on a CPU: the calls to ``torch.cuda`` that it hard-codes land on the CPU instead.
+
+Installed once, before the first megatron.core import of a run whose platform is cpu, and never elsewhere.
+What megatron.core asks of CUDA falls into four kinds, and each is answered as narrowly as it can be:
+
+- where is the device (``current_device``, ``device="cuda"`` in tensor factories, ``Tensor.cuda``): on the CPU;
+- wait for the device (streams, events, ``synchronize``): a CPU is never behind, so nothing is waited for;
+- the random state of the device: the CPU's own generator;
+- what type is this tensor (``Tensor.type()``): megatron.core compares with ``torch.cuda.FloatTensor``.
+
+A request for a CUDA device is only answered this way because a CPU build of torch could do nothing but fail on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "rand", "randn", "randint", "as_tensor", "linspace")
+_installed = False
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: everything recorded on it is done already."""
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        pass
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return _nothing()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _end: object) -> float:
+        return 0.0
+
+
+class _NoEvent(_NoStream):
+    pass
+
+
+def _nothing() -> Callable[..., None]:
+    """A new function each time: torch's compiler, told of one object under two names, refuses to start."""
+    return lambda *_args, **_kwargs: None
+
+
+@contextlib.contextmanager
+def _on_stream(_stream: object) -> Iterator[None]:
+    yield
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return build
+
+
+def install() -> None:
+    """Redirect the CUDA calls of megatron.core to the CPU; a second call changes nothing.
+
+    Raises:
+        RuntimeError: a CUDA or ROCm device is usable, so redirecting would hide it.
+    """
+    global _installed
+    if _installed:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        raise RuntimeError("the CPU adapter must not be installed in a process that uses a GPU")
+
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    for name in ("set_device", "synchronize", "empty_cache"):
+        setattr(cuda, name, _nothing())
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
+    cuda.Stream, cuda.Event = _NoStream, _NoEvent
+    cuda.current_stream, cuda.default_stream = lambda *_: _NoStream(), lambda *_: _NoStream()
+    cuda.stream = _on_stream
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_args, **_kwargs: self
+    own_type = torch.Tensor.type
+
+    def type_for_megatron(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = own_type(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(answer, str) and caller.startswith("megatron."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    tensor.type = type_for_megatron
+    _installed = True

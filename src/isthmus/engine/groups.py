@@ -1,0 +1,131 @@
+"""The process groups of a run: who shares a layer, who follows whom, who holds a copy."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from isthmus.errors import UsageError
+
+if TYPE_CHECKING:
+    from isthmus.platforms.base import Platform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSizes:
+    """How a model is spread: ranks a layer is split over, stages it is cut into, copies that share the data.
+
+    Rank order is tp fastest, then dp, then pp, as Megatron-Core has it.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    sp: bool = False
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size % (self.tp * self.pp):
+            raise UsageError(
+                f"tp={self.tp} x pp={self.pp} = {self.tp * self.pp} ranks do not divide the {self.world_size} ranks "
+                f"of this run. Start a multiple of {self.tp * self.pp} (--nproc {self.tp * self.pp}), or lower "
+                "parallel.tp or parallel.pp."
+            )
+        if self.sp and self.tp == 1:
+            raise UsageError("parallel.sp=true splits the sequence over the tp ranks and needs parallel.tp > 1.")
+
+    @property
+    def dp(self) -> int:
+        """Copies of the model: what tp and pp leave."""
+        return self.world_size // (self.tp * self.pp)
+
+    def __str__(self) -> str:
+        return f"tp={self.tp}{' +sp' if self.sp else ''} pp={self.pp} dp={self.dp}"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where this rank stands in every group."""
+
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def world_from_environment() -> tuple[int, int, int]:
+    """(rank, world size, rank on this machine) as torchrun sets them; (0, 1, 0) when started alone."""
+    return (
+        int(os.environ.get("RANK", "0")),
+        int(os.environ.get("WORLD_SIZE", "1")),
+        int(os.environ.get("LOCAL_RANK", "0")),
+    )
+
+
+def open_groups(
+    sizes: ParallelSizes, platform: Platform, *, seed: int, init_method: str | None = None, timeout_s: float = 1800.0
+) -> Position:
+    """Join the run's world and build Megatron-Core's groups in it.
+
+    Args:
+        sizes: the layout; its world_size must be that of the environment.
+        platform: decides the collective backend and the device of this rank.
+        seed: of the model-parallel random streams (dropout; weights are never drawn from them).
+        init_method: rendezvous URL; None takes the environment's, or a private one for a single rank.
+        timeout_s: how long a collective waits for a peer before it fails.
+
+    Returns:
+        This rank's place in the layout.
+    """
+    rank, world_size, local_rank = world_from_environment()
+    if platform.device_type == "cpu":
+        from isthmus.engine import compat, cpu_adapter
+
+        cpu_adapter.install()
+        compat.random_state_on_cpu()
+    else:
+        torch.cuda.set_device(local_rank)
+    if not dist.is_initialized():
+        store = dist.HashStore() if world_size == 1 and init_method is None else None
+        dist.init_process_group(
+            platform.collective_backend,
+            init_method=None if store else (init_method or "env://"),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return Position(
+        rank=rank,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        is_first_stage=parallel_state.is_pipeline_first_stage(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def close_groups() -> None:
+    """Leave the run's world; harmless when none was joined."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

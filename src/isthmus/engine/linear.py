@@ -1,0 +1,62 @@
+"""Tensor-parallel linear layers that add their weight gradient straight into the gradient buffer.
+
+Megatron-Core has this fusion only as a CUDA extension of Apex. In float32 a plain ``addmm_`` does the same on
+every device: one matrix product with the accumulation inside, instead of a product, an allocation and an addition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers as mcore
+from torch import Tensor
+
+
+class _AccumulateWeightGrad(torch.autograd.Function):
+    """Identity on the weight's gradient path: takes (input, weight) and behaves as ``input @ weight.T``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.matmul(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grads[0].matmul(weight)
+        grad_2d, x_2d = grads[0].flatten(0, -2), x.flatten(0, -2)
+        weight.main_grad.addmm_(grad_2d.t(), x_2d)
+        weight.grad_added_to_main_grad = True
+        return grad_x, None
+
+
+def _fusible(weight: Tensor, kwargs: dict[str, Any]) -> bool:
+    main_grad = getattr(weight, "main_grad", None)
+    return (
+        main_grad is not None
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and main_grad.dtype == weight.dtype == torch.float32
+        and kwargs["bias"] is None
+        and not kwargs["allreduce_dgrad"]
+        and not kwargs["sequence_parallel"]
+    )
+
+
+class ColumnParallelLinear(mcore.ColumnParallelLinear):
+    """Megatron-Core's column-parallel linear layer, with the accumulation fused where it can be."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        if _fusible(weight, kwargs):
+            return _AccumulateWeightGrad.apply(input, weight)
+        return super()._forward_impl(input, weight, **kwargs)
+
+
+class RowParallelLinear(mcore.RowParallelLinear):
+    """Megatron-Core's row-parallel linear layer, with the accumulation fused where it can be."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        if _fusible(weight, kwargs):
+            return _AccumulateWeightGrad.apply(input, weight)
+        return super()._forward_impl(input, weight, **kwargs)

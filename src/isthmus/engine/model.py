@@ -1,0 +1,241 @@
+"""A decoder on Megatron-Core, built from an :class:`~isthmus.families.architecture.Architecture`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from isthmus.engine.attention import Segments
+from isthmus.engine.cross_entropy import linear_cross_entropy
+from isthmus.engine.groups import ParallelSizes
+from isthmus.engine.rope import inverse_frequencies, rotation_table
+from isthmus.engine.spec import decoder_spec
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+
+RECOMPUTE_GRANULARITY = {"none": None, "selective": "selective", "full": "full"}
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding when each of ``tp`` ranks holds the same number; the added rows are zero and never used."""
+    return math.ceil(vocab_size / tp) * tp
+
+
+def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
+    """Refuse a layout that this architecture cannot be cut into.
+
+    Raises:
+        UsageError: naming the setting, the number it does not divide and the values that would do.
+    """
+    cut_by_tp = {
+        "num_attention_heads": architecture.num_attention_heads,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+    }
+    groups = architecture.num_query_groups
+    if sizes.tp <= groups:
+        cut_by_tp["num_query_groups"] = groups
+    elif sizes.tp % groups:
+        raise UsageError(
+            f"tp={sizes.tp} is not a multiple of num_query_groups={groups} ({architecture.family}). "
+            f"Use a divisor or a multiple of {groups}."
+        )
+    for name, size in cut_by_tp.items():
+        if size % sizes.tp:
+            good = [str(n) for n in range(1, 129) if all(s % n == 0 for s in cut_by_tp.values())]
+            raise UsageError(
+                f"tp={sizes.tp} does not divide {name}={size} ({architecture.family}). Use {_either(good)}."
+            )
+    if architecture.num_layers % sizes.pp:
+        good = [str(n) for n in range(1, architecture.num_layers + 1) if architecture.num_layers % n == 0]
+        raise UsageError(
+            f"pp={sizes.pp} does not divide num_layers={architecture.num_layers} ({architecture.family}). "
+            f"Use {_either(good)}."
+        )
+
+
+def _either(values: list[str]) -> str:
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
+
+
+def transformer_config(
+    architecture: Architecture, sizes: ParallelSizes, *, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
+    """Megatron-Core's own description of the model and its layout."""
+    full = recompute == "full"
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_query_groups,
+        kv_channels=architecture.kv_channels,
+        normalization=architecture.normalization,
+        layernorm_epsilon=architecture.norm_epsilon,
+        qk_layernorm=architecture.qk_norm,
+        add_qkv_bias=architecture.qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        use_te_activation_func=True,  # the switch that lets a spec bring its activation; no TransformerEngine in it
+        window_size=None if architecture.sliding_window is None else (architecture.sliding_window - 1, 0),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        sequence_parallel=sizes.sp,
+        variable_seq_lengths=sizes.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # variable lengths are refused with the default, experts or not
+        calculate_per_token_loss=True,
+        perform_initialization=False,
+        recompute_granularity=RECOMPUTE_GRANULARITY[recompute],
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
+        deallocate_pipeline_outputs=True,
+    )
+
+
+class Decoder(GPTModel):
+    """Megatron-Core's GPT with a forward pass for packed lines and a loss that never holds all logits.
+
+    Parameters, stages, sharding and checkpoint names are the parent's.
+    """
+
+    def __init__(self, architecture: Architecture, config: TransformerConfig, *, first: bool, last: bool) -> None:
+        layers_here = architecture.num_layers // config.pipeline_model_parallel_size
+        super().__init__(
+            config=config,
+            transformer_layer_spec=decoder_spec(config, layers_here),  # type: ignore[arg-type]
+            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=architecture.tie_embeddings,
+            position_embedding_type="none",  # positions are the packed line's own, see rotation_table
+        )
+        self.architecture = architecture
+        self.frequencies: Tensor
+        device = torch.cuda.current_device()
+        self.register_buffer("frequencies", inverse_frequencies(architecture).to(device), persistent=False)
+        self._mark_sharded_parameters()
+
+    def _mark_sharded_parameters(self) -> None:
+        """Say which parameters are sharded: Megatron-Core does so only while drawing initial weights.
+
+        Without the mark the gradient norm would count a sharded weight on the first tp rank alone.
+        """
+        for module in self.modules():
+            if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+                dim = 0
+            elif isinstance(module, RowParallelLinear):
+                dim = 1
+            else:
+                continue
+            if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segments: Segments,
+        labels: Tensor | None = None,
+        learned: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage on one packed line of T tokens.
+
+        Args:
+            input_ids: int64 [T].
+            position_ids: int64 [T], restarting in each sample.
+            segments: the samples of the line; under sequence parallelism T is a multiple of tp.
+            labels: int64 [T], the next tokens; None asks for logits.
+            learned: int64 [n], the places of the line whose label counts.
+
+        Returns:
+            On the last stage the summed loss (a scalar) or the logits [T, V] of the whole vocabulary;
+            before it the hidden states [T, 1, H] (or [T / tp, 1, H]) for the next stage.
+        """
+        hidden = self.embedding(input_ids[None], position_ids=None) if self.pre_process else None
+        table = rotation_table(self.frequencies, position_ids, self.config.params_dtype)
+        hidden = self.decoder(
+            hidden_states=hidden, attention_mask=None, rotary_pos_emb=table, packed_seq_params=segments
+        )
+        if not self.post_process:
+            return hidden
+        return self._logits(hidden) if labels is None else self._loss(hidden, labels, learned)
+
+    def _output_rows(self) -> tuple[Tensor, int]:
+        """This rank's rows of the projection without padding, and the vocabulary index of the first."""
+        weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
+        weight = self.output_layer.weight if weight is None else weight
+        start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
+        return weight[: max(0, self.architecture.vocab_size - start)], start
+
+    def _loss(self, hidden: Tensor, labels: Tensor, learned: Tensor | None) -> Tensor:
+        assert learned is not None
+        group = parallel_state.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        elif group is not None:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        rows, start = self._output_rows()
+        return linear_cross_entropy(
+            hidden[:, 0].index_select(0, learned), rows, labels[learned], vocab_start=start, group=group
+        )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
+        logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=True)
+        return logits[:, 0, : self.architecture.vocab_size]
+
+
+def build_model(architecture: Architecture, sizes: ParallelSizes, config: TransformerConfig) -> Decoder:
+    """This rank's stage, with memory for its weights and nothing in it yet.
+
+    Raises:
+        UsageError: the architecture cannot be cut this way.
+    """
+    check_layout(architecture, sizes)
+    return Decoder(
+        architecture,
+        config,
+        first=parallel_state.is_pipeline_first_stage(),
+        last=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def live_tensors(model: Any) -> dict[str, Tensor]:
+    """This rank's parameters under canonical names: Megatron-Core's own, with the index of a layer in the whole model.
+
+    A tied model holds a second copy of the embedding on its last stage; it appears as ``output_layer.weight``
+    there, and is filled from the embedding.
+    """
+    from megatron.core.utils import get_attr_wrapped_model
+
+    decoder = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    names: dict[str, Tensor] = {}
+    for name, parameter in decoder.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(decoder.decoder.layers[int(parts[2])].layer_number - 1)
+        names[".".join(parts)] = parameter.data
+    return names

@@ -1,0 +1,141 @@
+"""One optimizer step: micro batches through the pipeline, gradients over the ranks, weights updated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from isthmus.engine.attention import Segments
+from isthmus.errors import Diverged
+
+
+class PackedLine(Protocol):
+    """What a step needs of a micro batch; :class:`isthmus.data.batches.MicroBatch` is one."""
+
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did, equal on every rank."""
+
+    loss: float
+    """Mean over all learned tokens of the global batch."""
+    learned_tokens: int
+    grad_norm: float
+    lr: float
+
+
+def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, Any]:
+    line = next(iterator)
+    device = next(model.parameters()).device
+    boundaries = line.cu_seqlens.tolist()
+    lengths = tuple(end - start for start, end in zip(boundaries, boundaries[1:], strict=False))
+    learned = line.loss_mask.nonzero()[:, 0]
+    output = model(
+        line.input_ids.to(device, non_blocking=True),
+        line.position_ids.to(device, non_blocking=True),
+        Segments(lengths),
+        labels=line.labels.to(device, non_blocking=True),
+        learned=learned.to(device, non_blocking=True),
+    )
+
+    def count(loss_sum: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        num_tokens = torch.tensor(learned.numel(), dtype=torch.int, device=device)
+        return loss_sum, num_tokens, {"loss_sum": loss_sum.detach().double(), "num_tokens": learned.numel()}
+
+    return output, count
+
+
+def _run_pipeline(model: Any, lines: Sequence[PackedLine], *, forward_only: bool) -> tuple[float, int]:
+    """Summed loss and learned tokens of the global batch, on every rank."""
+    results = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(lines),
+        model=[model],
+        num_microbatches=len(lines),
+        seq_length=lines[0].input_ids.numel(),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    totals = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+    if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+        totals[0] = sum(float(result["loss_sum"]) for result in results)
+        totals[1] = sum(result["num_tokens"] for result in results)
+    dist.all_reduce(totals)
+    loss_sum, num_tokens = totals.tolist()
+    return loss_sum, int(num_tokens)
+
+
+class Stepper:
+    """Runs training steps and evaluations on this rank's stage of the model."""
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        model.config.finalize_model_grads_func = finalize_model_grads
+        model.config.grad_scale_func = optimizer.scale_loss
+
+    def train_step(self, lines: Sequence[PackedLine]) -> StepResult:
+        """Update the weights once on this dp rank's micro batches.
+
+        The gradient is that of the mean loss over all learned tokens of the global batch, so it does not depend on
+        how the batch is cut.
+
+        Raises:
+            Diverged: the loss or the gradient norm is not finite; the weights are left as they were for a loss.
+        """
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss_sum, num_tokens = _run_pipeline(self.model, lines, forward_only=False)
+        loss = loss_sum / max(1, num_tokens)
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"the loss is {loss} after {self.schedule.num_steps} good steps; the weights are as after the last "
+                "of them. Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."
+            )
+        lr = self.lr
+        _, grad_norm, _ = self.optimizer.step()
+        norm = float(grad_norm)
+        if not math.isfinite(norm):
+            raise Diverged(
+                f"the gradient norm is {norm} at a loss of {loss:.4f}. Lower optim.lr, lengthen optim.warmup_steps, "
+                "or resume from an earlier checkpoint."
+            )
+        self.schedule.step(increment=1)
+        return StepResult(loss=loss, learned_tokens=num_tokens, grad_norm=norm, lr=lr)
+
+    def evaluate(self, batches: Iterator[Sequence[PackedLine]]) -> float:
+        """Mean loss per learned token over all batches, without touching weights or gradients."""
+        self.model.eval()
+        loss_sum, num_tokens = 0.0, 0
+        with torch.no_grad():
+            for lines in batches:
+                batch_loss, batch_tokens = _run_pipeline(self.model, lines, forward_only=True)
+                loss_sum += batch_loss
+                num_tokens += batch_tokens
+        return loss_sum / max(1, num_tokens)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])

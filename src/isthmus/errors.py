@@ -1,0 +1,73 @@
+"""What can go wrong, said once: every error a user can meet, with the exit code of the process it ends.
+
+An error message says what is wrong, what was got, what was wanted and what to do, in one line.
+The codes follow sysexits.h where it has one; they are listed in docs/reference/exit-codes.md.
+"""
+
+from __future__ import annotations
+
+
+class IsthmusError(Exception):
+    """Base of all errors that are meant for the user; shown as one line, with a traceback only under ``--debug``."""
+
+    exit_code = 70
+
+
+class CheckFailed(IsthmusError):
+    """A check that the user asked for found a difference."""
+
+    exit_code = 1
+
+
+class UsageError(IsthmusError):
+    """The configuration or the command line asks for something that cannot be."""
+
+    exit_code = 2
+
+
+class DataError(IsthmusError):
+    """A data file, model file or checkpoint is corrupt, cut short or of an unknown form."""
+
+    exit_code = 65
+
+
+class MissingInput(IsthmusError):
+    """A file or folder that the run needs is not there."""
+
+    exit_code = 66
+
+
+class NoSpace(IsthmusError):
+    """The output cannot be created: it exists already, or the disk has no room."""
+
+    exit_code = 73
+
+
+class IOFailure(IsthmusError):
+    """Reading or writing failed for a reason other than space."""
+
+    exit_code = 74
+
+
+class Preempted(IsthmusError):
+    """The run was asked to stop; its state is saved and the same command goes on from there."""
+
+    exit_code = 75
+
+
+class Hang(IsthmusError):
+    """A peer did not answer within the time limit."""
+
+    exit_code = 76
+
+
+class UnsafeInput(IsthmusError):
+    """The input would run code or write outside its folder."""
+
+    exit_code = 77
+
+
+class Diverged(IsthmusError):
+    """The loss or the gradient is not a finite number."""
+
+    exit_code = 79
