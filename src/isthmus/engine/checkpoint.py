@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import checkpoint as dcp
 
 from isthmus.engine import compat
-from isthmus.engine.groups import ParallelSizes
+from isthmus.engine.groups import ParallelSizes, agree
 from isthmus.engine.optimizer import distributed_optimizer
 from isthmus.engine.step import Stepper
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace
@@ -37,15 +37,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run has come; with the data's seed it says which sequence is next."""
+    """How far a run has come, and in which data."""
 
     step: int
-    global_batch_size: int
-
-    @property
-    def consumed_sequences(self) -> int:
-        """Sequences of the shuffled order that the steps so far have taken."""
-        return self.step * self.global_batch_size
+    data: str
+    """Fingerprint of the data and its order: step k means these sequences and no others."""
 
 
 class _SynchronousSave(TorchDistSaveShardedStrategy):
@@ -141,14 +137,21 @@ def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes,
         "isthmus": {"progress": asdict(progress), "layout": asdict(sizes)},
     }
     content = {name: value for name, value in _metadata().items() if name != "dp_cp_group"}
-    failure: Exception | None = None
+
+    def write() -> None:
+        try:
+            dist_checkpointing.save(state, str(stage), _SynchronousSave(), content_metadata=content)
+            if dist.get_rank() == 0:
+                check_files(stage)
+        except Exception as error:
+            raise _for_user(error, stage) from error
+
     try:
-        dist_checkpointing.save(state, str(stage), _SynchronousSave(), content_metadata=content)
+        agree(write)
+    except IsthmusError:
         if dist.get_rank() == 0:
-            check_files(stage)
-    except Exception as error:
-        failure = error
-    _agree(failure, stage)
+            shutil.rmtree(stage, ignore_errors=True)
+        raise
     if dist.get_rank() == 0:
         shutil.rmtree(final, ignore_errors=True)
         stage.rename(final)
@@ -156,18 +159,6 @@ def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes,
         _remove_old(root, keep)
     dist.barrier()
     return final
-
-
-def _agree(failure: Exception | None, stage: Path) -> None:
-    """Raise on every rank what failed on any, after removing the unpublished folder."""
-    failures: list[IsthmusError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, None if failure is None else _for_user(failure, stage))
-    first = next((error for error in failures if error is not None), None)
-    if first is None:
-        return
-    if dist.get_rank() == 0:
-        shutil.rmtree(stage, ignore_errors=True)
-    raise first from failure
 
 
 def _for_user(error: Exception, stage: Path) -> IsthmusError:

@@ -25,8 +25,10 @@ def random_state_on_cpu() -> None:
 
 
 def quiet_missing_extensions() -> None:
-    """megatron-core 0.16 warns on import about each extension that Isthmus replaces (Apex, TransformerEngine)."""
+    """megatron-core 0.16 warns about each extension that Isthmus replaces (Apex, TransformerEngine), on import."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    # megatron-core 0.16 calls collectives by names that torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.")
     warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|TransformerEngine).*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 

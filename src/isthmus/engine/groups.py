@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from isthmus.errors import UsageError
+from isthmus.errors import IsthmusError, UsageError
 
 if TYPE_CHECKING:
     from isthmus.platforms.base import Platform
@@ -120,6 +121,55 @@ def open_groups(
         is_first_stage=parallel_state.is_pipeline_first_stage(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Each value summed over all ranks, in float64."""
+    total = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(total)
+    summed: list[float] = total.tolist()
+    return summed
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    dist.barrier()
+
+
+def once(stage: Callable[[], None], name: str, *, patience_s: float = 86400.0) -> None:
+    """Run ``stage`` on rank 0 alone; the others wait on the rendezvous store, not in a collective that times out.
+
+    Args:
+        stage: long work such as tokenizing.
+        name: unlike that of any other stage of the run.
+        patience_s: how long the others wait.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        stage()
+        store.set(f"isthmus/{name}", "done")
+    else:
+        store.wait([f"isthmus/{name}"], timedelta(seconds=patience_s))
+    dist.barrier()
+
+
+def agree(stage: Callable[[], None]) -> None:
+    """Run ``stage`` on this rank and go on only if it succeeded on all; else every rank raises what failed first."""
+    failure: BaseException | None = None
+    try:
+        stage()
+    except Exception as error:
+        failure = error
+    failures: list[IsthmusError | None] = [None] * dist.get_world_size()
+    mine = failure if failure is None or isinstance(failure, IsthmusError) else IsthmusError(_told(failure))
+    dist.all_gather_object(failures, mine)
+    first = next((error for error in failures if error is not None), None)
+    if first is not None:
+        raise first from failure
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def close_groups() -> None:

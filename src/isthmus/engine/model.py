@@ -25,7 +25,6 @@ from isthmus.engine.cross_entropy import linear_cross_entropy
 from isthmus.engine.groups import ParallelSizes
 from isthmus.engine.rope import inverse_frequencies, rotation_table
 from isthmus.engine.spec import decoder_spec
-from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 
 RECOMPUTE_GRANULARITY = {"none": None, "selective": "selective", "full": "full"}
@@ -34,42 +33,6 @@ RECOMPUTE_GRANULARITY = {"none": None, "selective": "selective", "full": "full"}
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     """Rows of the embedding when each of ``tp`` ranks holds the same number; the added rows are zero and never used."""
     return math.ceil(vocab_size / tp) * tp
-
-
-def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
-    """Refuse a layout that this architecture cannot be cut into.
-
-    Raises:
-        UsageError: naming the setting, the number it does not divide and the values that would do.
-    """
-    cut_by_tp = {
-        "num_attention_heads": architecture.num_attention_heads,
-        "ffn_hidden_size": architecture.ffn_hidden_size,
-    }
-    groups = architecture.num_query_groups
-    if sizes.tp <= groups:
-        cut_by_tp["num_query_groups"] = groups
-    elif sizes.tp % groups:
-        raise UsageError(
-            f"tp={sizes.tp} is not a multiple of num_query_groups={groups} ({architecture.family}). "
-            f"Use a divisor or a multiple of {groups}."
-        )
-    for name, size in cut_by_tp.items():
-        if size % sizes.tp:
-            good = [str(n) for n in range(1, 129) if all(s % n == 0 for s in cut_by_tp.values())]
-            raise UsageError(
-                f"tp={sizes.tp} does not divide {name}={size} ({architecture.family}). Use {_either(good)}."
-            )
-    if architecture.num_layers % sizes.pp:
-        good = [str(n) for n in range(1, architecture.num_layers + 1) if architecture.num_layers % n == 0]
-        raise UsageError(
-            f"pp={sizes.pp} does not divide num_layers={architecture.num_layers} ({architecture.family}). "
-            f"Use {_either(good)}."
-        )
-
-
-def _either(values: list[str]) -> str:
-    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
 
 
 def transformer_config(
@@ -208,13 +171,8 @@ class Decoder(GPTModel):
         return logits[:, 0, : self.architecture.vocab_size]
 
 
-def build_model(architecture: Architecture, sizes: ParallelSizes, config: TransformerConfig) -> Decoder:
-    """This rank's stage, with memory for its weights and nothing in it yet.
-
-    Raises:
-        UsageError: the architecture cannot be cut this way.
-    """
-    check_layout(architecture, sizes)
+def build_model(architecture: Architecture, config: TransformerConfig) -> Decoder:
+    """This rank's stage, with memory for its weights and nothing in it yet."""
     return Decoder(
         architecture,
         config,

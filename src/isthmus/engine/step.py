@@ -28,6 +28,7 @@ class PackedLine(Protocol):
     loss_mask: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,57 @@
+# `make demo` and `make test` need nothing but make and Python 3.11 (or newer): they set up .venv first if it is not there.
+
+VENV := .venv
+STAMP := $(VENV)/.setup-done
+RUN := $(VENV)/bin/python -m
+PIP := $(RUN) pip install --quiet --disable-pip-version-check
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: help setup demo test unit lint check format docs clean
+help:  ## Say what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+setup: $(STAMP)  ## Make .venv with everything in it
+
+# torch goes first, so that the rest is resolved around it. One that is in .venv already (a ROCm build, say) stays.
+$(STAMP): pyproject.toml $(wildcard constraints/*.txt)
+	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \
+	{ echo "No Python 3.11 or newer with venv on the PATH. Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(VENV)/bin/python || { echo "Making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@set -e; \
+	tag=py$$($(VENV)/bin/python -c 'import sys; print("%d%d" % sys.version_info[:2])'); \
+	cat constraints/cpu-$$tag.txt > $(VENV)/pins.txt 2>/dev/null || true; \
+	if $(VENV)/bin/python -c 'import torch' 2>/dev/null; then \
+		grep -v '^torch==' $(VENV)/pins.txt > $(VENV)/pins.tmp || true; mv $(VENV)/pins.tmp $(VENV)/pins.txt; \
+	else echo "Installing torch (this takes a while)"; $(PIP) -c $(VENV)/pins.txt torch; fi; \
+	echo "Installing isthmus and its tools"; $(PIP) -c $(VENV)/pins.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## A small model from nothing to Hugging Face, on this machine
+	@test ! -d isthmus-demo || { echo 'Removing the isthmus-demo of last time'; rm -r isthmus-demo; }
+	$(VENV)/bin/isthmus demo --out isthmus-demo
+
+test: $(STAMP)  ## The whole suite
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 -q
+
+unit: $(STAMP)  ## The fast part of the suite
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 -q tests/unit
+
+lint: $(STAMP)  ## Style, types, import contracts
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+check: lint unit  ## lint, then unit: what to run before a commit
+
+format: $(STAMP)  ## Let ruff write the format
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+docs: $(STAMP)  ## Write the reference pages that are made from the code
+	$(VENV)/bin/python docs/generate.py
+
+clean:  ## Remove caches and builds, keep .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

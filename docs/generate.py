@@ -1,0 +1,145 @@
+"""Writes the reference pages that are made from the code: docs/reference/config.md and docs/reference/families.md.
+
+Run it with `make docs`; tests/unit/test_docs.py fails while a page differs from what this would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isthmus.config.schema import RunConfig
+from isthmus.families.family import Family
+from isthmus.families.registry import all_families
+
+REFERENCE = Path(__file__).resolve().parent / "reference"
+_MADE = "<!-- Made by docs/generate.py from the code; change it there and run `make docs`. -->"
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_WINDOW = {
+    "never": "no sliding window",
+    "always": "sliding window in all layers (`sliding_window`)",
+    "by_layer": "sliding window in all layers or in none; a mix is refused",
+}
+
+
+def config_page() -> str:
+    """All settings, group by group."""
+    schema = RunConfig.model_json_schema()
+    groups = {name: entry for name, entry in schema["properties"].items() if "$ref" in entry}
+    plain = {name: entry for name, entry in schema["properties"].items() if "$ref" not in entry}
+    lines = [
+        "# Settings",
+        "",
+        _MADE,
+        "",
+        "A setting comes from the YAML file, from an option such as `--model`, or from an override `group.key=value`",
+        "on the command line; the later of these wins. An unknown key, a value of another kind and a key given twice",
+        "are errors, with file, line and column. The complete settings of a run are saved in its folder as",
+        "`config.yaml`, which is itself a config that can be run. `--dry-run` prints them and stops.",
+        "",
+        "Values are YAML 1.2: `1e-5` is a number, `no` is text, `null` leaves a setting out.",
+        "",
+        *_table("Of the run", "", plain, schema),
+    ]
+    for group, entry in groups.items():
+        model = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+        lines += _table(f"`{group}`", f"{group}.", model["properties"], model)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(title: str, prefix: str, settings: dict[str, Any], schema: dict[str, Any]) -> list[str]:
+    required = schema.get("required", [])
+    about = [schema["description"], ""] if prefix else []
+    rows = [
+        f"| `{prefix}{name}` | {_kind(entry)} | {'required' if name in required else _default(entry)} "
+        f"| {_one_line(entry['description'])} |"
+        for name, entry in settings.items()
+    ]
+    return [f"## {title}", "", *about, "| setting | kind | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    if "anyOf" in entry:
+        return " or ".join(_kind(choice) for choice in entry["anyOf"] if choice.get("type") != "null")
+    if "enum" in entry:
+        return ", ".join(f"`{value}`" for value in entry["enum"])
+    if "const" in entry:
+        return f"`{entry['const']}`"
+    if entry.get("format") == "path":
+        return "path"
+    if entry.get("type") == "array":
+        return f"list of {_kind(entry['items'])}s"
+    name = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}[entry["type"]]
+    return " ".join([name, *(f"{sign} {entry[key]:g}" for key, sign in _BOUNDS.items() if key in entry)])
+
+
+def _default(entry: dict[str, Any]) -> str:
+    value = entry.get("default")
+    if value is None or value == []:
+        return "not given"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def families_page() -> str:
+    """What of each family is built and what is refused."""
+    lines = [
+        "# Families",
+        "",
+        _MADE,
+        "",
+        "A model folder is of the family that the `model_type` of its `config.json` names. Any other is refused, and",
+        "so is a setting that asks for something that is not built: a model is trained as its config describes it or",
+        "not at all.",
+        "",
+        "| `model_type` | class | attention | biases and norms |",
+        "| --- | --- | --- | --- |",
+        *(_family_row(family) for family in all_families().values()),
+        "",
+        "For all of them: grouped-query attention, `head_dim` of any width, tied or untied embeddings, a vocabulary of",
+        "any size (rows that tensor parallelism adds never leave the run), weights in one safetensors file or many, in",
+        "float64, float32, float16 or bfloat16.",
+        "",
+        "Rotary positions: `default`, `linear` and `llama3`, with every constant taken from the config, read from",
+        "`rope_parameters` as well as from `rope_theta` and `rope_scaling`. Exports carry both spellings. Other kinds",
+        "(`dynamic`, `yarn`, `longrope`) and heads that are rotated in part are refused.",
+        "",
+        "## What else is refused",
+        "",
+        "| setting | families | allowed | because |",
+        "| --- | --- | --- | --- |",
+        *_refusals(),
+        "",
+        "Every tensor of the files must be wanted and every wanted tensor must be there, in its shape; otherwise",
+        "nothing is loaded and the differences are listed. Buffers that old files carry (`rotary_emb.inv_freq`) and",
+        "the `lm_head.weight` of a tied model are not read.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _family_row(family: Family) -> str:
+    has = [
+        name for trait, name in (("qkv_bias", "bias on query, key and value"), ("qk_norm", "norm on query and key"))
+        if family.traits.get(trait)
+    ]  # fmt: skip
+    extras = ", ".join(has) or "no biases"
+    return f"| `{family.name}` | `{family.hf_architecture}` | {_WINDOW[family.sliding_window]} | {extras} |"
+
+
+def _refusals() -> Iterator[str]:
+    everyone = all_families().values()
+    for key in dict.fromkeys(key for family in everyone for key in family.fixed):
+        holders = [family for family in everyone if key in family.fixed]
+        fixed = holders[0].fixed[key]
+        who = "all" if len(holders) == len(everyone) else ", ".join(family.name for family in holders)
+        allowed = ", ".join("absent" if value is None else f"`{str(value).lower()}`" for value in fixed.allowed)
+        yield f"| `{key}` | {who} | {allowed} | {fixed.why} |"
+
+
+if __name__ == "__main__":
+    (REFERENCE / "config.md").write_text(config_page())
+    (REFERENCE / "families.md").write_text(families_page())

@@ -1,0 +1,92 @@
+"""How the program ends: any exception becomes one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from isthmus.errors import IOFailure, IsthmusError, NoSpace
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The exit code, what the user is told, and where it came from."""
+
+    exit_code: int
+    message: str = ""
+    traceback: str = ""
+
+
+def ending_of(run: Callable[[], int | None]) -> Ending:
+    """Call ``run`` and say how it ended; only an exit code of its own, or success, has no message."""
+    try:
+        return Ending(run() or 0)
+    except SystemExit as request:
+        if isinstance(request.code, str):
+            return Ending(1, request.code)
+        return Ending(request.code or 0)
+    except BrokenPipeError:
+        # Whoever read our output has gone; there is nobody to tell, and the interpreter must not try either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return Ending(IOFailure.exit_code)
+    except (Exception, KeyboardInterrupt) as error:
+        code, message = explain(error)
+        return Ending(code, message, traceback.format_exc())
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and line for an exception."""
+    if isinstance(error, IsthmusError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted; what was not saved is lost."
+    if hasattr(error, "format_message"):  # what typer raises at a wrong command line
+        return 2, f"{_sentence(error.format_message())} See isthmus --help."
+    if isinstance(error, OSError) and error.errno is not None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return NoSpace.exit_code, f"{_where(error)}no space is left. Free some, or write to another disk."
+        return IOFailure.exit_code, f"{_where(error)}{error.strerror}."
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        mend = "Lower train.micro_batch_size or data.seq_length, raise parallel.tp, or set train.recompute=full."
+        return IsthmusError.exit_code, f"out of memory. {mend}"
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    return IsthmusError.exit_code, f"{told} (unexpected; --debug shows where)"
+
+
+def say(ending: Ending, *, debug: bool, prefix: str = "") -> None:
+    """Print the ending's line to stderr, under ``debug`` after its traceback."""
+    if debug and ending.traceback:
+        print(ending.traceback, file=sys.stderr)
+    if ending.message:
+        print(f"isthmus: {prefix}{ending.message}", file=sys.stderr, flush=True)
+
+
+def keep_traceback(ending: Ending, run_folder: Path | None, rank: int) -> Ending:
+    """Leave the traceback of an unexpected error in the run folder, if there is one, and say so in the message."""
+    if ending.exit_code != IsthmusError.exit_code or not ending.traceback:
+        return ending
+    if run_folder is None or not (run_folder / "config.yaml").is_file():
+        return ending
+    path = run_folder / f"error-rank-{rank}.txt"
+    try:
+        path.write_text(ending.traceback, encoding="utf-8")
+    except OSError:
+        return ending
+    message = ending.message.replace("--debug shows where", f"the traceback is in {path}")
+    return Ending(ending.exit_code, message, ending.traceback)
+
+
+def _sentence(text: str) -> str:
+    line = " ".join(text.split())
+    return line[:1].lower() + line[1:] + ("" if line.endswith((".", "?", ")")) else ".")
+
+
+def _where(error: OSError) -> str:
+    return f"{error.filename}: " if error.filename is not None else ""

@@ -1,0 +1,59 @@
+"""The ``isthmus`` command. What costs time to import is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from isthmus import __version__
+from isthmus.cli import demo, pretrain, sft
+from isthmus.cli.words import spread_data
+
+app = typer.Typer(
+    name="isthmus",
+    help="Train Hugging Face models on Megatron-Core and get Hugging Face models back.",
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo", short_help="Show the whole way on this machine, without network.")(demo.demo)
+app.command("sft", short_help="Fine-tune a model on chats.")(sft.sft)
+app.command("pretrain", short_help="Train a model on text.")(pretrain.pretrain)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"isthmus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+def parse_and_run(argv: Sequence[str]) -> int:
+    """Run the command that ``argv`` names, without catching anything."""
+    result: Any = app(args=spread_data(argv) or ["--help"], prog_name="isthmus", standalone_mode=False)
+    return int(result or 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; see docs/reference/exit-codes.md."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    from isthmus.recipes.rank_report import reports_folder
+
+    if reports_folder() is not None:
+        from isthmus.cli.rank import run_rank
+
+        return run_rank(words, parse_and_run)
+    from isthmus.cli.alone import run_alone
+
+    return run_alone(words, parse_and_run)

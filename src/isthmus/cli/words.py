@@ -1,0 +1,57 @@
+"""The words after a command's options: a config file and ``key=value`` settings; and ``--data`` with many files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from isthmus.errors import UsageError
+
+
+def spread_data(argv: Sequence[str]) -> list[str]:
+    """``--data a b`` becomes ``--data a --data b``; an option, a setting or a YAML file ends the files."""
+    spread: list[str] = []
+    files = -1  # how many files --data has had so far; -1: not among them
+    for position, word in enumerate(argv):
+        if word == "--":
+            return [*spread, *argv[position:]]
+        if word == "--data":
+            files = 0
+        elif files >= 0:
+            if files and (word.startswith("-") or _is_setting(word) or _is_config(word)):
+                files = -1
+            else:
+                if files:
+                    spread.append("--data")
+                files += 1
+        spread.append(word)
+    return spread
+
+
+def config_and_overrides(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The config file among the words, if there is one, and the settings in their order.
+
+    Raises:
+        UsageError: two config files, or a word that is neither.
+    """
+    file: Path | None = None
+    overrides: list[str] = []
+    for word in words:
+        if _is_setting(word):
+            overrides.append(word)
+        elif not _is_config(word):
+            raise UsageError(f"{word!r} is neither a config file (*.yaml) nor a setting (key=value).")
+        elif file is not None:
+            raise UsageError(f"two config files, {file} and {word}; wanted one.")
+        else:
+            file = Path(word)
+    return file, overrides
+
+
+def _is_config(word: str) -> bool:
+    return word.lower().endswith((".yaml", ".yml"))
+
+
+def _is_setting(word: str) -> bool:
+    key, equals, _ = word.partition("=")
+    return bool(equals) and key.replace(".", "").replace("_", "").replace("-", "").isalnum()

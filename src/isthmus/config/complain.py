@@ -1,0 +1,126 @@
+"""Says what is wrong with a setting in the user's words, and which one may have been meant."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from isthmus.config.schema import RunConfig
+from isthmus.config.yaml_text import Key, Syntax, read_value
+
+GIVEN_BY: Mapping[str, Key] = {
+    "--model": ("model", "path"),
+    "--data": ("data", "files"),
+    "--out": ("out",),
+    "--hf-every": ("checkpoint", "hf_every"),
+}
+"""Options of the command line, and the settings they stand for."""
+
+_MEANT = {
+    "learning_rate": "optim.lr",
+    "batch_size": "train.global_batch_size",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "num_train_epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "max_seq_length": "data.seq_length",
+    "max_length": "data.seq_length",
+    "model_name_or_path": "model.path",
+    "output_dir": "out",
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "sequence_parallel": "parallel.sp",
+    "save_steps": "checkpoint.every",
+    "dtype": "train.precision",
+}
+"""Names from elsewhere that look nothing like ours."""
+
+
+def dotted(key: Key) -> str:
+    """The name of a setting as the user writes it."""
+    return ".".join(key)
+
+
+def reason(error: Mapping[str, Any], key: Key) -> str:
+    """Why the setting ``key`` cannot be as it is, from pydantic's record of the error."""
+    kind, value = error["type"], error["input"]
+    if kind == "clash":
+        return str(error["ctx"]["reason"])
+    if kind == "extra_forbidden":
+        guess = _meant(key)
+        return "is not a setting" + (f" (did you mean {guess}?)" if guess else "")
+    if kind == "missing":
+        option = next((option for option, stands_for in GIVEN_BY.items() if stands_for == key), None)
+        ways = f"{option} or {dotted(key)}=..." if option else f"{dotted(key)}=..."
+        return f"is missing: {_describe(key)} Give it with {ways}"
+    if kind == "model_type":
+        return f"is a section, with settings such as {dotted(key)}.{_some_setting(key)}; got {_show(value)}"
+    if kind == "tuple_type":
+        return f"must be a list, got {_show(value)}"
+    if kind == "too_short":
+        return "must not be empty" if key != ("data", "files") else "must name at least one file"
+    text = str(error["msg"]).replace("Input should be", "must be").replace("a valid string", "text")
+    return f"{text.replace('String should have', 'must have')}, got {_show(value)}{_mend(kind, value)}"
+
+
+def settings() -> Iterator[Key]:
+    """Every setting that there is."""
+    for name, section in RunConfig.model_fields.items():
+        fields = _fields(section.annotation)
+        yield from ((name, field) for field in fields) if fields else [(name,)]
+
+
+def _fields(section: Any) -> dict[str, Any]:
+    is_section = isinstance(section, type) and issubclass(section, BaseModel)
+    return dict(section.model_fields) if is_section else {}
+
+
+def _meant(key: Key) -> str | None:
+    """The setting that is nearest to an unknown name: in its section, then by its last part anywhere."""
+    last = key[-1].replace("-", "_").lower()
+    if last in _MEANT:
+        return _MEANT[last]
+    every = list(settings())
+    near = difflib.get_close_matches(last, [known[-1] for known in every if known[:-1] == key[:-1]], n=1)
+    if near:
+        return dotted((*key[:-1], near[0]))
+    whole = difflib.get_close_matches(dotted((*key[:-1], last)), map(dotted, every), n=1, cutoff=0.8)
+    if whole:
+        return whole[0]
+    owners = [dotted(known) for known in every if known[-1] == last]
+    if owners:
+        return " or ".join(owners)
+    sections = [name for name, field in RunConfig.model_fields.items() if _fields(field.annotation)]
+    return next(iter(difflib.get_close_matches(key[0], sections, n=1)), None) if key[0] not in sections else None
+
+
+def _describe(key: Key) -> str:
+    fields: dict[str, Any] = dict(RunConfig.model_fields)
+    for part in key[:-1]:
+        fields = _fields(fields[part].annotation)
+    return str(fields[key[-1]].description).strip()
+
+
+def _some_setting(key: Key) -> str:
+    return next(iter(_fields(RunConfig.model_fields[key[0]].annotation)))
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _mend(kind: str, value: Any) -> str:
+    """The likeliest slip where text stands for a number or a boolean; those of YAML 1.1 are text in 1.2."""
+    if not isinstance(value, str):
+        return ""
+    if kind == "bool_type":
+        return "; write true or false"
+    if kind in ("int_type", "float_type"):
+        with contextlib.suppress(Syntax):
+            return "; leave out the quotes" if isinstance(read_value(value), int | float) else ""
+    return ""

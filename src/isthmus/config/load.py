@@ -1,0 +1,155 @@
+"""A run's settings from a file, the command line's options and its overrides; checked as a whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from isthmus.config.complain import GIVEN_BY, dotted, reason
+from isthmus.config.schema import RunConfig
+from isthmus.config.yaml_text import Key, Syntax, read_mapping, read_value, write_mapping
+from isthmus.errors import IOFailure, MissingInput, UsageError
+
+_TEXT = {("out",), ("model", "path"), ("checkpoint", "resume")}
+"""Settings whose override is text whatever it looks like: a folder may be named 2026-11-21."""
+_OPTIONS = {option.lstrip("-").replace("-", "_"): option for option in GIVEN_BY}
+
+
+def load_config(
+    recipe: str, file: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Read and check the settings of a run.
+
+    Args:
+        recipe: what the command is; a file that names another is refused.
+        file: YAML file, or None.
+        overrides: ``optim.lr=2e-5`` and the like, the value in YAML; they win over flags, and the later over the
+            earlier.
+        flags: options by name (``model``, ``data``, ``out``, ``hf_every``) or by dotted setting; they win over the
+            file. None means that an option was not given.
+
+    Raises:
+        MissingInput: there is no such file.
+        UsageError: all that is wrong, each with its place, its name, the reason and the mend.
+        IOFailure: the file cannot be read.
+    """
+    draft = _Draft()
+    if file is not None:
+        draft.add_file(file)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            option = _OPTIONS.get(name)
+            draft.put(GIVEN_BY[option] if option else tuple(name.split(".")), _plain(value), option or "command line")
+    for override in overrides:
+        draft.add_override(override)
+    return draft.check(recipe)
+
+
+def dump(config: RunConfig) -> str:
+    """The whole configuration as YAML; :func:`load_config` reads the same one back."""
+    return write_mapping(config.model_dump(mode="json"))
+
+
+class _Draft:
+    """Settings that are not checked yet, with the origin of each, and the complaints so far."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[Key, str] = {}
+        self.file: str | None = None
+        self.complaints: list[str] = []
+
+    def add_file(self, path: Path) -> None:
+        self.file = str(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise MissingInput(f"{path}: there is no such config file. Check the path.") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path} is not UTF-8 text (byte {error.start}), so not a config file.") from error
+        except OSError as error:
+            raise IOFailure(f"{path} cannot be read: {error.strerror}.") from error
+        try:
+            self.values, places = read_mapping(text)
+        except Syntax as error:
+            place = f":{error.line}:{error.column}" if error.line else ""
+            raise UsageError(f"{path}{place}  {error.reason}") from error
+        self.origins = {key: f"{path}:{line}:{column}" for key, (line, column) in places.items()}
+
+    def add_override(self, override: str) -> None:
+        name, equals, text = override.partition("=")
+        key = tuple(name.strip().split("."))
+        if not equals or not all(key):
+            self.complaints.append(f"command line  {override}  is not an override; write it as section.setting=value")
+            return
+        try:
+            value = read_value(text)
+        except Syntax as error:
+            # Much that is not YAML is a plain path.
+            if key not in _TEXT:
+                self.complaints.append(f"command line  {override}  the value is not YAML: {error.reason}")
+                return
+            value = text
+        self.put(key, value if isinstance(value, str) or key not in _TEXT else text, "command line")
+
+    def put(self, key: Key, value: Any, origin: str) -> None:
+        """Set one value; a mapping is laid over what is there, setting by setting."""
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                self.put((*key, str(name)), inner, origin)
+            return
+        place = self.values
+        for depth, part in enumerate(key[:-1], start=1):
+            if place.get(part) is None:
+                place[part], self.origins[key[:depth]] = {}, origin
+            if not isinstance(place[part], dict):
+                self.complaints.append(f"{origin}  {dotted(key)}  {dotted(key[:depth])} has no settings of its own")
+                return
+            place = place[part]
+        place[key[-1]] = value
+        self.origins[key] = origin
+
+    def check(self, recipe: str) -> RunConfig:
+        named = self.values.setdefault("recipe", recipe)
+        if named != recipe:
+            reason_ = f"is {named!r}, but the command is {recipe}; use the command of that recipe or take the line out"
+            self.complaints.append(self._line(("recipe",), reason_))
+            self.values["recipe"] = recipe
+        for name, section in RunConfig.model_fields.items():
+            # A section that is absent or empty is checked like one that lacks everything, for complaints by setting.
+            if hasattr(section.annotation, "model_fields") and self.values.get(name) is None:
+                self.values[name] = {}
+        try:
+            config = RunConfig.model_validate(self.values)
+        except ValidationError as errors:
+            for error in errors.errors(include_url=False):
+                key = tuple(str(part) for part in error["loc"])
+                if error["type"] == "clash":
+                    key += tuple(error["ctx"]["key"].split("."))
+                self.complaints.append(self._line(key, reason(error, key)))
+        if self.complaints:
+            raise UsageError(_joined(self.complaints))
+        return config
+
+    def _line(self, key: Key, why: str) -> str:
+        """``origin  key  reason``; the origin is that of the key or of what holds it, or the file."""
+        held_in = (self.origins[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in self.origins)
+        origin = next(held_in, self.file)
+        return "  ".join(filter(None, [origin, dotted(key), why]))
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, also within a list."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _joined(complaints: list[str]) -> str:
+    if len(complaints) == 1:
+        return complaints[0]
+    return "\n  ".join([f"{len(complaints)} things are wrong with the configuration:", *complaints])

@@ -1,0 +1,113 @@
+"""YAML 1.2 as plain values, and where each of them stands."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode
+from ruamel.yaml.representer import SafeRepresenter
+
+Key = tuple[str, ...]
+"""A setting's dotted name, in parts."""
+
+_DEEPEST = 16
+"""An alias can put a mapping into itself."""
+
+
+class Syntax(Exception):
+    """The text is not YAML, or not of the form that is wanted. Line and column count from 1."""
+
+    def __init__(self, reason: str, line: int | None = None, column: int | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.line, self.column = reason, line, column
+
+
+def _reader() -> YAML:
+    # "safe": plain values, and no tag can build anything else. "pure": ruamel's own reader, as only it knows YAML 1.2.
+    return YAML(typ="safe", pure=True)
+
+
+def read_value(text: str) -> Any:
+    """The value of one piece of YAML such as ``2e-5``, ``true`` or ``[a.json, b.json]``.
+
+    Raises:
+        Syntax: the text is not YAML.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _reader().load(text)
+    except (YAMLError, ValueError) as error:
+        raise _as_syntax(error) from error
+
+
+def read_mapping(text: str) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
+    """A whole file's mapping.
+
+    Returns:
+        The values, and of each key of each mapping in it the line and column (from 1).
+
+    Raises:
+        Syntax: the text is not YAML, repeats a key, has a key that is not text, or is not a mapping.
+    """
+    value = read_value(text)
+    if value is None:
+        return {}, {}
+    if not isinstance(value, dict):
+        raise Syntax("a config file is a mapping of settings, such as `train: {steps: 100}`", 1, 1)
+    places: dict[Key, tuple[int, int]] = {}
+    _walk(_reader().compose(io.StringIO(text)), (), places)
+    return value, places
+
+
+def _walk(node: Any, prefix: Key, places: dict[Key, tuple[int, int]]) -> None:
+    if not isinstance(node, MappingNode):
+        return
+    for key, value in node.value:
+        place = (key.start_mark.line + 1, key.start_mark.column + 1)
+        if not key.tag.endswith((":str", ":merge")):
+            raise Syntax(f"key {key.value!r} is not text; put it in quotes", *place)
+        if len(prefix) == _DEEPEST:
+            raise Syntax(f"more than {_DEEPEST} mappings within each other", *place)
+        places[(*prefix, key.value)] = place
+        _walk(value, (*prefix, key.value), places)
+
+
+def _as_syntax(error: Exception) -> Syntax:
+    if not isinstance(error, MarkedYAMLError):
+        return Syntax(str(error).splitlines()[0])
+    # The text after the first line advises programmers how to switch the check off.
+    reason = ", ".join(part.splitlines()[0] for part in (error.context, error.problem) if part)
+    mark = error.problem_mark or error.context_mark
+    return Syntax(reason, *((mark.line + 1, mark.column + 1) if mark else ()))
+
+
+def write_mapping(values: Mapping[str, Any]) -> str:
+    """YAML of nested mappings, in their order; every YAML reader, also of version 1.1, reads the same values."""
+    writer = _reader()
+    writer.Representer = _Representer
+    writer.default_flow_style = False
+    writer.width = 120
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    text = io.StringIO()
+    writer.dump(dict(values), text)
+    return text.getvalue()
+
+
+class _Representer(SafeRepresenter):
+    """Writes numbers so that no reader takes them for text."""
+
+    def represent_float(self, data: float) -> Any:
+        """YAML 1.1 knows a number with an exponent only by its point."""
+        text = repr(data)
+        if "e" in text and "." not in text:
+            text = text.replace("e", ".0e")
+        return self.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_Representer.add_representer(float, _Representer.represent_float)

@@ -1,0 +1,135 @@
+"""Between Hugging Face tensors and the live tensors of one rank, slice by slice, in place; no rank needs another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isthmus.convert.coverage import check_coverage
+from isthmus.convert.source import WeightSource
+from isthmus.families.architecture import Architecture
+from isthmus.families.family import Family, Placement
+from isthmus.families.shard import Layout, local_shape, pieces
+from isthmus.hf.writer import SafetensorsPlan, SafetensorsWriter
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What one rank moved."""
+
+    num_tensors: int
+    num_bytes: int
+    """Bytes on the Hugging Face side."""
+    time_s: float
+
+
+@torch.no_grad()
+def import_weights(
+    live: Mapping[str, Tensor],
+    family: Family,
+    arch: Architecture,
+    source: WeightSource,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    padded_vocab_size: int,
+) -> TransferReport:
+    """Fill this rank's tensors, given under their canonical names, from ``source``; cast to their dtype and device.
+
+    First the source is checked against the whole model, not only this rank's share. Vocabulary padding becomes zero.
+
+    Raises:
+        DataError: the source does not hold exactly the tensors of the model, or a file of it is damaged.
+        MissingInput: the source holds no weights.
+    """
+    start_s = time.monotonic()
+    check_coverage(source, family, arch)
+    layout = Layout(tp_rank=tp_rank, tp_size=tp_size, padded_vocab_size=padded_vocab_size)
+    position = {name: number for number, name in enumerate(source.tensors)}
+    num_bytes = 0
+    # Files are read from front to back, whatever the order of the live tensors.
+    for placement in sorted(_placed(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
+        tensor = live[placement.canonical].detach()
+        filled = 0
+        for piece in pieces(placement.rule, arch, layout):
+            name, target = placement.hf[piece.part], tensor[piece.local]
+            source.read(name, piece.hf, into=target)
+            filled += target.numel()
+            num_bytes += target.numel() * source.tensors[name].dtype.itemsize
+        if placement.rule.shard == "vocab" and filled < tensor.numel():
+            tensor[filled // tensor.shape[1] :].zero_()
+    return TransferReport(len(live), num_bytes, time.monotonic() - start_s)
+
+
+def export_plan(
+    family: Family,
+    arch: Architecture,
+    dtypes: torch.dtype | Mapping[str, torch.dtype],
+    *,
+    max_shard_bytes: float = 5e9,
+) -> SafetensorsPlan:
+    """Lay out the Hugging Face files of a model, in one dtype or in the given one for each name.
+
+    With a mapping (such as the dtypes of the model one started from) its order becomes the order in the files.
+    """
+    shapes = family.hf_shapes(arch)
+    if isinstance(dtypes, torch.dtype):
+        return SafetensorsPlan(((name, dtypes, shape) for name, shape in shapes.items()), max_shard_bytes)
+    order = [name for name in dtypes if name in shapes]
+    if missing := shapes.keys() - dtypes.keys():
+        raise ValueError(f"no dtype for {min(missing)}")
+    return SafetensorsPlan(((name, dtypes[name], shapes[name]) for name in order), max_shard_bytes)
+
+
+@torch.no_grad()
+def export_weights(
+    live: Mapping[str, Tensor],
+    family: Family,
+    arch: Architecture,
+    plan: SafetensorsPlan,
+    folder: Path,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    padded_vocab_size: int,
+    writes: bool = True,
+) -> TransferReport:
+    """Write this rank's share into the files that ``plan.create(folder)`` made, and sync them.
+
+    Let one data-parallel rank for each share write (``writes``). The ``num_bytes`` of all of them add up to
+    ``plan.total_bytes``: what every tensor-parallel rank holds is written by the first of them, aliases by none, and
+    vocabulary padding stays behind.
+
+    Raises:
+        NoSpace: the disk is full.
+        IOFailure: a file cannot be written.
+    """
+    start_s = time.monotonic()
+    layout = Layout(tp_rank=tp_rank, tp_size=tp_size, padded_vocab_size=padded_vocab_size)
+    num_tensors = num_bytes = 0
+    with SafetensorsWriter(plan, folder) as writer:
+        for placement in _placed(live, family, arch, layout) if writes else ():
+            rule = placement.rule
+            if rule.alias or (rule.shard == "whole" and tp_rank):
+                continue
+            for piece in pieces(rule, arch, layout):
+                part = live[placement.canonical][piece.local]
+                num_bytes += writer.write(placement.hf[piece.part], piece.hf, part)
+            num_tensors += 1
+    return TransferReport(num_tensors, num_bytes, time.monotonic() - start_s)
+
+
+def _placed(live: Mapping[str, Tensor], family: Family, arch: Architecture, layout: Layout) -> list[Placement]:
+    """The placements of the live tensors, whose names and shapes must be those of the table."""
+    placements = family.placements(arch)
+    for name, tensor in live.items():
+        if name not in placements:
+            raise ValueError(f"live tensor {name} has no rule in family {family.name}")
+        if tuple(tensor.shape) != (shape := local_shape(placements[name].rule, arch, layout)):
+            raise ValueError(f"live tensor {name} is {tuple(tensor.shape)}, family {family.name} wants {shape}")
+    return [placements[name] for name in live]

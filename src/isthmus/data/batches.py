@@ -1,0 +1,176 @@
+"""Samples to micro batches: which sequences a step takes, and how they are laid end to end.
+
+The order of sequences is one endless line, a new permutation each epoch, drawn from the seed and the epoch alone. Step
+k takes the next ``global_batch_size`` of them, whatever the number of ranks and the micro-batching; so a run goes
+on from any step without state, under any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from isthmus.data.packing import check_fit, pack
+from isthmus.data.store import SampleStore
+from isthmus.errors import DataError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Whole samples end to end on one line of T tokens ("thd"), as CPU tensors."""
+
+    input_ids: torch.Tensor
+    """int64 [T]"""
+    labels: torch.Tensor
+    """int64 [T], already shifted; 0 where nothing is learned."""
+    loss_mask: torch.Tensor
+    """bool [T], True where the label is learned."""
+    position_ids: torch.Tensor
+    """int64 [T], from 0 in each sample."""
+    cu_seqlens: torch.Tensor
+    """int32 [segments + 1], where each segment begins; a segment of padding comes last if there is one."""
+    num_tokens: int
+    """Tokens of samples, padding not counted."""
+    num_samples: int
+
+    @property
+    def num_learned(self) -> int:
+        """Labels that count in the loss."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest segment."""
+        return int(torch.diff(self.cu_seqlens).max())
+
+
+class Batches:
+    """The micro batches of one data-parallel rank."""
+
+    def __init__(
+        self,
+        store: SampleStore,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        global_batch_size: int,
+        packing: bool,
+        seed: int = 0,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        pad_to_multiple_of: int = 1,
+        shuffle: bool = True,
+    ) -> None:
+        """Lay out the sequences: one sample each, or with ``packing`` bins of at most ``seq_length`` tokens.
+
+        Raises:
+            UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``.
+            DataError: the store is empty, or holds a sample longer than ``seq_length`` + 1.
+        """
+        for name, value in (("micro_batch_size", micro_batch_size), ("seq_length", seq_length)):
+            if value < 1:
+                raise UsageError(f"{name}={value}. Wanted 1 or more.")
+        at_once = micro_batch_size * dp_size
+        if global_batch_size < 1 or global_batch_size % at_once:
+            below = global_batch_size // at_once * at_once
+            mend = f"{below} or {below + at_once}" if below else f"{at_once}"
+            raise UsageError(
+                f"train.global_batch_size={global_batch_size} is not a multiple of "
+                f"micro_batch_size={micro_batch_size} x data-parallel ranks={dp_size}. Use {mend}."
+            )
+        if not len(store):
+            raise DataError("there are no samples to make batches of.")
+        self.store = store
+        self.seed, self.shuffle = seed, shuffle
+        self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
+        self.dp_rank, self.dp_size, self.pad_to_multiple_of = dp_rank, dp_size, pad_to_multiple_of
+        inputs = np.maximum(store.lengths - 1, 0)
+        if int(inputs.min()) < 1:
+            raise DataError(f"sample {int(inputs.argmin())} has fewer than 2 tokens, so it holds no label.")
+        check_fit(inputs, seq_length)
+        self._sequences = pack(inputs, seq_length) if packing else [[k] for k in range(len(store))]
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        """Sequences (samples, or bins of packed samples) that make one pass over the data."""
+        return len(self._sequences)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every sequence has been seen once; the last of them reaches into the next epoch."""
+        return -(-len(self._sequences) // self.global_batch_size)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro batches of one rank in one step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+    def step(self, step_index: int) -> list[MicroBatch]:
+        """This rank's micro batches of step ``step_index``, counted from 0."""
+        first = step_index * self.global_batch_size
+        chosen = [self._at(first + k) for k in range(self.global_batch_size)]
+        return self._deal(chosen)
+
+    def eval_batches(self) -> Iterator[list[MicroBatch]]:
+        """One pass in the store's own order, nothing twice, nothing left out.
+
+        Every rank gets as many micro batches as the others, with micro batches of padding where sequences run out.
+        """
+        for first in range(0, len(self._sequences), self.global_batch_size):
+            yield self._deal(self._sequences[first : first + self.global_batch_size])
+
+    def _at(self, position: int) -> list[int]:
+        """The sequence at this place of the endless line."""
+        epoch, place = divmod(position, len(self._sequences))
+        if not self.shuffle:
+            return self._sequences[place]
+        if self._order is None or self._order[0] != epoch:
+            # Raw bits of a counter-based generator, sorted: unlike numpy's shuffles they never change with its version.
+            bits = np.random.Philox(key=np.array([self.seed % 2**64, epoch], dtype=np.uint64))
+            self._order = epoch, np.argsort(bits.random_raw(len(self._sequences)), kind="stable")
+        return self._sequences[int(self._order[1][place])]
+
+    def _deal(self, sequences: list[list[int]]) -> list[MicroBatch]:
+        """Deal a global batch out: first micro batch of rank 0, of rank 1, ..., second of rank 0, ..."""
+        size = self.micro_batch_size
+        rounds = -(-len(sequences) // (size * self.dp_size))
+        starts = [(k * self.dp_size + self.dp_rank) * size for k in range(rounds)]
+        return [self._join([s for sequence in sequences[at : at + size] for s in sequence]) for at in starts]
+
+    def _join(self, samples: list[int]) -> MicroBatch:
+        """Lay samples end to end and pad the line to a multiple, with a segment of its own that nobody learns from."""
+        lengths = [int(self.store.offsets[k + 1] - self.store.offsets[k]) - 1 for k in samples]
+        real = sum(lengths)
+        multiple = self.pad_to_multiple_of
+        total = -(-max(real, 2 if not samples else 0) // multiple) * multiple
+        input_ids = np.zeros(total, dtype=np.int64)
+        labels = np.zeros(total, dtype=np.int64)
+        loss_mask = np.zeros(total, dtype=np.bool_)
+        position_ids = np.zeros(total, dtype=np.int64)
+        bounds, at = [0], 0
+        for sample, length in zip(samples, lengths, strict=True):
+            tokens, mask = self.store[sample]
+            end = at + length
+            input_ids[at:end] = tokens[:-1]
+            loss_mask[at:end] = mask[1:]
+            labels[at:end] = tokens[1:] * mask[1:]
+            position_ids[at:end] = np.arange(length)
+            bounds.append(end)
+            at = end
+        if total > real:
+            position_ids[real:] = np.arange(total - real)
+            bounds.append(total)
+        return MicroBatch(
+            input_ids=torch.from_numpy(input_ids),
+            labels=torch.from_numpy(labels),
+            loss_mask=torch.from_numpy(loss_mask),
+            position_ids=torch.from_numpy(position_ids),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+            num_tokens=real,
+            num_samples=len(samples),
+        )

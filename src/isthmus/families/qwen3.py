@@ -1,0 +1,28 @@
+"""Qwen3, dense: norms on queries and keys, a head width of its own, no biases."""
+
+from isthmus.families import decoder
+from isthmus.families.family import Family, Fixed, Key
+
+FAMILY = Family(
+    name="qwen3",
+    hf_architecture="Qwen3ForCausalLM",
+    keys=decoder.KEYS
+    | {
+        "num_query_groups": decoder.kv_heads(default=32),
+        "kv_channels": Key("head_dim", default=128),
+        "max_position_embeddings": Key("max_position_embeddings", default=32768),
+    },
+    fixed=decoder.FIXED | {"attention_bias": Fixed((False,), "it would put a bias on the output projection too")},
+    traits={"qk_norm": True},
+    sliding_window="by_layer",
+    sliding_window_default=4096,
+    rules=(
+        *decoder.EMBEDDING,
+        *decoder.INPUT_NORM,
+        *decoder.ATTENTION,
+        *decoder.QK_NORM,
+        *decoder.GATED_MLP,
+        *decoder.HEAD,
+    ),
+    ignorable=decoder.IGNORABLE,
+)

@@ -1,0 +1,188 @@
+"""A Hugging Face model folder, opened without loading it: its config, where its tensors lie, and its small files."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path, PureWindowsPath
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import DataError, IOFailure, MissingInput, UnsafeInput
+from isthmus.hf.tensors import Bounds, Stage, TensorInfo, bounds_of, byte_runs, byte_view, read_header, row_chunks
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_SMALL_FILES = (
+    *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.jinja", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+class ModelFolder:
+    """Reads slices of tensors straight from the safetensors files; holds no tensor and no map of the files."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        """Use ``ModelFolder.open``."""
+        self.path = path
+        self.config = config
+        self._files: dict[Path, BinaryIO] = {}
+        self._stage = Stage()
+
+    def __str__(self) -> str:
+        """The path, for messages."""
+        return str(self.path)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> ModelFolder:
+        """Open the folder at ``path``; whether it holds weights is ``has_weights``.
+
+        Raises:
+            MissingInput: there is no folder there, or no ``config.json`` in it.
+            DataError: ``config.json`` is not a JSON object.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise MissingInput(f"{folder} is not a folder. Give the folder of a Hugging Face model.")
+        if not (folder / "config.json").is_file():
+            raise MissingInput(f"{folder} holds no config.json. Give the folder of a Hugging Face model.")
+        return cls(folder, _read_json(folder / "config.json"))
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are safetensors weights (``.bin`` files are not read)."""
+        return (self.path / SINGLE_FILE).is_file() or (self.path / INDEX_FILE).is_file()
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """All tensors by name, file after file in the order in which they lie there; empty without weights.
+
+        Raises:
+            DataError: a file is cut short or malformed, or the index does not agree with the files.
+            UnsafeInput: the index names a file outside of the folder.
+        """
+        # transformers looks for the single file first, too.
+        if (self.path / SINGLE_FILE).is_file():
+            return read_header(self.path / SINGLE_FILE)
+        return self._read_index() if (self.path / INDEX_FILE).is_file() else {}
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+        """Read a slice of one tensor; only its bytes are read.
+
+        With ``into`` (any dtype, device and strides; the shape of the slice) it is filled and returned, without a
+        second copy in memory where it is a contiguous CPU tensor of the file's dtype.
+
+        Raises:
+            DataError: the file ended early.
+            IOFailure: the file cannot be read.
+        """
+        info = self.tensors[name]
+        bounds = bounds_of(info.shape, index)
+        shape = tuple(stop - start for start, stop in bounds)
+        target = torch.empty(shape, dtype=info.dtype) if into is None else into.detach()
+        if tuple(target.shape) != shape:
+            raise ValueError(f"{name}: a slice of shape {shape} does not fit into {tuple(target.shape)}")
+        if target.dtype == info.dtype and target.device.type == "cpu" and target.is_contiguous():
+            self._fill(info, bounds, target)
+            return target
+        for part, rows in row_chunks(bounds, info.dtype.itemsize, self._stage.limit_bytes):
+            stage = self._stage.take([stop - start for start, stop in part], info.dtype)
+            self._fill(info, part, stage)
+            (target[rows] if part else target).copy_(stage)
+        return target
+
+    def small_files(self) -> list[Path]:
+        """Tokenizer, chat template, generation settings and licence: what an export takes over byte for byte."""
+        return sorted(path for path in self.path.iterdir() if path.is_file() and _is_small(path.name))
+
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __enter__(self) -> ModelFolder:
+        """Close at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Close."""
+        self.close()
+
+    def _fill(self, info: TensorInfo, bounds: Bounds, target: Tensor) -> None:
+        if not target.numel():
+            return
+        view, done = byte_view(target), 0
+        try:
+            if info.file not in self._files:
+                self._files[info.file] = info.file.open("rb", buffering=0)
+            descriptor = self._files[info.file].fileno()
+            for offset, length in byte_runs(info.shape, bounds, info.dtype.itemsize):
+                end = done + length
+                while done < end:
+                    got = os.preadv(descriptor, [view[done:end]], info.offset + offset + length - (end - done))
+                    if not got:
+                        raise DataError(f"{info.file} became shorter while it was read.")
+                    done += got
+        except OSError as error:
+            raise IOFailure(f"{info.file} cannot be read: {error.strerror}.") from error
+
+    def _read_index(self) -> dict[str, TensorInfo]:
+        index = self.path / INDEX_FILE
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise DataError(f"{index} has no weight_map from tensor names to file names.")
+        found: dict[str, TensorInfo] = {}
+        for file in dict.fromkeys(weight_map.values()):
+            as_windows = PureWindowsPath(file)  # knows both kinds of separators, and drives
+            if as_windows.drive or as_windows.root or ".." in as_windows.parts or "\0" in file:
+                raise UnsafeInput(f"{index} names {file!r}, which lies outside of the folder. Do not use this model.")
+            if not (self.path / file).is_file():
+                raise DataError(f"{index} names {file}, which is not there. Fetch the missing file.")
+            header = read_header(self.path / file)
+            if twice := found.keys() & header.keys():
+                raise DataError(f"{self.path / file} holds {min(twice)}, which another file holds already.")
+            found |= header
+        for name, file in weight_map.items():
+            if name not in found or found[name].file != self.path / file:
+                raise DataError(f"{index} places {name} in {file}, which does not hold it.")
+        return found
+
+
+def write_model_files(folder: Path, source: ModelFolder | None, hf_config: Mapping[str, Any]) -> None:
+    """Write ``config.json`` into ``folder`` and copy the small files of ``source`` there, byte for byte.
+
+    Raises:
+        OSError: the disk refuses; ``hf.staged.disk_errors`` turns it into an error for the user.
+    """
+    text = json.dumps(hf_config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    for path in source.small_files() if source else ():
+        shutil.copyfile(path, folder / path.name)
+
+
+def _is_small(name: str) -> bool:
+    def matches(patterns: tuple[str, ...]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return matches(_SMALL_FILES) and not matches(_WEIGHTS)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} must hold a JSON object, got {type(value).__name__}.")
+    return value

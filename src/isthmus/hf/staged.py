@@ -1,0 +1,105 @@
+"""A folder that appears whole or not at all: written beside its destination, synced, then renamed into place."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from isthmus.errors import IOFailure, NoSpace
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
+    """Turn an OSError that occurs while writing at ``path`` into one for the user.
+
+    Raises:
+        NoSpace: the disk or the quota is full; with what is needed and what is free.
+        IOFailure: any other reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise IOFailure(f"{path} cannot be written: {error.strerror or error}.") from error
+        free_gib = shutil.disk_usage(path if path.exists() else path.parent).free / 2**30
+        need = f"{need_bytes / 2**30:.2f} GiB needed, " if need_bytes is not None else ""
+        raise NoSpace(f"no space left to write {path}: {need}{free_gib:.2f} GiB free. Make room.") from error
+
+
+class StagedFolder:
+    """``destination`` in the making.
+
+    One process calls ``create`` and in the end ``publish`` or ``discard`` (or uses it as a context manager that does
+    so); any other process that builds it with the same destination may write under ``path`` in between.
+    """
+
+    def __init__(self, destination: str | os.PathLike[str]) -> None:
+        """Name the destination; nothing is touched yet."""
+        self.destination = Path(destination).absolute()
+        self.path = self.destination.with_name(f".tmp-{self.destination.name}")
+
+    def create(self) -> None:
+        """Make the folder to write in; what an earlier attempt that was killed left there goes.
+
+        Raises:
+            NoSpace: the destination exists, or the disk is full.
+            IOFailure: the folder cannot be made.
+        """
+        self._refuse_existing()
+        with disk_errors(self.path):
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            self.path.mkdir(parents=True)
+
+    def publish(self) -> None:
+        """Sync every file and the folders, and give the folder its name.
+
+        Raises:
+            NoSpace: the destination has come into being meanwhile, or the disk is full.
+            IOFailure: syncing or renaming failed.
+        """
+        self._refuse_existing()
+        with disk_errors(self.path):
+            for folder, _, files in os.walk(self.path, topdown=False):
+                for name in files:
+                    sync(Path(folder, name))
+                sync(Path(folder))
+            self.path.rename(self.destination)
+            sync(self.destination.parent)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def __enter__(self) -> StagedFolder:
+        """Create."""
+        self.create()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Publish, or discard after an error."""
+        if kind is None:
+            try:
+                self.publish()
+            except BaseException:
+                self.discard()
+                raise
+        else:
+            self.discard()
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.destination):
+            raise NoSpace(f"{self.destination} exists already. Give another folder or remove it.")
+
+
+def sync(path: Path) -> None:
+    """Make what was written to a file or a folder survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

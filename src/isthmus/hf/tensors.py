@@ -1,0 +1,193 @@
+"""The safetensors format: its header, checked byte for byte, and where a slice of a tensor lies in the file.
+
+A file is an 8-byte little-endian length, that many bytes of JSON, then the tensors without gaps. Slices are read and
+written at their own offsets, so that a rank touches only what is its own and never holds a whole tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import DataError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000
+
+Bounds = tuple[tuple[int, int], ...]
+"""Start and stop for each dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor in a file; ``offset`` counts from the start of the file, in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file by name, in the order in which they lie there.
+
+    Raises:
+        DataError: the file is cut short, or its header is not a valid one; nothing else of the file is read.
+    """
+    actual = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little") if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
+        if length > _MAX_HEADER_BYTES or not length:
+            raise DataError(f"{path} is not a safetensors file: no header length in its first 8 of {actual} bytes.")
+        if 8 + length > actual:
+            raise DataError(f"{path} is cut short: the header alone ends at byte {8 + length}, the file has {actual}.")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw.decode(), object_pairs_hook=_unique)
+        if not isinstance(header, dict):
+            raise ValueError("not an object")
+        header.pop("__metadata__", None)
+        entries = {name: _entry(entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} has a malformed safetensors header: {error}. Fetch the file again.") from None
+    found: dict[str, TensorInfo] = {}
+    end = 0
+    for name, (dtype, shape, (start, stop)) in sorted(entries.items(), key=lambda item: item[1][2]):
+        info = TensorInfo(dtype, shape, path, 8 + length + start)
+        if start != end or stop - start != info.nbytes:
+            raise DataError(
+                f"{path}: {name} of {info.nbytes} bytes claims bytes {start} to {stop} instead of {end} on."
+            )
+        found[name], end = info, stop
+    if (expected := 8 + length + end) != actual:
+        fault = "is cut short" if actual < expected else "has trailing bytes"
+        raise DataError(f"{path} {fault}: expected {expected} bytes, the file has {actual}. Fetch the file again.")
+    return found
+
+
+def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """Length and header for tensors that follow in this order, padded so that they start at a multiple of 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def bounds_of(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> Bounds:
+    """Resolve ``index`` (leading dimensions; steps of 1) within ``shape``.
+
+    Raises:
+        IndexError: more slices than dimensions, a step, or a slice that reaches outside of the tensor.
+    """
+    index = index or ()
+    if len(index) > len(shape):
+        raise IndexError(f"{len(index)} slices for a tensor of {len(shape)} dimensions")
+    cuts = [*index, *[slice(None)] * (len(shape) - len(index))]
+    bounds = []
+    for size, cut in zip(shape, cuts, strict=True):
+        start, stop = cut.start or 0, size if cut.stop is None else cut.stop
+        if cut.step not in (None, 1) or not 0 <= start <= stop <= size:
+            raise IndexError(f"{cut} does not lie within a dimension of {size}")
+        bounds.append((start, stop))
+    return tuple(bounds)
+
+
+def byte_runs(shape: tuple[int, ...], bounds: Bounds, itemsize: int) -> Iterator[tuple[int, int]]:
+    """``(offset, length)`` in bytes of the unbroken runs that make up a slice, in the slice's own row-major order."""
+    inner, axis = itemsize, len(shape)
+    while axis and bounds[axis - 1] == (0, shape[axis - 1]):
+        axis -= 1
+        inner *= shape[axis]
+    if axis == 0:
+        yield 0, inner
+        return
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(axis)]
+    low, high = bounds[axis - 1]
+    for outer in itertools.product(*(range(start, stop) for start, stop in bounds[: axis - 1])):
+        yield sum(i * stride for i, stride in zip(outer, strides, strict=False)) + low * inner, (high - low) * inner
+
+
+def row_chunks(bounds: Bounds, itemsize: int, limit_bytes: int) -> Iterator[tuple[Bounds, slice]]:
+    """Cut a slice along its first dimension into pieces of about ``limit_bytes``: bounds of each, and its own rows."""
+    if not bounds:
+        yield bounds, slice(None)
+        return
+    (low, high), *rest = bounds
+    row_bytes = math.prod(stop - start for start, stop in rest) * itemsize
+    step = max(1, limit_bytes // max(1, row_bytes))
+    for start in range(low, high, step):
+        stop = min(high, start + step)
+        yield ((start, stop), *rest), slice(start - low, stop - low)
+
+
+class Stage:
+    """A buffer for casts that is used again and again: fresh memory for each chunk costs ten times the copy."""
+
+    limit_bytes = 4 << 20
+
+    def __init__(self) -> None:
+        """Allocate nothing yet."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor whose content is undefined and which the next call invalidates."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > self._buffer.numel():
+            self._buffer = torch.empty(max(size, self.limit_bytes), dtype=torch.uint8)
+        return self._buffer[:size].view(dtype).view(*shape)
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _entry(entry: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"unknown dtype {entry['dtype']!r}")
+    start, stop = entry["data_offsets"]
+    shape = entry["shape"]
+    if not all(type(number) is int and number >= 0 for number in [*shape, start, stop]):
+        raise ValueError("shape or offset is not a whole number")
+    return DTYPES[entry["dtype"]], tuple(shape), (start, stop)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found

@@ -1,0 +1,224 @@
+"""A Hugging Face tokenizer, with what training needs: batches, characters of tokens, chat templates, their marks.
+
+A folder that holds nothing but a sentencepiece ``tokenizer.model`` is read by ``isthmus.hf.sentencepiece``, which
+tokenizes as sentencepiece itself does; transformers 5.23 leaves out the word mark before a text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from isthmus.data.templates import default_template
+from isthmus.errors import DataError, IOFailure, MissingInput, UnsafeInput, UsageError
+from isthmus.hf.sentencepiece import read_sentencepiece
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+Span = tuple[int, int]
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+_render_template: Callable[..., Any] = render_jinja_template  # its annotations promise one string; it returns two lists
+TemplateSource = Literal["tokenizer", "chatml", "plain"]
+
+
+def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Read the tokenizer of a local model folder.
+
+    Raises:
+        MissingInput: no such folder, or no tokenizer files in it.
+        DataError: the files are damaged.
+        UnsafeInput: the tokenizer would run code of the folder, and ``trust_remote_code`` is off.
+        UsageError: the tokenizer is of a kind that cannot tell which characters a token stands for.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise MissingInput(f"{path}: no such model folder.")
+    if not any((path / name).is_file() for name in _FILES):
+        raise MissingInput(f"{path}: no tokenizer files. Wanted tokenizer.json or tokenizer.model.")
+    bare = not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file()
+    if bare and (rebuilt := read_sentencepiece(path)) is not None:
+        return Tokenizer(rebuilt, differs_from_files=True)
+    try:
+        inner = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # each kind of tokenizer fails in its own way
+        reason = str(error).strip().split("\n")[0]
+        if "trust_remote_code" in str(error):
+            raise UnsafeInput(
+                f"{path}: the tokenizer wants to run code from this folder. Read it, then set model.trust_remote_code."
+            ) from error
+        if isinstance(error, PermissionError):
+            raise IOFailure(f"{path}: the tokenizer cannot be read: {reason}.") from error
+        raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {reason}") from error
+    return Tokenizer(inner)
+
+
+class Tokenizer:
+    """One tokenizer and its chat template; a default template stands in where it has none (``template_source``)."""
+
+    def __init__(self, inner: PreTrainedTokenizerBase, *, differs_from_files: bool = False) -> None:
+        """Wrap a fast tokenizer.
+
+        Args:
+            inner: the transformers tokenizer; its chat template is set when it has none.
+            differs_from_files: whether the folder's files, read by transformers, would tokenize in another way.
+
+        Raises:
+            UsageError: it is not a fast tokenizer.
+        """
+        backend = getattr(inner, "backend_tokenizer", None)
+        if not isinstance(backend, Backend):
+            raise UsageError(
+                f"the tokenizer {type(inner).__name__} is not a fast one, so loss masks cannot be found. "
+                "Convert it to tokenizer.json first."
+            )
+        self.inner = inner
+        self._backend = Backend.from_str(backend.to_str())
+        # Byte-level tokenizers may take the blank off a token's characters; a mask needs every character.
+        self._backend.post_processor = processors.ByteLevel(trim_offsets=False, add_prefix_space=False)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        added = inner.added_tokens_decoder.values()
+        specials = {token.content for token in added if token.special} | set(inner.all_special_tokens)
+        self.special_tokens: tuple[str, ...] = tuple(sorted(specials, key=lambda token: (-len(token), token)))
+        first = inner.encode("", add_special_tokens=True) or inner.encode("a", add_special_tokens=True)[:1]
+        self.adds_bos = inner.bos_token_id is not None and first[:1] == [inner.bos_token_id]
+        self.template_source: TemplateSource = "tokenizer"
+        template = inner.chat_template
+        if isinstance(template, dict):  # several templates by name
+            template = template.get("default")
+        if template is None:
+            name, template = default_template(inner.get_vocab(), adds_bos=self.adds_bos)
+            if name == "plain" and inner.eos_token is None:
+                raise UsageError("the tokenizer has neither a chat template nor an eos_token to end turns with.")
+            self.template_source = "chatml" if name == "chatml" else "plain"
+            inner.chat_template = template
+        self.chat_template: str = template
+        self.differs_from_files = differs_from_files or self.template_source != "tokenizer"
+
+    @property
+    def eos_id(self) -> int | None:
+        """The end-of-sequence token."""
+        return self._id(self.inner.eos_token_id)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that this tokenizer puts before a text; None when it puts none, even if it has one."""
+        return self._id(self.inner.bos_token_id) if self.adds_bos else None
+
+    @property
+    def pad_id(self) -> int | None:
+        """The padding token."""
+        return self._id(self.inner.pad_token_id)
+
+    @staticmethod
+    def _id(value: Any) -> int | None:
+        return None if value is None else int(value)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The largest id there is plus one; a model's embedding needs at least as many rows."""
+        return int(max(self.inner.get_vocab().values())) + 1
+
+    @cached_property
+    def has_generation_marks(self) -> bool:
+        """Whether the chat template has ``{% generation %}`` marks."""
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.chat_template) is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text, nothing added; special tokens in the text are taken as such."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, nothing added, in parallel threads."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
+        """Token ids and the characters (first, one after the last) that each token stands for."""
+        encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encoded]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids."""
+        return str(self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The text of a conversation.
+
+        Raises:
+            DataError: the template refuses the conversation.
+            UnsafeInput: the template tries to leave its sandbox.
+        """
+        return self._render(messages, tools, add_generation_prompt, marked=False)[0]
+
+    def apply_marked_template(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation and the stretches of it between ``{% generation %}`` marks."""
+        return self._render(messages, tools, False, marked=True)
+
+    def _render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        *,
+        marked: bool,
+    ) -> tuple[str, list[Span]]:
+        try:
+            rendered, marks = _render_template(
+                [list(messages)],
+                tools=None if tools is None else list(tools),
+                chat_template=self.chat_template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=add_generation_prompt,
+                **self.inner.special_tokens_map,
+            )
+        except jinja2.exceptions.SecurityError as error:
+            raise UnsafeInput(f"the chat template tries to leave its sandbox: {error}.") from error
+        except _TEMPLATE_ERRORS as error:
+            raise DataError(f"the chat template refuses these turns: {str(error).strip() or repr(error)}") from error
+        return rendered[0], [(int(start), int(end)) for start, end in marks[0]] if marked else []
+
+    def save(self, folder: Path | str) -> list[str]:
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; returns the names written.
+
+        Only for a tokenizer that has no files of its own yet (``differs_from_files``): what came from a folder is
+        better copied byte for byte.
+        """
+        return save_tokenizer(self.inner, folder)
+
+
+def save_tokenizer(inner: PreTrainedTokenizerBase, folder: Path | str) -> list[str]:
+    """Write a tokenizer in a form that transformers 4 and 5 both read; returns the names of the files.
+
+    Raises:
+        IOFailure: writing failed.
+    """
+    config = Path(folder) / "tokenizer_config.json"
+    try:
+        written = {Path(name).name for name in inner.save_pretrained(folder)}
+        values = json.loads(config.read_bytes())
+        # Names that only transformers 5 knows; it reads the older ones too.
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+        values.pop("backend", None)
+        if isinstance(extra := values.pop("extra_special_tokens", None), list):
+            values["additional_special_tokens"] = extra
+        config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return sorted(name for name in written if (Path(folder) / name).is_file())
+    except OSError as error:
+        raise IOFailure(f"{folder}: the tokenizer cannot be written: {error.strerror or error}.") from error

@@ -1,0 +1,163 @@
+"""Writes safetensors files by many processes at once: the layout is planned ahead, each writes its slices in place.
+
+No process gathers anything, and none waits for another: the byte range of every slice follows from the plan alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isthmus.hf.folder import INDEX_FILE, SINGLE_FILE
+from isthmus.hf.staged import disk_errors
+from isthmus.hf.tensors import Stage, TensorInfo, bounds_of, byte_runs, byte_view, encode_header, row_chunks
+
+Spec = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+class SafetensorsPlan:
+    """Which tensor lies in which file at which byte."""
+
+    def __init__(self, tensors: Iterable[Spec], max_shard_bytes: float = 5e9) -> None:
+        """Lay the tensors (name, dtype, shape) out in files of at most ``max_shard_bytes``, one tensor at least."""
+        groups: list[list[Spec]] = []
+        room = 0.0
+        for name, dtype, shape in tensors:
+            need = math.prod(shape) * dtype.itemsize
+            if need > room or not groups:
+                groups.append([])
+                room = max_shard_bytes
+            groups[-1].append((name, dtype, shape))
+            room -= need
+        self.headers: dict[str, bytes] = {}
+        """Header of each file."""
+        self.tensors: dict[str, TensorInfo] = {}
+        """All tensors; their ``file`` is relative to the folder."""
+        self.file_bytes: dict[str, int] = {}
+        for number, group in enumerate(groups, start=1):
+            file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            # The order that the safetensors library itself writes: wide dtypes first, which keeps all of them aligned.
+            group.sort(key=lambda spec: (-spec[1].itemsize, spec[0]))
+            self.headers[file] = encode_header(group)
+            offset = len(self.headers[file])
+            for name, dtype, shape in group:
+                self.tensors[name] = info = TensorInfo(dtype, tuple(shape), Path(file), offset)
+                offset += info.nbytes
+            self.file_bytes[file] = offset
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, headers not counted: what the writers together have to write."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def create(self, folder: Path) -> None:
+        """Make the files with their headers and the index, with the space for all tensors reserved. One process does.
+
+        Raises:
+            NoSpace: the disk has no room for all of it.
+            IOFailure: the files cannot be made.
+        """
+        with disk_errors(folder, sum(self.file_bytes.values())):
+            for file, header in self.headers.items():
+                descriptor = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+                try:
+                    _reserve(descriptor, self.file_bytes[file])
+                    os.pwrite(descriptor, header, 0)
+                finally:
+                    os.close(descriptor)
+            if len(self.headers) > 1:
+                (folder / INDEX_FILE).write_text(json.dumps(self._index(), indent=2, sort_keys=True) + "\n")
+
+    def _index(self) -> dict[str, object]:
+        parameters = sum(math.prod(info.shape) for info in self.tensors.values())
+        return {
+            "metadata": {"total_parameters": parameters, "total_size": self.total_bytes},
+            "weight_map": {name: str(info.file) for name, info in self.tensors.items()},
+        }
+
+
+class SafetensorsWriter:
+    """Writes slices into the files that ``plan.create(folder)`` made; a context manager that syncs them at its end."""
+
+    def __init__(self, plan: SafetensorsPlan, folder: Path) -> None:
+        """Open nothing yet: files are opened as slices fall into them."""
+        self.plan = plan
+        self.folder = folder
+        self._descriptors: dict[Path, int] = {}
+        self._stage = Stage()
+
+    def write(self, name: str, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
+        """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``name``; return its bytes there.
+
+        Raises:
+            NoSpace: the disk is full after all.
+            IOFailure: writing failed.
+        """
+        info = self.plan.tensors[name]
+        bounds = bounds_of(info.shape, index)
+        shape = tuple(stop - start for start, stop in bounds)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: a tensor of shape {tuple(tensor.shape)} is not a slice of shape {shape}")
+        with disk_errors(self.folder / info.file):
+            descriptor = self._descriptor(info.file)
+            for part, rows in row_chunks(bounds, info.dtype.itemsize, self._stage.limit_bytes):
+                chunk = tensor[rows] if part else tensor
+                if chunk.dtype != info.dtype or chunk.device.type != "cpu" or not chunk.is_contiguous():
+                    chunk = self._stage.take(chunk.shape, info.dtype).copy_(chunk.detach())
+                view, done = byte_view(chunk), 0
+                for offset, length in byte_runs(info.shape, part, info.dtype.itemsize):
+                    _write_all(descriptor, view[done : done + length], info.offset + offset)
+                    done += length
+        return tensor.numel() * info.dtype.itemsize
+
+    def close(self, *, sync: bool = True) -> None:
+        """Close the files, on disk if ``sync``.
+
+        Raises:
+            NoSpace: the disk turned out to be full.
+            IOFailure: syncing failed.
+        """
+        while self._descriptors:
+            file, descriptor = self._descriptors.popitem()
+            with disk_errors(self.folder / file):
+                try:
+                    if sync:
+                        os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def __enter__(self) -> SafetensorsWriter:
+        """Close at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close, and sync unless after an error."""
+        self.close(sync=kind is None)
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(self.folder / file, os.O_WRONLY)
+        return self._descriptors[file]
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except (AttributeError, OSError) as error:
+        # Not on macOS, nor on every file system; there a full disk shows itself only while writing.
+        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    while view:
+        done = os.pwrite(descriptor, view, offset)
+        view, offset = view[done:], offset + done

@@ -1,0 +1,78 @@
+"""CPUs, with gloo between the ranks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from isthmus.platforms.base import EnvDefaults, Platform
+
+_STATUS = Path("/proc/self/status")
+
+
+class CpuPlatform(Platform):
+    """The CPUs of this machine."""
+
+    name = "cpu"
+    device_type = "cpu"
+    collective_backend = "gloo"
+
+    def supports(self, capability: str) -> tuple[bool, str]:
+        """See :meth:`Platform.supports`. bf16 is always right on a CPU; only some have instructions for it."""
+        if capability == "fp32":
+            return True, "every CPU has fp32"
+        if capability == "bf16":
+            unit = self._bf16_unit()
+            return True, f"this CPU has {unit}" if unit else "without bf16 instructions, so slower than fp32"
+        return False, f"torch has no {capability} training on a CPU"
+
+    def default_precision(self) -> tuple[Literal["fp32", "bf16"], str]:
+        """See :meth:`Platform.default_precision`. The same on every CPU, so that runs can be compared."""
+        unit = self._bf16_unit()
+        hint = f"; this CPU has {unit}, so train.precision=bf16 may be faster" if unit else ""
+        return "fp32", f"the default on every CPU{hint}"
+
+    def peak_tflops(self, precision: str) -> float | None:
+        """Not known: it depends on clocks that no interface tells."""
+        return None
+
+    def memory_gib(self) -> float:
+        """See :meth:`Platform.memory_gib`."""
+        if _STATUS.exists():
+            # Not getrusage: its maximum is inherited from the process that started this one.
+            for line in _STATUS.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) / 2**20
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+    def device_count(self) -> int | None:
+        """See :meth:`Platform.device_count`."""
+        return None
+
+    def describe(self) -> str:
+        """See :meth:`Platform.describe`."""
+        name = _facts().get("cpu_name") or platform.processor() or platform.machine()
+        return f"{name}, {os.cpu_count()} logical cores"
+
+    def env_defaults(self) -> EnvDefaults:
+        """None: the number of threads depends on the ranks, and is the run's to set."""
+        return {}
+
+    def _bf16_unit(self) -> str | None:
+        """The instructions this CPU has for bf16 matrix products, by name."""
+        facts = _facts()
+        named = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
+        return next((name for flag, name in named.items() if facts.get(flag)), None)
+
+
+def _facts() -> dict[str, Any]:
+    """What torch knows of the CPU; nothing where this torch cannot tell."""
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    return dict(ask()) if ask else {}

@@ -1,0 +1,58 @@
+"""NVIDIA GPUs, with NCCL between the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from isthmus.platforms.base import EnvDefaults
+from isthmus.platforms.gpu import GpuPlatform
+
+_SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
+"""First compute capability with matrix cores for each precision."""
+
+
+class CudaPlatform(GpuPlatform):
+    """The CUDA devices of this machine."""
+
+    name = "cuda"
+    # NVIDIA's data sheets, dense (their headline numbers count 2:4 sparsity double); SXM where no form is named.
+    peaks = (
+        ("GB200", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "fp32": 80}),
+        ("B200", {"bf16": 2250, "fp16": 2250, "fp8": 4500, "fp32": 75}),
+        ("H200 NVL", {"bf16": 835, "fp16": 835, "fp8": 1671, "fp32": 60}),
+        ("H200", {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "fp32": 66.9}),
+        ("GH200", {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "fp32": 66.9}),
+        ("H100 NVL", {"bf16": 835, "fp16": 835, "fp8": 1671, "fp32": 60}),
+        ("H100 PCIe", {"bf16": 756, "fp16": 756, "fp8": 1513, "fp32": 51}),
+        ("H100", {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "fp32": 66.9}),
+        ("A100", {"bf16": 312, "fp16": 312, "fp32": 19.5}),
+        ("L40S", {"bf16": 362, "fp16": 362, "fp8": 733, "fp32": 91.6}),
+    )
+
+    def arch(self) -> str:
+        """See :meth:`GpuPlatform.arch`."""
+        properties = self.properties()
+        return f"sm_{properties.major}{properties.minor}"
+
+    def _has_matrix_cores(self, capability: str) -> bool:
+        properties = self.properties()
+        return capability in _SINCE and (properties.major, properties.minor) >= _SINCE[capability]
+
+    def env_defaults(self) -> EnvDefaults:
+        """See :meth:`Platform.env_defaults`."""
+        return {
+            "CUDA_DEVICE_MAX_CONNECTIONS": (
+                "1",
+                "kernels start in the order they are issued, on which Megatron-Core's overlap of tensor parallel "
+                "communication with matrix products relies",
+            ),
+            "PYTORCH_ALLOC_CONF": (
+                "expandable_segments:True",
+                "packed micro batches differ in length, and memory segments that grow do not fragment",
+            ),
+        }
+
+    @property
+    def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
+        """See :attr:`Platform.env_aliases`."""
+        return {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}

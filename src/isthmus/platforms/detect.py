@@ -1,0 +1,86 @@
+"""Finds out which platform this machine and this build of torch are, and says why."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from isthmus.errors import UsageError
+from isthmus.platforms.base import Platform
+from isthmus.platforms.cpu import CpuPlatform
+from isthmus.platforms.cuda import CudaPlatform
+from isthmus.platforms.environment import apply_env
+from isthmus.platforms.rocm import RocmPlatform
+
+__all__ = ["apply_env", "detect"]
+
+_TITLES = {"cuda": "CUDA", "rocm": "ROCm"}
+
+
+def detect(prefer: str = "auto") -> Platform:
+    """Choose the platform of this process.
+
+    On a ROCm build of torch this sets the platform's environment variables, because HIP reads them when it is first
+    asked whether there is a device; ``apply_env`` reports them.
+
+    Args:
+        prefer: ``auto`` takes a GPU if there is one that this torch can use; ``cpu``, ``cuda`` or ``rocm`` insist.
+
+    Raises:
+        UsageError: the platform that was asked for is not known, not in this build of torch, or has no device here;
+            or there are fewer GPUs than ranks on this machine.
+    """
+    if prefer not in ("auto", "cpu", *_TITLES):
+        raise UsageError(f"platform={prefer} is not known. Use auto, cpu, cuda or rocm.")
+    if prefer == "cpu":
+        return CpuPlatform(reason="platform=cpu was asked for")
+    built_for, version = _build()
+    if prefer != "auto" and prefer != built_for:
+        raise UsageError(_wrong_build(prefer, built_for, version))
+    if built_for is None:
+        return CpuPlatform(reason=f"torch {torch.__version__} is built without GPU support")
+    title = f"torch {torch.__version__} is built for {_TITLES[built_for]} {version}"
+    if built_for == "rocm":
+        apply_env(RocmPlatform(reason=title))
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        devices = f"{count} device{'' if count == 1 else 's'}"
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if ranks > count:
+            raise UsageError(
+                f"{ranks} ranks on this machine need a GPU each, and torch sees {devices}{_hidden(built_for)}. "
+                f"Use --nproc {count}, or platform=cpu."
+            )
+        reason = f"{title} and sees {devices}"
+        return RocmPlatform(reason=reason) if built_for == "rocm" else CudaPlatform(reason=reason)
+    reason = f"{title} but sees no device{_hidden(built_for)}"
+    if prefer == "auto":
+        return CpuPlatform(reason=reason)
+    tool = "rocm-smi" if built_for == "rocm" else "nvidia-smi"
+    raise UsageError(f"platform={prefer}: {reason}. See whether {tool} lists one, or use platform=cpu.")
+
+
+def _build() -> tuple[str | None, str | None]:
+    """What torch was built for, and its version. HIP comes first: a ROCm build may name a CUDA version, too."""
+    if torch.version.hip:
+        return "rocm", torch.version.hip
+    return ("cuda", torch.version.cuda) if torch.version.cuda else (None, None)
+
+
+def _wrong_build(prefer: str, built_for: str | None, version: str | None) -> str:
+    has = f"for {_TITLES[built_for]} {version}" if built_for else "without GPU support"
+    others = f"platform={built_for}, cpu or auto" if built_for else "platform=cpu or auto"
+    return (
+        f"platform={prefer}, but torch {torch.__version__} is built {has}. "
+        f"Use {others}, or install a {_TITLES[prefer]} build of torch."
+    )
+
+
+def _hidden(built_for: str) -> str:
+    """The variable that may hide the devices, if one is set."""
+    names = ["CUDA_VISIBLE_DEVICES"]
+    if built_for == "rocm":
+        names += ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]
+    found = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
+    return f" ({', '.join(found)} is set)" if found else ""

@@ -1,0 +1,55 @@
+"""AMD GPUs, with RCCL between the ranks. Nothing here or above it needs a package that exists for CUDA only."""
+
+from __future__ import annotations
+
+from isthmus.platforms.base import EnvDefaults
+from isthmus.platforms.gpu import GpuPlatform
+
+_MATRIX_CORES = {
+    # CDNA 1, 2, 3, 4; RDNA 3, 3.5 and 4.
+    "bf16": ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12"),
+    "fp16": ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12"),
+    "fp8": ("gfx942", "gfx950", "gfx12"),
+}
+
+
+class RocmPlatform(GpuPlatform):
+    """The ROCm devices of this machine."""
+
+    name = "rocm"
+    # AMD's data sheets, dense; torch sees each of the two dies of an MI250 as a device, so theirs are halves.
+    peaks = (
+        ("MI355X", {"bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2, "fp32": 157.3}),
+        ("MI350X", {"bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7, "fp32": 144.2}),
+        ("MI325X", {"bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "fp32": 163.4}),
+        ("MI300X", {"bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "fp32": 163.4}),
+        ("MI300A", {"bf16": 980.6, "fp16": 980.6, "fp8": 1961.2, "fp32": 122.6}),
+        ("MI250X", {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9}),
+        ("MI250", {"bf16": 181.0, "fp16": 181.0, "fp32": 45.3}),
+    )
+
+    def arch(self) -> str:
+        """See :meth:`GpuPlatform.arch`; without the feature flags that follow the first colon."""
+        return str(self.properties().gcnArchName).partition(":")[0]
+
+    def _has_matrix_cores(self, capability: str) -> bool:
+        return self.arch().startswith(_MATRIX_CORES.get(capability, ()))
+
+    def env_defaults(self) -> EnvDefaults:
+        """See :meth:`Platform.env_defaults`."""
+        return {
+            "HSA_NO_SCRATCH_RECLAIM": (
+                "1",
+                "kernels keep their scratch memory, so that no step waits for it to be given back and taken again",
+            ),
+            "GPU_MAX_HW_QUEUES": (
+                "2",
+                "one queue for computation and one for communication overlap steadily; more of them contend",
+            ),
+            "HSA_ENABLE_SDMA": ("1", "copies go through the copy engines and leave the compute units alone"),
+            "TORCH_NCCL_HIGH_PRIORITY": ("1", "communication kernels are not queued behind the matrix products"),
+            "CUDA_DEVICE_MAX_CONNECTIONS": (
+                "1",
+                "Megatron-Core warns without it; HIP itself does not read it",
+            ),
+        }

@@ -1,0 +1,1 @@
+"""From a config to a finished run: one recipe a page."""

@@ -1,0 +1,125 @@
+"""A run's data: tokenized once, by one rank, into the run folder; the others map it into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isthmus.config.schema import RunConfig
+from isthmus.data.batches import Batches
+from isthmus.data.prepare import PrepareReport, split_validation
+from isthmus.data.store import SampleStore
+from isthmus.engine.groups import Position, once
+from isthmus.errors import DataError, UsageError
+from isthmus.hf.tokenizer import Tokenizer
+
+Prepare = Callable[[list[Path]], tuple[SampleStore, PrepareReport]]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Training and held-out samples."""
+
+    train: SampleStore
+    valid: SampleStore | None
+
+    def fingerprint(self, config: RunConfig) -> str:
+        """Equal when step k of two runs takes the same sequences."""
+        data = config.data
+        order = [self.train.digest(), data.seq_length, data.packing, data.seed, config.train.global_batch_size]
+        return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
+
+    def batches(self, config: RunConfig, position: Position, dp: int) -> tuple[Batches, Batches | None]:
+        """The lines of this rank, for training and for held-out loss."""
+        settings: dict[str, Any] = {
+            "seq_length": config.data.seq_length,
+            "micro_batch_size": config.train.micro_batch_size,
+            "global_batch_size": config.train.global_batch_size,
+            "packing": config.data.packing,
+            "seed": config.data.seed,
+            "dp_rank": position.dp_rank,
+            "dp_size": dp,
+            "pad_to_multiple_of": config.parallel.tp,
+        }
+        held_out = None if self.valid is None else Batches(self.valid, shuffle=False, **settings)
+        return Batches(self.train, **settings), held_out
+
+
+def load_corpus(
+    config: RunConfig, folder: Path, tokenizer: Tokenizer, prepare: Prepare, vocab_size: int, say: Callable[[str], None]
+) -> Corpus:
+    """Tokenize the data files into ``folder`` unless that was done before from the same files in the same way.
+
+    Raises:
+        MissingInput, DataError: a data file is absent or bad, or nothing is left to learn from.
+        UsageError: the tokenizer knows more tokens than the model.
+    """
+    key = _key(config, tokenizer)
+
+    def make() -> None:
+        marker = folder / "source.json"
+        if marker.is_file() and json.loads(marker.read_text()) == key:
+            say(f"data: {folder} was made from the same files before; taken as it is")
+            return
+        marker.unlink(missing_ok=True)
+        store, report = prepare([Path(file) for file in config.data.files])
+        for line in [report.line(), *report.notes]:
+            say(f"data: {line}")
+        valid: SampleStore | None = None
+        if config.data.valid_files:
+            valid, held_out = prepare([Path(file) for file in config.data.valid_files])
+            say(f"held out: {held_out.line()}")
+        elif config.data.valid_fraction > 0:
+            store, valid = split_validation(store, fraction=config.data.valid_fraction, seed=config.data.seed)
+        _check_vocabulary(store, vocab_size)
+        store.save(folder / "train")
+        if valid is not None:
+            _check_vocabulary(valid, vocab_size)
+            valid.save(folder / "valid")
+        marker.write_text(json.dumps(key))
+
+    once(make, "corpus")
+    has_valid = bool(config.data.valid_files) or config.data.valid_fraction > 0
+    return Corpus(SampleStore.open(folder / "train"), SampleStore.open(folder / "valid") if has_valid else None)
+
+
+def _key(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the tokenized data depends on."""
+    files = []
+    for name in [*config.data.files, *config.data.valid_files]:
+        path = Path(name)
+        stat = path.stat() if path.exists() else None
+        files.append([str(path.resolve()), stat and stat.st_size, stat and stat.st_mtime_ns])
+    vocabulary = json.dumps([tokenizer.inner.get_vocab(), tokenizer.chat_template], sort_keys=True)
+    settings = config.data.model_dump(mode="json")
+    return {
+        "files": files,
+        "tokenizer": hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest(),
+        "recipe": config.recipe,
+        "settings": {name: settings[name] for name in sorted(settings) if name not in ("packing",)},
+    }
+
+
+def _check_vocabulary(store: SampleStore, vocab_size: int) -> None:
+    if store.max_token_id >= vocab_size:
+        raise UsageError(
+            f"the data holds token {store.max_token_id}, but the model's embedding has {vocab_size} rows. "
+            "Use the tokenizer that belongs to the model."
+        )
+
+
+def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
+    """Refuse to go on in data that is not what the checkpoint's position counts.
+
+    Raises:
+        DataError: the data, its order or the batch size changed.
+    """
+    if saved != now:
+        raise DataError(
+            f"the data, data.seq_length, data.packing, data.seed or train.global_batch_size differ from those of "
+            f"{checkpoint}, so its position means nothing in them. Restore them, or start a new run with --out."
+        )

@@ -1,0 +1,22 @@
+"""Pretraining, from random or given weights: documents in, loss on every token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isthmus.config.schema import RunConfig
+from isthmus.data.prepare import PrepareReport, prepare_text
+from isthmus.data.store import SampleStore
+from isthmus.hf.tokenizer import Tokenizer
+from isthmus.recipes.run import RunResult
+from isthmus.recipes.run import run as run_recipe
+
+
+def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple[SampleStore, PrepareReport]:
+    """Documents to samples, every token a target."""
+    return prepare_text(files, tokenizer, seq_length=config.data.seq_length, on_error=config.data.on_error)
+
+
+def run(config: RunConfig) -> RunResult:
+    """Pretrain as ``config`` says; see :func:`isthmus.recipes.run.run` for the errors."""
+    return run_recipe(config, prepare)

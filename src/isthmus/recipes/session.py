@@ -1,0 +1,220 @@
+"""A run's live parts: platform, ranks, model with its weights, optimizer; and the way back to Hugging Face."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isthmus.config.schema import RunConfig
+from isthmus.convert.online import export_plan, export_weights, import_weights
+from isthmus.convert.source import RandomWeights, WeightSource
+from isthmus.engine.groups import ParallelSizes, Position, agree, barrier, open_groups, world_from_environment
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+from isthmus.families.family import Family
+from isthmus.families.registry import family_for
+from isthmus.families.shard import check_tp_size
+from isthmus.hf.folder import ModelFolder, write_model_files
+from isthmus.hf.staged import StagedFolder, disk_errors
+from isthmus.hf.tokenizer import Tokenizer
+from isthmus.platforms.base import Platform
+from isthmus.platforms.detect import detect
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What is known of a run before any rank starts: cheap to make, and most mistakes show here."""
+
+    source: ModelFolder
+    family: Family
+    architecture: Architecture
+    sizes: ParallelSizes
+
+
+def blueprint(config: RunConfig) -> Blueprint:
+    """Read the model's config and check the layout against it.
+
+    Raises:
+        MissingInput, DataError, UnsafeInput: the model folder is absent or damaged.
+        UsageError: the family is not known, or the layout does not fit it.
+    """
+    source = ModelFolder.open(config.model.path)
+    family = family_for(source.config)
+    architecture = family.to_architecture(source.config)
+    _, world_size, _ = world_from_environment()
+    parallel = config.parallel
+    check_tp_size(architecture, parallel.tp)
+    check_stages(architecture, parallel.pp)
+    sizes = ParallelSizes(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        sp=parallel.tp > 1 if parallel.sp is None else parallel.sp,
+        world_size=world_size,
+    )
+    return Blueprint(source, family, architecture, sizes)
+
+
+def check_stages(architecture: Architecture, pp: int) -> None:
+    """Refuse a number of pipeline stages that the layers cannot be dealt out to evenly.
+
+    Raises:
+        UsageError: naming the numbers that would do.
+    """
+    layers = architecture.num_layers
+    if layers % pp:
+        good = [str(n) for n in range(1, layers + 1) if layers % n == 0]
+        what = f"is more than the {layers} layers" if pp > layers else f"does not divide num_layers={layers}"
+        raise UsageError(f"pp={pp} {what} ({architecture.family}). Use {', '.join(good[:-1])} or {good[-1]}.")
+
+
+def use_threads(platform: Platform, threads: int | None) -> str | None:
+    """Give each rank of a CPU run its share of the cores, unless the user has said otherwise; returns the reason."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+        return f"{threads} threads a rank (train.threads)"
+    if platform.device_type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return None
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    torch.set_num_threads(share)
+    return f"{share} threads a rank ({ranks_here} ranks on this machine's {len(os.sched_getaffinity(0))} cores)"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One rank's part of a run."""
+
+    blueprint: Blueprint
+    platform: Platform
+    position: Position
+    dtype: torch.dtype
+    model: Any
+    """The decoder, or the data-parallel wrapper around it."""
+
+    @property
+    def slicing(self) -> dict[str, int]:
+        """Which slices of each tensor this rank holds, as the converter asks for it."""
+        from isthmus.engine.model import padded_vocab_size
+
+        tp = self.blueprint.sizes.tp
+        vocab = padded_vocab_size(self.blueprint.architecture.vocab_size, tp)
+        return {"tp_rank": self.position.tp_rank, "tp_size": tp, "padded_vocab_size": vocab}
+
+    def export(self, destination: Path, tokenizer: Tokenizer, *, dtype: torch.dtype | None, replace: bool) -> None:
+        """Write a Hugging Face model folder; every rank calls it and writes its own slices, none gathers the model.
+
+        Args:
+            destination: appears whole or not at all.
+            tokenizer: written anew where the source's files would not tokenize as it did; else they are copied.
+            dtype: of the tensors; None keeps each tensor's dtype in the source.
+            replace: whether an earlier export of this run may go.
+
+        Raises:
+            NoSpace, IOFailure: on every rank, when any could not write; nothing is published.
+        """
+        from isthmus.engine.model import live_tensors
+
+        plans = self.blueprint
+        kept = {name: info.dtype for name, info in plans.source.tensors.items()}
+        plan = export_plan(plans.family, plans.architecture, dtype or (kept if kept else torch.float32))
+        staged = StagedFolder(destination)
+        main = self.position.rank == 0
+
+        def begin() -> None:
+            if main:
+                if replace and destination.is_dir():
+                    shutil.rmtree(destination)
+                staged.create()
+                plan.create(staged.path)
+
+        def write() -> None:
+            writes = self.position.dp_rank == 0
+            export_weights(
+                live_tensors(self.model), plans.family, plans.architecture, plan, staged.path,
+                writes=writes, **self.slicing,
+            )  # fmt: skip
+
+        def finish() -> None:
+            if main:
+                with disk_errors(staged.path):
+                    written = str(dtype).removeprefix("torch.") if dtype else None
+                    hf_config = plans.family.to_hf_config(plans.architecture, plans.source.config, dtype=written)
+                    write_model_files(staged.path, plans.source, hf_config)
+                    if tokenizer.differs_from_files:
+                        tokenizer.save(staged.path)
+                staged.publish()
+
+        try:
+            for stage in (begin, write, finish):
+                agree(stage)
+        except BaseException:
+            if main:
+                staged.discard()
+            raise
+        barrier()
+
+
+def open_session(
+    config: RunConfig, plans: Blueprint, platform: Platform, precision: str, *, training: bool = True
+) -> Session:
+    """Join the ranks, build this rank's stage and fill it straight from the model folder.
+
+    Raises:
+        MissingInput, DataError: the folder holds no weights (and ``model.init`` is not ``random``) or not the right.
+    """
+    dtype = DTYPES[precision]
+    position = open_groups(plans.sizes, platform, seed=config.train.seed)
+    from isthmus.engine.model import build_model, live_tensors, transformer_config
+    from isthmus.engine.optimizer import wrap_data_parallel
+
+    settings = transformer_config(plans.architecture, plans.sizes, dtype=dtype, recompute=config.train.recompute)
+    model: Any = build_model(plans.architecture, settings)
+    if training:
+        model = wrap_data_parallel(model)
+    session = Session(plans, platform, position, dtype, model)
+    source: WeightSource = plans.source
+    if config.model.init == "random":
+        source = RandomWeights(plans.family, plans.architecture, config.train.seed)
+    import_weights(live_tensors(model), plans.family, plans.architecture, source, **session.slicing)
+    return session
+
+
+def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
+    """A Hugging Face model folder as a Megatron-Core decoder with its weights, for evaluation or a loop of your own.
+
+    Args:
+        hf_dir: config.json and safetensors.
+        parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone).
+        precision: ``fp32`` or ``bf16``.
+
+    Returns:
+        This rank's :class:`isthmus.engine.model.Decoder`.
+    """
+    config = RunConfig.model_validate(
+        {
+            "recipe": "pretrain",
+            "out": "unused",
+            "model": {"path": str(hf_dir)},
+            "data": {"files": ["unused"]},
+            "parallel": parallel or {},
+        }
+    )
+    session = open_session(config, blueprint(config), detect(), precision, training=False)
+    return session.model.eval()
+
+
+@torch.no_grad()
+def model_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits [S, V] in float32 of one sequence, int64 [S], of a model that has all its stages on this rank's line."""
+    from isthmus.engine.attention import Segments
+
+    length = input_ids.numel()
+    logits: torch.Tensor = model(input_ids, torch.arange(length), Segments((length,)))
+    return logits.float()

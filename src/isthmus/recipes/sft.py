@@ -1,0 +1,32 @@
+"""Supervised fine-tuning: chats in, loss on what the assistant says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isthmus.config.schema import RunConfig
+from isthmus.data.prepare import PrepareReport, prepare_chat
+from isthmus.data.store import SampleStore
+from isthmus.hf.tokenizer import Tokenizer
+from isthmus.recipes.run import RunResult
+from isthmus.recipes.run import run as run_recipe
+
+
+def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple[SampleStore, PrepareReport]:
+    """Chat records to samples, with a mask of what is learned."""
+    store, report = prepare_chat(
+        files,
+        tokenizer,
+        seq_length=config.data.seq_length,
+        loss_on=config.data.loss_on,
+        overlong=config.data.overlong,
+        on_error=config.data.on_error,
+    )
+    if tokenizer.template_source != "tokenizer":
+        report.notes.append(f"the tokenizer has no chat template; the default one ({tokenizer.template_source}) is used")
+    return store, report
+
+
+def run(config: RunConfig) -> RunResult:
+    """Fine-tune as ``config`` says; see :func:`isthmus.recipes.run.run` for the errors."""
+    return run_recipe(config, prepare)

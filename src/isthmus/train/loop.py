@@ -1,0 +1,161 @@
+"""The training loop: next batch, step, say so, now and then evaluate and save, stop when asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from isthmus.engine.groups import Position, sum_over_ranks
+from isthmus.engine.step import PackedLine, Stepper
+from isthmus.errors import Preempted
+from isthmus.families.architecture import Architecture
+from isthmus.train.flops import flops_per_batch
+from isthmus.train.metrics import Reporter, StepMetrics
+from isthmus.train.stop import StopFlag
+
+
+class BatchSource(Protocol):
+    """Where the lines of a step come from; :class:`isthmus.data.batches.Batches` is one."""
+
+    global_batch_size: int
+
+    def step(self, step_index: int) -> Sequence[PackedLine]:
+        """This rank's lines of step ``step_index``, counted from 0."""
+
+    def eval_batches(self) -> Iterator[Sequence[PackedLine]]:
+        """One pass over the data, as many batches on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What a step's speed is measured against."""
+
+    world_size: int
+    peak_tflops: float | None
+    """Of one device at this run's precision; None where it is not known."""
+    memory_gib: Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """When the loop does what; intervals are in steps, None means never."""
+
+    start: int
+    steps: int
+    eval_every: int | None
+    save_every: int | None
+    export_every: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finished loop leaves."""
+
+    last_loss: float | None
+    valid_loss: float | None
+    tokens_per_s: float | None
+    """Over all steps of this call but the first, which warms up."""
+
+
+class Loop:
+    """Runs the steps of a run from where it stands to its end."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        batches: BatchSource,
+        validation: BatchSource | None,
+        *,
+        architecture: Architecture,
+        position: Position,
+        device: Device,
+        reporter: Reporter,
+        save: Callable[[int], None],
+        export: Callable[[int], None],
+    ) -> None:
+        self.stepper = stepper
+        self.batches = batches
+        self.validation = validation
+        self.architecture = architecture
+        self.position = position
+        self.device = device
+        self.reporter = reporter
+        self.save = save
+        self.export = export
+
+    def evaluate(self, step: int) -> float | None:
+        """Held-out loss after ``step`` steps, reported; None without held-out data."""
+        if self.validation is None:
+            return None
+        loss = self.stepper.evaluate(self.validation.eval_batches())
+        self.reporter.evaluation(step, loss)
+        return loss
+
+    def run(self, plan: Plan, stop: StopFlag) -> Outcome:
+        """Train until ``plan.steps``.
+
+        Raises:
+            Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
+            Diverged: the loss or the gradient norm is not finite.
+        """
+        loss: float | None = None
+        tokens, seconds = 0.0, 0.0
+        for step in range(plan.start, plan.steps):
+            metrics, stop_requested = self._step(step, stop)
+            done = step + 1
+            loss = metrics.loss
+            if step > plan.start:
+                tokens, seconds = tokens + metrics.num_tokens, seconds + metrics.step_time_s
+            if done < plan.steps:
+                if _due(plan.eval_every, done):
+                    self.evaluate(done)
+                if _due(plan.export_every, done):
+                    self.export(done)
+                if stop_requested or _due(plan.save_every, done):
+                    self.save(done)
+                if stop_requested:
+                    raise Preempted(
+                        f"stopped after step {done} of {plan.steps} as asked; the state is saved. "
+                        "The same command goes on from there."
+                    )
+        return Outcome(loss, self.evaluate(plan.steps), tokens / seconds if seconds else None)
+
+    def _step(self, step: int, stop: StopFlag) -> tuple[StepMetrics, bool]:
+        started_s = time.monotonic()
+        lines = self.batches.step(step)
+        result = self.stepper.train_step(lines)
+        lengths = [length for line in lines for length in (line.cu_seqlens[1:] - line.cu_seqlens[:-1]).tolist()]
+        own = [float(sum(line.num_tokens for line in lines)), float(sum(length**2 for length in lengths))]
+        counts_here = self.position.tp_rank == 0 and self.position.pp_rank == 0
+        num_tokens, sum_squared, stops = sum_over_ranks([*(own if counts_here else (0.0, 0.0)), float(stop.requested)])
+        elapsed_s = time.monotonic() - started_s
+        flops = flops_per_batch(
+            self.architecture,
+            num_tokens=int(num_tokens),
+            sum_squared_lengths=int(sum_squared),
+            learned_tokens=result.learned_tokens,
+        )
+        tflops = flops / elapsed_s / self.device.world_size / 1e12
+        peak = self.device.peak_tflops
+        metrics = StepMetrics(
+            step=step + 1,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            tokens_per_s=num_tokens / elapsed_s,
+            tflops_per_device=tflops,
+            mfu=None if peak is None else tflops / peak,
+            memory_gib=self.device.memory_gib(),
+            num_tokens=int(num_tokens),
+            learned_tokens=result.learned_tokens,
+            step_time_s=elapsed_s,
+            consumed_sequences=(step + 1) * self.batches.global_batch_size,
+        )
+        self.reporter.step(metrics)
+        return metrics, stops > 0
+
+
+def _due(every: int | None, done: int) -> bool:
+    return bool(every) and done % (every or 1) == 0

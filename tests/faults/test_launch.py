@@ -1,0 +1,241 @@
+"""Real processes: what the user of ``--nproc 2`` sees when a rank fails or a signal comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+# Stands in for the real recipe in every process that has this folder on its path: no torch in the ranks.
+STUB = '''
+import os, sys, time, types
+
+def run(config):
+    import pathlib
+    from isthmus.errors import DataError, Preempted
+    from isthmus.train.stop import StopFlag
+    rank, mode = int(os.environ.get("RANK", "0")), os.environ["STUB"]
+    stop = StopFlag()
+    stop.install()
+    pathlib.Path(config.out, f"pid-{rank}").write_text(str(os.getpid()))
+    print("hello from", rank, "of", os.environ.get("WORLD_SIZE"), "threads", os.environ.get("OMP_NUM_THREADS"),
+          file=sys.stderr, flush=True)
+    if mode == "data" and rank == 1:
+        raise DataError("train.jsonl:3: not JSON. Mend the line.")
+    if mode == "data":
+        time.sleep(0.5)
+        raise RuntimeError("Connection reset by peer")
+    if mode == "bug" and rank == 1:
+        raise ZeroDivisionError("division by zero")
+    if mode == "kill" and rank == 1:
+        time.sleep(0.3)
+        print("last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), 9)
+    if mode == "all":
+        raise DataError("the same on every rank.")
+    if mode in ("wait", "deaf", "kill", "bug"):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if stop.requested and mode == "wait":
+                time.sleep(0.5 + rank)
+                pathlib.Path(config.out, f"saved-{rank}").touch()
+                raise Preempted("stopped after step 3 of 9 as asked; the state is saved.")
+            if stop.requested and mode != "deaf":
+                raise RuntimeError("Connection reset by peer")
+            time.sleep(0.05)
+    return types.SimpleNamespace(as_dict=lambda: {"loss": 1.5, "rank": rank})
+
+module = types.ModuleType("isthmus.recipes.sft")
+module.run = run
+sys.modules["isthmus.recipes.sft"] = module
+'''
+
+
+@pytest.fixture
+def stubbed(tmp_path: Path) -> Path:
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "sitecustomize.py").write_text(STUB)
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+def command(*more: str, nproc: int = 2) -> list[str]:
+    words = ["sft", "--model", "m", "--data", "d", "--out", "out", "--nproc", str(nproc), *more]
+    return [sys.executable, "-m", "isthmus", *words]
+
+
+def environment(folder: Path, mode: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+    return clean | {"STUB": mode, "PYTHONPATH": os.pathsep.join([str(folder / "stub"), str(SOURCE)])}
+
+
+def finished(folder: Path, mode: str, *more: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*more, nproc=nproc),
+        cwd=folder, env=environment(folder, mode), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@contextmanager
+def running(folder: Path, mode: str, *, nproc: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """The command, with all its ranks up."""
+    process = subprocess.Popen(
+        command(nproc=nproc),
+        cwd=folder, env=environment(folder, mode), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 30
+        while len(pids(folder)) < nproc:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        yield process
+    finally:
+        for pid in [process.pid, *pids(folder)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        process.wait()
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(text) for path in (folder / "out").glob("pid-*") if (text := path.read_text())]
+
+
+def ours(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("isthmus:")]
+
+
+def test_success_prints_one_result_and_shares_the_cores(stubbed: Path) -> None:
+    done = finished(stubbed, "ok", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"loss": 1.5, "rank": 0}
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert done.stderr.splitlines() == [f"hello from 0 of 2 threads {threads}"]
+
+
+def test_error_of_one_rank_reaches_the_user_once_with_its_code(stubbed: Path) -> None:
+    done = finished(stubbed, "data")
+    assert done.returncode == 65
+    assert ours(done.stderr) == ["isthmus: train.jsonl:3: not JSON. Mend the line."]
+    assert "Traceback" not in done.stderr and "elastic" not in done.stderr
+
+
+def test_error_of_all_ranks_is_told_once(stubbed: Path) -> None:
+    done = finished(stubbed, "all")
+    assert done.returncode == 65
+    assert ours(done.stderr) == ["isthmus: the same on every rank."]
+
+
+def test_bug_in_one_rank(stubbed: Path) -> None:
+    done = finished(stubbed, "bug")
+    assert done.returncode == 70
+    assert ours(done.stderr) == ["isthmus: ZeroDivisionError: division by zero (unexpected; --debug shows where)"]
+    debug = finished(stubbed, "bug", "--debug")
+    assert debug.returncode == 70 and debug.stderr.count('raise ZeroDivisionError("division by zero")') == 1
+
+
+def test_killed_rank_is_named(stubbed: Path) -> None:
+    done = finished(stubbed, "kill")
+    assert done.returncode == 137
+    (line,) = ours(done.stderr)
+    assert "rank 1 was ended by SIGKILL" in line and "memory" in line
+
+
+def test_usage_error_starts_nothing(stubbed: Path) -> None:
+    done = finished(stubbed, "ok", "optim.lrr=1")
+    assert done.returncode == 2 and "optim.lr?" in done.stderr
+    assert not pids(stubbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_lets_the_ranks_save(stubbed: Path, number: signal.Signals) -> None:
+    with running(stubbed, "wait") as process:
+        process.send_signal(number)
+        process.send_signal(number)  # as batch systems do
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    assert len(list((stubbed / "out").glob("saved-*"))) == 2
+    assert ours(err)[-1] == "isthmus: stopped after step 3 of 9 as asked; the state is saved."
+    assert len(ours(err)) == 2 and not out
+
+
+def test_second_ctrl_c_kills(stubbed: Path) -> None:
+    with running(stubbed, "deaf") as process:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.8)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == 130 and "killed" in ours(err)[-1]
+        assert not any(alive(pid) for pid in pids(stubbed))
+
+
+def test_signal_before_the_ranks_are_up(stubbed: Path) -> None:
+    process = subprocess.Popen(
+        command(), cwd=stubbed, env=environment(stubbed, "wait"), stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+
+
+def test_no_rank_outlives_the_command(stubbed: Path) -> None:
+    with running(stubbed, "wait") as process:
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 15
+        while any(alive(pid) for pid in pids(stubbed)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert len(list((stubbed / "out").glob("saved-*"))) == 2
+
+
+def test_alone_sigterm_and_error(stubbed: Path) -> None:
+    with running(stubbed, "wait", nproc=1) as process:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert ours(err) == ["isthmus: stopped after step 3 of 9 as asked; the state is saved."]
+    assert finished(stubbed, "all", nproc=1).returncode == 65
+
+
+def test_alone_second_ctrl_c(stubbed: Path) -> None:
+    with running(stubbed, "deaf", nproc=1) as process:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_under_another_launcher_one_rank_speaks(stubbed: Path) -> None:
+    """As torchrun or srun do it: the parent sets the ranks, and every rank has the terminal."""
+    base = environment(stubbed, "all") | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    ranks = [
+        subprocess.Popen(
+            command()[:-2], cwd=stubbed, env=base | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=30)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [65, 65]
+    assert len([line for text in errors for line in ours(text)]) == 1
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,238 @@
+"""The config loader: what it takes, and how it words what it does not."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from isthmus.config.load import dump, load_config
+from isthmus.config.schema import RunConfig
+from isthmus.errors import IOFailure, MissingInput, UsageError
+
+GOOD = """\
+out: runs/a
+model:
+  path: models/tiny
+data:
+  files: [chats.json, more.jsonl]
+train:
+  steps: 100
+optim:
+  lr: 1e-5
+"""
+FLAGS = {"model": Path("m"), "data": [Path("a.json"), Path("b.json")], "out": Path("o")}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "sft.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(folder: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        load_config("sft", write(folder, text), overrides)
+    return str(caught.value).replace(f"{folder}/", "").splitlines()
+
+
+def test_overrides_win_over_flags_and_flags_over_the_file(tmp_path: Path) -> None:
+    config = load_config(
+        "sft",
+        write(tmp_path, GOOD),
+        ["optim.lr=3e-4", "parallel.tp=2", "parallel.tp=4", "train.precision=null", "out=third"],
+        {"out": "second", "hf_every": 5, "data": None, "logging.every": 7},
+    )
+    assert config.recipe == "sft" and config.out == "third"
+    assert config.optim.lr == 3e-4 and config.train.precision is None and config.train.steps == 100
+    assert config.parallel.tp == 4 and config.parallel.sp is None and config.parallel.sequence_parallel
+    assert config.data.files == ("chats.json", "more.jsonl")
+    assert config.checkpoint.hf_every == 5 and config.logging.every == 7
+
+
+def test_flags_alone_are_enough() -> None:
+    config = load_config("pretrain", None, [], FLAGS)
+    assert (config.model.path, config.out) == ("m", "o")
+    assert config.data.files == ("a.json", "b.json")
+    assert config.train.epochs == 1.0 and config.train.steps is None
+
+
+def test_a_section_may_be_overridden_as_a_whole_or_stand_empty(tmp_path: Path) -> None:
+    config = load_config("sft", write(tmp_path, GOOD + "parallel:\n"), ["train={seed: 3, eval_every: 5}"])
+    assert (config.train.steps, config.train.seed, config.train.eval_every) == (100, 3, 5)
+    assert config.parallel.tp == 1
+
+
+def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    assert load_config("sft", write(tmp_path, GOOD)).optim.lr == 1e-5
+    assert load_config("sft", write(tmp_path, GOOD + "parallel: {tp: 0o10}")).parallel.tp == 8
+
+
+def test_an_override_of_a_path_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    for text in ("2026-11-21", "007", "[odd", "null", "a: b"):
+        assert load_config("sft", path, [f"out={text}"]).out == text
+    assert load_config("sft", path, ["data.files=x.json"]).data.files == ("x.json",)
+    assert load_config("sft", path, ["out=~/runs"]).out == str(Path.home() / "runs")
+
+
+def test_zero_means_never(tmp_path: Path) -> None:
+    overrides = ["train.eval_every=0", "checkpoint.every=0", "checkpoint.hf_every=0"]
+    config = load_config("sft", write(tmp_path, GOOD), overrides)
+    assert (config.train.eval_every, config.checkpoint.every, config.checkpoint.hf_every) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "extra", ["", "parallel: {tp: 2, sp: false}\n", "platform: cpu\ncheckpoint: {resume: never, every: 3}\n"]
+)
+def test_dump_reads_back_equal(tmp_path: Path, extra: str) -> None:
+    config = load_config("sft", write(tmp_path, GOOD + extra))
+    assert load_config("sft", write(tmp_path, dump(config))) == config
+
+
+def test_dump_means_the_same_to_readers_of_yaml_1_1() -> None:
+    reader = YAML(typ="safe", pure=True)
+    reader.version = (1, 1)
+    read: dict[str, Any] = reader.load(dump(load_config("sft", None, ["optim.lr=1e-05", "out='1e5'"], FLAGS)))
+    assert read["optim"]["lr"] == 1e-5 and read["optim"]["eps"] == 1e-8 and read["out"] == "1e5"
+
+
+def test_an_unknown_key_says_where_it_stands_and_what_was_meant(tmp_path: Path) -> None:
+    line = "sft.yaml:11:3  parallel.tpp  is not a setting (did you mean parallel.tp?)"
+    assert refused(tmp_path, GOOD + "parallel:\n  tpp: 2\n") == [line]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("lr=1", "optim.lr"),
+        ("seq_length=8", "data.seq_length"),
+        ("train.seq_length=8", "data.seq_length"),
+        ("optim.learning_rate=1e-5", "optim.lr"),
+        ("trian={steps: 3}", "train"),
+        ("paralel.tp=2", "parallel"),
+        ("parallel.sequence-parallel=true", "parallel.sp"),
+        ("seed=1", "data.seed or train.seed"),
+    ],
+)
+def test_a_setting_of_another_name_or_section_is_found(tmp_path: Path, written: str, meant: str) -> None:
+    (line,) = refused(tmp_path, GOOD, written)
+    assert line.startswith("command line  ") and line.endswith(f"is not a setting (did you mean {meant}?)")
+
+
+def test_nothing_is_suggested_for_what_resembles_nothing(tmp_path: Path) -> None:
+    assert refused(tmp_path, GOOD, "zzz.qqq=1") == ["command line  zzz  is not a setting"]
+
+
+def test_every_error_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("steps: 100", 'steps: "100"\n  threads: true\n  recompute: ful').replace("1e-5", "-1")
+    lines = [line.strip() for line in refused(tmp_path, text, "data.packing=yes", "nonsense")]
+    assert lines[0] == "6 things are wrong with the configuration:"
+    assert set(lines[1:]) == {
+        "sft.yaml:7:3  train.steps  must be a valid integer, got '100'; leave out the quotes",
+        "sft.yaml:8:3  train.threads  must be a valid integer, got True",
+        "sft.yaml:9:3  train.recompute  must be 'none', 'selective' or 'full', got 'ful'",
+        "sft.yaml:11:3  optim.lr  must be greater than 0, got -1",
+        "command line  data.packing  must be a valid boolean, got 'yes'; write true or false",
+        "command line  nonsense  is not an override; write it as section.setting=value",
+    }
+
+
+def test_missing_settings_say_what_they_are_and_name_their_option(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config("sft", None, ["model.init=random"])
+    message = str(caught.value)
+    assert "out  is missing" in message and "Give it with --out or out=..." in message
+    assert "model.path  is missing: Hugging Face model folder" in message and "--model or model.path=..." in message
+    assert "data.files  is missing" in message and "--data or data.files=..." in message
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "part"),
+    [
+        ("a: [1, 2\nb: 3\n", "sft.yaml:2:", "while parsing"),
+        ("- a\n- b\n", "sft.yaml:1:1", "is a mapping of settings"),
+        ("out: a\nout: b\n", "sft.yaml:2:1", "duplicate key"),
+        ("optim:\n  lr: 1\n  lr: 2\n", "sft.yaml:3:3", "duplicate key"),
+        ("1: a\n", "sft.yaml:1:1", "key '1' is not text"),
+        ("\tout: a\n", "sft.yaml:1:1", "cannot start any token"),
+        ("out: !!python/object/apply:os.system [ls]\n", "sft.yaml:1:6", "tag"),
+        ("out: &a {b: *a}\n", "sft.yaml:1:", "mappings within each other"),
+    ],
+)
+def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: str) -> None:
+    (line,) = refused(tmp_path, text)
+    assert line.startswith(place) and part in line
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "part"),
+    [
+        ("train.epochs=2", "command line  train.epochs", "both given; keep one"),
+        ("parallel.sp=true", "command line  parallel.sp", "needs tp > 1, got tp=1"),
+        ("optim.schedule=wsd", "sft.yaml:8:1  optim.decay_steps", "wsd needs decay_steps"),
+        ("optim.decay_steps=5", "command line  optim.decay_steps", "belongs to schedule wsd, got cosine"),
+        ("optim.min_lr=1", "command line  optim.min_lr", "above lr=1e-05"),
+        ("optim.warmup_steps=100", "command line  optim.warmup_steps", "does not fit in train.steps=100"),
+        ("optim={schedule: wsd, warmup_steps: 60, decay_steps: 60}", "command line", "do not fit in train.steps=100"),
+        ("train.micro_batch_size=3", "sft.yaml:6:1  train.global_batch_size", "use 15 or 18 sequences"),
+        ("train.micro_batch_size=32", "sft.yaml:6:1  train.global_batch_size", "use 32 sequences"),
+        ("train.global_batch_size=0", "command line", "must be greater than or equal to 1, got 0"),
+        ("train.steps=1.5", "command line", "must be a valid integer, got 1.5"),
+        ("train.precision=fp16", "command line", "must be 'fp32' or 'bf16', got 'fp16'"),
+        ("data.files=[]", "command line  data.files", "must name at least one file"),
+        ("data.files={a: 1}", "command line", "data.files has no settings of its own"),
+        ("data.files=3", "command line", "must be a list, got 3"),
+        ("data.files=", "command line", "must be a list"),
+        ("out=", "command line  out", "must have at least 1 character"),
+        ("optim.lr=.inf", "command line", "must be a finite number"),
+        ("optim.lr=[", "command line  optim.lr=[", "the value is not YAML"),
+        ("parallel=4", "command line  parallel", "is a section, with settings such as parallel.tp; got 4"),
+        ("out.deep=3", "command line  out.deep", "out has no settings of its own"),
+        ("recipe=pretrain", "command line  recipe", "the command is sft"),
+        ("=3", "command line  =3", "not an override"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, override: str, place: str, part: str) -> None:
+    (line,) = refused(tmp_path, GOOD, override)
+    assert line.startswith(place) and part in line
+
+
+def test_text_that_yaml_takes_for_something_else(tmp_path: Path) -> None:
+    (line,) = refused(tmp_path, GOOD.replace("runs/a", "2026-11-21"))
+    assert line.startswith("sft.yaml:1:1  out  must be text") and repr(date(2026, 11, 21)) in line
+
+
+def test_chat_settings_are_refused_for_plain_text(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"data.loss_on .*is for the chats of sft"):
+        load_config("pretrain", None, ["data.loss_on=all"], FLAGS)
+    config = load_config("pretrain", None, [], FLAGS)
+    assert load_config("pretrain", write(tmp_path, dump(config))) == config
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingInput, match="no such config file"):
+        load_config("sft", tmp_path / "absent.yaml")
+    with pytest.raises(MissingInput, match="no such config file"):
+        load_config("sft", tmp_path)
+    bad = tmp_path / "bad.yaml"
+    bad.write_bytes(b"out: \xff\xfe\n")
+    with pytest.raises(UsageError, match=r"not UTF-8 text \(byte 5\)"):
+        load_config("sft", bad)
+
+    def denied(*_args: object, **_kwargs: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(IOFailure, match="Permission denied"):
+        load_config("sft", bad)
+
+
+def test_the_config_is_frozen() -> None:
+    config = load_config("sft", None, [], FLAGS)
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 3  # type: ignore[misc]
+    assert isinstance(config, RunConfig)

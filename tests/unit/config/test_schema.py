@@ -1,0 +1,49 @@
+"""The schema itself: what every setting must have."""
+
+from __future__ import annotations
+
+from isthmus.config.complain import _MEANT, GIVEN_BY, settings
+from isthmus.config.schema import RunConfig, Section
+
+
+def sections() -> list[type[Section]]:
+    return [RunConfig, *Section.__subclasses__()]
+
+
+def test_every_setting_says_what_it_is() -> None:
+    bare = [
+        f"{section.__name__}.{name}"
+        for section in sections()
+        for name, field in section.model_fields.items()
+        if not field.description and not hasattr(field.annotation, "model_fields")
+    ]
+    assert bare == []
+    assert all(section.__doc__ for section in sections())
+
+
+def test_only_the_inputs_and_the_output_must_be_given() -> None:
+    required = {
+        f"{section.__name__}.{name}"
+        for section in sections()
+        for name, field in section.model_fields.items()
+        if field.is_required()
+    }
+    by_command = {"RunConfig.recipe", "RunConfig.model", "RunConfig.data"}
+    assert required - by_command == {"RunConfig.out", "ModelConfig.path", "DataConfig.files"}
+
+
+def test_names_that_are_pointed_to_exist() -> None:
+    known = set(settings())
+    assert set(GIVEN_BY.values()) <= known
+    assert {tuple(meant.split(".")) for meant in _MEANT.values()} <= known
+
+
+def test_names_that_people_script_against_exist() -> None:
+    known = {".".join(key) for key in settings()}
+    assert known >= {
+        *(f"parallel.{name}" for name in ("tp", "sp", "pp")),
+        *(f"train.{name}" for name in ("steps", "global_batch_size", "micro_batch_size", "precision", "seed")),
+        *(f"data.{name}" for name in ("seq_length", "packing", "seed")),
+        *(f"optim.{name}" for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "clip_grad")),
+        *(f"checkpoint.{name}" for name in ("every", "keep", "resume")),
+    }

@@ -1,0 +1,217 @@
+"""Whole tiny models, for each family: into simulated ranks and out again, with the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from isthmus.convert.online import export_plan, export_weights, import_weights
+from isthmus.convert.source import RandomWeights
+from isthmus.errors import DataError, MissingInput
+from isthmus.families.architecture import Architecture
+from isthmus.families.family import Family
+from isthmus.families.registry import all_families, family_for
+from isthmus.families.shard import Layout, local_shape
+from isthmus.hf.folder import ModelFolder, write_model_files
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 77,
+}
+FAMILIES = sorted(all_families())
+
+
+def build(folder: Path, family: str, *, dtype: torch.dtype, tied: bool = False, shards: str = "5GB") -> ModelFolder:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    for parameter in model.parameters():  # norms and biases too: ones and zeros would hide a swap
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder, max_shard_size=shards)
+    return ModelFolder.open(folder)
+
+
+def ranks(family: Family, arch: Architecture, tp: int, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    padded = -(-arch.vocab_size // (8 * tp)) * 8 * tp
+    for rank in range(tp):
+        layout = Layout(tp_rank=rank, tp_size=tp, padded_vocab_size=padded)
+        live = {
+            name: torch.full(local_shape(placed.rule, arch, layout), float("nan"), dtype=dtype)
+            for name, placed in family.placements(arch).items()
+        }
+        yield {"live": live, "tp_rank": rank, "tp_size": tp, "padded_vocab_size": padded}
+
+
+def round_trip(source: ModelFolder, target: Path, tp: int, dtype: torch.dtype, max_shard_bytes: float = 5e9) -> Family:
+    family = family_for(source.config)
+    arch = family.to_architecture(source.config)
+    plan = export_plan(
+        family, arch, {name: info.dtype for name, info in source.tensors.items()}, max_shard_bytes=max_shard_bytes
+    )
+    target.mkdir()
+    plan.create(target)
+    read = written = 0
+    for rank in ranks(family, arch, tp, dtype):
+        live = rank.pop("live")
+        read += import_weights(live, family, arch, source, **rank).num_bytes
+        assert not any(tensor.isnan().any() for tensor in live.values())
+        silent = export_weights(live, family, arch, plan, target, **rank, writes=False)
+        assert (silent.num_tensors, silent.num_bytes) == (0, 0)
+        written += export_weights(live, family, arch, plan, target, **rank).num_bytes
+    assert written == plan.total_bytes <= read
+    write_model_files(target, source, family.to_hf_config(arch, source.config))
+    return family
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_keeps_every_byte(tmp_path: Path, family: str, tp: int, tied: bool, dtype: torch.dtype) -> None:
+    source = build(tmp_path / "source", family, dtype=dtype, tied=tied)
+    # bfloat16 weights trained in float32 come back exactly; and the file is the one that transformers wrote.
+    round_trip(source, tmp_path / "export", tp, torch.float32)
+    ours, theirs = (tmp_path / side / "model.safetensors" for side in ("export", "source"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    exported, original = (AutoConfig.from_pretrained(tmp_path / side).to_dict() for side in ("export", "source"))
+    assert exported | {"_name_or_path": ""} == original | {"_name_or_path": ""}
+    assert (tmp_path / "export" / "generation_config.json").read_bytes() == (
+        tmp_path / "source" / "generation_config.json"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_files_round_trip_and_load_without_a_word(tmp_path: Path, family: str) -> None:
+    source = build(tmp_path / "source", family, dtype=torch.bfloat16, shards="20KB")
+    assert len(list((tmp_path / "source").glob("*.safetensors"))) > 2
+    round_trip(source, tmp_path / "export", 2, torch.bfloat16, max_shard_bytes=20e3)
+    export = ModelFolder.open(tmp_path / "export")
+    assert export.tensors.keys() == source.tensors.keys()
+    for name, info in source.tensors.items():
+        assert export.tensors[name].dtype == info.dtype
+        assert torch.equal(export.read(name), source.read(name))
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(model.lm_head.weight, source.read("lm_head.weight"))
+
+
+def test_tied_last_stage_gets_a_copy_of_the_embedding(tmp_path: Path) -> None:
+    source = build(tmp_path / "source", "qwen3", dtype=torch.float32, tied=True)
+    assert "lm_head.weight" not in source.tensors
+    family = family_for(source.config)
+    arch = family.to_architecture(source.config)
+    for rank in ranks(family, arch, 2, torch.float32):
+        live = rank.pop("live")
+        last_stage = {"output_layer.weight": live["output_layer.weight"]}
+        import_weights(last_stage, family, arch, source, **rank)
+        rows = slice(rank["tp_rank"] * 40, min(77, rank["tp_rank"] * 40 + 40))
+        expected = source.read("model.embed_tokens.weight")[rows]
+        assert torch.equal(last_stage["output_layer.weight"][: len(expected)], expected)
+        assert not last_stage["output_layer.weight"][len(expected) :].any()
+
+
+def rewrite(folder: Path, change: Any) -> ModelFolder:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return ModelFolder.open(folder)
+
+
+def drop_two(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_two, r"2 missing: model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight"),
+        (lambda t: t.update({f"x.{n}": torch.ones(1) for n in range(6)}), r"6 not expected: x\.0, .* and 2 more"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"model\.norm\.weight is \[31\], not \[32\]"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
+            r"1 of a type that cannot be trained: model\.norm\.weight is torch\.int8",
+        ),
+    ],
+)
+def test_a_source_that_does_not_fit_is_refused_before_anything_moves(tmp_path: Path, change: Any, message: str) -> None:
+    build(tmp_path, "llama", dtype=torch.float32)
+    source = rewrite(tmp_path, change)
+    family = family_for(source.config)
+    arch = family.to_architecture(source.config)
+    (rank,) = ranks(family, arch, 1, torch.float32)
+    with pytest.raises(DataError, match=message):
+        import_weights(rank["live"], family, arch, source, tp_rank=0, tp_size=1, padded_vocab_size=80)
+    assert all(tensor.isnan().all() for tensor in rank["live"].values())
+
+
+def test_buffers_and_the_head_of_a_tied_model_are_passed_over(tmp_path: Path) -> None:
+    build(tmp_path, "llama", dtype=torch.float32, tied=True)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.zeros(77, 32)}
+    source = rewrite(tmp_path, lambda tensors: tensors.update(extra))
+    family = family_for(source.config)
+    arch = family.to_architecture(source.config)
+    (rank,) = ranks(family, arch, 1, torch.float32)
+    live = rank.pop("live")
+    report = import_weights(live, family, arch, source, **rank)
+    assert report.num_tensors == len(live)
+    assert live["output_layer.weight"].any()
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    source = build(tmp_path, "llama", dtype=torch.float32)
+    source.close()
+    (tmp_path / "model.safetensors").unlink()
+    arch = family_for(source.config).to_architecture(source.config)
+    with pytest.raises(MissingInput, match="holds no safetensors weights"):
+        import_weights(
+            {}, family_for(source.config), arch, ModelFolder.open(tmp_path), tp_rank=0, tp_size=1, padded_vocab_size=80
+        )
+
+
+def test_live_tensors_must_be_those_of_the_table(tmp_path: Path) -> None:
+    config = SIZES | {"model_type": "llama"}
+    family = family_for(config)
+    arch = family.to_architecture(config)
+    rank = {"tp_rank": 0, "tp_size": 1, "padded_vocab_size": 80}
+    for live, message in [
+        ({"decoder.layers.2.input_layernorm.weight": torch.zeros(32)}, "has no rule"),
+        ({"decoder.final_layernorm.weight": torch.zeros(31)}, r"is \(31,\), family llama wants \(32,\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            import_weights(live, family, arch, RandomWeights(family, arch, seed=0), **rank)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path, family: str) -> None:
+    config = SIZES | {"model_type": family}
+    table = family_for(config)
+    arch = table.to_architecture(config)
+    exports = []
+    for tp in (1, 4):
+        plan = export_plan(table, arch, torch.float32)
+        folder = tmp_path / str(tp)
+        folder.mkdir()
+        plan.create(folder)
+        for rank in ranks(table, arch, tp, torch.float32):
+            live = rank.pop("live")
+            import_weights(live, table, arch, RandomWeights(table, arch, seed=3), **rank)
+            export_weights(live, table, arch, plan, folder, **rank)
+        exports.append(load_file(folder / "model.safetensors"))
+    one, four = exports
+    assert all(torch.equal(tensor, four[name]) for name, tensor in one.items())
+    assert one["model.norm.weight"].eq(1).all()
+    assert one["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(arch.init_std, rel=0.1)
+    assert not torch.equal(one["model.layers.0.mlp.up_proj.weight"], one["model.layers.0.mlp.gate_proj.weight"])
+    assert not any(tensor.any() for name, tensor in one.items() if name.endswith("bias"))

@@ -1,0 +1,53 @@
+"""Builds of torch and devices that this machine does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from isthmus.platforms import environment
+from isthmus.platforms.cuda import CudaPlatform
+from isthmus.platforms.rocm import RocmPlatform
+
+RANK_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@pytest.fixture(autouse=True)
+def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable that a platform looks at or sets comes from outside, and none stays behind."""
+    ours = {*CudaPlatform(reason="").env_defaults(), *RocmPlatform(reason="").env_defaults(), "PYTORCH_CUDA_ALLOC_CONF"}
+    for variable in (*RANK_VARIABLES, *MASKS, *ours):
+        monkeypatch.setenv(variable, "")  # so that it is put back as it was, also where it is absent now
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(environment, "_set_here", {})
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes torch look like a CUDA or ROCm build with devices."""
+
+    def build(*, hip: str | None = None, cuda: str | None = None, count: int = 8, **properties: object) -> None:
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        answer = SimpleNamespace(total_memory=192 << 30, **properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: answer)
+
+    return build
+
+
+@pytest.fixture
+def mi300x(machine: Callable[..., None]) -> None:
+    """Eight MI300X under ROCm 6.4."""
+    machine(hip="6.4.43482", name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-")
+
+
+@pytest.fixture
+def h200(machine: Callable[..., None]) -> None:
+    """Eight H200 under CUDA 12.8."""
+    machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0)

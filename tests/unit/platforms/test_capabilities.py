@@ -1,0 +1,145 @@
+"""What each platform says of itself, without the hardware."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus.platforms import cpu as cpu_module
+from isthmus.platforms.base import Platform
+from isthmus.platforms.cpu import CpuPlatform
+from isthmus.platforms.cuda import CudaPlatform
+from isthmus.platforms.detect import apply_env, detect
+from isthmus.platforms.rocm import RocmPlatform
+
+PLATFORMS: list[Platform] = [CpuPlatform(reason=""), CudaPlatform(reason=""), RocmPlatform(reason="")]
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4, 66.9),
+        ("NVIDIA H100 PCIe", 756, 51),
+        ("NVIDIA H100 NVL", 835, 60),
+        ("NVIDIA H200", 989.4, 66.9),
+        ("NVIDIA GH200 480GB", 989.4, 66.9),
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+        ("NVIDIA B200", 2250, 75),
+        ("NVIDIA GB200", 2500, 80),
+        ("NVIDIA H200 MIG 1g.18gb", None, None),
+        ("NVIDIA RTX A1000", None, None),
+        ("NVIDIA L4", None, None),
+    ],
+)
+def test_peaks_of_nvidia_devices(
+    machine: Callable[..., None], name: str, bf16: float | None, fp32: float | None
+) -> None:
+    machine(cuda="12.8", name=name, major=9, minor=0)
+    platform = detect()
+    assert (platform.peak_tflops("bf16"), platform.peak_tflops("fp32")) == (bf16, fp32)
+    assert platform.peak_tflops("int3") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("AMD Instinct MI355X", 2516.6),
+        ("AMD Instinct MI325X", 1307.4),
+        ("AMD Instinct MI300X OAM", 1307.4),
+        ("AMD Instinct MI300A", 980.6),
+        ("AMD Instinct MI250X / MI250", 191.5),
+        ("AMD Radeon Graphics", None),
+    ],
+)
+def test_peaks_of_amd_devices(machine: Callable[..., None], name: str, bf16: float | None) -> None:
+    machine(hip="6.4", name=name, gcnArchName="gfx942")
+    assert detect().peak_tflops("bf16") == bf16
+
+
+@pytest.mark.parametrize(
+    ("arch", "bf16", "fp8"),
+    [
+        ("gfx950:sramecc+:xnack-", True, True),
+        ("gfx942:sramecc+:xnack-", True, True),
+        ("gfx90a", True, False),
+        ("gfx1100", True, False),
+        ("gfx906", False, False),
+    ],
+)
+def test_amd_matrix_cores(machine: Callable[..., None], arch: str, bf16: bool, fp8: bool) -> None:
+    machine(hip="6.4", name="AMD", gcnArchName=arch)
+    platform = detect()
+    bare = arch.partition(":")[0]
+    assert platform.supports("bf16") == (bf16, f"{bare} has {'' if bf16 else 'no '}bf16 matrix cores")
+    assert platform.default_precision() == ("bf16" if bf16 else "fp32", platform.supports("bf16")[1])
+    assert platform.supports("fp8")[0] is fp8
+    assert platform.supports("fp32") == (True, f"{bare} has fp32 arithmetic")
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "supported"),
+    [(7, 0, {"fp16"}), (8, 0, {"fp16", "bf16"}), (8, 9, {"fp16", "bf16", "fp8"}), (10, 0, {"fp16", "bf16", "fp8"})],
+)
+def test_nvidia_matrix_cores(machine: Callable[..., None], major: int, minor: int, supported: set[str]) -> None:
+    machine(cuda="12.8", name="NVIDIA", major=major, minor=minor)
+    platform = detect()
+    assert {name for name in ("fp16", "bf16", "fp8", "fp7") if platform.supports(name)[0]} == supported
+    assert platform.default_precision()[0] == ("bf16" if "bf16" in supported else "fp32")
+    assert f"sm_{major}{minor}" in platform.describe() and "8 x NVIDIA" in platform.describe()
+
+
+def test_a_gpu_tells_its_memory_and_its_number(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0, count=4)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**29)
+    assert detect().memory_gib() == 1.5
+    assert detect().device_count() == 4
+
+
+@pytest.mark.parametrize(("facts", "unit"), [({"amx_bf16": True}, "AMX"), ({"avx512_bf16": True}, "AVX512"), ({}, "")])
+def test_a_cpu_trains_in_fp32_and_says_when_bf16_may_be_faster(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, bool], unit: str
+) -> None:
+    monkeypatch.setattr(cpu_module, "_facts", lambda: facts)
+    platform = detect("cpu")
+    precision, why = platform.default_precision()
+    assert precision == "fp32" and unit in why and ("train.precision=bf16" in why) is bool(unit)
+    assert platform.supports("fp32")[0] and platform.supports("bf16")[0] and not platform.supports("fp8")[0]
+    assert platform.peak_tflops("fp32") is None and platform.device_count() is None and platform.describe()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc on this system")
+def test_the_memory_of_a_cpu_process_is_its_own_peak_and_not_its_parent_s() -> None:
+    code = "from isthmus.platforms.detect import detect\nprint(detect('cpu').memory_gib())"
+    block = torch.ones(2**27)  # half a GiB here, which a child's getrusage would report as its own
+    child = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 0.05 < child < 0.5 < detect("cpu").memory_gib()
+    assert block.numel()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: platform.name)
+def test_every_variable_has_a_value_and_a_reason(platform: Platform) -> None:
+    for variable, (value, why) in platform.env_defaults().items():
+        assert variable.isupper() and value and len(why) > 20
+
+
+def test_variables_are_set_once_and_never_over_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_MAX_HW_QUEUES", "4")
+    monkeypatch.setenv("HSA_ENABLE_SDMA", "")
+    platform = RocmPlatform(reason="")
+    applied = apply_env(platform)
+    assert os.environ["GPU_MAX_HW_QUEUES"] == "4" and os.environ["HSA_ENABLE_SDMA"] == ""
+    assert os.environ["HSA_NO_SCRATCH_RECLAIM"] == "1" and "scratch" in applied["HSA_NO_SCRATCH_RECLAIM"][1]
+    assert not {"GPU_MAX_HW_QUEUES", "HSA_ENABLE_SDMA"} & applied.keys()
+    assert apply_env(platform) == applied
+
+
+def test_a_variable_set_under_its_other_name_counts_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert "PYTORCH_ALLOC_CONF" not in apply_env(CudaPlatform(reason=""))
+    assert "PYTORCH_ALLOC_CONF" not in os.environ

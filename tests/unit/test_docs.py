@@ -1,0 +1,167 @@
+"""What the pages tell people to type exists: links, make targets, verbs, options, settings, configs and code."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus import errors
+from isthmus.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+VERBS = ("sft", "pretrain", "demo")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Fenced blocks of one language, also indented ones."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for indent, text in found]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of every command line in a shell block."""
+    for page, name in zip(PAGES, IDS, strict=True):
+        for block in [*blocks(page, "bash"), *blocks(page, "sh")]:
+            for line in block.splitlines():
+                words = shlex.split(line.strip().removeprefix("until ").partition("; do")[0], comments=True)
+                if "-m" in words and words[words.index("-m") + 1] == "isthmus":
+                    words = words[words.index("-m") + 1 :]
+                if words:
+                    yield name, words
+
+
+@functools.cache
+def help_of(*verb: str) -> str:
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run(
+        [sys.executable, "-m", "isthmus", *verb, "--help"], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def options(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+
+
+def test_every_command_is_one_that_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    seen: dict[str, int] = {}
+    for page, words in commands():
+        program, *arguments = words
+        seen[program] = seen.get(program, 0) + 1
+        if program == "make":
+            assert set(arguments) <= targets, f"{page}: {words}"
+        if program == "isthmus":
+            verb = [word for word in arguments[:1] if not word.startswith("-")]
+            assert set(verb) <= set(VERBS), f"{page}: {words}"
+            given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+            assert given <= options(help_of(*verb)) | {"--help"}, f"{page}: {words}"
+    assert seen["make"] > 3
+    assert seen["isthmus"] > 8
+
+
+def test_settings_in_commands_are_settings(tmp_path: Path) -> None:
+    flags = {"out": str(tmp_path), "model.path": "model", "data.files": ["data.json"]}
+    overrides = [
+        (page, word) for page, words in commands() if words[0] == "isthmus" for word in words
+        if re.fullmatch(r"[a-z]+(\.[a-z_]+)?=.+", word)
+    ]  # fmt: skip
+    assert len(overrides) > 5
+    for page, override in overrides:
+        try:
+            load_config("sft", None, [override], flags)
+        except errors.UsageError as error:
+            pytest.fail(f"{page}: {override}: {error}")
+
+
+def test_settings_in_text_are_settings() -> None:
+    known = set(re.findall(r"^\| `([a-z_.0-9]+)` \|", (ROOT / "docs/reference/config.md").read_text(), re.MULTILINE))
+    groups = {name.partition(".")[0] for name in known if "." in name}
+    named = {
+        (name, word.partition("=")[0])
+        for page, name in zip(PAGES, IDS, strict=True)
+        for word in re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+(?:=[^`]*)?)`", page.read_text())
+        if word.partition(".")[0] in groups and not word.endswith((".py", ".md", ".json", ".yaml", ".jsonl"))
+    }
+    assert len(named) > 10
+    assert {entry for entry in named if entry[1] not in known} == set()
+
+
+def test_yaml_blocks_are_configs(tmp_path: Path) -> None:
+    found = [(name, text) for page, name in zip(PAGES, IDS, strict=True) for text in blocks(page, "yaml")]
+    assert found
+    for _, text in found:
+        file = tmp_path / "page.yaml"
+        file.write_text(text)
+        config = load_config("sft", file, [], {})
+        assert config.recipe == "sft"
+
+
+def test_the_tutorial_shows_the_error_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tutorial = ROOT / "docs/tutorial.md"
+    monkeypatch.chdir(tmp_path)
+    Path("sft.yaml").write_text(blocks(tutorial, "yaml")[0].replace("  tp: 2", "  tpp: 2"))
+    with pytest.raises(errors.UsageError) as caught:
+        load_config("sft", Path("sft.yaml"), [], {})
+    assert str(caught.value).strip() == blocks(tutorial, "text")[0].strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_blocks_import_what_exists(page: Path) -> None:
+    for text in blocks(page, "python"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("isthmus"):
+                code = f"from {node.module} import {', '.join(name.name for name in node.names)}"
+                exec(compile(code, str(page), "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert [link for link in links if link and "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_family_page_shows_a_family_as_it_is() -> None:
+    shown = blocks(ROOT / "docs/how-to/add-a-family.md", "python")[0].strip()
+    assert shown in (ROOT / "src/isthmus/families/qwen2.py").read_text()
+
+
+def test_generated_pages_are_current() -> None:
+    generate: dict[str, Any] = runpy.run_path(str(ROOT / "docs/generate.py"))
+    for name in ("config", "families"):
+        written = (ROOT / f"docs/reference/{name}.md").read_text()
+        assert written == generate[f"{name}_page"](), f"docs/reference/{name}.md is old: run `make docs`"
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    page = (ROOT / "docs/reference/exit-codes.md").read_text()
+    shown = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    codes = {kind.exit_code for kind in kinds if issubclass(kind, errors.IsthmusError)}
+    assert shown == codes | {0, 130}
+
+
+@pytest.mark.parametrize("verb", ["sft", "demo"])
+def test_the_reference_lists_every_option(verb: str) -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    section = page.partition(f"\n## isthmus {verb}")[2].partition("\n## ")[0]
+    assert options(help_of(verb)) - {"--help"} == options(section) - {"--help"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_says_the_verb(verb: str) -> None:
+    assert verb in help_of()
