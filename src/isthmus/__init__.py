@@ -2,27 +2,22 @@
 
 ``isthmus.sft(config)`` and ``isthmus.pretrain(config)`` are what the commands of the same name run;
 ``isthmus.load_model(hf_dir, ...)`` gives the live Megatron-Core model. They are imported on first use, since
-importing torch takes longer than everything the command line does by itself.
+importing torch takes longer than everything the command line does by itself; ``__init__.pyi`` has their types.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from isthmus.recipes.pretrain import run as pretrain
-    from isthmus.recipes.session import load_model
-    from isthmus.recipes.sft import run as sft
+from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_model", "pretrain", "sft"]
 
 _LAZY = {
     "sft": ("isthmus.recipes.sft", "run"),
     "pretrain": ("isthmus.recipes.pretrain", "run"),
     "load_model": ("isthmus.recipes.session", "load_model"),
 }
+__all__ = ["__version__", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 
 # Stands in for the real recipe in every process that has this folder on its path: no torch in the ranks.
-STUB = '''
+STUB = """
 import os, sys, time, types
 
 def run(config):
@@ -58,7 +58,7 @@ def run(config):
 module = types.ModuleType("isthmus.recipes.sft")
 module.run = run
 sys.modules["isthmus.recipes.sft"] = module
-'''
+"""
 
 
 @pytest.fixture
@@ -224,9 +224,7 @@ def test_under_another_launcher_one_rank_speaks(stubbed: Path) -> None:
     """As torchrun or srun do it: the parent sets the ranks, and every rank has the terminal."""
     base = environment(stubbed, "all") | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     ranks = [
-        subprocess.Popen(
-            command()[:-2], cwd=stubbed, env=base | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen(command()[:-2], cwd=stubbed, env=base | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     errors = [process.communicate(timeout=30)[1] for process in ranks]

@@ -26,9 +26,9 @@ def run_rank(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
         stop.request()
     here.argv, here.started_by_isthmus = list(argv), True
     ending = keep_traceback(ending_of(lambda: run(argv)), here.run_folder, rank())
-    RankReport(
-        rank=rank(), exit_code=ending.exit_code, message=ending.message, traceback=ending.traceback
-    ).write(folder)
+    RankReport(rank=rank(), exit_code=ending.exit_code, message=ending.message, traceback=ending.traceback).write(
+        folder
+    )
     if ending.exit_code == 0:
         return 0
     sys.stdout.flush()

@@ -23,7 +23,9 @@ Words = Annotated[
 ]
 Model = Annotated[str | None, typer.Option(metavar="HF_DIR", help="Hugging Face model folder to start from.")]
 Data = Annotated[list[str] | None, typer.Option(metavar="FILE...", help="Training files: JSON, JSON Lines or text.")]
-Out = Annotated[str | None, typer.Option(metavar="DIR", help="Run folder: metrics, checkpoints and the exported model.")]
+Out = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Run folder: metrics, checkpoints and the exported model.")
+]
 Nproc = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks to start on this machine.")]
 HfEvery = Annotated[int | None, typer.Option(metavar="N", help="Export to Hugging Face format every N steps too.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the complete config and stop.")]

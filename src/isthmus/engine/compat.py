@@ -27,8 +27,9 @@ def random_state_on_cpu() -> None:
 def quiet_missing_extensions() -> None:
     """megatron-core 0.16 warns about each extension that Isthmus replaces (Apex, TransformerEngine), on import."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
-    # megatron-core 0.16 calls collectives by names that torch 2.13 has renamed.
+    # megatron-core 0.16 calls collectives by names that torch 2.13 has renamed, and saves ShardedTensors.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"Please use DTensor instead")
     warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|TransformerEngine).*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 

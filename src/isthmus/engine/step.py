@@ -23,12 +23,29 @@ from isthmus.errors import Diverged
 class PackedLine(Protocol):
     """What a step needs of a micro batch; :class:`isthmus.data.batches.MicroBatch` is one."""
 
-    input_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    num_tokens: int
+    @property
+    def input_ids(self) -> Tensor:
+        """int64 [T]"""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [T], already shifted."""
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """bool [T], True where the label is learned."""
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [T], from 0 in each sample."""
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [segments + 1]"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of samples, padding not counted."""
 
 
 @dataclass(frozen=True, slots=True)

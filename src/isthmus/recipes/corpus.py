@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +51,29 @@ class Corpus:
 
 
 def load_corpus(
-    config: RunConfig, folder: Path, tokenizer: Tokenizer, prepare: Prepare, vocab_size: int, say: Callable[[str], None]
+    config: RunConfig,
+    folder: Path,
+    tokenizer: Tokenizer,
+    prepare: Prepare,
+    *,
+    vocab_size: int,
+    resume: Path | None,
+    say: Callable[[str], None],
 ) -> Corpus:
     """Tokenize the data files into ``folder`` unless that was done before from the same files in the same way.
 
+    Args:
+        config: names the files.
+        folder: of the run.
+        tokenizer: its vocabulary and chat template are part of what "the same way" means.
+        prepare: files to samples.
+        vocab_size: rows of the model's embedding.
+        resume: the checkpoint that the run goes on from, None for a fresh start.
+        say: told what was found in the files.
+
     Raises:
-        MissingInput, DataError: a data file is absent or bad, or nothing is left to learn from.
+        MissingInput, DataError: a data file is absent or bad, nothing is left to learn from, or the data of a run
+            that goes on is not what it began with.
         UsageError: the tokenizer knows more tokens than the model.
     """
     key = _key(config, tokenizer)
@@ -65,7 +83,9 @@ def load_corpus(
         if marker.is_file() and json.loads(marker.read_text()) == key:
             say(f"data: {folder} was made from the same files before; taken as it is")
             return
-        marker.unlink(missing_ok=True)
+        if marker.is_file() and resume is not None:
+            raise _changed(resume)
+        shutil.rmtree(folder, ignore_errors=True)
         store, report = prepare([Path(file) for file in config.data.files])
         for line in [report.line(), *report.notes]:
             say(f"data: {line}")
@@ -119,7 +139,11 @@ def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
         DataError: the data, its order or the batch size changed.
     """
     if saved != now:
-        raise DataError(
-            f"the data, data.seq_length, data.packing, data.seed or train.global_batch_size differ from those of "
-            f"{checkpoint}, so its position means nothing in them. Restore them, or start a new run with --out."
-        )
+        raise _changed(checkpoint)
+
+
+def _changed(checkpoint: Path) -> DataError:
+    return DataError(
+        f"the data files, a setting under data, the tokenizer or train.global_batch_size differ from those of "
+        f"{checkpoint}, so its position means nothing in them. Restore them, or start a new run with --out."
+    )

@@ -89,7 +89,11 @@ def run(
     _command(arguments)
     before_chat, after_chat = _valid_losses(tuned)
     rows = _rows(tuned)
-    resumed_at = max(int(path.name.removeprefix("iter_")) for path in (tuned / "checkpoints").glob("iter_*") if path.name != f"iter_{sft_steps:07d}")
+    resumed_at = max(
+        int(path.name.removeprefix("iter_"))
+        for path in (tuned / "checkpoints").glob("iter_*")
+        if path.name != f"iter_{sft_steps:07d}"
+    )
 
     say("\n4. The export in transformers: same logits, and an answer")
     exported = tuned / "hf"

@@ -72,7 +72,9 @@ def run(config: RunConfig, prepare: PrepareFor) -> RunResult:
             precision, why = config.train.precision, "train.precision"
             supported, reason = platform.supports(precision)
             if not supported:
-                raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
+                raise UsageError(
+                    f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32."
+                )
         said.append(f"precision {precision}: {why}")
         said += filter(None, [use_threads(platform, config.train.threads)])
         session = open_session(config, plans, platform, precision)
@@ -112,8 +114,15 @@ def _train(
     from isthmus.engine.step import Stepper
 
     plans, platform = session.blueprint, session.platform
-    vocab_size = plans.architecture.vocab_size
-    corpus = load_corpus(config, folder.data, tokenizer, partial(prepare, config, tokenizer), vocab_size, reporter.say)
+    corpus = load_corpus(
+        config,
+        folder.data,
+        tokenizer,
+        partial(prepare, config, tokenizer),
+        vocab_size=plans.architecture.vocab_size,
+        resume=resume,
+        say=reporter.say,
+    )
     batches, held_out = corpus.batches(config, session.position, plans.sizes.dp)
     steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
     settings = OptimizerSettings(total_steps=steps, **config.optim.model_dump())

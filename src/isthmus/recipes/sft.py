@@ -23,7 +23,9 @@ def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple
         on_error=config.data.on_error,
     )
     if tokenizer.template_source != "tokenizer":
-        report.notes.append(f"the tokenizer has no chat template; the default one ({tokenizer.template_source}) is used")
+        report.notes.append(
+            f"the tokenizer has no chat template; the default one ({tokenizer.template_source}) is used"
+        )
     return store, report
 
 

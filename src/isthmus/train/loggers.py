@@ -45,9 +45,7 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_loggers(
-    run_dir: Path, *, tensorboard: bool, resumed_step: int, say: Callable[[str], None]
-) -> list[Logger]:
+def open_loggers(run_dir: Path, *, tensorboard: bool, resumed_step: int, say: Callable[[str], None]) -> list[Logger]:
     """The loggers that the run asks for and that are installed here; ``say`` is told about one that is not."""
     loggers: list[Logger] = []
     if tensorboard:

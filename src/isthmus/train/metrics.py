@@ -48,9 +48,7 @@ class Reporter:
     the run; a ``metrics.jsonl`` that cannot be written does.
     """
 
-    def __init__(
-        self, run_dir: Path, *, is_main: bool, tensorboard: bool, every: int, device: str = "device"
-    ) -> None:
+    def __init__(self, run_dir: Path, *, is_main: bool, tensorboard: bool, every: int, device: str = "device") -> None:
         """Set up; nothing is written before :meth:`begin`.
 
         Args:

@@ -46,7 +46,15 @@ def test_a_row_and_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert not out and lines[0] == "platform cpu" and "held-out loss 4.2500" in lines[1]
-    for part in ("step 1/3", "loss 2.5000", "lr 1.00e-05", "grad norm 0.750", "1,234 tokens/s", "MFU 40.0%", "1.50 GiB"):
+    for part in (
+        "step 1/3",
+        "loss 2.5000",
+        "lr 1.00e-05",
+        "grad norm 0.750",
+        "1,234 tokens/s",
+        "MFU 40.0%",
+        "1.50 GiB",
+    ):
         assert part in lines[2]
     assert "0.123 TFLOP/s/device (causal)" in lines[2]
     assert "left" not in lines[2] and lines[3].endswith("left") and "left" not in lines[4]

@@ -1,0 +1,6 @@
+from isthmus.recipes.pretrain import run as pretrain
+from isthmus.recipes.session import load_model as load_model
+from isthmus.recipes.sft import run as sft
+
+__version__: str
+__all__ = ["__version__", "load_model", "pretrain", "sft"]

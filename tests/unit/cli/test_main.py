@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import isthmus
+from isthmus.cli import here
+from isthmus.cli.main import main
+from isthmus.config.schema import RunConfig
+
+SOURCE = Path(__file__).parents[3] / "src"
+RUN = ["sft", "--model", "m", "--data", "d.json", "--out", "o"]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_RANK_REPORTS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(here, "run_folder", None)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Takes the place of the sft recipe and collects what it is called with."""
+    calls: list[RunConfig] = []
+
+    def run(config: RunConfig) -> Any:
+        calls.append(config)
+        return SimpleNamespace(as_dict=lambda: {"loss": 1.25, "model": "o/hf", "valid_loss": None})
+
+    stand_in = ModuleType("isthmus.recipes.sft")
+    stand_in.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "isthmus.recipes.sft", stand_in)
+    return calls
+
+
+def test_options_file_and_settings_reach_the_recipe(recipe: list[RunConfig], tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("optim: {lr: 3.0e-5}\ntrain: {steps: 7}\n")
+    words = ["sft", str(file), "--data", "a", "b", "--model", "m", "--out", "o", "--hf-every", "5", "train.steps=9"]
+    assert main(words) == 0
+    (config,) = recipe
+    assert config.recipe == "sft" and config.model.path == "m" and config.out == "o"
+    assert config.data.files == ("a", "b") and config.checkpoint.hf_every == 5
+    assert config.optim.lr == 3e-5 and config.train.steps == 9
+
+
+def test_result_for_people_and_as_json(recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(RUN) == 0
+    assert capsys.readouterr().out == "loss        1.25\nmodel       o/hf\n"
+    assert main([*RUN, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"loss": 1.25, "model": "o/hf", "valid_loss": None}
+
+
+def test_dry_run_prints_the_config_and_stops(recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--dry-run", "--nproc", "4", "parallel.tp=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "tp: 4" in printed and not recipe
+    assert main([*RUN, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["path"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["sft", "--ouut", "x"], "--out"),
+        (["sfft"], "sft"),
+        ([*RUN, "--nproc", "0"], "--nproc"),
+        ([*RUN, "what"], "'what'"),
+        ([*RUN, "optim.lrr=1"], "optim.lr"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_wrong_command_lines(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert hint in err and err.startswith("isthmus: ") and not out and "Traceback" not in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_config_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "nowhere.yaml"]) == 66
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_ranks_of_another_launcher_do_not_start_more(
+    recipe: list[RunConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(RUN) == 0 and len(recipe) == 1
+    assert capsys.readouterr().out == ""  # only rank 0 prints
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    main([*RUN, "--nproc", "2"])
+    assert codes == [2] and "--nproc 2" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"isthmus {isthmus.__version__}\n"
+    for words in ([], ["--help"], ["-h"]):
+        assert main(words) == 0
+        assert "pretrain" in capsys.readouterr().out
+    assert main(["sft", "--help"]) == 0
+    assert "--hf-every" in capsys.readouterr().out
+
+
+def test_package_offers_its_functions_lazily() -> None:
+    assert {"sft", "pretrain", "load_model"} <= set(dir(isthmus))
+    with pytest.raises(AttributeError):
+        _ = isthmus.nothing  # type: ignore[attr-defined]
+
+
+def seconds_of_cpu(*words: str) -> float:
+    """The least of three runs, in user and system time."""
+    took = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, *words], env=os.environ | {"PYTHONPATH": str(SOURCE)}, check=True, capture_output=True
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(took)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["sft", "--help"], [*RUN, "--dry-run"]])
+def test_start_up_is_quick(words: list[str]) -> None:
+    assert seconds_of_cpu("-m", "isthmus", *words) - seconds_of_cpu("-c", "pass") < 0.3
+
+
+def test_no_torch_for_what_does_not_need_it() -> None:
+    call = f"main({[*RUN, '--dry-run']!r})"
+    code = f"import sys; from isthmus.cli.main import main; {call}; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
