@@ -149,7 +149,7 @@ def test_killed_rank_is_named(stubbed: Path) -> None:
     done = finished(stubbed, "kill")
     assert done.returncode == 137
     (line,) = ours(done.stderr)
-    assert "rank 1 was ended by SIGKILL" in line and "memory" in line
+    assert "rank 1 was ended by SIGKILL" in line and "memory" in line and line.endswith("last words")
 
 
 def test_usage_error_starts_nothing(stubbed: Path) -> None:

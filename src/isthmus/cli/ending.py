@@ -68,13 +68,13 @@ def say(ending: Ending, *, debug: bool, prefix: str = "") -> None:
         print(f"isthmus: {prefix}{ending.message}", file=sys.stderr, flush=True)
 
 
-def keep_traceback(ending: Ending, run_folder: Path | None, rank: int) -> Ending:
+def keep_traceback(ending: Ending, run_folder: Path | None) -> Ending:
     """Leave the traceback of an unexpected error in the run folder, if there is one, and say so in the message."""
     if ending.exit_code != IsthmusError.exit_code or not ending.traceback:
         return ending
     if run_folder is None or not (run_folder / "config.yaml").is_file():
         return ending
-    path = run_folder / f"error-rank-{rank}.txt"
+    path = run_folder / "error.txt"
     try:
         path.write_text(ending.traceback, encoding="utf-8")
     except OSError:

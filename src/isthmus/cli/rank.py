@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from isthmus.cli import here
-from isthmus.cli.ending import ending_of, keep_traceback
+from isthmus.cli.ending import ending_of
 from isthmus.errors import Preempted
+from isthmus.recipes.peers import watch_peers
 from isthmus.recipes.rank_report import STOP_FILE, RankReport, reports_folder
 from isthmus.recipes.world import end_with_parent, rank
 from isthmus.train.stop import StopFlag
@@ -22,17 +24,18 @@ def run_rank(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     stop = StopFlag()
     stop.install()
     end_with_parent()
+    watch_peers(folder, rank())
     if (folder / STOP_FILE).exists():
         stop.request()
     here.argv, here.started_by_isthmus = list(argv), True
-    ending = keep_traceback(ending_of(lambda: run(argv)), here.run_folder, rank())
-    RankReport(rank=rank(), exit_code=ending.exit_code, message=ending.message, traceback=ending.traceback).write(
-        folder
-    )
+    ending = ending_of(lambda: run(argv))
+    report = RankReport(rank=rank(), exit_code=ending.exit_code, message=ending.message, traceback=ending.traceback)
+    report.write(folder)
     if ending.exit_code == 0:
         return 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Leave at once: after a failure the interpreter may wait for threads that wait for a peer that is gone. A rank
     # that saved counts as done, or elastic would hurry the others out of their saving.
     os._exit(0 if ending.exit_code == Preempted.exit_code else ending.exit_code)

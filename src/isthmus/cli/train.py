@@ -58,6 +58,7 @@ def train(recipe: str, request: Request) -> int:
         IsthmusError: as the config and the recipe do.
     """
     from isthmus.cli import here
+    from isthmus.cli.ending import Ending, keep_traceback, say
     from isthmus.cli.words import config_and_overrides
     from isthmus.config.load import dump, load_config
     from isthmus.recipes.world import join_world, rank
@@ -80,7 +81,10 @@ def train(recipe: str, request: Request) -> int:
     if not joined and request.nproc > 1:
         from isthmus.recipes.launch import launch
 
-        return launch(here.argv, request.nproc, debug=request.debug)
+        end = launch(here.argv, request.nproc, debug=request.debug)
+        ending = keep_traceback(Ending(end.exit_code, end.message, end.traceback), here.run_folder)
+        say(ending, debug=request.debug)
+        return ending.exit_code
     if joined and not here.started_by_isthmus and request.nproc > 1:
         raise UsageError(
             f"--nproc {request.nproc} starts ranks, but this process already is one (rank {rank()}). Leave --nproc out."

@@ -1,8 +1,9 @@
 """The last projection and the cross entropy in one: vocabulary-parallel, chunked, gradient computed on the way.
 
-Logits exist for one chunk of tokens at a time. While they do, the gradients of the hidden states and of the
-projection are taken too, so the backward pass multiplies by a scalar and no logits are kept or computed twice.
-Only tokens that are learned are projected at all.
+Logits exist for one chunk of tokens at a time, in the model's dtype, and in float32 only for a block of its rows that
+fits the cache. While a chunk exists, the gradients of the hidden states and of the projection are taken too, so the
+backward pass multiplies by a scalar and no logits are kept or computed twice. Only tokens that are learned are
+projected at all.
 """
 
 from __future__ import annotations
@@ -13,78 +14,121 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 23
-"""Logits per chunk: 32 MiB in float32, small enough to stay near the cache, large enough for full matrix speed."""
+from isthmus.engine.main_grad import accumulate
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits of a chunk. Larger chunks add to the projection's gradient less often; measured best on CPU."""
+BLOCK_ELEMENTS = 1 << 22
+"""Logits of a chunk that are float32 at a time: 16 MiB, which stay in the cache over the passes of a softmax."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_start: int, group: dist.ProcessGroup | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_start: int,
+        num_rows: int,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
+        rows = weight[:num_rows]
         wants_grad = any(ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if wants_grad else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_grad else None
+        grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if wants_grad else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        chunk = max(1, CHUNK_ELEMENTS // weight.size(0))
+        chunk = max(1, min(hidden.size(0), CHUNK_ELEMENTS // max(1, num_rows)))
+        buffer = hidden.new_empty(chunk, num_rows)
         for start in range(0, hidden.size(0), chunk):
-            rows = slice(start, start + chunk)
-            probabilities, loss = _softmax_and_loss(hidden[rows] @ weight.t(), labels[rows] - vocab_start, group)
-            loss_sum += loss
-            if grad_hidden is not None and grad_weight is not None:
-                grad_logits = probabilities.to(weight.dtype)
-                torch.mm(grad_logits, weight, out=grad_hidden[rows])
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad_logits.t(), hidden[rows])
+            part = hidden[start : start + chunk]
+            logits = torch.mm(part, rows.t(), out=buffer[: part.size(0)])
+            loss_sum += _loss_and_gradient(logits, labels[start : start + chunk] - vocab_start, group)
+            if grad_hidden is not None and grad_rows is not None:
+                torch.mm(logits, rows, out=grad_hidden[start : start + chunk])
+                if rows.dtype == torch.float32:
+                    grad_rows.addmm_(logits.t(), part)
                 else:
-                    grad_weight.add_(grad_logits.t() @ hidden[rows])
-        ctx.save_for_backward(*(() if grad_hidden is None else (grad_hidden, grad_weight)))
+                    accumulate(grad_rows, logits.t() @ part)
+        ctx.weight = weight
+        ctx.save_for_backward(*(() if grad_hidden is None else (grad_hidden, grad_rows)))
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grads[0].to(grad_hidden.dtype), grad_weight.mul_(grads[0]), None, None, None
+        grad_hidden, grad_rows = ctx.saved_tensors
+        weight, scale = ctx.weight, grads[0]
+        grad_weight = None
+        if getattr(weight, "main_grad", None) is not None:
+            weight.main_grad[: grad_rows.size(0)].addcmul_(grad_rows, scale)
+            weight.grad_added_to_main_grad = True
+        else:
+            grad_weight = torch.zeros_like(weight)
+            grad_weight[: grad_rows.size(0)] = grad_rows * scale
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
-def _softmax_and_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """``softmax(logits) - onehot(targets)`` of this rank's part of the vocabulary, and the summed loss of all of it.
+def _loss_and_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Overwrite ``logits`` with ``softmax(logits) - onehot(targets)`` and return the summed loss.
 
     Args:
-        logits: [n, V / tp], overwritten.
+        logits: [n, V / tp] of this rank's part of the vocabulary.
         targets: [n] index into this rank's part; outside of it on the ranks that do not hold the target.
         group: the tensor-parallel group, None for one rank.
     """
-    logits = logits.float()
-    log_total = torch.logsumexp(logits, dim=-1)
-    if group is not None:
-        parts = log_total.new_empty(group.size() * log_total.numel())
-        dist.all_gather_into_tensor(parts, log_total, group=group)
-        log_total = torch.logsumexp(parts.view(group.size(), -1), dim=0)
+    block = max(1, BLOCK_ELEMENTS // max(1, logits.size(1)))
     mine = (targets >= 0) & (targets < logits.size(1))
     column = torch.where(mine, targets, 0)[:, None]
-    target_logit = torch.where(mine, logits.gather(1, column)[:, 0], 0.0)
+    target_logit = torch.where(mine[:, None], logits.gather(1, column).float(), 0.0)
+    log_total = torch.empty_like(target_logit)
+    in_float32 = logits.dtype == torch.float32
+    scratch = None if in_float32 else logits.new_empty(min(block, logits.size(0)), logits.size(1), dtype=torch.float32)
+    for start in range(0, logits.size(0), block):
+        part = logits[start : start + block]
+        wide = part if scratch is None else scratch[: part.size(0)].copy_(part)
+        peak = wide.amax(dim=1, keepdim=True)
+        torch.softmax(wide, dim=1, out=wide)
+        # The largest probability is exp(peak - log_total), so one more look at it gives the sum in full precision.
+        log_total[start : start + block] = peak - wide.amax(dim=1, keepdim=True).log()
+        if scratch is not None:
+            part.copy_(wide)
     if group is not None:
         dist.all_reduce(target_logit, group=group)
-    probabilities = logits.sub_(log_total[:, None]).exp_()
-    probabilities.scatter_add_(1, column, -mine.to(probabilities.dtype)[:, None])
-    return probabilities, (log_total - target_logit).sum()
+        parts = log_total.new_empty(group.size() * log_total.numel())
+        dist.all_gather_into_tensor(parts, log_total.flatten(), group=group)
+        own, log_total = log_total, torch.logsumexp(parts.view(group.size(), -1), dim=0)[:, None]
+        logits.mul_((own - log_total).exp_().to(logits.dtype))
+    loss = log_total - target_logit
+    # Where the target is another rank's, the probability at column 0 stays as it is.
+    at_target = torch.where(mine[:, None], torch.expm1(-loss).to(logits.dtype), logits.gather(1, column))
+    # Not scatter_, which on a CPU copies a bfloat16 tensor whole.
+    logits[torch.arange(logits.size(0), device=logits.device), column[:, 0]] = at_target[:, 0]
+    return loss.sum()
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_start: int, group: dist.ProcessGroup | None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_start: int = 0,
+    num_rows: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, in float32.
 
     Args:
         hidden: [n, H] of the tokens that are learned, the same on every rank of ``group``.
-        weight: [V / tp, H], this rank's rows of the projection, without padding rows.
+        weight: [V / tp, H], this rank's rows of the projection. With a ``main_grad`` beside it, its gradient is added
+            there straight away; else it reaches autograd.
         labels: int64 [n], indices into the whole vocabulary.
         vocab_start: index of the first row that this rank holds.
+        num_rows: rows of ``weight`` that are vocabulary, the rest being padding; None means all.
         group: the tensor-parallel group, None for one rank.
 
     Returns:
         A scalar, equal on every rank of ``group``. The gradient that reaches ``hidden`` is this rank's part:
         the caller sums it over the group.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_start, group)
+    rows = weight.size(0) if num_rows is None else num_rows
+    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_start, rows, group)  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,13 +144,27 @@ def once(stage: Callable[[], None], name: str, *, patience_s: float = 86400.0) -
         stage: long work such as tokenizing.
         name: unlike that of any other stage of the run.
         patience_s: how long the others wait.
+
+    Raises:
+        IsthmusError: on every rank, what ``stage`` failed with.
     """
     store = dist.distributed_c10d._get_default_store()
+    key = f"isthmus/{name}"
     if dist.get_rank() == 0:
-        stage()
-        store.set(f"isthmus/{name}", "done")
+        try:
+            stage()
+        except Exception as error:
+            # The others must hear of it here: they are not in a collective that would fail with this rank.
+            told = error if isinstance(error, IsthmusError) else IsthmusError(_told(error))
+            store.set(key, json.dumps([told.exit_code, str(told)]))
+            raise
+        store.set(key, "[]")
     else:
-        store.wait([f"isthmus/{name}"], timedelta(seconds=patience_s))
+        store.wait([key], timedelta(seconds=patience_s))
+        if failure := json.loads(store.get(key)):
+            error = IsthmusError(failure[1])
+            error.exit_code = failure[0]
+            raise error
     dist.barrier()
 
 

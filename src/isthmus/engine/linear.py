@@ -12,9 +12,11 @@ import torch
 from megatron.core.tensor_parallel import layers as mcore
 from torch import Tensor
 
+from isthmus.engine.main_grad import accumulate
 
-class _AccumulateWeightGrad(torch.autograd.Function):
-    """Identity on the weight's gradient path: takes (input, weight) and behaves as ``input @ weight.T``."""
+
+class _LinearIntoMainGrad(torch.autograd.Function):
+    """``x @ weight.T``, whose weight gradient goes to ``weight.main_grad`` and not to autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -22,22 +24,25 @@ class _AccumulateWeightGrad(torch.autograd.Function):
         return torch.matmul(x, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, weight = ctx.saved_tensors
         grad_x = grads[0].matmul(weight)
         grad_2d, x_2d = grads[0].flatten(0, -2), x.flatten(0, -2)
-        weight.main_grad.addmm_(grad_2d.t(), x_2d)
+        if weight.dtype == torch.float32:
+            weight.main_grad.addmm_(grad_2d.t(), x_2d)
+        else:
+            accumulate(weight.main_grad, grad_2d.t() @ x_2d)
         weight.grad_added_to_main_grad = True
         return grad_x, None
 
 
 def _fusible(weight: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether nothing but the product is asked for: no bias, no communication around it, gradients in float32."""
     main_grad = getattr(weight, "main_grad", None)
     return (
         main_grad is not None
-        and weight.requires_grad
         and torch.is_grad_enabled()
-        and main_grad.dtype == weight.dtype == torch.float32
+        and main_grad.dtype == torch.float32
         and kwargs["bias"] is None
         and not kwargs["allreduce_dgrad"]
         and not kwargs["sequence_parallel"]
@@ -49,7 +54,7 @@ class ColumnParallelLinear(mcore.ColumnParallelLinear):
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         if _fusible(weight, kwargs):
-            return _AccumulateWeightGrad.apply(input, weight)
+            return _LinearIntoMainGrad.apply(input, weight)
         return super()._forward_impl(input, weight, **kwargs)
 
 
@@ -58,5 +63,5 @@ class RowParallelLinear(mcore.RowParallelLinear):
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         if _fusible(weight, kwargs):
-            return _AccumulateWeightGrad.apply(input, weight)
+            return _LinearIntoMainGrad.apply(input, weight)
         return super()._forward_impl(input, weight, **kwargs)

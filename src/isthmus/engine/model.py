@@ -22,6 +22,7 @@ from torch import Tensor
 
 from isthmus.engine.attention import Segments
 from isthmus.engine.cross_entropy import linear_cross_entropy
+from isthmus.engine.embedding import embed
 from isthmus.engine.groups import ParallelSizes
 from isthmus.engine.rope import inverse_frequencies, rotation_table
 from isthmus.engine.spec import decoder_spec
@@ -137,7 +138,7 @@ class Decoder(GPTModel):
             On the last stage the summed loss (a scalar) or the logits [T, V] of the whole vocabulary;
             before it the hidden states [T, 1, H] (or [T / tp, 1, H]) for the next stage.
         """
-        hidden = self.embedding(input_ids[None], position_ids=None) if self.pre_process else None
+        hidden = self._embedded(input_ids) if self.pre_process else None
         table = rotation_table(self.frequencies, position_ids, self.config.params_dtype)
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=None, rotary_pos_emb=table, packed_seq_params=segments
@@ -146,12 +147,12 @@ class Decoder(GPTModel):
             return hidden
         return self._logits(hidden) if labels is None else self._loss(hidden, labels, learned)
 
-    def _output_rows(self) -> tuple[Tensor, int]:
-        """This rank's rows of the projection without padding, and the vocabulary index of the first."""
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        return embed(self.embedding.word_embeddings, input_ids, sequence_parallel=self.config.sequence_parallel)
+
+    def _projection(self) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
-        weight = self.output_layer.weight if weight is None else weight
-        start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
-        return weight[: max(0, self.architecture.vocab_size - start)], start
+        return self.output_layer.weight if weight is None else weight
 
     def _loss(self, hidden: Tensor, labels: Tensor, learned: Tensor | None) -> Tensor:
         assert learned is not None
@@ -160,14 +161,19 @@ class Decoder(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         elif group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        rows, start = self._output_rows()
+        weight = self._projection()
+        start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
         return linear_cross_entropy(
-            hidden[:, 0].index_select(0, learned), rows, labels[learned], vocab_start=start, group=group
+            hidden[:, 0].index_select(0, learned),
+            weight,
+            labels[learned],
+            vocab_start=start,
+            num_rows=max(0, min(weight.size(0), self.architecture.vocab_size - start)),
+            group=group,
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
-        logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=True)
+        logits, _ = self.output_layer(hidden, weight=self._projection(), runtime_gather_output=True)
         return logits[:, 0, : self.architecture.vocab_size]
 
 

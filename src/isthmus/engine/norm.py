@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -21,14 +23,40 @@ class _Norm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class _RMSNormFunction(torch.autograd.Function):
+    """Keeps its input and one scale a row; torch's own on CPU is put together of six operations that keep theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1))
+        scale = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad = grads[0].to(scale.dtype)
+        normed = x.to(scale.dtype) * scale
+        grad_weight = (normed * grad).flatten(0, -2).sum(0)
+        grad_normed = grad * weight
+        along = torch.linalg.vecdot(normed, grad_normed).unsqueeze(-1).div_(x.size(-1))
+        grad_x = normed.mul_(along).neg_().add_(grad_normed).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
 class RMSNorm(_Norm):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (arXiv 1910.07467)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        """Weights of one."""
         super().__init__(config, hidden_size, eps, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` [..., hidden_size]; the sum of squares is taken in float32."""
+        """Normalise ``x`` [..., hidden_size]; in float32 whatever its dtype is."""
+        if x.device.type == "cpu":
+            return _RMSNormFunction.apply(x, self.weight, self.eps)  # type: ignore[no-any-return]
         return torch.rms_norm(x, self.shape, self.weight, self.eps)
 
 
@@ -36,6 +64,7 @@ class LayerNorm(_Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim (arXiv 1607.06450)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        """Weights of one, biases of zero."""
         super().__init__(config, hidden_size, eps, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:

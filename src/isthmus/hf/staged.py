@@ -37,9 +37,10 @@ class StagedFolder:
     so); any other process that builds it with the same destination may write under ``path`` in between.
     """
 
-    def __init__(self, destination: str | os.PathLike[str]) -> None:
-        """Name the destination; nothing is touched yet."""
+    def __init__(self, destination: str | os.PathLike[str], *, replace: bool = False) -> None:
+        """Name the destination, and whether a folder that lies there is to go in the end; nothing is touched yet."""
         self.destination = Path(destination).absolute()
+        self.replace = replace
         self.path = self.destination.with_name(f".tmp-{self.destination.name}")
 
     def create(self) -> None:
@@ -68,8 +69,13 @@ class StagedFolder:
                 for name in files:
                     sync(Path(folder, name))
                 sync(Path(folder))
+            replaced = self.destination.with_name(f".tmp-replaced-{self.destination.name}")
+            shutil.rmtree(replaced, ignore_errors=True)
+            if self.destination.is_dir():
+                self.destination.rename(replaced)
             self.path.rename(self.destination)
             sync(self.destination.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -92,7 +98,7 @@ class StagedFolder:
             self.discard()
 
     def _refuse_existing(self) -> None:
-        if os.path.lexists(self.destination):
+        if os.path.lexists(self.destination) and not (self.replace and self.destination.is_dir()):
             raise NoSpace(f"{self.destination} exists already. Give another folder or remove it.")
 
 

@@ -15,8 +15,9 @@ from isthmus.data.batches import Batches
 from isthmus.data.prepare import PrepareReport, split_validation
 from isthmus.data.store import SampleStore
 from isthmus.engine.groups import Position, once
-from isthmus.errors import DataError, UsageError
+from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tokenizer import Tokenizer
+from isthmus.recipes.origin import Origin, read_origin
 
 Prepare = Callable[[list[Path]], tuple[SampleStore, PrepareReport]]
 
@@ -50,6 +51,17 @@ class Corpus:
         return Batches(self.train, **settings), held_out
 
 
+def check_files(config: RunConfig) -> None:
+    """See that the data files are there, before the long work of loading a model.
+
+    Raises:
+        MissingInput: naming the first that is not.
+    """
+    for name in [*config.data.files, *config.data.valid_files]:
+        if not Path(name).exists():
+            raise MissingInput(f"{name}: no such data file.")
+
+
 def load_corpus(
     config: RunConfig,
     folder: Path,
@@ -76,11 +88,11 @@ def load_corpus(
             that goes on is not what it began with.
         UsageError: the tokenizer knows more tokens than the model.
     """
-    key = _key(config, tokenizer)
 
     def make() -> None:
         marker = folder / "source.json"
-        if marker.is_file() and json.loads(marker.read_text()) == key:
+        origin = Origin.of(config, tokenizer, read_origin(marker))
+        if origin.unchanged:
             say(f"data: {folder} was made from the same files before; taken as it is")
             return
         if marker.is_file() and resume is not None:
@@ -100,28 +112,11 @@ def load_corpus(
         if valid is not None:
             _check_vocabulary(valid, vocab_size)
             valid.save(folder / "valid")
-        marker.write_text(json.dumps(key))
+        marker.write_text(json.dumps(origin.record))
 
     once(make, "corpus")
     has_valid = bool(config.data.valid_files) or config.data.valid_fraction > 0
     return Corpus(SampleStore.open(folder / "train"), SampleStore.open(folder / "valid") if has_valid else None)
-
-
-def _key(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the tokenized data depends on."""
-    files = []
-    for name in [*config.data.files, *config.data.valid_files]:
-        path = Path(name)
-        stat = path.stat() if path.exists() else None
-        files.append([str(path.resolve()), stat and stat.st_size, stat and stat.st_mtime_ns])
-    vocabulary = json.dumps([tokenizer.inner.get_vocab(), tokenizer.chat_template], sort_keys=True)
-    settings = config.data.model_dump(mode="json")
-    return {
-        "files": files,
-        "tokenizer": hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest(),
-        "recipe": config.recipe,
-        "settings": {name: settings[name] for name in sorted(settings) if name not in ("packing",)},
-    }
 
 
 def _check_vocabulary(store: SampleStore, vocab_size: int) -> None:

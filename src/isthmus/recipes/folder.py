@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.errors import MissingInput, NoSpace
+from isthmus.hf.staged import disk_errors
 
 CONFIG, METRICS, CHECKPOINTS, EXPORT, DATA = "config.yaml", "metrics.jsonl", "checkpoints", "hf", "data"
 
@@ -19,14 +22,17 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The settings in full; a folder that has it is a run folder."""
         return self.root / CONFIG
 
     @property
     def checkpoints(self) -> Path:
+        """What a run goes on from."""
         return self.root / CHECKPOINTS
 
     @property
     def data(self) -> Path:
+        """The tokenized data."""
         return self.root / DATA
 
     def export(self, step: int | None = None) -> Path:
@@ -52,6 +58,11 @@ class RunFolder:
                 f"{self.root} exists already and is not a run folder. Remove it or choose another folder with --out."
             )
         newest = latest(self.checkpoints) if occupied else None
+        if occupied and newest is None and self.export().exists() and resume in ("auto", "never"):
+            raise NoSpace(
+                f"{self.root} holds the finished export of a run without checkpoints, which a new run would replace. "
+                "Remove it or choose another folder with --out."
+            )
         if newest is not None and resume == "never":
             raise NoSpace(
                 f"{self.root} holds a run with checkpoints and checkpoint.resume is 'never'. Choose another folder "
@@ -69,9 +80,56 @@ class RunFolder:
             raise MissingInput(f"checkpoint.resume={resume} holds no checkpoint. Name an iter_NNNNNNN folder.")
         return below
 
-    def prepare(self, *, fresh: bool) -> None:
-        """Make the folder; a fresh start clears what an earlier start of this run left without a checkpoint."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        if fresh:
-            (self.root / METRICS).unlink(missing_ok=True)
-            shutil.rmtree(self.root / "tensorboard", ignore_errors=True)
+    @contextmanager
+    def checking(self, config: str) -> Iterator[None]:
+        """Make the folder, for the checks that come before the first step; a new one goes again if they fail.
+
+        Args:
+            config: the run's, as YAML. One that lies there stays until :meth:`begin`: it belongs to what was done.
+
+        Raises:
+            NoSpace, IOFailure: the folder cannot be made.
+        """
+        if self.config.is_file():
+            yield
+            return
+        made = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        try:
+            with disk_errors(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._write_config(config)
+            yield
+        except BaseException:
+            shutil.rmtree(self.data, ignore_errors=True)
+            self.config.unlink(missing_ok=True)
+            for path in made:
+                with suppress(OSError):  # absent, or by now in use by somebody else
+                    path.rmdir()
+            raise
+
+    def begin(self, config: str, *, fresh: bool) -> None:
+        """Record the config that the coming steps are done with, and clear what an interruption left behind.
+
+        Args:
+            config: the run's, as YAML.
+            fresh: the run starts from its first step: metrics of an earlier start without a checkpoint go too.
+
+        Raises:
+            NoSpace, IOFailure: the folder cannot be written into.
+        """
+        with disk_errors(self.root):
+            self._write_config(config)
+            for left in [*self.root.glob(".tmp-*"), *self.checkpoints.glob(".tmp-*")]:
+                shutil.rmtree(left, ignore_errors=True)
+            if fresh:
+                (self.root / METRICS).unlink(missing_ok=True)
+                shutil.rmtree(self.root / "tensorboard", ignore_errors=True)
+
+    def _write_config(self, text: str) -> None:
+        staged = self.config.with_name(f".{CONFIG}")
+        try:
+            staged.write_text(text, encoding="utf-8")
+            staged.replace(self.config)
+        except OSError:
+            staged.unlink(missing_ok=True)
+            raise

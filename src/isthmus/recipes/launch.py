@@ -37,21 +37,18 @@ SAVE_TIMEOUT_S = 600.0
 _SECOND_WISH_S = 0.5
 
 
-def launch(argv: Sequence[str], nproc: int, *, debug: bool = False) -> int:
-    """Run ``isthmus <argv>`` as ``nproc`` ranks, print what ended them early, once, and return the exit code.
+def launch(argv: Sequence[str], nproc: int, *, debug: bool = False) -> RankReport:
+    """Run ``isthmus <argv>`` as ``nproc`` ranks and wait for all of them.
 
     SIGTERM, a hang-up and Ctrl-C reach the ranks, which save and leave (75); a second Ctrl-C kills them (130).
-    """
-    end = run_ranks(argv, nproc, debug=debug)
-    if end.message:
-        if debug and end.traceback:
-            print(end.traceback, file=sys.stderr)
-        print(f"isthmus: {end.message}", file=sys.stderr, flush=True)
-    return end.exit_code
 
+    Args:
+        argv: the words after ``isthmus``.
+        nproc: ranks.
+        debug: let all ranks and elastic itself print; else only rank 0 does.
 
-def run_ranks(argv: Sequence[str], nproc: int, *, debug: bool = False) -> RankReport:
-    """As :func:`launch`, but in silence: the report of the rank that decided the end (exit code 0: all went well).
+    Returns:
+        The report of the rank that decided the end, not printed yet; exit code 0 if all went well.
 
     Raises:
         Preempted: asked to stop before any rank was started.
@@ -97,7 +94,8 @@ def _run_agent(
     )
     signals.ranks_start()
     try:
-        elastic_launch(config, sys.executable)("-P", "-m", "isthmus", *argv)
+        # Elastic replaces ${local_rank} in arguments; a path or a setting of the user is not for it to read.
+        elastic_launch(config, sys.executable)("-P", "-m", "isthmus", *(word.replace("$", "$$") for word in argv))
     except ChildFailedError as error:
         return {
             rank: report_of_death(
@@ -220,7 +218,9 @@ def _quiet_elastic() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
-def _last_words(folder: Path, local_rank: int, lines: int = 20) -> str:
+def _last_words(folder: Path, local_rank: int) -> str:
+    """The last line that a rank printed to stderr, as far as it was kept."""
     for path in folder.glob(f"*/attempt_*/{local_rank}/stderr.log"):
-        return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
     return ""

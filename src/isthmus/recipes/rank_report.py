@@ -62,18 +62,19 @@ def report_of_death(rank: int, exit_code: int, *, time_s: float, last_words: str
         rank: the rank.
         exit_code: as subprocess has it; -N for signal N.
         time_s: when the death was noticed.
-        last_words: the end of what it printed.
+        last_words: the last line it printed.
     """
+    printed = f" It last printed: {last_words}" if last_words else ""
     if exit_code >= 0:
-        message = f"rank {rank} ended with exit code {exit_code} without a word of its own."
-        return RankReport(rank=rank, exit_code=exit_code, message=message, traceback=last_words, time_s=time_s)
+        message = f"rank {rank} ended with exit code {exit_code} without a word of its own.{printed}"
+        return RankReport(rank=rank, exit_code=exit_code, message=message, time_s=time_s)
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = "a signal"
     why = " The system may have run out of memory: lower train.micro_batch_size." if name == "SIGKILL" else ""
-    message = f"rank {rank} was ended by {name} (signal {-exit_code}).{why}"
-    return RankReport(rank=rank, exit_code=128 - exit_code, message=message, traceback=last_words, time_s=time_s)
+    message = f"rank {rank} was ended by {name} (signal {-exit_code}).{why}{printed}"
+    return RankReport(rank=rank, exit_code=128 - exit_code, message=message, time_s=time_s)
 
 
 def cause(reports: Iterable[RankReport], deaths: Mapping[int, RankReport]) -> RankReport | None:

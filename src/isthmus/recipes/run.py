@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from isthmus.errors import UsageError
 from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
 from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
-from isthmus.recipes.corpus import check_fingerprint, load_corpus
+from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
 from isthmus.recipes.session import blueprint, open_session, use_threads
 from isthmus.train.loop import Device, Loop, Plan
@@ -63,6 +64,7 @@ def run(config: RunConfig, prepare: PrepareFor) -> RunResult:
         folder = RunFolder(Path(config.out))
         resume = folder.checkpoint_to_resume(config.checkpoint.resume)
         plans = blueprint(config)
+        check_files(config)
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         platform = detect(config.platform)
         said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}"]
@@ -78,13 +80,6 @@ def run(config: RunConfig, prepare: PrepareFor) -> RunResult:
         said.append(f"precision {precision}: {why}")
         said += filter(None, [use_threads(platform, config.train.threads)])
         session = open_session(config, plans, platform, precision)
-
-        def make_folder() -> None:
-            if rank == 0:
-                folder.prepare(fresh=resume is None)
-                folder.config.write_text(dump(config))
-
-        agree(make_folder)
         reporter = Reporter(
             folder.root, is_main=rank == 0, tensorboard=config.logging.tensorboard, every=config.logging.every
         )
@@ -113,30 +108,35 @@ def _train(
     from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 
-    plans, platform = session.blueprint, session.platform
-    corpus = load_corpus(
-        config,
-        folder.data,
-        tokenizer,
-        partial(prepare, config, tokenizer),
-        vocab_size=plans.architecture.vocab_size,
-        resume=resume,
-        say=reporter.say,
-    )
-    batches, held_out = corpus.batches(config, session.position, plans.sizes.dp)
-    steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
-    settings = OptimizerSettings(total_steps=steps, **config.optim.model_dump())
-    optimizer = build_optimizer(session.model, settings)
-    stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings))
-    fingerprint = corpus.fingerprint(config)
-    start = 0
-    if resume is not None:
-        progress = checkpoint.load(resume, stepper, plans.sizes)
-        check_fingerprint(progress.data, fingerprint, resume)
-        start = progress.step
-        reporter.say(f"resumed from {resume} at step {start}")
-    if start > steps:
-        raise UsageError(f"{resume} is at step {start}, beyond this run's {steps} steps. Raise train.steps.")
+    plans, platform, main = session.blueprint, session.platform, session.position.rank == 0
+    text = dump(config)
+    checks = ExitStack()
+    agree(lambda: checks.enter_context(folder.checking(text)) if main else None)
+    with checks:
+        corpus = load_corpus(
+            config,
+            folder.data,
+            tokenizer,
+            partial(prepare, config, tokenizer),
+            vocab_size=plans.architecture.vocab_size,
+            resume=resume,
+            say=reporter.say,
+        )
+        batches, held_out = corpus.batches(config, session.position, plans.sizes.dp)
+        steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
+        settings = OptimizerSettings(total_steps=steps, **config.optim.model_dump())
+        optimizer = build_optimizer(session.model, settings)
+        stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings))
+        fingerprint = corpus.fingerprint(config)
+        start = 0
+        if resume is not None:
+            progress = checkpoint.load(resume, stepper, plans.sizes)
+            check_fingerprint(progress.data, fingerprint, resume)
+            start = progress.step
+            reporter.say(f"resumed from {resume} at step {start}")
+        if start > steps:
+            raise UsageError(f"{resume} is at step {start}, beyond this run's {steps} steps. Raise train.steps.")
+        agree(lambda: folder.begin(text, fresh=resume is None) if main else None)
     reporter.begin(total_steps=steps, start=start)
 
     def save(step: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,9 @@ def check_stages(architecture: Architecture, pp: int) -> None:
     layers = architecture.num_layers
     if layers % pp:
         good = [str(n) for n in range(1, layers + 1) if layers % n == 0]
+        choice = f"{', '.join(good[:-1])} or {good[-1]}" if len(good) > 1 else good[0]
         what = f"is more than the {layers} layers" if pp > layers else f"does not divide num_layers={layers}"
-        raise UsageError(f"pp={pp} {what} ({architecture.family}). Use {', '.join(good[:-1])} or {good[-1]}.")
+        raise UsageError(f"pp={pp} {what} ({architecture.family}). Use {choice}.")
 
 
 def use_threads(platform: Platform, threads: int | None) -> str | None:
@@ -114,7 +114,7 @@ class Session:
             destination: appears whole or not at all.
             tokenizer: written anew where the source's files would not tokenize as it did; else they are copied.
             dtype: of the tensors; None keeps each tensor's dtype in the source.
-            replace: whether an earlier export of this run may go.
+            replace: whether an earlier export of this run may go, once the new one is complete.
 
         Raises:
             NoSpace, IOFailure: on every rank, when any could not write; nothing is published.
@@ -124,13 +124,11 @@ class Session:
         plans = self.blueprint
         kept = {name: info.dtype for name, info in plans.source.tensors.items()}
         plan = export_plan(plans.family, plans.architecture, dtype or (kept if kept else torch.float32))
-        staged = StagedFolder(destination)
+        staged = StagedFolder(destination, replace=replace)
         main = self.position.rank == 0
 
         def begin() -> None:
             if main:
-                if replace and destination.is_dir():
-                    shutil.rmtree(destination)
                 staged.create()
                 plan.create(staged.path)
 

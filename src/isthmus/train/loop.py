@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Protocol
 
 from isthmus.engine.groups import Position, sum_over_ranks
 from isthmus.engine.step import PackedLine, Stepper
-from isthmus.errors import Preempted
+from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
 from isthmus.train.flops import flops_per_batch
 from isthmus.train.metrics import Reporter, StepMetrics
@@ -86,11 +87,18 @@ class Loop:
         self.export = export
 
     def evaluate(self, step: int) -> float | None:
-        """Held-out loss after ``step`` steps, reported; None without held-out data."""
+        """Held-out loss after ``step`` steps, reported; None without held-out data.
+
+        Raises:
+            Diverged: it is not finite, so that such weights are neither saved nor exported.
+        """
         if self.validation is None:
             return None
         loss = self.stepper.evaluate(self.validation.eval_batches())
         self.reporter.evaluation(step, loss)
+        if not math.isfinite(loss):
+            mend = "Lower optim.lr or lengthen optim.warmup_steps." if step else "Look at the weights and the data."
+            raise Diverged(f"the held-out loss is {loss} after {step} steps; nothing is saved from there. {mend}")
         return loss
 
     def run(self, plan: Plan, stop: StopFlag) -> Outcome:
@@ -98,7 +106,7 @@ class Loop:
 
         Raises:
             Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
-            Diverged: the loss or the gradient norm is not finite.
+            Diverged: the loss, the held-out loss or the gradient norm is not finite.
         """
         loss: float | None = None
         tokens, seconds = 0.0, 0.0

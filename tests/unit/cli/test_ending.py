@@ -58,9 +58,9 @@ def test_traceback_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_traceback_of_a_bug_is_kept_in_the_run_folder(tmp_path: Path) -> None:
     bug = raising(ValueError("x"))
-    assert keep_traceback(bug, tmp_path, 0) == bug and not list(tmp_path.iterdir())  # not a run folder yet
+    assert keep_traceback(bug, tmp_path) == bug and not list(tmp_path.iterdir())  # not a run folder yet
     (tmp_path / "config.yaml").touch()
-    kept = keep_traceback(bug, tmp_path, 3)
-    assert "Traceback" in (tmp_path / "error-rank-3.txt").read_text() and "error-rank-3.txt" in kept.message
+    kept = keep_traceback(bug, tmp_path)
+    assert "Traceback" in (tmp_path / "error.txt").read_text() and "error.txt" in kept.message
     known = raising(DataError("x"))
-    assert keep_traceback(known, tmp_path, 0) == known
+    assert keep_traceback(known, tmp_path) == known

@@ -1,0 +1,106 @@
+"""The birth certificate of a recorded number: where it was measured, with what, by which command."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "megatron-core", "transformers", "trl", "accelerate", "datasets", "tokenizers", "safetensors")
+
+
+def certificate(arguments: Sequence[str]) -> dict[str, Any]:
+    """Everything that a figure depends on besides the code of the benchmark.
+
+    Args:
+        arguments: the command line, script first. Folders outside of the checkout are left out of it: they say
+            something about a machine, not about a measurement.
+    """
+    cpu, flags = _cpu()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--", "src", "benchmarks")),
+        "command": shlex.join(["python", *(_without_folders(argument) for argument in arguments)]),
+        "platform": "cpu",
+        "cpu": cpu,
+        "cpu_matrix_instructions": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def result_path(benchmark: str, birth: dict[str, Any]) -> Path:
+    """``results/<date>_<benchmark>_<machine>.json``, the machine being its processor and its number of cores."""
+    machine = re.sub(r"[^a-z0-9]+", "-", birth["cpu"].lower()).strip("-") or "cpu"
+    name = f"{birth['date'][:10]}_{benchmark}_{machine}-{birth['cores']}-cores.json"
+    return Path(__file__).resolve().parent / "results" / name
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result, readable by people and the same way each time; an earlier one of that name is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".tmp-{path.name}")
+    staged.write_text(json.dumps(_rounded(result), indent=1) + "\n", encoding="utf-8")
+    staged.replace(path)
+
+
+def _rounded(value: Any) -> Any:
+    """The same structure with floats cut to the digits that mean something."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _without_folders(argument: str) -> str:
+    """An absolute path as one relative to the checkout, or, outside of it, as its last name."""
+    name, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    path = Path(value)
+    if path.is_absolute():
+        value = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else path.name
+    return name + equals + value if equals or not name else name
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> tuple[str, set[str]]:
+    """The processor's name and its feature flags, from /proc where there is one."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+    return (name[1] if name else platform.processor() or sys.platform), set(flags[1].split() if flags else ())

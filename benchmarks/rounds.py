@@ -1,0 +1,107 @@
+"""Contestants take turns, each in a process of its own, so that a slow minute of the machine hits all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+def run_turn(module: str, spec: dict[str, Any], *, threads: int, timeout_s: float = 3600.0) -> dict[str, Any]:
+    """Run ``python -m module SPEC RESULT`` with ``threads`` threads for everything and return what it wrote.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
+        asked, answer = Path(folder) / "spec.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps(spec))
+        paths = [str(HERE), str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_CACHE": folder,
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", module, str(asked), str(answer)],
+            env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout_s,
+        )  # fmt: skip
+        if done.returncode or not answer.is_file():
+            raise RuntimeError(f"{module} {spec} failed with code {done.returncode}:\n{done.stderr[-4000:]}")
+        result: dict[str, Any] = json.loads(answer.read_text())
+        return result
+
+
+def take_turns(
+    contestants: dict[str, tuple[str, dict[str, Any]]], *, rounds: int, threads: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Let every contestant run once a round, in the same order each time: A B C A B C.
+
+    Args:
+        contestants: name -> (module, its spec).
+        rounds: turns of each.
+        threads: of each.
+
+    Returns:
+        name -> the result of each round.
+    """
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
+    for number in range(rounds):
+        for name, (module, spec) in contestants.items():
+            started_s = time.monotonic()
+            result = run_turn(module, spec, threads=threads)
+            results[name].append(result)
+            took_s = time.monotonic() - started_s
+            print(f"  round {number + 1}/{rounds}  {name:<24} {result.get('line', '')}  ({took_s:.0f} s)", flush=True)
+    return results
+
+
+def median(results: Sequence[dict[str, Any]], key: str) -> float:
+    """The middle value of ``key`` over the rounds."""
+    return statistics.median(float(result[key]) for result in results)
+
+
+def spread(results: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """All values of ``key`` in the order of the rounds."""
+    return [float(result[key]) for result in results]
+
+
+def turn_files() -> tuple[dict[str, Any], Path]:
+    """For the process of a turn: what it was asked, and where its result belongs."""
+    asked, answer = sys.argv[1:]
+    spec: dict[str, Any] = json.loads(Path(asked).read_text())
+    return spec, Path(answer)
+
+
+def peak_rss_gib() -> float:
+    """Most memory this process has held so far, file pages it mapped included. GiB = 2^30 bytes."""
+    return _status("VmHWM")
+
+
+def rss_gib() -> float:
+    """Memory this process holds now."""
+    return _status("VmRSS")
+
+
+def anonymous_rss_gib() -> float:
+    """Memory this process holds now that is not a file's."""
+    return _status("RssAnon")
+
+
+def _status(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) / 2**20
+    raise RuntimeError(f"/proc/self/status has no {field}: this benchmark measures memory the Linux way")

@@ -1,0 +1,83 @@
+"""How fast this machine multiplies matrices: the ceiling of any training step on it.
+
+Two figures a precision. ``gflops`` is the best that ``torch.mm`` reached over square sizes and over the model's own
+shapes. ``own_shapes_gflops`` is what a step would reach if it were nothing but the model's matrix products, each as
+fast as that product alone was: the model's small dimensions make it lower than the first.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rounds import turn_files
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def products(spec: dict[str, Any]) -> Iterator[tuple[str, int, int, int, float]]:
+    """(name, tokens, inputs, outputs, times in a step) of each projection, for one micro batch of full sequences."""
+    shape = spec["shape"]
+    hidden, ffn, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    heads = shape["num_attention_heads"] * shape["head_dim"]
+    groups = shape["num_key_value_heads"] * shape["head_dim"]
+    tokens = spec["tokens"]
+    yield "qkv", tokens, hidden, heads + 2 * groups, layers
+    yield "proj", tokens, heads, hidden, layers
+    yield "fc1", tokens, hidden, 2 * ffn, layers
+    yield "fc2", tokens, ffn, hidden, layers
+    learned = max(1, round(tokens * spec["learned_share"]))
+    yield "head", learned, hidden, shape["vocab_size"], 1
+
+
+def best_gflops(a: Tensor, b: Tensor, budget_s: float) -> float:
+    """The fastest of some repetitions of ``a @ b``, in 10^9 operations a second."""
+    flops = 2.0 * a.size(0) * a.size(1) * b.size(1)
+    out = torch.mm(a, b)
+    best_s, stop_s, count = float("inf"), time.perf_counter() + budget_s, 0
+    while count < 3 or (time.perf_counter() < stop_s and count < 200):
+        started_s = time.perf_counter()
+        torch.mm(a, b, out=out)
+        best_s = min(best_s, time.perf_counter() - started_s)
+        count += 1
+    return flops / best_s / 1e9
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """The ceiling at one precision."""
+    dtype, budget_s = DTYPES[spec["precision"]], float(spec["budget_s"])
+
+    def drawn(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns).to(dtype)
+
+    squares = {str(n): best_gflops(drawn(n, n), drawn(n, n), budget_s) for n in spec["squares"]}
+    shapes: dict[str, float] = {}
+    flops = seconds = 0.0
+    for name, tokens, inputs, outputs, times in products(spec):
+        x, weight, grad = drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)
+        # forward, gradient of the input, gradient of the weight: the same product in three layouts
+        layouts = {"forward": (x, weight.t()), "grad_x": (grad, weight), "grad_w": (grad.t(), x)}
+        for way, (a, b) in layouts.items():
+            rate = best_gflops(a, b, budget_s)
+            shapes[f"{name} {way} {a.size(0)}x{a.size(1)}x{b.size(1)}"] = rate
+            work = 2.0 * tokens * inputs * outputs * times
+            flops, seconds = flops + work, seconds + work / rate / 1e9
+    best, own = max(*squares.values(), *shapes.values()), flops / seconds / 1e9
+    return {
+        "gflops": best,
+        "own_shapes_gflops": own,
+        "squares": squares,
+        "shapes": shapes,
+        "line": f"{best:8.1f} GFLOP/s, the model's own shapes {own:.1f}",
+    }
+
+
+if __name__ == "__main__":
+    spec, answer = turn_files()
+    Path(answer).write_text(json.dumps(measure(spec)))

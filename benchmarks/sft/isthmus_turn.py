@@ -1,0 +1,82 @@
+"""Isthmus's turn: the recipe's own session, optimizer and stepper, fed by its own batches.
+
+Styles: ``alone`` takes ``micro_batch_size`` samples a micro batch, ``packed`` as many sequences of packed samples.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isthmus.config.schema import RunConfig
+from isthmus.data.batches import Batches
+from isthmus.engine.groups import close_groups
+from isthmus.platforms.detect import detect
+from isthmus.recipes.session import blueprint, open_session
+from isthmus.train.flops import flops_per_batch
+from rounds import turn_files
+from sft.clock import Clock
+from sft.workload import Turn
+
+
+def run(turn: Turn) -> dict[str, Any]:
+    """Train for one turn and return its figures."""
+    config = RunConfig.model_validate(
+        {
+            "recipe": "sft",
+            "out": "unused",
+            "model": {"path": str(turn.model)},
+            "data": {"files": ["unused"], "seq_length": turn.seq_length},
+            "optim": {"lr": turn.lr, "schedule": "constant"},
+        }
+    )
+    plans = blueprint(config)
+    session = open_session(config, plans, detect("cpu"), turn.precision)
+    from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule
+    from isthmus.engine.step import Stepper
+
+    settings = OptimizerSettings(total_steps=10000, **config.optim.model_dump())
+    optimizer = build_optimizer(session.model, settings)
+    stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings))
+    packed = turn.style == "packed"
+    batches = Batches(
+        turn.samples(),
+        seq_length=turn.seq_length,
+        micro_batch_size=turn.micro_batch_size,
+        global_batch_size=turn.micro_batch_size * turn.accumulation,
+        packing=packed,
+        shuffle=packed,
+    )
+    if turn.profile:
+        from sft.step_profile import profile_steps
+
+        stepper.train_step(batches.step(0))
+        return {"profile": profile_steps(lambda step: stepper.train_step(batches.step(step)), optimizer)}
+
+    clock, step, executed, model_flops = Clock(turn), 0, 0.0, 0.0
+    while not clock.enough:
+        lines = batches.step(step)
+        clock.losses.append(stepper.train_step(lines).loss)
+        num_tokens = sum(line.num_tokens for line in lines)
+        clock.step_done(num_tokens)
+        if step >= turn.warmup_steps:
+            squares = sum(int(torch.diff(line.cu_seqlens).long().square().sum()) for line in lines)
+            learned = sum(line.num_learned for line in lines)
+            executed += flops_per_batch(plans.architecture, num_tokens, squares, learned)
+            model_flops += flops_per_batch(plans.architecture, num_tokens, squares)
+        step += 1
+    timed_s = sum(clock.times_s)
+    return clock.result() | {
+        "executed_gflops": executed / timed_s / 1e9,
+        "all_logits_gflops": model_flops / timed_s / 1e9,
+    }
+
+
+if __name__ == "__main__":
+    spec, answer = turn_files()
+    result = run(Turn(**spec))
+    Path(answer).write_text(json.dumps(result))
+    close_groups()

@@ -1,0 +1,123 @@
+"""What all contestants of the fine-tuning benchmark are given: one model folder and one set of tokenized samples."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from isthmus.data.prepare import prepare_chat
+from isthmus.data.pydocs import python_documentation, write_chats
+from isthmus.data.store import SampleStore
+from isthmus.hf.tiny import train_tokenizer
+from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
+
+VOCAB_SIZE = 32000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes of the Qwen3 model."""
+
+    hidden_size: int = 512
+    intermediate_size: int = 1536
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 64
+    vocab_size: int = VOCAB_SIZE
+    max_position_embeddings: int = 1024
+    tie_word_embeddings: bool = False
+
+
+TINY = Shape(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What one contestant is asked to do."""
+
+    folder: str
+    """Holds ``model`` (Hugging Face) and ``samples`` (a sample store)."""
+    precision: Literal["fp32", "bf16"]
+    style: str
+    """How it lays out its batches; the names are the contestant's own."""
+    seq_length: int = 512
+    micro_batch_size: int = 4
+    accumulation: int = 4
+    warmup_steps: int = 1
+    timed_tokens: int = 16384
+    """Steps are timed until this many non-padding tokens have run."""
+    timed_steps: int = 2
+    """And at least as many steps as this."""
+    lr: float = 1e-4
+    profile: bool = False
+    """Say where a step's time goes instead of measuring its speed."""
+
+    @property
+    def model(self) -> Path:
+        """The model folder."""
+        return Path(self.folder) / "model"
+
+    def samples(self) -> SampleStore:
+        """The tokenized samples with their masks, in the order in which unpacked batches take them."""
+        return SampleStore.open(Path(self.folder) / "samples")
+
+    def spec(self) -> dict[str, Any]:
+        """As JSON takes it; ``Turn(**spec)`` is the way back."""
+        return asdict(self)
+
+
+def make_workload(
+    folder: Path, *, data: Path | None, tokenizer: Path | None, seq_length: int, shape: Shape
+) -> dict[str, Any]:
+    """Write model and samples into ``folder`` and describe them.
+
+    Without ``data`` the chats are the documentation of the installed Python; without ``tokenizer`` one is trained on
+    it. Samples hold at most ``seq_length`` tokens. They are shuffled once, so that contestants without packing can all
+    take them in the order in which they lie there.
+    """
+    import numpy as np
+
+    entries = python_documentation() if data is None or tokenizer is None else []
+    if data is None:
+        data = folder / "python-documentation.jsonl"
+        write_chats(entries, data)
+    if tokenizer is None:
+        chosen = Tokenizer(train_tokenizer((entry.document for entry in entries), vocab_size=8192))
+    else:
+        chosen = load_tokenizer(tokenizer)
+    store, report = prepare_chat([data], chosen, seq_length=seq_length - 1)
+    if store.max_token_id >= shape.vocab_size:
+        raise SystemExit(f"the tokenizer has more than the model's {shape.vocab_size} tokens. Use another one.")
+    store = store.select(np.random.default_rng(0).permutation(len(store)))
+    store.save(folder / "samples")
+    parameters = _write_model(folder / "model", shape)
+    chosen.save(folder / "model")  # TRL asks for one, although the samples are tokens already
+    return {
+        "model": {"family": "qwen3", "parameters": parameters, **asdict(shape)},
+        "data": {
+            "file": data.name,
+            "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+            "tokenizer": "trained on the data" if tokenizer is None else tokenizer.name,
+            "prepared": report.line(),
+            "mean_sample_tokens": float(store.lengths.mean()),
+            "learned_share": store.num_learned / len(store.tokens),
+            "samples_digest": store.digest(),
+        },
+    }
+
+
+def _write_model(folder: Path, shape: Shape) -> int:
+    """Random weights in float32, drawn by transformers; returns their number."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**asdict(shape), rope_theta=10000.0, bos_token_id=1, eos_token_id=2))
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,202 @@
+"""Supervised fine-tuning on a CPU: Isthmus beside transformers' Trainer, TRL's SFTTrainer and the machine's ceiling.
+
+    python benchmarks/sft_cpu.py --data alpaca.json --tokenizer llama2-tokenizer --record
+
+Every contestant trains the same model from the same weights on the same tokens with the same loss mask, optimizer and
+gradient accumulation, in a process of its own with all cores; they take turns and the medians count. See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from certificate import certificate, cores, result_path, write_result
+from rounds import median, run_turn, spread, take_turns
+from sft.workload import TINY, Shape, Turn, make_workload
+
+ISTHMUS, HUGGINGFACE, CEILING = "sft.isthmus_turn", "sft.huggingface_turn", "sft.ceiling"
+CONTESTANTS = {
+    "isthmus": (ISTHMUS, "alone"),
+    "isthmus-packed": (ISTHMUS, "packed"),
+    "trainer-padded": (HUGGINGFACE, "padded"),
+    "trainer-grouped": (HUGGINGFACE, "grouped"),
+    "trainer-flattened": (HUGGINGFACE, "flattened"),
+    "trl": (HUGGINGFACE, "trl"),
+    "trl-flattened": (HUGGINGFACE, "trl-flattened"),
+    "trl-packed": (HUGGINGFACE, "trl-packed"),
+}
+CEILING_WANTED = {"fp32": 0.85, "bf16": 0.60}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, help="chat records (default: the documentation of this Python)")
+    parser.add_argument("--tokenizer", type=Path, help="folder of one (default: trained on the documentation)")
+    parser.add_argument("--precision", default="fp32,bf16", help="default: %(default)s")
+    parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=16384, help="timed tokens of a turn (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=cores(), help="of each contestant (default: all cores)")
+    parser.add_argument("--no-profile", dest="profile", action="store_false", help="leave the profile out")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and two steps, to see that all of it runs")
+    parser.add_argument("--out", type=Path, help="write the result here")
+    parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
+    chosen = parser.parse_args(arguments)
+    chosen.only, chosen.precision = chosen.only.split(","), chosen.precision.split(",")
+    if unknown := set(chosen.only) - CONTESTANTS.keys() or set(chosen.precision) - CEILING_WANTED.keys():
+        parser.error(f"not known: {', '.join(sorted(unknown))}")
+    if chosen.record and chosen.quick:
+        parser.error("--quick is no measurement and is not recorded")
+    return chosen
+
+
+def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run everything and gather the result, without its certificate."""
+    shape = TINY if chosen.quick else Shape()
+    seq_length = 128 if chosen.quick else 512
+    print("making the model and the samples", flush=True)
+    workload = make_workload(
+        folder, data=chosen.data, tokenizer=chosen.tokenizer, seq_length=seq_length, shape=shape
+    )
+    print(f"  {workload['data']['prepared']}; {workload['model']['parameters'] / 1e6:.1f}M parameters", flush=True)
+    rows: list[dict[str, Any]] = []
+    ceilings: dict[str, Any] = {}
+    profiles: dict[str, Any] = {}
+    turn: dict[str, Any] = {"folder": str(folder), "seq_length": seq_length}
+    turn |= {"timed_tokens": 1, "timed_steps": 1} if chosen.quick else {"timed_tokens": chosen.tokens}
+    for precision in chosen.precision:
+        print(precision, flush=True)
+        asked = {name: CONTESTANTS[name] for name in chosen.only}
+        contestants = {
+            name: (module, Turn(precision=precision, style=style, **turn).spec())
+            for name, (module, style) in asked.items()
+        }
+        ceiling_spec = {
+            "precision": precision,
+            "shape": asdict(shape),
+            "tokens": Turn(precision=precision, style="", **turn).micro_batch_size * seq_length,
+            "learned_share": workload["data"]["learned_share"],
+            "squares": [128] if chosen.quick else [1024, 1536, 2048, 3072, 4096],
+            "budget_s": 0.01 if chosen.quick else 0.3,
+        }
+        results = take_turns(
+            {"ceiling": (CEILING, ceiling_spec), **contestants}, rounds=chosen.rounds, threads=chosen.threads
+        )
+        ceiling = results.pop("ceiling")
+        ceilings[precision] = {
+            "gflops": median(ceiling, "gflops"),
+            "own_shapes_gflops": median(ceiling, "own_shapes_gflops"),
+            "rounds": ceiling,
+        }
+        rows += [_row(name, precision, turns, ceiling) for name, turns in results.items()]
+        if chosen.profile:
+            for name in (name for name in chosen.only if CONTESTANTS[name][0] == ISTHMUS):
+                module, spec = contestants[name]
+                profiled = run_turn(module, spec | {"profile": True}, threads=chosen.threads)
+                profiles[f"{name} {precision}"] = profiled["profile"]
+    return workload | {
+        "settings": turn | {"folder": None, "rounds": chosen.rounds, "threads": chosen.threads},
+        "ceiling": ceilings,
+        "rows": rows,
+        "claims": claims(rows),
+        "profile": profiles,
+    }
+
+
+def _row(
+    name: str, precision: str, turns: list[dict[str, Any]], ceiling: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Medians of one contestant at one precision; shares of the ceiling are taken round by round."""
+    row: dict[str, Any] = {
+        "contestant": name,
+        "precision": precision,
+        "tokens_per_s": median(turns, "tokens_per_s"),
+        "tokens_per_s_rounds": spread(turns, "tokens_per_s"),
+        "peak_rss_gib": median(turns, "peak_rss_gib"),
+        "peak_rss_gib_rounds": spread(turns, "peak_rss_gib"),
+        "rss_before_training_gib": median(turns, "rss_before_training_gib"),
+        "first_loss": turns[0]["first_loss"],
+        "step_times_s_last_round": turns[-1]["step_times_s"],
+        "step_tokens": turns[-1]["step_tokens"],
+    }
+    for rate in ("executed_gflops", "all_logits_gflops"):
+        if rate in turns[0]:
+            row[rate] = median(turns, rate)
+            for against in ("gflops", "own_shapes_gflops"):
+                shares = [one[rate] / top[against] for one, top in zip(turns, ceiling, strict=True)]
+                of = "of_ceiling" if against == "gflops" else "of_own_shapes_ceiling"
+                row[f"{rate.removesuffix('_gflops')}_share_{of}"] = statistics.median(shares)
+    return row
+
+
+def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is promised, what was found; only where both sides have run."""
+    found = {(row["contestant"], row["precision"]): row for row in rows}
+    said: list[dict[str, Any]] = []
+
+    def say(claim: str, wanted: float, got: float, *, at_most: bool = False) -> None:
+        holds = got <= wanted if at_most else got >= wanted
+        said.append({"claim": claim, "wanted": ("<= " if at_most else ">= ") + str(wanted), "got": got, "holds": holds})
+
+    for precision, share in CEILING_WANTED.items():
+        rivals = [row for row in rows if row["precision"] == precision and not row["contestant"].startswith("isthmus")]
+        trainers = [row for row in rivals if row["contestant"].startswith("trainer")]
+        for name in ("isthmus", "isthmus-packed"):
+            ours = found.get((name, precision))
+            if ours is None:
+                continue
+            if trainers:
+                best = max(trainers, key=lambda row: row["tokens_per_s"])
+                text = f"{precision}: tokens/s of {name} / fastest Trainer ({best['contestant']})"
+                say(text, 1.3, ours["tokens_per_s"] / best["tokens_per_s"])
+            if packed := found.get(("trl-packed", precision)):
+                say(f"{precision}: tokens/s of {name} / trl-packed", 1.0, ours["tokens_per_s"] / packed["tokens_per_s"])
+            text = f"{precision}: executed GFLOP/s of {name} / matrix-product ceiling"
+            say(text, share, ours["executed_share_of_ceiling"])
+            if rivals:
+                least = min(rivals, key=lambda row: row["peak_rss_gib"])
+                text = f"{precision}: peak memory of {name} / least of theirs ({least['contestant']})"
+                say(text, 1.0, ours["peak_rss_gib"] / least["peak_rss_gib"], at_most=True)
+    return said
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"\n{'':<26}{'tokens/s':>10}{'peak GiB':>10}{'executed/ceiling':>18}{'first loss':>12}")
+    for row in result["rows"]:
+        share = row.get("executed_share_of_ceiling")
+        print(
+            f"{row['precision']} {row['contestant']:<21}{row['tokens_per_s']:>10.1f}{row['peak_rss_gib']:>10.2f}"
+            f"{'' if share is None else f'{share:.1%}':>18}{row['first_loss']:>12.5f}"
+        )
+    for precision, ceiling in result["ceiling"].items():
+        print(f"{precision} ceiling {ceiling['gflops']:.0f} GFLOP/s, own shapes {ceiling['own_shapes_gflops']:.0f}")
+    for name, profile in result["profile"].items():
+        print(f"{name}: " + ", ".join(f"{kind} {share:.1f}%" for kind, share in profile["percent"].items()))
+    for claim in result["claims"]:
+        print(f"{'holds' if claim['holds'] else 'FAILS'}  {claim['claim']}: {claim['got']:.3f} (wanted {claim['wanted']})")
+
+
+def main(arguments: list[str]) -> None:
+    chosen = parse(arguments)
+    missing = [name for name in ("trl", "accelerate", "datasets") if find_spec(name) is None]
+    if missing and any(CONTESTANTS[name][0] == HUGGINGFACE for name in chosen.only):
+        raise SystemExit(f"the other contestants need {', '.join(missing)}: pip install -e '.[bench]', or use --only")
+    birth = certificate(["benchmarks/sft_cpu.py", *arguments])
+    with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
+        result = {"benchmark": "sft-cpu", "certificate": birth} | measure(chosen, Path(folder))
+    show(result)
+    out = result_path("sft-cpu", birth) if chosen.record else chosen.out
+    if out is not None:
+        write_result(out, result)
+        print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

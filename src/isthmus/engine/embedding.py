@@ -1,0 +1,58 @@
+"""The vocabulary-parallel embedding, with a gradient that touches only the rows that were looked up.
+
+Autograd's own would fill a tensor of the embedding's size with zeros for every micro batch and then add all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, mine: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(rows, mine)
+        found = weight.index_select(0, rows)
+        return found if mine is None else found.mul_(mine[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        rows, mine = ctx.saved_tensors
+        weight = ctx.weight
+        grad = grads[0] if mine is None else grads[0] * mine[:, None]
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is not None:
+            main_grad.index_add_(0, rows, grad.to(main_grad.dtype))
+            weight.grad_added_to_main_grad = True
+            return None, None, None
+        return torch.zeros_like(weight).index_add_(0, rows, grad), None, None
+
+
+def embed(table: VocabParallelEmbedding, input_ids: Tensor, *, sequence_parallel: bool) -> Tensor:
+    """Look tokens up.
+
+    Args:
+        table: Megatron-Core's module, for its parameter and its part of the vocabulary.
+        input_ids: int64 [T].
+        sequence_parallel: whether each tp rank gets only its part of the line.
+
+    Returns:
+        [T, 1, H], or [T / tp, 1, H].
+    """
+    if table.tp_group.size() == 1:
+        return _Lookup.apply(table.weight, input_ids, None)[:, None]
+    local = input_ids - table.vocab_start_index
+    mine = (local >= 0) & (local < table.weight.size(0))
+    partial = _Lookup.apply(table.weight, local.where(mine, 0), mine.to(table.weight.dtype))[:, None]
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(partial)
+    return reduce_from_tensor_model_parallel_region(partial)

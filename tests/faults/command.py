@@ -1,0 +1,122 @@
+"""Runs the command line as its user does and keeps what it left: exit code, streams, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[2] / "src"
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_RANK_REPORTS")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command that has run."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def errors(self) -> list[str]:
+        """What the user is told of an error."""
+        return [line for line in self.stderr.splitlines() if line.startswith("isthmus:")]
+
+    def error(self, code: int) -> str:
+        """The one line of a command that ended with ``code``; nothing else may look like an error."""
+        assert self.returncode == code, self
+        assert len(self.errors) == 1 and not self.stdout, self
+        for word in ("Traceback", "Warning", "elastic", "[rank", "W1", "E1"):
+            assert word not in self.stderr, self
+        return self.errors[0]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What ``--json`` printed."""
+        assert self.returncode == 0, self
+        return dict(json.loads(self.stdout))
+
+
+def environment() -> dict[str, str]:
+    """That of a user's shell, with one thread a rank."""
+    clean = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+    return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    """A real process, running."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "isthmus", *words],
+        cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> Ended:
+    """Wait for it."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"still running after {timeout_s} s: {process.communicate()}") from None
+    return Ended(process.returncode, out, err)
+
+
+class Stem:
+    """Commands in one process each, forked where all imports are done; see :mod:`faults.stem`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs = 0
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("stem.py"))],
+            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
+        )  # fmt: skip
+
+    def __call__(self, *words: str | Path, cwd: Path | None = None, largest_file_bytes: int | None = None) -> Ended:
+        """Run ``isthmus <words>`` to its end.
+
+        Args:
+            words: of the command line.
+            cwd: where.
+            largest_file_bytes: the system refuses to let a file grow beyond it.
+        """
+        self._runs += 1
+        out, err = self._folder / f"{self._runs}.out", self._folder / f"{self._runs}.err"
+        request = {
+            "argv": [str(word) for word in words],
+            "cwd": str(cwd or self._folder),
+            "stdout": str(out),
+            "stderr": str(err),
+            "largest_file_bytes": largest_file_bytes,
+        }
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        assert "pid" in json.loads(self._process.stdout.readline())
+        code = json.loads(self._process.stdout.readline())["returncode"]
+        return Ended(code, out.read_text(), err.read_text())
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file and folder below ``folder`` with its size and time of change in ns."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        stat = path.lstat()
+        found[str(path.relative_to(folder))] = (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def rows(run_folder: Path) -> list[dict[str, Any]]:
+    """The objects of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]

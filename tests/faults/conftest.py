@@ -1,0 +1,51 @@
+"""A tiny model and chats, made once, and a quick way to run commands on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.command import Stem
+
+CHATS = [
+    {"instruction": f"Say the number {number}.", "input": "", "output": f"The number is {number}."}
+    for number in range(64)
+]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 model of two layers and two query groups, some hundred kilobytes."""
+    from isthmus.hf.tiny import build_tiny_qwen3
+
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return build_tiny_qwen3(
+        folder,
+        (chat["instruction"] + chat["output"] for chat in CHATS),
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chats") / "chats.json"
+    path.write_text(json.dumps(CHATS))
+    return path
+
+
+@pytest.fixture(scope="session")
+def isthmus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stem]:
+    stem = Stem(tmp_path_factory.mktemp("stem"))
+    yield stem
+    stem.close()
+
+
+@pytest.fixture
+def small(model: Path, chats: Path, tmp_path: Path) -> list[str]:
+    """The words of a fine-tuning run of a second, into ``tmp_path / "out"``."""
+    words = ["sft", "--model", str(model), "--data", str(chats), "--out", str(tmp_path / "out"), "--json"]
+    return [*words, "data.seq_length=64", "train.global_batch_size=4", "train.steps=4", "optim.lr=1e-3"]

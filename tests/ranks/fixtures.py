@@ -1,0 +1,56 @@
+"""The worlds, and the tiny models and samples they train on; made once for all tests of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ranks.tiny import build_model_folder, build_samples
+from ranks.world import World
+
+
+def _world(size: int, factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(size, factory.mktemp(f"world-of-{size}"))
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A single rank in a process of its own, so that the CPU adapter stays out of the other tests."""
+    yield from _world(1, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from _world(2, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from _world(4, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def worlds(one: World, two: World, four: World) -> dict[int, World]:
+    """Worlds by their size."""
+    return {1: one, 2: two, 4: four}
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved SampleStore; see :func:`ranks.tiny.build_samples`."""
+    return build_samples(tmp_path_factory.mktemp("samples") / "store")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders whose parts between them are all that a dense decoder has."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3-tied": build_model_folder(root / "qwen3-tied", "qwen3", tie_word_embeddings=True),
+        "qwen2-untied": build_model_folder(root / "qwen2-untied", "qwen2", tie_word_embeddings=False),
+        "llama-tied": build_model_folder(root / "llama-tied", "llama", tie_word_embeddings=True),
+    }

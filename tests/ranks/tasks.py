@@ -1,0 +1,236 @@
+"""What a world of ranks can be asked to do; each rank runs it, and what rank 0 returns is the answer.
+
+A task opens the layout it names and leaves its groups to :mod:`ranks.member` to close.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from isthmus.config.schema import RunConfig
+from isthmus.convert.online import export_plan, export_weights
+from isthmus.data.batches import Batches
+from isthmus.data.store import SampleStore
+from isthmus.engine import checkpoint
+from isthmus.engine.model import live_tensors
+from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule, distributed_optimizer
+from isthmus.engine.step import Stepper
+from isthmus.errors import IsthmusError
+from isthmus.platforms.detect import detect
+from isthmus.recipes.session import Session, blueprint, load_model, model_logits, open_session
+from ranks.tiny import SEQ_LENGTH
+
+TOTAL_STEPS = 20
+CLIP_GRAD = 1.5
+"""Between the smallest and the largest gradient norm of these runs, so that both sides of it are met."""
+
+
+@dataclass
+class Training:
+    """A rank's live parts."""
+
+    session: Session
+    stepper: Stepper
+    batches: Batches
+    held_out: Batches
+
+
+def start(
+    *,
+    model: str,
+    samples: str,
+    tp: int = 1,
+    pp: int = 1,
+    sp: bool | None = None,
+    precision: str = "fp32",
+    recompute: str = "none",
+    micro_batch_size: int = 1,
+    packing: bool = True,
+    optim: dict[str, Any] | None = None,
+) -> Training:
+    """Open a session the way a recipe does, with this store for data."""
+    config = RunConfig.model_validate(
+        {
+            "recipe": "pretrain",
+            "out": "unused",
+            "model": {"path": model},
+            "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
+            "parallel": {"tp": tp, "pp": pp, "sp": sp},
+            "train": {"steps": TOTAL_STEPS, "recompute": recompute},
+        }
+    )
+    session = open_session(config, blueprint(config), detect("cpu"), precision)
+    settings: dict[str, Any] = {
+        "lr": 3e-3,
+        "min_lr": 3e-4,
+        "schedule": "cosine",
+        "warmup_steps": 2,
+        "decay_steps": None,
+        "weight_decay": 0.1,
+        "clip_grad": CLIP_GRAD,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+    } | (optim or {})
+    chosen = OptimizerSettings(total_steps=TOTAL_STEPS, **settings)
+    optimizer = build_optimizer(session.model, chosen)
+    lines: dict[str, Any] = {
+        "seq_length": SEQ_LENGTH,
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": 8,
+        "packing": packing,
+        "dp_rank": session.position.dp_rank,
+        "dp_size": session.blueprint.sizes.dp,
+        "pad_to_multiple_of": tp,
+    }
+    store = SampleStore.open(samples)
+    return Training(
+        session,
+        Stepper(session.model, optimizer, build_schedule(optimizer, chosen)),
+        Batches(store, **lines),
+        Batches(store, shuffle=False, **lines),
+    )
+
+
+def train(
+    *,
+    steps: int = TOTAL_STEPS,
+    save_at: list[int] | None = None,
+    root: str | None = None,
+    keep: int = 2,
+    resume: str | None = None,
+    evaluate: bool = False,
+    **layout: Any,
+) -> dict[str, Any]:
+    """Train up to step ``steps``; losses, gradient norms and learning rates by step, and a digest of the end state."""
+    training = start(**layout)
+    stepper, sizes = training.stepper, training.session.blueprint.sizes
+    first = 0
+    if resume is not None:
+        first = checkpoint.load(Path(resume), stepper, sizes).step
+    result: dict[str, Any] = {"first": first, "loss": [], "grad_norm": [], "lr": [], "learned": []}
+    if evaluate:
+        result["valid_before"] = stepper.evaluate(training.held_out.eval_batches())
+    for step in range(first, steps):
+        done = stepper.train_step(training.batches.step(step))
+        result["loss"].append(done.loss)
+        result["grad_norm"].append(done.grad_norm)
+        result["lr"].append(done.lr)
+        result["learned"].append(done.learned_tokens)
+        if step + 1 in (save_at or ()):
+            progress = checkpoint.Progress(step=step + 1, data="these samples")
+            checkpoint.save(Path(root or ""), stepper, progress, sizes, keep=keep)
+    if evaluate:
+        result["valid_after"] = stepper.evaluate(training.held_out.eval_batches())
+    return result | {"digest": _digest(training)}
+
+
+def _digest(training: Training) -> list[str]:
+    """Of each rank: weights, main weights, moments and step counts, to the last bit."""
+    hasher = hashlib.blake2b(digest_size=16)
+
+    def add(tensor: torch.Tensor) -> None:
+        hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+
+    for _, tensor in sorted(live_tensors(training.session.model).items()):
+        add(tensor)
+    adam = distributed_optimizer(training.stepper.optimizer).optimizer
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            for tensor in (parameter, *(value for _, value in sorted(adam.state[parameter].items()))):
+                add(tensor)
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hasher.hexdigest())
+    return digests
+
+
+def refusal(*, task: str, **settings: Any) -> dict[str, Any]:
+    """The error that every rank meets in ``task``: its kind, exit code and text. All ranks must meet the same."""
+    try:
+        result = globals()[task](**settings)
+    except IsthmusError as error:
+        mine = {"kind": type(error).__name__, "code": error.exit_code, "text": str(error)}
+    else:
+        raise AssertionError(f"{task} was not refused: {result}")
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    assert all(other == every[0] for other in every), every
+    return mine
+
+
+def export(
+    *, model: str, destination: str, tp: int = 1, pp: int = 1, precision: str = "fp32", dtype: str | None = None
+) -> None:
+    """Load a model folder and export it unchanged, through the session as a run does."""
+    config = _plain_config(model, tp, pp)
+    session = open_session(config, blueprint(config), detect("cpu"), precision)
+    tokenizer: Any = SimpleNamespace(differs_from_files=False)
+    chosen = None if dtype is None else getattr(torch, dtype)
+    session.export(Path(destination), tokenizer, dtype=chosen, replace=False)
+
+
+def export_in_files(*, model: str, destination: str, max_shard_bytes: float, tp: int = 1, pp: int = 1) -> None:
+    """Like :func:`export`, cut into files of at most ``max_shard_bytes``."""
+    config = _plain_config(model, tp, pp)
+    plans = blueprint(config)
+    session = open_session(config, plans, detect("cpu"), "fp32", training=False)
+    kept = {name: info.dtype for name, info in plans.source.tensors.items()}
+    plan = export_plan(plans.family, plans.architecture, kept, max_shard_bytes=max_shard_bytes)
+    folder = Path(destination)
+    if session.position.rank == 0:
+        folder.mkdir()
+        plan.create(folder)
+    dist.barrier()
+    live = live_tensors(session.model)
+    export_weights(live, plans.family, plans.architecture, plan, folder, **session.slicing)
+    dist.barrier()
+
+
+def _plain_config(model: str, tp: int, pp: int) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "recipe": "pretrain",
+            "out": "unused",
+            "model": {"path": model},
+            "data": {"files": ["unused"]},
+            "parallel": {"tp": tp, "pp": pp},
+        }
+    )
+
+
+def logits_of(*, model: str, tokens: list[int], tp: int) -> list[list[float]]:
+    """Logits of one sequence from a model spread over ``tp`` ranks."""
+    return model_logits(load_model(model, {"tp": tp}), torch.tensor(tokens)).tolist()
+
+
+def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str, Any]:
+    """Draw from each stream, save, draw on; then load and draw again what was drawn after saving."""
+    layout: dict[str, Any] = {"model": model, "samples": samples, "tp": tp}
+    training = start(**layout)
+    _draw()
+    sizes = training.session.blueprint.sizes
+    checkpoint.save(Path(root), training.stepper, checkpoint.Progress(step=1, data=""), sizes, keep=1)
+    wanted = _draw()
+    parallel_state.destroy_model_parallel()
+    training = start(**layout)
+    fresh = _draw()
+    checkpoint.load(Path(root) / "iter_0000001", training.stepper, sizes)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {"wanted": wanted, "fresh": fresh, "loaded": _draw()})
+    return {name: [rank[name] for rank in every] for name in ("wanted", "fresh", "loaded")}
+
+
+def _draw() -> list[float]:
+    """From the stream that tp ranks share, and from the one that each has of its own."""
+    shared = torch.rand(1).item()
+    with get_cuda_rng_tracker().fork():
+        return [shared, torch.rand(1).item()]

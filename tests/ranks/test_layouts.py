@@ -1,0 +1,149 @@
+"""Every layout trains as one process does: the same losses and gradient norms, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.tasks import CLIP_GRAD, TOTAL_STEPS
+from ranks.world import World
+
+TOLERANCE = 1e-5
+"""Relative; float32 in another order of summation gives about 1e-7."""
+CURVES = ("loss", "grad_norm")
+
+
+def furthest(got: list[float], wanted: list[float]) -> float:
+    """The largest relative difference of two curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.fixture(scope="session")
+def alone(one: World, models: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
+    """What one process does with each model: the truth for all layouts."""
+    return {
+        name: one.run("ranks.tasks.train", model=folder, samples=samples, micro_batch_size=2, evaluate=True)
+        for name, folder in models.items()
+    }
+
+
+def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
+    steps = len(run["loss"])
+    assert run["learned"] == truth["learned"][:steps]
+    assert run["lr"] == truth["lr"][:steps]
+    differences = {curve: furthest(run[curve], truth[curve][:steps]) for curve in CURVES}
+    print(differences)
+    assert max(differences.values()) < TOLERANCE
+    for held_out in ("valid_before", "valid_after")[: 1 if steps < TOTAL_STEPS else 2]:
+        assert run[held_out] == pytest.approx(truth[held_out], rel=TOLERANCE)
+
+
+def test_the_truth_learns_and_clips_now_and_then(alone: dict[str, dict[str, Any]]) -> None:
+    for run in alone.values():
+        assert len(run["loss"]) == TOTAL_STEPS
+        assert run["loss"][-1] < run["loss"][0] - 0.5
+        assert run["valid_after"] < run["valid_before"] - 0.5
+        assert min(run["grad_norm"]) < CLIP_GRAD < max(run["grad_norm"])
+        assert len(set(run["learned"])) > 5
+
+
+SPREAD = [
+    pytest.param(2, {"tp": 2, "sp": False}, id="tp2"),
+    pytest.param(2, {"tp": 2, "sp": True}, id="tp2-sp"),
+    pytest.param(2, {"pp": 2}, id="pp2"),
+    pytest.param(2, {}, id="dp2"),
+    pytest.param(4, {"tp": 2, "pp": 2}, id="tp2-pp2"),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
+@pytest.mark.parametrize(("ranks", "layout"), SPREAD)
+def test_a_layout_trains_as_one_process(
+    name: str,
+    ranks: int,
+    layout: dict[str, Any],
+    worlds: dict[int, World],
+    models: dict[str, Path],
+    samples: Path,
+    alone: dict[str, dict[str, Any]],
+) -> None:
+    run = worlds[ranks].run(
+        "ranks.tasks.train", model=models[name], samples=samples, micro_batch_size=2, evaluate=True, **layout
+    )
+    assert_same(run, alone[name])
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # Two query groups over four ranks: each rank holds half a group.
+        pytest.param({"tp": 4}, id="tp4-of-two-groups"),
+        pytest.param({"tp": 2}, id="tp2-dp2"),
+        pytest.param({"pp": 2}, id="pp2-dp2"),
+    ],
+)
+def test_the_first_steps_on_four_ranks(
+    name: str,
+    layout: dict[str, Any],
+    four: World,
+    models: dict[str, Path],
+    samples: Path,
+    alone: dict[str, dict[str, Any]],
+) -> None:
+    run = four.run(
+        "ranks.tasks.train", model=models[name], samples=samples, micro_batch_size=2, steps=5, evaluate=True, **layout
+    )
+    del run["valid_after"]
+    assert_same(run, alone[name])
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_micro_batch_does_not_matter(
+    size: int, one: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+) -> None:
+    run = one.run(
+        "ranks.tasks.train", model=models["llama-tied"], samples=samples, micro_batch_size=size, evaluate=True
+    )
+    assert_same(run, alone["llama-tied"])
+
+
+def test_packing_off_pads_nothing_and_repeats_nothing(one: World, two: World, models: dict[str, Path], samples: Path) -> None:
+    layout = {"model": models["qwen3-tied"], "samples": samples, "packing": False, "evaluate": True}
+    truth = one.run("ranks.tasks.train", **layout)
+    assert_same(two.run("ranks.tasks.train", tp=2, micro_batch_size=4, **layout), truth)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
+def test_recomputed_activations_are_the_same(
+    name: str, recompute: str, one: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+) -> None:
+    run = one.run(
+        "ranks.tasks.train",
+        model=models[name],
+        samples=samples,
+        micro_batch_size=2,
+        recompute=recompute,
+        evaluate=True,
+    )
+    assert run == alone[name]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
+def test_full_recomputation_over_ranks(
+    layout: dict[str, int], two: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+) -> None:
+    run = two.run(
+        "ranks.tasks.train",
+        model=models["qwen3-tied"],
+        samples=samples,
+        micro_batch_size=2,
+        steps=5,
+        recompute="full",
+        evaluate=True,
+        **layout,
+    )
+    assert_same(run, alone["qwen3-tied"])
