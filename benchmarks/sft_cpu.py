@@ -119,6 +119,7 @@ def _row(
         "precision": precision,
         "tokens_per_s": median(turns, "tokens_per_s"),
         "tokens_per_s_rounds": spread(turns, "tokens_per_s"),
+        "cpu_use_rounds": spread(turns, "cpu_use"),
         "peak_rss_gib": median(turns, "peak_rss_gib"),
         "peak_rss_gib_rounds": spread(turns, "peak_rss_gib"),
         "rss_before_training_gib": median(turns, "rss_before_training_gib"),

@@ -126,7 +126,10 @@ def make_trainer(turn: Turn, model: Any) -> Trainer:
         if packed:  # its bins are sorted by length; random order, like ours
             arguments["train_sampling_strategy"] = "random"
         config = SFTConfig(
-            **arguments, max_length=turn.seq_length, packing=packed, padding_free=turn.style != "trl"
+            **arguments,
+            max_length=turn.seq_length if packed else None,  # no sample is longer
+            packing=packed,
+            padding_free=turn.style != "trl",
         )
         return counting(SFTTrainer)(
             model=model,
@@ -152,6 +155,8 @@ def run(turn: Turn) -> dict[str, Any]:
     trainer.tell = tell
     trainer.add_callback(tell)
     trainer.train()
+    if model.is_gradient_checkpointing or next(model.parameters()).dtype != torch.float32:
+        raise RuntimeError("the contestant did not train with the settings it was given")
     return tell.clock.result()
 
 

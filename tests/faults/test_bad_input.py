@@ -133,8 +133,8 @@ def test_skipping_bad_records_is_no_error_but_none_left_is(refused: Run, tmp_pat
 
 
 def test_layouts_that_do_not_fit(refused: Run) -> None:
-    line = refused("parallel.tp=4", "--nproc", "1", code=2)
-    assert "tp=4" in line and "num_query_groups=2" in line and "1 or 2" in line
+    line = refused("parallel.tp=3", code=2)
+    assert "tp=3" in line and "num_attention_heads=4" in line and "1, 2 or 4" in line
     line = refused("parallel.pp=4", code=2)
     assert "pp=4" in line and "2 layers" in line and "1 or 2" in line
     assert "--nproc 2" in refused("parallel.pp=2", code=2)

@@ -34,7 +34,7 @@ class World:
         self._starts = 0
         self._ranks: list[subprocess.Popen[bytes]] = []
 
-    def run(self, task: str, *, timeout_s: float = 180.0, **settings: Any) -> Any:
+    def run(self, task: str, /, *, timeout_s: float = 180.0, **settings: Any) -> Any:
         """Run ``<task>(**settings)`` on every rank and return what rank 0 returned.
 
         Args:

@@ -36,7 +36,7 @@ def ending_of(run: Callable[[], int | None]) -> Ending:
         # Whoever read our output has gone; there is nobody to tell, and the interpreter must not try either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return Ending(IOFailure.exit_code)
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:  # torch has errors that are no Exception
         code, message = explain(error)
         return Ending(code, message, traceback.format_exc())
 

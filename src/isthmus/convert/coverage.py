@@ -27,7 +27,10 @@ def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> 
     """
     present, expected = source.tensors, family.hf_shapes(arch)
     if not present:
-        raise MissingInput(f"{source} holds no safetensors weights. Give a folder with weights or ask for random ones (model.init=random).")
+        raise MissingInput(
+            f"{source} holds no safetensors weights. "
+            "Give a folder with weights or ask for random ones (model.init=random)."
+        )
     unread = {name for name in present if name.endswith(family.ignorable)} | _given_up_when_tied(family, arch)
     missing = [name for name in expected if name not in present]
     unexpected = [name for name in present if name not in expected and name not in unread]

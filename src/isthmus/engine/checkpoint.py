@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
 from isthmus.engine import compat
 from isthmus.engine.groups import ParallelSizes, agree
@@ -32,6 +35,8 @@ from isthmus.engine.optimizer import distributed_optimizer
 from isthmus.engine.step import Stepper
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace
 
+# The last is how torch's zip writer puts it: it asks where in the file it is, and finds less written than it wrote.
+_SIGNS_OF_NO_SPACE = ("No space left", "Disk quota", "File too large", "ENOSPC", "unexpected pos")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -109,6 +114,9 @@ def _random_state() -> ShardedObject:
 
 
 def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
+    adam = distributed_optimizer(stepper.optimizer)
+    compat.fill_adam_state(adam.optimizer)
+    compat.keep_bucket_padding(adam)
     model = stepper.model.module.sharded_state_dict(metadata=_metadata())
     optimizer = stepper.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
     return {"model": model, "optimizer": optimizer}
@@ -146,7 +154,7 @@ def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes,
             dist_checkpointing.save(state, str(stage), _SynchronousSave(), content_metadata=content)
             if dist.get_rank() == 0:
                 check_files(stage)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise _for_user(error, stage) from error
 
     try:
@@ -159,20 +167,20 @@ def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes,
         shutil.rmtree(final, ignore_errors=True)
         stage.rename(final)
         _write_tracker(root, progress.step)
-        _remove_old(root, keep)
+        _remove_old(root, keep, final)
     dist.barrier()
     return final
 
 
-def _for_user(error: Exception, stage: Path) -> IsthmusError:
+def _for_user(error: BaseException, stage: Path) -> IsthmusError:
     text = str(error)
-    if "No space left" in text or "Disk quota" in text or "File too large" in text or "ENOSPC" in text:
+    if any(sign in text for sign in _SIGNS_OF_NO_SPACE):
         free = shutil.disk_usage(stage.parent).free / 2**30
         return NoSpace(
             f"no room for the checkpoint in {stage.parent} ({free:.2f} GiB free). Free some, lower checkpoint.keep, or "
             "choose another --out; the checkpoint before it is intact."
         )
-    if isinstance(error, OSError) or "CheckpointException" in type(error).__name__:
+    if isinstance(error, OSError | CheckpointException):
         return IOFailure(f"the checkpoint could not be written to {stage.parent}: {text.splitlines()[-1]}")
     return IsthmusError(f"saving to {stage.parent} failed: {type(error).__name__}: {text}")
 
@@ -187,6 +195,8 @@ def check_files(folder: Path) -> None:
     index = folder / ".metadata"
     if not index.is_file():
         raise MissingInput(f"{folder} holds no torch_dist checkpoint: .metadata is missing. Choose a folder that does.")
+    if not (folder / "common.pt").is_file():
+        raise DataError(f"{folder / 'common.pt'} is missing. Resume from another checkpoint.")
     try:
         storage = dcp.FileSystemReader(folder).read_metadata().storage_data
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
@@ -210,8 +220,10 @@ def _write_tracker(root: Path, step: int) -> None:
     temporary.replace(root / TRACKER)
 
 
-def _remove_old(root: Path, keep: int) -> None:
-    for old in sorted(root.glob("iter_*"))[:-keep]:
+def _remove_old(root: Path, keep: int, newest: Path) -> None:
+    # A run that went back to an earlier step leaves folders with higher numbers; they must not push out its own.
+    others = sorted(path for path in root.glob("iter_*") if path != newest)
+    for old in others[: max(0, len(others) + 1 - keep)]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -225,22 +237,40 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
         MissingInput, DataError: the checkpoint is absent, cut short or not one of this model.
     """
     check_files(folder)
-    common = dist_checkpointing.load_common_state_dict(str(folder))
+    with _read_errors(folder):
+        common = dist_checkpointing.load_common_state_dict(str(folder))
     if "isthmus" not in common:
         raise DataError(f"{folder} was not written by an Isthmus run, so its data position is unknown.")
-    compat.fill_adam_state(distributed_optimizer(stepper.optimizer).optimizer)
     state = _state(stepper, is_loading=True)
     same_layout = common["isthmus"]["layout"] == asdict(sizes)
     if same_layout:
         state["rng_state"] = _random_state()
-    loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    stepper.model.module.load_state_dict(loaded["model"])
+    with _read_errors(folder):
+        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+        stepper.model.module.load_state_dict(loaded["model"])
     compat.load_adam(distributed_optimizer(stepper.optimizer), loaded["optimizer"])
     progress = Progress(**common["isthmus"]["progress"])
     stepper.schedule.step(increment=progress.step)
     if same_layout:
         _restore_random_state(loaded["rng_state"][0])
     return progress
+
+
+@contextmanager
+def _read_errors(folder: Path) -> Iterator[None]:
+    """Whatever fails in reading a checkpoint whose files are long enough: it is damaged, or of another model."""
+    try:
+        yield
+    except OSError as error:
+        raise IOFailure(f"{folder} cannot be read: {error.strerror or error}.") from error
+    except (Exception, CheckpointException) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        told = lines[-1] if isinstance(error, CheckpointException) else lines[0]
+        told = told if len(told) <= 200 else f"{told[:200]}..."
+        raise DataError(
+            f"{folder} cannot be taken up: it is damaged, or of another model ({told}). "
+            "Resume from another checkpoint, or start a new run with --out."
+        ) from error
 
 
 def _restore_random_state(state: dict[str, Any]) -> None:

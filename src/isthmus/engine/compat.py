@@ -50,19 +50,47 @@ def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
                 }
 
 
+def keep_bucket_padding(optimizer: Any) -> None:
+    """megatron-core 0.16: DistributedOptimizer saves wrong state behind a padded bucket.
+
+    It gathers the buckets without the padding between them and then cuts the parameters out at places that count
+    it. A tied embedding has a bucket of its own, so with pp > 1 all that follows it on the last stage is shifted
+    unless its size happens to be a multiple of 128 (and of dp). Here the padding is put back before the cutting.
+    (Upstream's own comment: "This is a bug in the param ranges logic", its issue 504.)
+
+    Args:
+        optimizer: a ``DistributedOptimizer``; a second call changes nothing.
+    """
+    gather = type(optimizer).get_parameter_state_dp_zero
+
+    def gather_padded(**how: Any) -> Any:
+        state = gather(optimizer, **how)
+        for number, buffer in enumerate(optimizer.buffers if state is not None else ()):
+            for tensors in state[number].values():
+                for name in [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]:
+                    padded = torch.zeros(buffer.numel, dtype=torch.float32)
+                    parts = tensors[name].split([bucket.numel_unpadded for bucket in buffer.buckets])
+                    for bucket, part in zip(buffer.buckets, parts, strict=True):
+                        padded[bucket.offset : bucket.offset + part.numel()] = part
+                    tensors[name] = padded
+        return state
+
+    optimizer.get_parameter_state_dp_zero = gather_padded
+
+
 def load_adam(optimizer: Any, loaded: dict[str, Any]) -> None:
     """megatron-core 0.16: DistributedOptimizer cannot load what it saved of torch's AdamW.
 
     It looks for ``step`` among the sharded tensors, where it never is, and it gives all parameters one shared
     ``step`` tensor, to which AdamW would then add one per parameter. Here the count is set aside while the tensors
-    are loaded, and each parameter gets its own. ``betas`` and ``eps`` stay as configured now.
+    are loaded, and each parameter gets its own. Learning rates, decay, ``betas`` and ``eps`` stay as configured now.
 
     Args:
         optimizer: a ``DistributedOptimizer`` around torch's AdamW.
         loaded: its state as ``dist_checkpointing.load`` returns it.
     """
     adam = optimizer.optimizer
-    configured = [(group["betas"], group["eps"]) for group in adam.param_groups]
+    configured = [{name: value for name, value in group.items() if name != "params"} for group in adam.param_groups]
     tensors = loaded.pop("param_state")
     loaded.pop("param_state_sharding_type")
     optimizer.load_state_dict(loaded)
@@ -70,5 +98,5 @@ def load_adam(optimizer: Any, loaded: dict[str, Any]) -> None:
     optimizer.load_parameter_state_from_fully_reshardable(tensors)
     for parameter, step in steps.items():
         adam.state[parameter]["step"] = step.clone()
-    for group, (betas, eps) in zip(adam.param_groups, configured, strict=True):
-        group["betas"], group["eps"] = betas, eps
+    for group, settings in zip(adam.param_groups, configured, strict=True):
+        group.update(settings)

@@ -162,9 +162,9 @@ def once(stage: Callable[[], None], name: str, *, patience_s: float = 86400.0) -
     else:
         store.wait([key], timedelta(seconds=patience_s))
         if failure := json.loads(store.get(key)):
-            error = IsthmusError(failure[1])
-            error.exit_code = failure[0]
-            raise error
+            heard = IsthmusError(failure[1])
+            heard.exit_code = failure[0]
+            raise heard
     dist.barrier()
 
 

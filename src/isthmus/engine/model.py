@@ -98,8 +98,8 @@ class Decoder(GPTModel):
         )
         self.architecture = architecture
         self.frequencies: Tensor
-        device = torch.cuda.current_device()
-        self.register_buffer("frequencies", inverse_frequencies(architecture).to(device), persistent=False)
+        self.register_buffer("frequencies", inverse_frequencies(architecture), persistent=False)
+        self.to(torch.cuda.current_device())
         self._mark_sharded_parameters()
 
     def _mark_sharded_parameters(self) -> None:

@@ -22,29 +22,37 @@ class TorchProvider(BackendSpecProvider):
     """Layers in plain PyTorch: no TransformerEngine, no Apex, alike on ROCm, CUDA and CPU."""
 
     def column_parallel_linear(self) -> type:
+        """Split by output rows."""
         return ColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
+        """Split by input columns."""
         return RowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
+        """Norms are modules of their own."""
         return False
 
     def column_parallel_layer_norm_linear(self) -> type | None:
+        """None: norms are modules of their own."""
         return None
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """The norm over hidden or head channels."""
         return RMSNorm if rms_norm else LayerNorm
 
     def core_attention(self) -> type:
+        """Scores, softmax and values of packed samples."""
         return VarlenAttention
 
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules | None]:
+        """Experts; refused, this version builds dense layers."""
         raise ValueError("mixture-of-experts layers are not built by this version of Isthmus")
 
     def activation_func(self) -> type:
+        """The gated activation between the two projections."""
         return SwiGLU
 
 

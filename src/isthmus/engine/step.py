@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, A
     line = next(iterator)
     device = next(model.parameters()).device
     boundaries = line.cu_seqlens.tolist()
-    lengths = tuple(end - start for start, end in zip(boundaries, boundaries[1:], strict=False))
+    lengths = tuple(end - start for start, end in itertools.pairwise(boundaries))
     learned = line.loss_mask.nonzero()[:, 0]
     output = model(
         line.input_ids.to(device, non_blocking=True),

@@ -6,6 +6,7 @@ tokenizes as sentencepiece itself does; transformers 5.23 leaves out the word ma
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from isthmus.data.templates import default_template
-from isthmus.errors import DataError, IOFailure, MissingInput, UnsafeInput, UsageError
+from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
 from isthmus.hf.sentencepiece import read_sentencepiece
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
@@ -207,6 +208,7 @@ def save_tokenizer(inner: PreTrainedTokenizerBase, folder: Path | str) -> list[s
     """Write a tokenizer in a form that transformers 4 and 5 both read; returns the names of the files.
 
     Raises:
+        NoSpace: the disk is full.
         IOFailure: writing failed.
     """
     config = Path(folder) / "tokenizer_config.json"
@@ -220,5 +222,12 @@ def save_tokenizer(inner: PreTrainedTokenizerBase, folder: Path | str) -> list[s
             values["additional_special_tokens"] = extra
         config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return sorted(name for name in written if (Path(folder) / name).is_file())
-    except OSError as error:
-        raise IOFailure(f"{folder}: the tokenizer cannot be written: {error.strerror or error}.") from error
+    except Exception as error:
+        # The tokenizers library raises bare exceptions that only quote the system's error.
+        quoted = re.search(r"\(os error (\d+)\)", str(error))
+        if not quoted and not isinstance(error, OSError):
+            raise
+        number = int(quoted[1]) if quoted else getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(f"{folder}: no space left to write the tokenizer. Make room.") from error
+        raise IOFailure(f"{folder}: the tokenizer cannot be written: {error}.") from error

@@ -46,7 +46,7 @@ class DemoResult:
 
 
 def run(
-    out: Path, *, nproc: int = 2, pretrain_steps: int = 60, sft_steps: int = 80, say: Callable[[str], None] = print
+    out: Path, *, nproc: int = 2, pretrain_steps: int = 120, sft_steps: int = 100, say: Callable[[str], None] = print
 ) -> DemoResult:
     """Build, pretrain, fine-tune with one stop on the way, export, compare, generate.
 
@@ -68,20 +68,18 @@ def run(
         raise NoSpace(f"{out} exists already. Remove it or choose another folder with --out.")
     out.mkdir(parents=True)
     model, documents, chats = _make_input(out, say)
-    common = ["--nproc", str(nproc), f"parallel.tp={nproc}", "train.global_batch_size=16", "train.micro_batch_size=8"]
-    common += ["data.seq_length=256", "optim.warmup_steps=5", "logging.every=10", "train.precision=fp32"]
+    common = ["--nproc", str(nproc), f"parallel.tp={nproc}", "train.global_batch_size=8", "train.micro_batch_size=8"]
+    common += ["data.seq_length=256", "optim.warmup_steps=10", "logging.every=20", "train.precision=fp32"]
 
     say(f"\n1. Pretraining on {documents.name}: {nproc} ranks, tensor parallel, on Megatron-Core")
     pretrained = out / "pretrain"
-    _command(
-        ["pretrain", "--model", str(model), "--data", str(documents), "--out", str(pretrained), *common]
-        + [f"train.steps={pretrain_steps}", "optim.lr=2e-3", "checkpoint.save_final=false"]
-    )
+    arguments = ["pretrain", "--model", str(model), "--data", str(documents), "--out", str(pretrained), *common]
+    _command([*arguments, f"train.steps={pretrain_steps}", "optim.lr=4e-3", "checkpoint.save_final=false"])
     before_text, after_text = _valid_losses(pretrained)
 
     tuned = out / "sft"
     arguments = ["sft", "--model", str(pretrained / "hf"), "--data", str(chats), "--out", str(tuned), *common]
-    arguments += [f"train.steps={sft_steps}", "optim.lr=1e-3"]
+    arguments += [f"train.steps={sft_steps}", "optim.lr=2e-3"]
     half = sft_steps // 2
     say(f"\n2. Fine-tuning on {chats.name}; after step {half} it is told to stop, as a cluster would")
     _command(arguments, stop_after=(tuned / "metrics.jsonl", half))

@@ -101,7 +101,8 @@ class RunFolder:
             yield
         except BaseException:
             shutil.rmtree(self.data, ignore_errors=True)
-            self.config.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.config.unlink()
             for path in made:
                 with suppress(OSError):  # absent, or by now in use by somebody else
                     path.rmdir()

@@ -213,6 +213,7 @@ def model_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Logits [S, V] in float32 of one sequence, int64 [S], of a model that has all its stages on this rank's line."""
     from isthmus.engine.attention import Segments
 
+    input_ids = input_ids.to(next(model.parameters()).device)
     length = input_ids.numel()
-    logits: torch.Tensor = model(input_ids, torch.arange(length), Segments((length,)))
-    return logits.float()
+    logits: torch.Tensor = model(input_ids, torch.arange(length, device=input_ids.device), Segments((length,)))
+    return logits.float().cpu()

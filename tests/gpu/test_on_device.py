@@ -1,0 +1,58 @@
+"""The same commands and the same numbers on a GPU; run with ``make test`` on a machine that has one (CUDA or ROCm)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+TEXTS = ["one two three four five", "six seven eight nine ten", "how are you today", "all is well, thank you"] * 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from isthmus.hf.tiny import build_tiny_qwen3
+
+    folder = tmp_path_factory.mktemp("gpu") / "model"
+    return build_tiny_qwen3(folder, TEXTS, vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 1e-1)])
+def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: float) -> None:
+    """TF32 is off by default in torch, so fp32 is held to about its own rounding; bf16 to eight bits."""
+    from isthmus.engine.groups import close_groups
+    from isthmus.hf.tiny import logits
+    from isthmus.recipes.session import load_model, model_logits
+
+    ids = torch.arange(40) % 300
+    try:
+        ours = model_logits(load_model(model, precision=precision), ids)
+    finally:
+        close_groups()
+    assert (ours - logits(model, ids[None])[0]).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: str) -> None:
+    data = tmp_path / "chats.jsonl"
+    chat = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two three four"}]
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(32)))
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "isthmus", "sft", "--model", str(model), "--data", str(data), "--out", str(out)]
+    settings = ["train.steps=20", "optim.lr=1e-2", "data.seq_length=64", f"train.precision={precision}"]
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "platform cuda" in done.stderr or "platform rocm" in done.stderr
+    losses = [
+        json.loads(line)["valid_loss"]
+        for line in (out / "metrics.jsonl").read_text().splitlines()
+        if "valid_loss" in line
+    ]
+    assert losses[-1] < 0.5 * losses[0]
+    assert (out / "hf" / "model.safetensors").is_file()

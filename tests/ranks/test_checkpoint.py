@@ -1,0 +1,255 @@
+"""A run that stops and goes on is the run that never stopped, also under another layout; bad checkpoints are refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.errors import DataError
+from isthmus.recipes.corpus import check_fingerprint
+from ranks.test_layouts import CURVES, TOLERANCE, furthest
+from ranks.tiny import build_model_folder
+from ranks.world import World
+
+HALF = 10
+
+
+@pytest.fixture(scope="module")
+def halves(
+    worlds: dict[int, World],
+    models: dict[str, Path],
+    samples: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., tuple[dict[str, Any], Path]]:
+    """A run of 20 steps that left a checkpoint at step 10, made once for each layout: (the run, the checkpoint)."""
+    made: dict[str, tuple[dict[str, Any], Path]] = {}
+
+    def make(ranks: int, **layout: Any) -> tuple[dict[str, Any], Path]:
+        key = f"{ranks} {sorted(layout.items())}"
+        if key not in made:
+            root = tmp_path_factory.mktemp("checkpoints")
+            settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, **layout}
+            run = worlds[ranks].run("ranks.tasks.train", save_at=[HALF], root=root, **settings)
+            made[key] = run, root / f"iter_{HALF:07d}"
+        return made[key]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, {"precision": "fp32"}, id="fp32"),
+        pytest.param(1, {"precision": "bf16"}, id="bf16"),
+        pytest.param(2, {"precision": "fp32"}, id="dp2-fp32"),
+        pytest.param(2, {"precision": "bf16"}, id="dp2-bf16"),
+        pytest.param(2, {"precision": "bf16", "tp": 2}, id="tp2-bf16"),
+        pytest.param(2, {"precision": "fp32", "pp": 2}, id="pp2-fp32"),
+    ],
+)
+def test_ten_and_ten_are_twenty_to_the_last_bit(
+    ranks: int,
+    layout: dict[str, Any],
+    worlds: dict[int, World],
+    models: dict[str, Path],
+    samples: Path,
+    halves: Callable[..., tuple[dict[str, Any], Path]],
+) -> None:
+    whole, saved = halves(ranks, **layout)
+    if ranks == 1:
+        worlds[1].close()  # nothing may live on in the process: the next one is new
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, **layout}
+    rest = worlds[ranks].run("ranks.tasks.train", resume=saved, **settings)
+    assert rest["first"] == HALF
+    for curve in ("loss", "grad_norm", "lr", "learned"):
+        assert rest[curve] == whole[curve][HALF:]
+    assert rest["digest"] == whole["digest"]
+
+
+ONE: tuple[int, dict[str, Any]] = (1, {})
+TP2: tuple[int, dict[str, Any]] = (2, {"tp": 2})
+PP2: tuple[int, dict[str, Any]] = (2, {"pp": 2})
+DP2: tuple[int, dict[str, Any]] = (2, {})
+TP2_PP2: tuple[int, dict[str, Any]] = (4, {"tp": 2, "pp": 2})
+TP2_DP2: tuple[int, dict[str, Any]] = (4, {"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        pytest.param(ONE, TP2, id="one-to-tp2"),
+        pytest.param(ONE, PP2, id="one-to-pp2"),
+        pytest.param(ONE, DP2, id="one-to-dp2"),
+        pytest.param(ONE, TP2_PP2, id="one-to-tp2-pp2"),
+        pytest.param(TP2, ONE, id="tp2-to-one"),
+        pytest.param(TP2, PP2, id="tp2-to-pp2"),
+        pytest.param(PP2, DP2, id="pp2-to-dp2"),
+        pytest.param(DP2, ONE, id="dp2-to-one"),
+        pytest.param(TP2_PP2, ONE, id="tp2-pp2-to-one"),
+        pytest.param(TP2_DP2, PP2, id="tp2-dp2-to-pp2"),
+    ],
+)
+def test_any_layout_goes_on_from_any_other(
+    writer: tuple[int, dict[str, Any]],
+    reader: tuple[int, dict[str, Any]],
+    worlds: dict[int, World],
+    models: dict[str, Path],
+    samples: Path,
+    halves: Callable[..., tuple[dict[str, Any], Path]],
+) -> None:
+    whole, saved = halves(writer[0], **writer[1])
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, **reader[1]}
+    rest = worlds[reader[0]].run("ranks.tasks.train", resume=saved, **settings)
+    assert rest["lr"] == whole["lr"][HALF:]
+    differences = {curve: furthest(rest[curve], whole[curve][HALF:]) for curve in CURVES}
+    print(differences)
+    assert max(differences.values()) < TOLERANCE
+
+
+def test_the_learning_rate_is_that_of_the_config_not_of_the_checkpoint(
+    one: World, models: dict[str, Path], samples: Path, halves: Callable[..., tuple[dict[str, Any], Path]]
+) -> None:
+    whole, saved = halves(1)
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2}
+    optim = {"lr": 6e-3, "min_lr": 6e-4}  # twice what the run began with
+    rest = one.run("ranks.tasks.train", resume=saved, optim=optim, **settings)
+    assert rest["lr"] == pytest.approx([2 * lr for lr in whole["lr"][HALF:]])
+
+
+def test_random_streams_go_on_where_they_were(two: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+    drawn = two.run("ranks.tasks.random_streams", model=models["qwen3-tied"], samples=samples, root=tmp_path, tp=2)
+    assert drawn["loaded"] == drawn["wanted"] != drawn["fresh"]
+    (shared_0, own_0), (shared_1, own_1) = drawn["wanted"]
+    assert shared_0 == shared_1
+    assert own_0 != own_1
+
+
+def test_only_the_newest_are_kept(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+    one.run(
+        "ranks.tasks.train",
+        model=models["qwen3-tied"],
+        samples=samples,
+        micro_batch_size=4,
+        steps=4,
+        save_at=[1, 2, 3, 4],
+        root=tmp_path,
+        keep=2,
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000003",
+        "iter_0000004",
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "root": tmp_path}
+    one.run("ranks.tasks.train", steps=3, save_at=[1, 3], keep=2, **settings)
+    one.run("ranks.tasks.train", steps=2, save_at=[2], keep=1, resume=tmp_path / "iter_0000001", **settings)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (tmp_path / "iter_0000002").is_dir()
+
+
+@pytest.fixture
+def damaged(halves: Callable[..., tuple[dict[str, Any], Path]], tmp_path: Path) -> Path:
+    """A copy of a checkpoint, to be damaged."""
+    _, saved = halves(2, precision="fp32")
+    return Path(shutil.copytree(saved, tmp_path / saved.name))
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+def largest(folder: Path) -> Path:
+    """A rank that holds nothing of its own leaves an empty file, which nobody would miss."""
+    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def cut_a_data_file(folder: Path) -> None:
+    cut(largest(folder), 0.9)
+
+
+def remove_a_data_file(folder: Path) -> None:
+    largest(folder).unlink()
+
+
+def cut_the_index(folder: Path) -> None:
+    cut(folder / ".metadata", 0.5)
+
+
+def empty_the_index(folder: Path) -> None:
+    cut(folder / ".metadata", 0)
+
+
+def cut_the_common_state(folder: Path) -> None:
+    cut(folder / "common.pt", 0.5)
+
+
+def remove_the_common_state(folder: Path) -> None:
+    (folder / "common.pt").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "names"),
+    [
+        (cut_a_data_file, ".distcp has "),
+        (remove_a_data_file, ".distcp is missing"),
+        (cut_the_index, ".metadata cannot be read"),
+        (empty_the_index, ".metadata cannot be read"),
+        (cut_the_common_state, "it is damaged"),
+        (remove_the_common_state, "common.pt is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_on_every_rank(
+    damage: Callable[[Path], None], names: str, two: World, models: dict[str, Path], samples: Path, damaged: Path
+) -> None:
+    damage(damaged)
+    refused = two.run(
+        "ranks.tasks.refusal", task="train", model=models["qwen3-tied"], samples=samples, resume=damaged, timeout_s=60
+    )
+    print(refused)
+    assert (refused["kind"], refused["code"]) == ("DataError", 65)
+    assert names in refused["text"] and str(damaged) in refused["text"]
+    assert "\n" not in refused["text"] and len(refused["text"]) < 800
+
+
+def test_a_folder_that_is_no_checkpoint(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+    refused = one.run("ranks.tasks.refusal", task="train", model=models["qwen3-tied"], samples=samples, resume=tmp_path)
+    assert (refused["kind"], refused["code"]) == ("MissingInput", 66)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        pytest.param("qwen3", {"hidden_size": 64}, id="wider"),
+        pytest.param("qwen3", {"num_hidden_layers": 6}, id="deeper"),
+        pytest.param("qwen3", {"num_hidden_layers": 2}, id="shallower"),
+        pytest.param("qwen2", {}, id="another-family"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    family: str,
+    settings: dict[str, int],
+    one: World,
+    samples: Path,
+    halves: Callable[..., tuple[dict[str, Any], Path]],
+    tmp_path: Path,
+) -> None:
+    _, saved = halves(1)
+    other = build_model_folder(tmp_path / "other", family, tie_word_embeddings=True, **settings)
+    refused = one.run("ranks.tasks.refusal", task="train", model=other, samples=samples, resume=saved)
+    print(refused)
+    assert (refused["kind"], refused["code"]) == ("DataError", 65)
+    assert "\n" not in refused["text"] and len(refused["text"]) < 800
+
+
+def test_a_place_in_other_data_means_nothing() -> None:
+    check_fingerprint("these samples", "these samples", Path("iter_0000010"))
+    with pytest.raises(DataError, match="differ from those of"):
+        check_fingerprint("these samples", "other samples", Path("iter_0000010"))
