@@ -42,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--precision", default="fp32,bf16", help="default: %(default)s")
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=16384, help="timed tokens of a turn (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=96, help="a turn trains on them once (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="of each contestant (default: all cores)")
     parser.add_argument("--no-profile", dest="profile", action="store_false", help="leave the profile out")
     parser.add_argument("--quick", action="store_true", help="a tiny model and two steps, to see that all of it runs")
@@ -63,14 +63,20 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     seq_length = 128 if chosen.quick else 512
     print("making the model and the samples", flush=True)
     workload = make_workload(
-        folder, data=chosen.data, tokenizer=chosen.tokenizer, seq_length=seq_length, shape=shape
+        folder,
+        data=chosen.data,
+        tokenizer=chosen.tokenizer,
+        seq_length=seq_length,
+        num_samples=chosen.samples,
+        shape=shape,
     )
-    print(f"  {workload['data']['prepared']}; {workload['model']['parameters'] / 1e6:.1f}M parameters", flush=True)
+    drawn = workload["data"]
+    print(f"  {drawn['prepared']}; drawn: {drawn['samples']} samples, {drawn['tokens']} tokens", flush=True)
     rows: list[dict[str, Any]] = []
     ceilings: dict[str, Any] = {}
     profiles: dict[str, Any] = {}
     turn: dict[str, Any] = {"folder": str(folder), "seq_length": seq_length}
-    turn |= {"timed_tokens": 1, "timed_steps": 1} if chosen.quick else {"timed_tokens": chosen.tokens}
+    turn["timed_tokens"] = 1 if chosen.quick else drawn["tokens"] - drawn["samples"]
     for precision in chosen.precision:
         print(precision, flush=True)
         asked = {name: CONTESTANTS[name] for name in chosen.only}
@@ -110,9 +116,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def _row(
-    name: str, precision: str, turns: list[dict[str, Any]], ceiling: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _row(name: str, precision: str, turns: list[dict[str, Any]], ceiling: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of one contestant at one precision; shares of the ceiling are taken round by round."""
     row: dict[str, Any] = {
         "contestant": name,
@@ -181,7 +185,8 @@ def show(result: dict[str, Any]) -> None:
     for name, profile in result["profile"].items():
         print(f"{name}: " + ", ".join(f"{kind} {share:.1f}%" for kind, share in profile["percent"].items()))
     for claim in result["claims"]:
-        print(f"{'holds' if claim['holds'] else 'FAILS'}  {claim['claim']}: {claim['got']:.3f} (wanted {claim['wanted']})")
+        verdict = "holds" if claim["holds"] else "FAILS"
+        print(f"{verdict}  {claim['claim']}: {claim['got']:.3f} (wanted {claim['wanted']})")
 
 
 def main(arguments: list[str]) -> None:

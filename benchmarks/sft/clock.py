@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rounds import peak_rss_gib, rss_gib
+
 from sft.workload import Turn
 
 

@@ -1,8 +1,8 @@
 """The turn of transformers' Trainer or of TRL's SFTTrainer, on the samples and masks that Isthmus made.
 
-Styles of the Trainer: ``padded`` (to the longest sample of the micro batch), ``grouped`` (padded, samples of like length
-together), ``flattened`` (transformers' own padding-free collator). Styles of TRL: ``trl`` (padded), ``trl-flattened``
-(its padding-free mode) and ``trl-packed`` (its best-fit-decreasing packing).
+Styles of the Trainer: ``padded`` (to the longest sample of the micro batch), ``grouped`` (padded, samples of like
+length together), ``flattened`` (transformers' own padding-free collator). Styles of TRL: ``trl`` (padded),
+``trl-flattened`` (its padding-free mode) and ``trl-packed`` (its best-fit-decreasing packing).
 What is not its default, and why: no gradient checkpointing, which costs time (TRL's default has it); PyTorch's SDPA,
 the fastest attention that both have on a CPU; fused AdamW; no evaluation, no checkpoints, no reports.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import torch
+from rounds import turn_files
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -24,7 +25,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from rounds import turn_files
 from sft.clock import Clock
 from sft.workload import Turn
 
@@ -61,7 +61,8 @@ def counting(trainer: type[Trainer]) -> type[Trainer]:
             """Count, then do what the trainer does."""
             mask = inputs.get("attention_mask")
             self.tell.num_tokens += int(inputs["input_ids"].numel() if mask is None else mask.sum())
-            return super().training_step(model, inputs, *args, **kwargs)
+            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+            return loss
 
     return Counting
 

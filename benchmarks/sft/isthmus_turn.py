@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import turn_files
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.batches import Batches
@@ -17,7 +18,6 @@ from isthmus.engine.groups import close_groups
 from isthmus.platforms.detect import detect
 from isthmus.recipes.session import blueprint, open_session
 from isthmus.train.flops import flops_per_batch
-from rounds import turn_files
 from sft.clock import Clock
 from sft.workload import Turn
 

@@ -15,7 +15,7 @@ KINDS = (
     ("attention", ("attention",)),
     ("elementwise", ("::mul", "::add", "::sub", "::div", "::neg", "::silu", "::sigmoid", "::exp", "::log", "::pow",
                      "::sqrt", "::rsqrt", "::cos", "::sin", "::where", "::lerp", "::reciprocal")),
-    ("reductions", ("softmax", "::sum", "::mean", "::amax", "::max", "norm", "::vecdot", "::nonzero", "::any", "::all")),
+    ("reductions", ("softmax", "::sum", "::mean", "::amax", "::max", "norm", "::vecdot", "::nonzero", "::any")),
     ("copies and indexing", ("::copy_", "::cat", "::zero_", "::fill_", "::index", "::gather", "::scatter", "::clone",
                              "::embedding", "::split", "::contiguous", "::stack")),
 )  # fmt: skip

@@ -34,8 +34,13 @@ class Shape:
 
 
 TINY = Shape(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
-)  # fmt: skip
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +56,9 @@ class Turn:
     micro_batch_size: int = 4
     accumulation: int = 4
     warmup_steps: int = 1
-    timed_tokens: int = 16384
-    """Steps are timed until this many non-padding tokens have run."""
-    timed_steps: int = 2
+    timed_tokens: int = 1
+    """Steps are timed until this many non-padding tokens have run: one pass over the samples, however arranged."""
+    timed_steps: int = 1
     """And at least as many steps as this."""
     lr: float = 1e-4
     profile: bool = False
@@ -74,13 +79,13 @@ class Turn:
 
 
 def make_workload(
-    folder: Path, *, data: Path | None, tokenizer: Path | None, seq_length: int, shape: Shape
+    folder: Path, *, data: Path | None, tokenizer: Path | None, seq_length: int, num_samples: int, shape: Shape
 ) -> dict[str, Any]:
     """Write model and samples into ``folder`` and describe them.
 
     Without ``data`` the chats are the documentation of the installed Python; without ``tokenizer`` one is trained on
-    it. Samples hold at most ``seq_length`` tokens. They are shuffled once, so that contestants without packing can all
-    take them in the order in which they lie there.
+    it. Samples hold at most ``seq_length`` tokens. ``num_samples`` of them are drawn, in an order in which contestants
+    that neither pack nor sort all take them.
     """
     import numpy as np
 
@@ -95,7 +100,7 @@ def make_workload(
     store, report = prepare_chat([data], chosen, seq_length=seq_length - 1)
     if store.max_token_id >= shape.vocab_size:
         raise SystemExit(f"the tokenizer has more than the model's {shape.vocab_size} tokens. Use another one.")
-    store = store.select(np.random.default_rng(0).permutation(len(store)))
+    store = store.select(np.random.default_rng(0).permutation(len(store))[:num_samples])
     store.save(folder / "samples")
     parameters = _write_model(folder / "model", shape)
     chosen.save(folder / "model")  # TRL asks for one, although the samples are tokens already
@@ -106,6 +111,8 @@ def make_workload(
             "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
             "tokenizer": "trained on the data" if tokenizer is None else tokenizer.name,
             "prepared": report.line(),
+            "samples": len(store),
+            "tokens": len(store.tokens),
             "mean_sample_tokens": float(store.lengths.mean()),
             "learned_share": store.num_learned / len(store.tokens),
             "samples_digest": store.digest(),
@@ -118,6 +125,7 @@ def _write_model(folder: Path, shape: Shape) -> int:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    model: Any = Qwen3ForCausalLM(Qwen3Config(**asdict(shape), rope_theta=10000.0, bos_token_id=1, eos_token_id=2))
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**asdict(shape), rope_parameters=rope, bos_token_id=1, eos_token_id=2))
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())

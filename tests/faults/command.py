@@ -49,11 +49,11 @@ def environment() -> dict[str, str]:
     return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
-    """A real process, running."""
+def start(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+    """A real process, running, with ``variables`` in its environment."""
     return subprocess.Popen(
         [sys.executable, "-m", "isthmus", *words],
-        cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=cwd, env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A process that has imported all that a run needs and forks a child for every command: imports cost seconds, forks none.
+"""A process that has imported all that a run needs and forks a child a command: imports cost seconds, forks none.
 
 Each child is a process of its own with the real entry point, real exit code and real streams; it only did not start
 from nothing. Reads one JSON request a line from stdin and answers with one line once the child has ended.

@@ -234,7 +234,9 @@ def test_no_space_at_all(isthmus: Stem, small: list[str], full_disk: Path) -> No
     assert listing(full_disk) == before
 
 
-def test_old_export_survives_a_new_one_that_fails(isthmus: Stem, small: list[str], full_disk: Path, model: Path) -> None:
+def test_old_export_survives_a_new_one_that_fails(
+    isthmus: Stem, small: list[str], full_disk: Path, model: Path
+) -> None:
     out = full_disk / "out"
     words = [*small, "train.steps=3", "checkpoint.hf_every=2", "checkpoint.save_final=false"]
     assert isthmus(*words, "logging.tensorboard=false", "--out", out).returncode == 0

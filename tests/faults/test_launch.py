@@ -41,16 +41,18 @@ def run(config):
         time.sleep(0.3)
         print("last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), 9)
+    if mode == "hang" and rank == 1:
+        raise DataError("only rank 1 has seen it.")
     if mode == "all":
         raise DataError("the same on every rank.")
-    if mode in ("wait", "deaf", "kill", "bug"):
+    if mode in ("wait", "deaf", "kill", "bug", "hang"):
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if stop.requested and mode == "wait":
                 time.sleep(0.5 + rank)
                 pathlib.Path(config.out, f"saved-{rank}").touch()
                 raise Preempted("stopped after step 3 of 9 as asked; the state is saved.")
-            if stop.requested and mode != "deaf":
+            if stop.requested and mode not in ("deaf", "hang"):
                 raise RuntimeError("Connection reset by peer")
             time.sleep(0.05)
     return types.SimpleNamespace(as_dict=lambda: {"loss": 1.5, "rank": rank})
@@ -152,6 +154,21 @@ def test_killed_rank_is_named(stubbed: Path) -> None:
     assert "rank 1 was ended by SIGKILL" in line and "memory" in line and line.endswith("last words")
 
 
+def test_rank_that_hangs_after_the_failure_of_a_peer_is_not_waited_for(stubbed: Path) -> None:
+    started_s = time.monotonic()
+    done = finished(stubbed, "hang")
+    assert done.returncode == 65 and ours(done.stderr) == ["isthmus: only rank 1 has seen it."]
+    assert time.monotonic() - started_s < 20 and not any(alive(pid) for pid in pids(stubbed))
+
+
+def test_dollars_in_arguments_stay(stubbed: Path) -> None:
+    name = "out-$x-${local_rank}-$$"
+    (stubbed / name).mkdir()
+    done = finished(stubbed, "ok", "--out", name)
+    assert done.returncode == 0, done.stderr
+    assert len(list((stubbed / name).glob("pid-*"))) == 2
+
+
 def test_usage_error_starts_nothing(stubbed: Path) -> None:
     done = finished(stubbed, "ok", "optim.lrr=1")
     assert done.returncode == 2 and "optim.lr?" in done.stderr
@@ -184,7 +201,9 @@ def test_signal_before_the_ranks_are_up(stubbed: Path) -> None:
     process = subprocess.Popen(
         command(), cwd=stubbed, env=environment(stubbed, "wait"), stderr=subprocess.PIPE, text=True
     )
-    time.sleep(1.0)
+    while not catches(process.pid, signal.SIGTERM):  # before that it is Python that starts, not we
+        assert process.poll() is None
+        time.sleep(0.005)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=40)
     assert process.returncode == 75, err
@@ -230,6 +249,12 @@ def test_under_another_launcher_one_rank_speaks(stubbed: Path) -> None:
     errors = [process.communicate(timeout=30)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [65, 65]
     assert len([line for text in errors for line in ours(text)]) == 1
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
 
 
 def alive(pid: int) -> bool:

@@ -148,9 +148,7 @@ def test_changed_data_on_resume(isthmus: Stem, small: list[str], chats: Path, tm
     assert listing(tmp_path / "out") == before
 
 
-def test_moved_and_touched_data_is_the_same_data(
-    isthmus: Stem, small: list[str], chats: Path, tmp_path: Path
-) -> None:
+def test_moved_and_touched_data_is_the_same_data(isthmus: Stem, small: list[str], chats: Path, tmp_path: Path) -> None:
     data = tmp_path / "chats.json"
     data.write_bytes(chats.read_bytes())
     isthmus(*small, "--data", data)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from faults.command import Stem, finished, rows, start
 
 pytestmark = pytest.mark.ranks
-STEPS = 120
+STEPS = 60
 
 
 def wait_for_step(process: subprocess.Popen[str], run_folder: Path, step: int, timeout_s: float = 90.0) -> None:
@@ -39,9 +40,12 @@ def checkpoints(run_folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_saves_and_the_same_command_finishes(small: list[str], tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_saves_and_the_same_command_finishes(
+    isthmus: Stem, small: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
     out = tmp_path / "out"
-    words = [*small, "--nproc", "2", "parallel.tp=2", f"train.steps={STEPS}"]
+    small.append(f"train.steps={STEPS}")
+    words = [*small, "--nproc", "2", "parallel.tp=2"]
     process = start(*words, cwd=tmp_path)
     wait_for_step(process, out, 5)
     process.send_signal(number)
@@ -53,7 +57,8 @@ def test_signal_saves_and_the_same_command_finishes(small: list[str], tmp_path: 
     assert len(stopped.errors) == 2 and number.name in stopped.errors[0]
     assert not (out / "hf").exists() and not list(out.rglob(".tmp*"))
 
-    again = finished(start(*words, cwd=tmp_path))
+    # Once the same command, once the same without ranks: a checkpoint goes on under any layout.
+    again = finished(start(*words, cwd=tmp_path)) if number == signal.SIGTERM else isthmus(*small)
     assert again.result["steps"] == STEPS and f"at step {step}" in again.stderr
     assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, STEPS + 1))
     assert (out / "hf" / "model.safetensors").is_file()
@@ -61,7 +66,7 @@ def test_signal_saves_and_the_same_command_finishes(small: list[str], tmp_path: 
 
 def test_signal_to_a_single_process(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = start(*small, f"train.steps={STEPS * 20}", cwd=tmp_path)
+    process = start(*small, f"train.steps={2000}", cwd=tmp_path)
     wait_for_step(process, out, 3)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # as batch systems do
@@ -73,35 +78,22 @@ def test_signal_to_a_single_process(isthmus: Stem, small: list[str], tmp_path: P
     assert isthmus(*small, f"train.steps={step + 2}").result["steps"] == step + 2
 
 
-def test_killed_rank_ends_the_run_soon_and_it_goes_on(small: list[str], tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run_soon_and_it_goes_on(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = [*small, "--nproc", "2", "parallel.tp=2", "train.steps=2000", "checkpoint.every=5"]
-    process = start(*words, cwd=tmp_path)
-    wait_for_step(process, out, 12)
-    ranks_of(process)[1].kill()
-    started_s = time.monotonic()
-    ended = finished(process)
-    assert "rank 1 was ended by SIGKILL" in ended.error(137)
-    assert time.monotonic() - started_s < 20
-    saved = checkpoints(out)
-    assert len(saved) == 2 and saved[-1] >= 5  # checkpoint.keep
-    words[-2] = f"train.steps={saved[-1] + 3}"
-    assert f"at step {saved[-1]}" in (again := finished(start(*words, cwd=tmp_path))).stderr
-    assert again.result["steps"] == saved[-1] + 3
-
-
-def test_stopped_rank_that_does_not_answer_is_not_waited_for(small: list[str], tmp_path: Path) -> None:
-    """One rank hangs in a collective that the other, which is killed, never joins; and the launcher is told to stop."""
-    process = start(*small, "--nproc", "2", "parallel.tp=2", "train.steps=5000", cwd=tmp_path)
-    wait_for_step(process, tmp_path / "out", 3)
+    process = start(*small, "--nproc", "2", "parallel.tp=2", "train.steps=5000", "checkpoint.every=4", cwd=tmp_path)
+    wait_for_step(process, out, 13)
     first, second = ranks_of(process)
     second.suspend()
-    time.sleep(0.5)  # by now the first waits for it
+    time.sleep(0.5)  # by now the first waits for it in a collective
     second.kill()
     started_s = time.monotonic()
     ended = finished(process)
-    assert time.monotonic() - started_s < 20
     assert "rank 1 was ended by SIGKILL" in ended.error(137) and not first.is_running()
+    assert time.monotonic() - started_s < 20
+    saved = checkpoints(out)
+    assert len(saved) == 2 and saved[-1] >= 12  # checkpoint.keep
+    again = isthmus(*small, f"train.steps={saved[-1] + 3}")
+    assert f"at step {saved[-1]}" in again.stderr and again.result["steps"] == saved[-1] + 3
 
 
 def test_no_rank_outlives_a_killed_command(small: list[str], tmp_path: Path) -> None:
@@ -124,6 +116,21 @@ def test_bad_data_on_the_rank_that_reads_it_is_told_once(small: list[str], tmp_p
     line = finished(start(*small, "--nproc", "2", "--data", str(data), cwd=tmp_path)).error(65)
     assert str(data) in line and time.monotonic() - started_s < 60
     assert not (tmp_path / "out").exists()
+
+
+def test_bad_data_under_another_launcher_is_told_once_and_ends_all_ranks(small: list[str], tmp_path: Path) -> None:
+    """As srun does it: rank 0 reads the data and holds the store, the others wait for it there."""
+    data = tmp_path / "bad.json"
+    data.write_text('[{"instruction": "a", "output": "b"}, 7]')
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    ranks = [start(*small, "--data", str(data), cwd=tmp_path, RANK=rank, LOCAL_RANK=rank, **world) for rank in "01"]
+    ended = [finished(rank, timeout_s=60) for rank in ranks]
+    assert [one.returncode for one in ended] == [65, 65], ended
+    (line,) = [line for one in ended for line in one.errors]
+    assert f"{data}:1" in line and not (tmp_path / "out").exists()
 
 
 def test_full_disk_of_one_rank_is_told_once(small: list[str], tmp_path: Path) -> None:
@@ -153,7 +160,7 @@ def test_divergence(isthmus: Stem, small: list[str], tmp_path: Path, lr: str) ->
 
 
 def test_divergence_in_the_last_step_is_not_exported(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
-    line = isthmus(*small, "optim.lr=1e30", "train.steps=1").error(79)
+    line = isthmus(*small, "optim.lr=3.4e38", "train.steps=1").error(79)
     assert "held-out" in line and not (tmp_path / "out" / "hf").exists() and not checkpoints(tmp_path / "out")
 
 

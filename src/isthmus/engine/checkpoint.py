@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +25,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
 from isthmus.engine import compat
+from isthmus.engine.checkpoint_errors import read_errors, write_errors
 from isthmus.engine.groups import ParallelSizes, agree
 from isthmus.engine.optimizer import distributed_optimizer
 from isthmus.engine.step import Stepper
-from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace
+from isthmus.errors import DataError, IsthmusError, MissingInput
 
-# The last is how torch's zip writer puts it: it asks where in the file it is, and finds less written than it wrote.
-_SIGNS_OF_NO_SPACE = ("No space left", "Disk quota", "File too large", "ENOSPC", "unexpected pos")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -150,12 +146,10 @@ def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes,
     content = {name: value for name, value in _metadata().items() if name != "dp_cp_group"}
 
     def write() -> None:
-        try:
+        with write_errors(stage):
             dist_checkpointing.save(state, str(stage), _SynchronousSave(), content_metadata=content)
             if dist.get_rank() == 0:
                 check_files(stage)
-        except (Exception, CheckpointException) as error:
-            raise _for_user(error, stage) from error
 
     try:
         agree(write)
@@ -170,19 +164,6 @@ def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes,
         _remove_old(root, keep, final)
     dist.barrier()
     return final
-
-
-def _for_user(error: BaseException, stage: Path) -> IsthmusError:
-    text = str(error)
-    if any(sign in text for sign in _SIGNS_OF_NO_SPACE):
-        free = shutil.disk_usage(stage.parent).free / 2**30
-        return NoSpace(
-            f"no room for the checkpoint in {stage.parent} ({free:.2f} GiB free). Free some, lower checkpoint.keep, or "
-            "choose another --out; the checkpoint before it is intact."
-        )
-    if isinstance(error, OSError | CheckpointException):
-        return IOFailure(f"the checkpoint could not be written to {stage.parent}: {text.splitlines()[-1]}")
-    return IsthmusError(f"saving to {stage.parent} failed: {type(error).__name__}: {text}")
 
 
 def check_files(folder: Path) -> None:
@@ -237,7 +218,7 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
         MissingInput, DataError: the checkpoint is absent, cut short or not one of this model.
     """
     check_files(folder)
-    with _read_errors(folder):
+    with read_errors(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
     if "isthmus" not in common:
         raise DataError(f"{folder} was not written by an Isthmus run, so its data position is unknown.")
@@ -245,7 +226,7 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
     same_layout = common["isthmus"]["layout"] == asdict(sizes)
     if same_layout:
         state["rng_state"] = _random_state()
-    with _read_errors(folder):
+    with read_errors(folder):
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
         stepper.model.module.load_state_dict(loaded["model"])
     compat.load_adam(distributed_optimizer(stepper.optimizer), loaded["optimizer"])
@@ -254,23 +235,6 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
     if same_layout:
         _restore_random_state(loaded["rng_state"][0])
     return progress
-
-
-@contextmanager
-def _read_errors(folder: Path) -> Iterator[None]:
-    """Whatever fails in reading a checkpoint whose files are long enough: it is damaged, or of another model."""
-    try:
-        yield
-    except OSError as error:
-        raise IOFailure(f"{folder} cannot be read: {error.strerror or error}.") from error
-    except (Exception, CheckpointException) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        told = lines[-1] if isinstance(error, CheckpointException) else lines[0]
-        told = told if len(told) <= 200 else f"{told[:200]}..."
-        raise DataError(
-            f"{folder} cannot be taken up: it is damaged, or of another model ({told}). "
-            "Resume from another checkpoint, or start a new run with --out."
-        ) from error
 
 
 def _restore_random_state(state: dict[str, Any]) -> None:

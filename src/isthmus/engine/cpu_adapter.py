@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "rand", "randn", "randint", "as_tensor", "linspace")
@@ -96,6 +97,9 @@ def install() -> None:
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
 
+    # ``with torch.device(...)`` knows factories by identity and looks them up at its first use: let it see torch's own,
+    # or transformers, which builds models on the meta device, gets some of their tensors elsewhere and wrong.
+    _device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -75,6 +76,8 @@ def open_groups(
 ) -> Position:
     """Join the run's world and build Megatron-Core's groups in it.
 
+    A process may do so again; models that it built under another layout before can then no longer be run.
+
     Args:
         sizes: the layout; its world_size must be that of the environment.
         platform: decides the collective backend and the device of this rank.
@@ -107,6 +110,8 @@ def open_groups(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    if parallel_state.model_parallel_is_initialized():  # a second model in one process
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
@@ -157,11 +162,16 @@ def once(stage: Callable[[], None], name: str, *, patience_s: float = 86400.0) -
             # The others must hear of it here: they are not in a collective that would fail with this rank.
             told = error if isinstance(error, IsthmusError) else IsthmusError(_told(error))
             store.set(key, json.dumps([told.exit_code, str(told)]))
+            # This process may hold the store: it stays until they have read it, unless they are gone too.
+            patience = time.monotonic() + 5.0
+            while store.add(f"{key}/heard", 0) < dist.get_world_size() - 1 and time.monotonic() < patience:
+                time.sleep(0.02)
             raise
         store.set(key, "[]")
     else:
         store.wait([key], timedelta(seconds=patience_s))
         if failure := json.loads(store.get(key)):
+            store.add(f"{key}/heard", 1)
             heard = IsthmusError(failure[1])
             heard.exit_code = failure[0]
             raise heard

@@ -201,7 +201,8 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
             "out": "unused",
             "model": {"path": str(hf_dir)},
             "data": {"files": ["unused"]},
-            "parallel": parallel or {},
+            # Not over the sequence as well: its length would have to be a multiple of tp.
+            "parallel": {"sp": False, **(parallel or {})},
         }
     )
     session = open_session(config, blueprint(config), detect(), precision, training=False)

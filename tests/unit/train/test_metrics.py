@@ -88,11 +88,19 @@ def test_what_is_not_finite_is_still_json(tmp_path: Path) -> None:
 
 def test_resuming_cuts_later_and_torn_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "valid_loss": 1.0}\n{"step": 3}\n{"step": 4, "lo')
+    held_out = [f'{{"step": {step}, "valid_loss": 1.0}}' for step in (1, 2)]  # the second is measured again
+    path.write_text(
+        "\n".join(['{"step": 1}', held_out[0], '{"step": 2}', held_out[1], '{"step": 3}', '{"step": 4, "lo'])
+    )
     with reporter(tmp_path) as report:
         report.begin(total_steps=9, start=2)
         report.step(metrics(3))
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 2, 3]
+    assert [(row["step"], "valid_loss" in row) for row in rows(tmp_path)] == [
+        (1, False),
+        (1, True),
+        (2, False),
+        (3, False),
+    ]
     cut_after(path, 0)
     assert path.read_text() == ""
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]

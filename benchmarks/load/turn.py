@@ -1,0 +1,117 @@
+"""One contestant's turn at loading a model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rounds import anonymous_rss_gib, peak_rss_gib, rss_gib, turn_files
+
+
+def copy_file(folder: Path) -> dict[str, Any]:
+    """``cp`` of the weights to the same disk, without waiting for the disk; its own memory is not of interest."""
+    (file,) = folder.glob("*.safetensors")
+    target = folder / "copy"
+    before_gib = rss_gib()
+    started_s = time.perf_counter()
+    subprocess.run(["cp", str(file), str(target)], check=True)
+    time_s = time.perf_counter() - started_s
+    target.unlink()
+    return _result(time_s, before_gib, file.stat().st_size)
+
+
+def transformers_model(folder: Path, *, own: bool) -> dict[str, Any]:
+    """``from_pretrained`` as a user calls it.
+
+    On a CPU its weights are the file's own pages, mapped copy-on-write: nothing is copied until a weight is written.
+    With ``own`` each page is written once, so that the weights are the process's, as those of a trained model are.
+    """
+    from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401  # the class is imported lazily
+
+    before_gib = rss_gib()
+    started_s = time.perf_counter()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    read = touch((parameter.detach() for parameter in model.parameters()), write=own)
+    return _result(time.perf_counter() - started_s, before_gib, read)
+
+
+def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, Any]:
+    """What a recipe's session does between joining the ranks and making the optimizer."""
+    import torch
+
+    from isthmus.convert.online import import_weights
+    from isthmus.engine.groups import ParallelSizes, close_groups, open_groups
+    from isthmus.families.registry import family_for
+    from isthmus.hf.folder import ModelFolder
+    from isthmus.platforms.detect import detect
+
+    sizes = ParallelSizes()
+    open_groups(sizes, detect("cpu"), seed=0)  # first: it makes megatron.core importable without CUDA
+    from isthmus.engine.model import build_model, live_tensors, padded_vocab_size, transformer_config
+    from isthmus.engine.optimizer import wrap_data_parallel
+
+    before_gib = rss_gib()
+    started_s = time.perf_counter()
+    source = ModelFolder.open(folder)
+    family = family_for(source.config)
+    architecture = family.to_architecture(source.config)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model: Any = build_model(architecture, transformer_config(architecture, sizes, dtype=dtype))
+    if training:
+        model = wrap_data_parallel(model)
+    built_s = time.perf_counter()
+    live = live_tensors(model)
+    vocab = padded_vocab_size(architecture.vocab_size, 1)
+    import_weights(live, family, architecture, source, tp_rank=0, tp_size=1, padded_vocab_size=vocab)
+    filled_s = time.perf_counter()
+    read = touch(live.values())
+    result = _result(time.perf_counter() - started_s, before_gib, read)
+    close_groups()
+    return result | {"first_round_parts_s": {"build": built_s - started_s, "fill": filled_s - built_s}}
+
+
+def touch(tensors: Iterable[Any], *, write: bool = False) -> int:
+    """Read (or write back) one element of every page of every tensor; returns their bytes."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.data_ptr() not in seen:  # a tied weight counts once
+            seen[tensor.data_ptr()] = tensor.nbytes
+            one_a_page = tensor.view(-1)[:: 4096 // tensor.element_size()]
+            if write:
+                one_a_page.mul_(1)
+            float(one_a_page.float().sum())
+    return sum(seen.values())
+
+
+def _result(time_s: float, before_gib: float, num_bytes: int) -> dict[str, Any]:
+    """``rss_added_gib`` is the peak above what the process held before the clock started."""
+    peak_gib = peak_rss_gib()
+    return {
+        "time_s": time_s,
+        "peak_rss_gib": peak_gib,
+        "rss_added_gib": peak_gib - before_gib,
+        "anonymous_rss_gib": anonymous_rss_gib(),
+        "weight_bytes": num_bytes,
+        "line": f"{time_s:7.2f} s  peak {peak_gib:.2f} GiB, {peak_gib - before_gib:.2f} above the start",
+    }
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """The turn that ``spec`` asks for."""
+    folder = Path(spec["folder"])
+    os.sync()  # pages that an earlier turn wrote are not to be flushed on this one's time
+    if spec["contestant"] == "cp":
+        return copy_file(folder)
+    if spec["contestant"].startswith("from-pretrained"):
+        return transformers_model(folder, own=spec["contestant"].endswith("-own"))
+    return isthmus_model(folder, spec["precision"], training=spec["contestant"] == "isthmus-training")
+
+
+if __name__ == "__main__":
+    spec, answer = turn_files()
+    Path(answer).write_text(json.dumps(run(spec)))

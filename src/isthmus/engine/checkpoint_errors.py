@@ -1,0 +1,65 @@
+"""What torch and Megatron-Core raise when a checkpoint cannot be written or read, as errors for the user."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
+
+from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace
+
+# The last is how torch's zip writer puts it: it asks where in the file it is, and finds less written than it wrote.
+_SIGNS_OF_NO_SPACE = ("No space left", "Disk quota", "File too large", "ENOSPC", "unexpected pos")
+
+
+@contextmanager
+def write_errors(stage: Path) -> Iterator[None]:
+    """Turn whatever fails in writing a checkpoint into ``stage`` into an error that names the cause.
+
+    Raises:
+        NoSpace: the disk or the quota is full.
+        IOFailure: the system refused for another reason.
+        IsthmusError: anything else.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        text = str(error)
+        if any(sign in text for sign in _SIGNS_OF_NO_SPACE):
+            free = shutil.disk_usage(stage.parent).free / 2**30
+            raise NoSpace(
+                f"no room for the checkpoint in {stage.parent} ({free:.2f} GiB free). Free some, lower "
+                "checkpoint.keep, or choose another --out; the checkpoint before it is intact."
+            ) from error
+        if isinstance(error, OSError | CheckpointException):
+            told = f"the checkpoint could not be written to {stage.parent}: {_lines(error)[-1]}"
+            raise IOFailure(told) from error
+        raise IsthmusError(f"saving to {stage.parent} failed: {type(error).__name__}: {text}") from error
+
+
+@contextmanager
+def read_errors(folder: Path) -> Iterator[None]:
+    """Whatever fails in reading a checkpoint whose files are long enough: it is damaged, or of another model.
+
+    Raises:
+        IOFailure: the system refused.
+        DataError: anything else.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise IOFailure(f"{folder} cannot be read: {error.strerror or error}.") from error
+    except (Exception, CheckpointException) as error:
+        lines = _lines(error)
+        told = lines[-1] if isinstance(error, CheckpointException) else lines[0]
+        raise DataError(
+            f"{folder} cannot be taken up: it is damaged, or of another model ({told}). "
+            "Resume from another checkpoint, or start a new run with --out."
+        ) from error
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

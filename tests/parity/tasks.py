@@ -1,0 +1,111 @@
+"""Run in a rank's process: the same model in transformers and here, side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from isthmus.data.batches import Batches, MicroBatch
+from isthmus.data.store import SampleStore
+from isthmus.engine.attention import Segments
+from isthmus.recipes.session import load_model, model_logits
+from ranks.tasks import CLIP_GRAD
+from ranks.tiny import SEQ_LENGTH
+
+
+def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int) -> dict[str, Any]:
+    """Largest differences, in fp32, over samples of these lengths.
+
+    ``theirs``: each sample alone, from transformers' logits. ``packed``: the samples on one line, from each alone.
+    ``other``: from transformers' logits of another model folder, which lacks what this test is about.
+    """
+    samples = _samples(lengths, vocab_size)
+    ours = load_model(model)
+    alone = [model_logits(ours, sample) for sample in samples]
+    result = {"theirs": _furthest(alone, _transformers(model, samples))}
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.no_grad():
+        line = ours(torch.cat(samples), positions, Segments(tuple(lengths)))
+    result["packed"] = _furthest(list(line.split(lengths)), alone)
+    if other is not None:
+        result["other"] = _furthest(alone, _transformers(other, samples))
+    return result
+
+
+def rounding(*, model: str, lengths: list[int], vocab_size: int) -> dict[str, float]:
+    """Root mean square of what bf16 does to the logits: in transformers, and here."""
+    samples = _samples(lengths, vocab_size)
+    exact = torch.cat(_transformers(model, samples))
+    theirs = torch.cat(_transformers(model, samples, torch.bfloat16))
+    decoder = load_model(model, precision="bf16")
+    ours = torch.cat([model_logits(decoder, sample) for sample in samples])
+    return {"theirs": (theirs - exact).pow(2).mean().sqrt().item(), "ours": (ours - exact).pow(2).mean().sqrt().item()}
+
+
+def twice(*, models: list[str], tokens: list[int]) -> list[list[float]]:
+    """Two models loaded one after the other in one process, as somebody who compares them would; the last logits."""
+    loaded = [load_model(folder) for folder in models]
+    return [model_logits(model, torch.tensor(tokens))[-1].tolist() for model in loaded]
+
+
+def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> dict[str, list[float]]:
+    """The training of :func:`ranks.tasks.train` written down once more, in nothing but transformers and torch.
+
+    Every sample goes through the model alone, the loss is the mean over all learned tokens of the global batch, and
+    torch's own AdamW updates the weights. ``lr`` has one entry a step.
+    """
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
+    decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]
+    spared = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}],
+        lr=0.0,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    batches = Batches(
+        SampleStore.open(samples), seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True
+    )
+    curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    for step, rate in enumerate(lr):
+        lines = batches.step(step)
+        learned = sum(line.num_learned for line in lines)
+        optimizer.zero_grad()
+        loss = sum((_loss_sum(network, line) for line in lines), torch.zeros(())) / learned
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP_GRAD)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        curves["loss"].append(loss.item())
+        curves["grad_norm"].append(norm.item())
+    return curves
+
+
+def _loss_sum(network: Any, line: MicroBatch) -> Tensor:
+    total = torch.zeros(())
+    bounds = line.cu_seqlens.tolist()
+    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        mask = line.loss_mask[begin:end]
+        if mask.any():
+            scores = network(line.input_ids[None, begin:end]).logits[0]
+            total = total + torch.nn.functional.cross_entropy(scores[mask], line.labels[begin:end][mask], reduction="sum")
+    return total
+
+
+def _samples(lengths: list[int], vocab_size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
+
+
+@torch.no_grad()
+def _transformers(folder: str, samples: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return [network(sample[None]).logits[0].float() for sample in samples]
+
+
+def _furthest(some: list[Tensor], others: list[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))

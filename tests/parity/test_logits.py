@@ -1,0 +1,89 @@
+"""Every family gives transformers' logits, from transformers' own folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ranks.tiny import SIZES, VOCAB, build_model_folder
+from ranks.world import World
+
+LENGTHS = [97, 1, 40, 2]
+"""Longer than any window and any original context below."""
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+
+# Each case with the settings that turn off what it is about: logits without it must be visibly others.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "llama-untied": ("llama", {"tie_word_embeddings": False}, None),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}, None),
+    "llama-every-head-its-own-keys": ("llama", {"num_key_value_heads": 4}, None),
+    "llama-one-group": ("llama", {"num_key_value_heads": 1}, None),
+    "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, {}),
+    "llama-rope-llama3-by-8": ("llama", {"rope_parameters": LLAMA3 | {"factor": 8.0}}, {}),
+    "llama-rope-llama3-by-32": ("llama", {"rope_parameters": LLAMA3 | {"factor": 32.0}}, {}),
+    "llama-rope-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {},
+    ),
+    "mistral-no-window": ("mistral", {"sliding_window": None}, None),
+    "mistral-window-of-5": ("mistral", {"sliding_window": 5}, {"sliding_window": None}),
+    "mistral-window-of-1": ("mistral", {"sliding_window": 1}, {"sliding_window": 2}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}, None),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}, None),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}, None),
+    "qwen3-untied": ("qwen3", {"tie_word_embeddings": False}, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, one: World, tmp_path: Path) -> None:
+    family, settings, off = CASES[case]
+    model = build_model_folder(tmp_path / "model", family, **settings)
+    other = None if off is None else build_model_folder(tmp_path / "other", family, **{**_plain(settings), **off})
+    found = one.run("parity.tasks.logits", model=model, other=other, lengths=LENGTHS, vocab_size=VOCAB)
+    print(case, found)
+    assert found["theirs"] < 1e-4
+    assert found["packed"] < 1e-5
+    assert off is None or found["other"] > 1e-2
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "rope_parameters"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bf16_rounds_no_worse_than_transformers(family: str, one: World, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "model", family)
+    found = one.run("parity.tasks.rounding", model=model, lengths=[97, 40], vocab_size=VOCAB)
+    print(family, found)
+    assert found["ours"] < 1.5 * found["theirs"]
+
+
+@pytest.mark.parametrize("length", [24, 17])
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2-untied"])
+def test_logits_of_a_model_over_two_ranks(case: str, length: int, two: World, tmp_path: Path) -> None:
+    family, settings, _ = CASES[case]
+    model = build_model_folder(tmp_path / "model", family, **settings)
+    tokens = [(7 * place + 3) % VOCAB for place in range(length)]
+    ours = torch.tensor(two.run("ranks.tasks.logits_of", model=model, tokens=tokens, tp=2))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([tokens])).logits[0]
+    print(case, length, (ours - theirs).abs().max().item())
+    assert ours.shape == (length, SIZES["vocab_size"])
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_two_models_in_one_process(one: World, tmp_path: Path) -> None:
+    models = [build_model_folder(tmp_path / family, family) for family in ("llama", "qwen3")]
+    tokens = [1, 5, 9, 2]
+    ours = one.run("parity.tasks.twice", models=[str(model) for model in models], tokens=tokens)
+    for folder, found in zip(models, ours, strict=True):
+        with torch.no_grad():
+            theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0, -1]
+        assert torch.allclose(torch.tensor(found), theirs, atol=1e-4)

@@ -1,0 +1,104 @@
+"""A model goes through the live engine and comes out as it went in: every byte of every tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ranks.tiny import build_model_folder
+from ranks.world import World
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+LAYOUTS = [
+    pytest.param(1, {}, id="one"),
+    pytest.param(2, {"tp": 2}, id="tp2"),
+    pytest.param(2, {"pp": 2}, id="pp2"),
+]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_same_tensors(export: Path, source: Path) -> None:
+    ours, theirs = tensors_of(export), tensors_of(source)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def assert_loads_without_a_word(export: Path) -> None:
+    _, said = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(said.values())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_an_export_is_the_file_that_transformers_wrote(
+    family: str, tied: bool, ranks: int, layout: dict[str, int], worlds: dict[int, World], tmp_path: Path
+) -> None:
+    source = build_model_folder(tmp_path / "source", family, tie_word_embeddings=tied)
+    worlds[ranks].run("ranks.tasks.export", model=source, destination=tmp_path / "export", **layout)
+    assert (tmp_path / "export/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    exported, original = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "export", source))
+    assert exported | {"_name_or_path": ""} == original | {"_name_or_path": ""}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bf16_weights_keep_their_type_and_bytes(precision: str, two: World, tmp_path: Path) -> None:
+    source = build_model_folder(tmp_path / "source", "qwen3", dtype=torch.bfloat16)
+    two.run("ranks.tasks.export", model=source, destination=tmp_path / "export", tp=2, precision=precision)
+    assert_same_tensors(tmp_path / "export", source)
+    assert AutoConfig.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
+
+
+def test_another_type_when_asked(one: World, tmp_path: Path) -> None:
+    source = build_model_folder(tmp_path / "source", "llama")
+    one.run("ranks.tasks.export", model=source, destination=tmp_path / "export", dtype="bfloat16")
+    ours, theirs = tensors_of(tmp_path / "export"), tensors_of(source)
+    assert all(torch.equal(ours[name], tensor.bfloat16()) for name, tensor in theirs.items())
+    assert json.loads((tmp_path / "export/config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["into-one-file", "into-several"])
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_a_model_in_several_files(
+    cut: bool, ranks: int, layout: dict[str, int], worlds: dict[int, World], tmp_path: Path
+) -> None:
+    source = build_model_folder(tmp_path / "source", "qwen2", shards="40KB", tie_word_embeddings=False)
+    assert len(list(source.glob("*.safetensors"))) > 2
+    export = tmp_path / "export"
+    settings: dict[str, Any] = {"model": source, "destination": export, **layout}
+    if cut:
+        worlds[ranks].run("ranks.tasks.export_in_files", max_shard_bytes=40e3, **settings)
+        index = json.loads((export / "model.safetensors.index.json").read_text())
+        files = {file.name for file in export.glob("*.safetensors")}
+        assert len(files) > 2
+        assert set(index["weight_map"].values()) == files
+        (export / "config.json").write_bytes((source / "config.json").read_bytes())
+    else:
+        worlds[ranks].run("ranks.tasks.export", **settings)
+        assert [file.name for file in export.glob("*.safetensors")] == ["model.safetensors"]
+    assert_same_tensors(export, source)
+    assert_loads_without_a_word(export)
+
+
+def test_an_export_is_not_written_over(one: World, tmp_path: Path) -> None:
+    source = build_model_folder(tmp_path / "source", "llama")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/mine.txt").write_text("precious")
+    refused = one.run("ranks.tasks.refusal", task="export", model=source, destination=tmp_path / "export")
+    assert (refused["kind"], refused["code"]) == ("NoSpace", 73)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "source"]
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["mine.txt"]

@@ -1,0 +1,34 @@
+"""Training here is the training that one would write by hand with transformers and torch: same losses, same norms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.tasks import CLIP_GRAD
+from ranks.test_layouts import furthest
+from ranks.tiny import build_model_folder
+from ranks.world import World
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        pytest.param("qwen3", {"tie_word_embeddings": True}, id="qwen3-tied"),
+        pytest.param("qwen2", {"tie_word_embeddings": False}, id="qwen2-untied"),
+        pytest.param("mistral", {"sliding_window": 5}, id="mistral-window-of-5"),
+        pytest.param("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, id="llama-tied"),
+    ],
+)
+def test_twenty_steps_by_hand(
+    family: str, settings: dict[str, Any], one: World, samples: Path, tmp_path: Path
+) -> None:
+    model = build_model_folder(tmp_path / "model", family, **settings)
+    ours = one.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2)
+    theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
+    differences = {curve: furthest(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
+    print(family, differences)
+    assert max(differences.values()) < 1e-5
+    assert min(theirs["grad_norm"]) < CLIP_GRAD < max(theirs["grad_norm"])

@@ -1,0 +1,35 @@
+"""Sees every operator that runs, and what it takes and makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the name of each operator, and the shapes and types of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[tuple[str, list[torch.Size]]] = []
+        self.made: list[tuple[str, torch.dtype, int]] = []
+        """Operator, type and number of elements of each result that has memory of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.taken.append((func.overloadpacket.__name__, [tensor.shape for tensor in given]))
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+                elements = result.untyped_storage().nbytes() // result.element_size()
+                self.made.append((func.overloadpacket.__name__, result.dtype, elements))
+        return results
+
+    def largest(self, dtype: torch.dtype) -> int:
+        """Elements of the largest allocation of this type."""
+        return max((elements for _, made, elements in self.made if made == dtype), default=0)

@@ -1,0 +1,129 @@
+"""Projection and cross entropy in one give what the two give apart, without the memory they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.engine import cross_entropy
+from isthmus.engine.cross_entropy import linear_cross_entropy
+from unit.engine.recorder import Recorder
+
+VOCAB, HIDDEN = 300, 16
+
+
+def inputs(tokens: int, dtype: torch.dtype, *, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = (torch.randn(tokens, HIDDEN) * scale).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, VOCAB, (tokens,))
+
+
+def ours(hidden: Tensor, weight: Tensor, labels: Tensor, num_rows: int = VOCAB) -> tuple[Tensor, ...]:
+    loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=num_rows, group=None)
+    return loss, *torch.autograd.grad(loss * 3, (hidden, weight))
+
+
+def exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    loss = torch.nn.functional.cross_entropy(wide_hidden @ wide_weight.t(), labels, reduction="sum")
+    return loss, *torch.autograd.grad(loss * 3, (wide_hidden, wide_weight))
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return ((got.double() - wanted).abs().max() / wanted.abs().max()).item()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 10 * VOCAB)
+    monkeypatch.setattr(cross_entropy, "BLOCK_ELEMENTS", 4 * VOCAB)
+
+
+@pytest.mark.parametrize("tokens", [1, 10, 37])
+@pytest.mark.usefixtures("small_chunks")
+def test_values_and_gradients_over_several_chunks(tokens: int) -> None:
+    given = inputs(tokens, torch.float32)
+    for got, wanted in zip(ours(*given), exact(*given), strict=True):
+        assert error(got, wanted) < 1e-6
+
+
+def test_one_chunk_is_enough_for_few_tokens() -> None:
+    given = inputs(37, torch.float32)
+    for got, wanted in zip(ours(*given), exact(*given), strict=True):
+        assert error(got, wanted) < 1e-6
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_bf16_is_no_worse_than_torch_in_bf16() -> None:
+    given = inputs(37, torch.bfloat16)
+    hidden, weight, labels = given
+    loss = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
+    theirs = (loss, *torch.autograd.grad(loss * 3, (hidden, weight)))
+    for got, other, wanted in zip(ours(*given), theirs, exact(*given), strict=True):
+        assert error(got, wanted) < max(1.5 * error(other, wanted), 1e-6)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_sharp_and_large_logits_stay_finite() -> None:
+    given = inputs(37, torch.float32, scale=1e3)
+    for got, wanted in zip(ours(*given), exact(*given), strict=True):
+        assert got.isfinite().all()
+        assert error(got, wanted) < 1e-5
+
+
+def test_padding_rows_are_neither_seen_nor_moved() -> None:
+    hidden, weight, labels = inputs(37, torch.float32)
+    padded = torch.cat((weight, torch.full((5, HIDDEN), 100.0))).detach().requires_grad_()
+    loss, grad_hidden, grad_weight = ours(hidden, padded, labels)
+    wanted = exact(hidden, weight, labels)
+    assert error(loss, wanted[0]) < 1e-6
+    assert error(grad_hidden, wanted[1]) < 1e-6
+    assert error(grad_weight[:VOCAB], wanted[2]) < 1e-6
+    assert not grad_weight[VOCAB:].any()
+
+
+def test_the_gradient_is_added_to_a_buffer_where_there_is_one() -> None:
+    hidden, weight, labels = inputs(37, torch.float32)
+    weight.main_grad = torch.ones(VOCAB, HIDDEN)
+    weight.grad_added_to_main_grad = False
+    loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=VOCAB, group=None)
+    (loss * 3).backward()
+    assert weight.grad is None and weight.grad_added_to_main_grad
+    assert error(weight.main_grad - 1, exact(hidden, weight, labels)[2]) < 1e-6
+
+
+def test_nothing_learned_is_a_loss_of_nothing() -> None:
+    given = inputs(0, torch.float32)
+    loss, grad_hidden, grad_weight = ours(*given)
+    assert loss.item() == 0
+    assert grad_hidden.shape == (0, HIDDEN) and not grad_weight.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("small_chunks")
+def test_no_logits_of_all_tokens_ever_exist(dtype: torch.dtype) -> None:
+    given = inputs(200, dtype)
+    with Recorder() as seen:
+        ours(*given)
+    # The gradient of the projection is the one large tensor that has to be there.
+    assert seen.largest(torch.float32) <= max(10 * VOCAB, VOCAB * HIDDEN) < 200 * VOCAB
+    assert seen.largest(torch.bfloat16) <= max(10 * VOCAB, VOCAB * HIDDEN)
+
+
+def test_the_recorder_would_see_them() -> None:
+    hidden, weight, labels = inputs(200, torch.bfloat16)
+    with Recorder() as seen:
+        torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels).backward()
+    assert seen.largest(torch.float32) == 200 * VOCAB
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_evaluation_takes_no_gradient() -> None:
+    hidden, weight, labels = inputs(37, torch.float32)
+    wanted = exact(hidden, weight, labels)[0]
+    with torch.no_grad(), Recorder() as seen:
+        loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=VOCAB, group=None)
+    assert error(loss, wanted) < 1e-6
+    assert not any(name.startswith("addmm") for name, _ in seen.taken)

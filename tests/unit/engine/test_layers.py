@@ -1,0 +1,114 @@
+"""Norms and the gated activation: values and gradients against plain formulas."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.engine.activation import SwiGLU
+from isthmus.engine.norm import LayerNorm, RMSNorm
+from unit.engine.recorder import Recorder
+
+
+def config(dtype: torch.dtype, *, sequence_parallel: bool = False) -> Any:
+    return SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel)
+
+
+def norm(kind: type, size: int, dtype: torch.dtype, eps: float) -> Any:
+    module = kind(config(dtype), size, eps)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@pytest.mark.parametrize("shape", [(6, 1, 16), (6, 1, 4, 16)])
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rms_norm(shape: tuple[int, ...], eps: float) -> None:
+    module = norm(RMSNorm, 16, torch.float32, eps)
+    torch.manual_seed(0)
+    x = torch.randn(shape, requires_grad=True)
+    upstream = torch.randn(shape)
+    out = module(x)
+    wanted = rms(x, module.weight, eps)
+    assert torch.allclose(out, wanted, atol=1e-6)
+    got = torch.autograd.grad(out, (x, module.weight), upstream)
+    for mine, reference in zip(got, torch.autograd.grad(wanted, (x, module.weight), upstream), strict=True):
+        assert torch.allclose(mine, reference, atol=1e-5)
+
+
+def test_rms_norm_gradient_in_float64() -> None:
+    module = norm(RMSNorm, 8, torch.float64, 1e-3)
+    x = torch.randn(3, 1, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(module, (x,))
+    assert torch.autograd.gradcheck(
+        lambda weight: torch.func.functional_call(module, {"weight": weight}, (x.detach(),)),
+        (module.weight.detach().clone().requires_grad_(),),
+    )
+
+
+def test_rms_norm_sums_in_float32() -> None:
+    module = norm(RMSNorm, 4096, torch.bfloat16, 1e-6)
+    torch.manual_seed(0)
+    x = torch.randn(4, 1, 4096).bfloat16()
+    wanted = rms(x.double(), module.weight.double(), 1e-6)
+    assert module(x).dtype == torch.bfloat16
+    assert ((module(x).double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-6).all()  # one rounding, at the end
+
+
+def test_rms_norm_of_zeros_has_a_gradient() -> None:
+    module = norm(RMSNorm, 16, torch.float32, 1e-6)
+    x = torch.zeros(2, 1, 16, requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_layer_norm() -> None:
+    module = norm(LayerNorm, 16, torch.float32, 1e-3)
+    x = torch.randn(6, 1, 16)
+    centred = x - x.mean(-1, keepdim=True)
+    wanted = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * module.weight + module.bias
+    assert torch.allclose(module(x), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+@pytest.mark.parametrize("spread", [False, True])
+def test_norms_say_that_their_gradients_are_parts_of_a_sum(kind: type, spread: bool) -> None:
+    module = kind(config(torch.float32, sequence_parallel=spread), 16)
+    assert all(parameter.sequence_parallel == spread for parameter in module.parameters())
+
+
+def test_swiglu() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 1, 12, dtype=torch.float64, requires_grad=True)
+    module = SwiGLU(config(torch.float64))
+    assert torch.allclose(module(x), x[..., :6] / (1 + torch.exp(-x[..., :6])) * x[..., 6:])
+    assert torch.autograd.gradcheck(module, (x,))
+
+
+def test_swiglu_leaves_its_input_and_the_gradient_it_is_given_alone() -> None:
+    x, upstream = torch.randn(5, 1, 12), torch.randn(5, 1, 6)
+    kept = x.clone(), upstream.clone()
+    x.requires_grad_()
+    SwiGLU(config(torch.float32))(x).backward(upstream)
+    assert torch.equal(x, kept[0]) and torch.equal(upstream, kept[1])
+
+
+def test_swiglu_keeps_nothing_but_its_input() -> None:
+    x = torch.randn(64, 1, 128, requires_grad=True)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.data_ptr()), t)[1], lambda t: t):
+        SwiGLU(config(torch.float32))(x)
+    assert saved == [x.data_ptr()]
+    with Recorder() as seen:
+        SwiGLU(config(torch.float32))(x).sum().backward()
+    assert seen.largest(torch.float32) == x.numel()

@@ -1,0 +1,84 @@
+"""Rotary positions are transformers', for every kind of scaling, and their gradient is right."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from isthmus.engine.rope import inverse_frequencies, rotate, rotation_table
+from isthmus.families.architecture import Architecture
+from isthmus.families.registry import family_for
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "large-theta": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama-3.1": LLAMA3 | {"rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 8192},
+    "llama-3.2": LLAMA3 | {"rope_theta": 500000.0, "factor": 32.0, "original_max_position_embeddings": 8192},
+    # None of the constants is the one that Megatron-Core has fixed.
+    "own-constants": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 3.0,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 9.0,
+        "original_max_position_embeddings": 1000,
+    },
+}
+
+
+def both(rope: str) -> tuple[LlamaConfig, Architecture]:
+    config = LlamaConfig(**SIZES, max_position_embeddings=131072, rope_parameters=dict(ROPES[rope]))
+    return config, family_for(config.to_dict()).to_architecture(config.to_dict())
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies(rope: str) -> None:
+    config, architecture = both(rope)
+    ours, theirs = inverse_frequencies(architecture), LlamaRotaryEmbedding(config).inv_freq
+    assert ours.dtype == torch.float32
+    assert torch.allclose(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_every_scaling_differs_from_none() -> None:
+    for rope in ("linear", "llama-3.1", "llama-3.2", "own-constants"):
+        _, architecture = both(rope)
+        plain = inverse_frequencies(dataclasses.replace(architecture, rope_scaling=None))
+        assert not torch.allclose(inverse_frequencies(architecture), plain, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotation(rope: str) -> None:
+    config, architecture = both(rope)
+    torch.manual_seed(0)
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 8191])  # two packed samples
+    q, k = torch.randn(len(positions), 4, 64), torch.randn(len(positions), 2, 64)
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
+    wanted_q, wanted_k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    table = rotation_table(inverse_frequencies(architecture), positions, torch.float32)
+    # At position 8191 an angle in float32 is good to about 5e-4.
+    assert torch.allclose(rotate(q, table)[:8], wanted_q[0].transpose(0, 1)[:8], atol=1e-5)
+    assert torch.allclose(rotate(k, table)[:8], wanted_k[0].transpose(0, 1)[:8], atol=1e-5)
+    assert torch.allclose(rotate(q, table), wanted_q[0].transpose(0, 1), atol=5e-3)
+
+
+def test_the_angles_of_far_positions_are_not_rounded_to_bf16() -> None:
+    _, architecture = both("default")
+    frequencies = inverse_frequencies(architecture)
+    positions = torch.tensor([4097])
+    near = rotation_table(frequencies, positions, torch.bfloat16).float()
+    assert torch.allclose(near, rotation_table(frequencies, positions, torch.float32), atol=4e-3)
+
+
+def test_gradient_of_the_rotation() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True)
+    table = rotation_table(torch.rand(4), torch.arange(5), torch.float64)
+    assert torch.autograd.gradcheck(lambda given: rotate(given, table), (x,))
