@@ -1,0 +1,49 @@
+"""Upstream's defects are still there, and mended. A test that fails in its first half says: drop the mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranks.world import World
+
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
+
+
+def stderr_of(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return done.stderr
+
+
+def test_random_state_on_cpu(one: World) -> None:
+    found = one.run("unit.engine.upstream.random_state")
+    assert not found["upstream"], "megatron-core sets the CPU's random state now: drop compat.random_state_on_cpu"
+    assert found["mended"]
+
+
+def test_quiet_missing_extensions() -> None:
+    noise = stderr_of("import megatron.core.optimizer, megatron.core.distributed")
+    assert "Apex" in noise, "megatron-core no longer warns on import: drop compat.quiet_missing_extensions"
+    assert stderr_of("import isthmus.engine.optimizer, isthmus.engine.checkpoint, isthmus.engine.step") == ""
+
+
+def test_fill_adam_state(one: World, models: dict[str, Path], samples: Path) -> None:
+    found = one.run("unit.engine.upstream.state_before_the_first_step", model=models["llama-tied"], samples=samples)
+    assert found["upstream"] == "fails", "the state dict works before the first step now: drop compat.fill_adam_state"
+    assert found["mended"] == 0
+
+
+def test_load_adam(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+    found = one.run("unit.engine.upstream.loading", model=models["llama-tied"], samples=samples, root=tmp_path)
+    own_and_right = [True, [1.0]]
+    assert found["upstream"] != own_and_right, "megatron-core loads AdamW's state now: drop compat.load_adam"
+    assert found["mended"] == own_and_right
+
+
+def test_keep_bucket_padding(two: World, models: dict[str, Path], samples: Path) -> None:
+    found = two.run("unit.engine.upstream.misplaced", model=models["qwen3-tied"], samples=samples)
+    assert found["upstream"] > 10, "the optimizer's state is cut in the right places now: drop keep_bucket_padding"
+    assert found["mended"] == 0

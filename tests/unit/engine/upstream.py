@@ -1,0 +1,98 @@
+"""Run in a rank's process: does megatron-core still do what engine/compat.py mends?
+
+Each returns what upstream does by itself, and what it does with the mend.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.tensor_parallel import random
+
+from isthmus.engine import checkpoint, compat
+from isthmus.engine.optimizer import distributed_optimizer
+from ranks.tasks import start
+
+
+def random_state() -> dict[str, bool]:
+    """Whether setting the random state sets it."""
+
+    def sets(module: Any) -> bool:
+        state = torch.get_rng_state()
+        torch.rand(3)
+        module._set_cuda_rng_state(state)
+        return torch.equal(torch.get_rng_state(), state)
+
+    spec = importlib.util.find_spec(random.__name__)
+    assert spec is not None and spec.loader is not None
+    untouched = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(untouched)
+    mended = sets(random)
+    return {"upstream": sets(untouched), "mended": mended}
+
+
+def state_before_the_first_step(*, model: str, samples: str) -> dict[str, Any]:
+    """What the optimizer's state dict is before a step."""
+    optimizer = distributed_optimizer(start(model=model, samples=samples).stepper.optimizer)
+    try:
+        optimizer.state_dict()
+    except AssertionError:
+        upstream = "fails"
+    else:
+        upstream = "works"
+    compat.fill_adam_state(optimizer.optimizer)
+    return {"upstream": upstream, "mended": optimizer.state_dict()["optimizer"]["param_groups"][0]["step"]}
+
+
+def loading(*, model: str, samples: str, root: str) -> dict[str, Any]:
+    """Save after a step, then load into a new optimizer: into how many places its step counts go, and what they are."""
+    layout = {"model": model, "samples": samples}
+    training = start(**layout)
+    training.stepper.train_step(training.batches.step(0))
+    sizes = training.session.blueprint.sizes
+    folder = checkpoint.save(Path(root), training.stepper, checkpoint.Progress(step=1, data=""), sizes, keep=1)
+    return {"upstream": _load(folder, layout, mended=False), "mended": _load(folder, layout, mended=True)}
+
+
+def _load(folder: Path, layout: dict[str, Any], *, mended: bool) -> Any:
+    stepper = start(**layout).stepper
+    optimizer = distributed_optimizer(stepper.optimizer)
+    state = checkpoint._state(stepper, is_loading=True)
+    loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)["optimizer"]
+    try:
+        if mended:
+            compat.load_adam(optimizer, loaded)
+        else:
+            optimizer.load_state_dict(loaded)
+    except (KeyError, AssertionError) as error:
+        return type(error).__name__
+    steps = [state["step"] for state in optimizer.optimizer.state.values()]
+    return [len({step.data_ptr() for step in steps}) == len(steps), sorted({step.item() for step in steps})]
+
+
+def misplaced(*, model: str, samples: str) -> dict[str, int]:
+    """On the last of two stages of a tied model: parameters of which something else would be saved."""
+    import torch.distributed as dist
+
+    training = start(model=model, samples=samples, pp=2, micro_batch_size=2)
+    training.stepper.train_step(training.batches.step(0))
+    optimizer = distributed_optimizer(training.stepper.optimizer)
+    found = {"upstream": _misplaced(training, optimizer)}
+    compat.keep_bucket_padding(optimizer)
+    compat.keep_bucket_padding(optimizer)
+    found["mended"] = _misplaced(training, optimizer)
+    every: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return every[-1]
+
+
+def _misplaced(training: Any, optimizer: Any) -> int:
+    weights = training.stepper.model.module.sharded_state_dict(metadata=checkpoint._metadata())
+    state = optimizer.sharded_state_dict(weights, metadata=checkpoint._metadata())["param_state"]
+    (buffer,) = optimizer.buffers
+    pairs = zip(buffer.param_index_map, state.values(), strict=True)
+    return sum(not torch.equal(parameter.detach(), tensors["param"].data) for parameter, tensors in pairs)

@@ -1,0 +1,67 @@
+"""The benchmarks keep running, say what they claim to, and their certificates name no folder of the machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CERTIFICATE = {"date", "commit", "dirty", "command", "platform", "cpu", "cores", "python", "packages"}
+
+
+def run(repository: Path, out: Path, script: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(repository / "benchmarks" / script), "--quick", "--rounds", "1", "--threads", "1"]
+    done = subprocess.run(
+        [*command, "--out", str(out), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert result["certificate"].keys() >= CERTIFICATE
+    assert str(out.parent) not in json.dumps(result)
+    return result
+
+
+def test_fine_tuning(repository: Path, tmp_path: Path) -> None:
+    contestants = ["isthmus", "isthmus-packed"]
+    rivals = importlib.util.find_spec("accelerate") and importlib.util.find_spec("datasets")
+    if rivals:
+        contestants.insert(1, "trainer-padded")
+    result = run(
+        repository, tmp_path / "sft.json", "sft_cpu.py", "--precision", "fp32", "--only", ",".join(contestants)
+    )
+    rows = {row["contestant"]: row for row in result["rows"]}
+    assert list(rows) == contestants
+    assert all(row["tokens_per_s"] > 0 and row["peak_rss_gib"] > 0 for row in rows.values())
+    assert 0 < rows["isthmus"]["executed_share_of_ceiling"] < rows["isthmus"]["all_logits_share_of_ceiling"]
+    assert sum(result["profile"]["isthmus fp32"]["percent"].values()) == pytest.approx(100, abs=0.1)
+    if rivals:  # same weights, samples, masks and normalisation
+        assert rows["isthmus"]["first_loss"] == pytest.approx(rows["trainer-padded"]["first_loss"], rel=1e-5)
+
+
+def test_loading(repository: Path, tmp_path: Path) -> None:
+    result = run(repository, tmp_path / "load.json", "load_weights.py", "--precision", "fp32")
+    rows = {row["contestant"]: row for row in result["rows"]}
+    assert all(row["time_s"] > 0 for row in rows.values())
+    assert rows["isthmus-training"]["weight_bytes"] == rows["from-pretrained"]["weight_bytes"]
+
+
+def test_an_unknown_contestant_is_refused(repository: Path) -> None:
+    for script in ("sft_cpu.py", "load_weights.py"):
+        done = subprocess.run(
+            [sys.executable, str(repository / "benchmarks" / script), "--only", "isthmos"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2
+        assert "not known: isthmos" in done.stderr
