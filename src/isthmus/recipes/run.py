@@ -16,14 +16,15 @@ from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.data.prepare import PrepareReport
 from isthmus.data.store import SampleStore
-from isthmus.engine.groups import agree, close_groups, world_from_environment
+from isthmus.engine.groups import Position, agree, close_groups, open_groups
 from isthmus.errors import UsageError
 from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
+from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
 from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
-from isthmus.recipes.session import blueprint, open_session, use_threads
+from isthmus.recipes.session import Blueprint, Session, blueprint, build_session, use_threads
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
 from isthmus.train.stop import StopFlag
@@ -50,6 +51,22 @@ class RunResult:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a run stands on, known before its ranks meet; most mistakes show here, in every rank alike."""
+
+    config: RunConfig
+    folder: RunFolder
+    resume: Path | None
+    """The checkpoint to go on from."""
+    plans: Blueprint
+    tokenizer: Tokenizer
+    platform: Platform
+    precision: str
+    said: tuple[str, ...]
+    """What was decided, and why, for the user."""
+
+
 def run(config: RunConfig, prepare: PrepareFor) -> RunResult:
     """Train as ``config`` says and export; every rank calls it.
 
@@ -57,58 +74,56 @@ def run(config: RunConfig, prepare: PrepareFor) -> RunResult:
         IsthmusError: with the exit code that belongs to what went wrong; a run that was asked to stop raises
             ``Preempted`` after saving.
     """
-    rank, world_size, _ = world_from_environment()
-    stop = StopFlag()
-    stop.install()
-    try:
-        folder = RunFolder(Path(config.out))
-        resume = folder.checkpoint_to_resume(config.checkpoint.resume)
-        plans = blueprint(config)
-        check_files(config)
-        tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        platform = detect(config.platform)
-        said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}"]
-        said += [f"{name}={value}: {why}" for name, (value, why) in apply_env(platform).items()]
-        precision, why = platform.default_precision()
-        if config.train.precision is not None:
-            precision, why = config.train.precision, "train.precision"
-            supported, reason = platform.supports(precision)
-            if not supported:
-                raise UsageError(
-                    f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32."
-                )
-        said.append(f"precision {precision}: {why}")
-        said += filter(None, [use_threads(platform, config.train.threads)])
-        session = open_session(config, plans, platform, precision)
-        reporter = Reporter(
-            folder.root, is_main=rank == 0, tensorboard=config.logging.tensorboard, every=config.logging.every
-        )
-        with reporter:
-            for line in said:
-                reporter.say(line)
-            return _train(config, session, tokenizer, folder, resume, prepare, reporter, stop, world_size, precision)
-    finally:
-        stop.uninstall()
-        close_groups()
+    with StopFlag() as stop:
+        try:
+            ground = survey(config)
+            position = open_groups(ground.plans.sizes, ground.platform, seed=config.train.seed)
+            logging = config.logging
+            with Reporter(
+                ground.folder.root,
+                is_main=position.rank == 0,
+                tensorboard=logging.tensorboard,
+                every=logging.every,
+                device="rank" if ground.platform.device_type == "cpu" else "GPU",
+            ) as reporter:
+                for line in ground.said:
+                    reporter.say(line)
+                return _train(ground, position, prepare, reporter, stop)
+        finally:
+            close_groups()
 
 
-def _train(
-    config: RunConfig,
-    session: Any,
-    tokenizer: Tokenizer,
-    folder: RunFolder,
-    resume: Path | None,
-    prepare: PrepareFor,
-    reporter: Reporter,
-    stop: StopFlag,
-    world_size: int,
-    precision: str,
-) -> RunResult:
+def survey(config: RunConfig) -> Ground:
+    """Look at everything that can be looked at without the other ranks.
+
+    Raises:
+        IsthmusError: an input is absent or damaged, or the config asks for what cannot be.
+    """
+    folder = RunFolder(Path(config.out))
+    resume = folder.checkpoint_to_resume(config.checkpoint.resume)
+    plans = blueprint(config)
+    check_files(config)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    platform = detect(config.platform)
+    precision, why = platform.default_precision()
+    if config.train.precision is not None:
+        precision, why = config.train.precision, "train.precision"
+        supported, reason = platform.supports(precision)
+        if not supported:
+            raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
+    environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
+    threads = use_threads(platform, config.train.threads)
+    said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *environment]
+    said += [f"precision {precision}: {why}", *([threads] if threads else [])]
+    return Ground(config, folder, resume, plans, tokenizer, platform, precision, tuple(said))
+
+
+def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Reporter, stop: StopFlag) -> RunResult:
     from isthmus.engine import checkpoint
     from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 
-    plans, platform, main = session.blueprint, session.platform, session.position.rank == 0
+    config, folder, plans, main = ground.config, ground.folder, ground.plans, position.rank == 0
     text = dump(config)
     checks = ExitStack()
     agree(lambda: checks.enter_context(folder.checking(text)) if main else None)
@@ -116,27 +131,28 @@ def _train(
         corpus = load_corpus(
             config,
             folder.data,
-            tokenizer,
-            partial(prepare, config, tokenizer),
+            ground.tokenizer,
+            partial(prepare, config, ground.tokenizer),
             vocab_size=plans.architecture.vocab_size,
-            resume=resume,
+            resume=ground.resume,
             say=reporter.say,
         )
-        batches, held_out = corpus.batches(config, session.position, plans.sizes.dp)
+        batches, held_out = corpus.batches(config, position, plans.sizes.dp)
         steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
+        session = build_session(config, plans, ground.platform, position, ground.precision)
         settings = OptimizerSettings(total_steps=steps, **config.optim.model_dump())
         optimizer = build_optimizer(session.model, settings)
         stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings))
         fingerprint = corpus.fingerprint(config)
         start = 0
-        if resume is not None:
-            progress = checkpoint.load(resume, stepper, plans.sizes)
-            check_fingerprint(progress.data, fingerprint, resume)
+        if ground.resume is not None:
+            progress = checkpoint.load(ground.resume, stepper, plans.sizes)
+            check_fingerprint(progress.data, fingerprint, ground.resume)
             start = progress.step
-            reporter.say(f"resumed from {resume} at step {start}")
+            reporter.say(f"resumed from {ground.resume} at step {start}")
         if start > steps:
-            raise UsageError(f"{resume} is at step {start}, beyond this run's {steps} steps. Raise train.steps.")
-        agree(lambda: folder.begin(text, fresh=resume is None) if main else None)
+            raise UsageError(f"{ground.resume} is at step {start}, beyond this run's {steps} steps. Raise train.steps.")
+        agree(lambda: folder.begin(text, fresh=ground.resume is None) if main else None)
     reporter.begin(total_steps=steps, start=start)
 
     def save(step: int) -> None:
@@ -144,21 +160,20 @@ def _train(
         path = checkpoint.save(folder.checkpoints, stepper, progress, plans.sizes, keep=config.checkpoint.keep)
         reporter.say(f"saved {path}")
 
-    dtype = {"source": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.export_dtype]
-
     def export(step: int | None) -> None:
-        destination = folder.export(step)
-        session.export(destination, tokenizer, dtype=dtype, replace=True)
-        reporter.say(f"exported {destination}")
+        _export(ground, session, step)
+        reporter.say(f"exported {folder.export(step)}")
 
     loop = Loop(
         stepper,
         batches,
         held_out,
         architecture=plans.architecture,
-        position=session.position,
+        position=position,
         device=Device(
-            world_size=world_size, peak_tflops=platform.peak_tflops(precision), memory_gib=platform.memory_gib
+            world_size=plans.sizes.world_size,
+            peak_tflops=ground.platform.peak_tflops(ground.precision),
+            memory_gib=ground.platform.memory_gib,
         ),
         reporter=reporter,
         save=save,
@@ -187,3 +202,8 @@ def _train(
         valid_loss=outcome.valid_loss,
         tokens_per_s=outcome.tokens_per_s,
     )
+
+
+def _export(ground: Ground, session: Session, step: int | None) -> None:
+    dtype = {"source": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[ground.config.model.export_dtype]
+    session.export(ground.folder.export(step), ground.tokenizer, dtype=dtype, replace=True)

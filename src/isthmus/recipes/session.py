@@ -162,16 +162,37 @@ class Session:
 def open_session(
     config: RunConfig, plans: Blueprint, platform: Platform, precision: str, *, training: bool = True
 ) -> Session:
-    """Join the ranks, build this rank's stage and fill it straight from the model folder.
+    """Join the ranks and build this rank's part of the model; see :func:`build_session`."""
+    position = open_groups(plans.sizes, platform, seed=config.train.seed)
+    return build_session(config, plans, platform, position, precision, training=training)
+
+
+def build_session(
+    config: RunConfig,
+    plans: Blueprint,
+    platform: Platform,
+    position: Position,
+    precision: str,
+    *,
+    training: bool = True,
+) -> Session:
+    """Build this rank's stage of the model and fill it straight from the model folder.
+
+    Args:
+        config: says where the weights come from and what is recomputed.
+        plans: the architecture and its layout.
+        platform: of this process.
+        position: of this rank, from ``open_groups``.
+        precision: ``fp32`` or ``bf16``.
+        training: whether gradients are wanted, in buffers that the distributed optimizer shares out.
 
     Raises:
         MissingInput, DataError: the folder holds no weights (and ``model.init`` is not ``random``) or not the right.
     """
-    dtype = DTYPES[precision]
-    position = open_groups(plans.sizes, platform, seed=config.train.seed)
     from isthmus.engine.model import build_model, live_tensors, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
 
+    dtype = DTYPES[precision]
     settings = transformer_config(plans.architecture, plans.sizes, dtype=dtype, recompute=config.train.recompute)
     model: Any = build_model(plans.architecture, settings)
     if training:
