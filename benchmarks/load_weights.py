@@ -81,7 +81,7 @@ def measure(chosen: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 def _row(name: str, precision: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"contestant": name, "precision": precision}
-    for key in ("time_s", "peak_rss_gib", "rss_added_gib", "anonymous_rss_gib"):
+    for key in ("time_s", "peak_rss_gib", "rss_added_gib", "anonymous_rss_gib", "others_cpu_use"):
         row[key], row[f"{key}_rounds"] = median(turns, key), spread(turns, key)
     return row | {key: turns[0][key] for key in turns[0] if key.endswith(("_parts_s", "_bytes"))}
 

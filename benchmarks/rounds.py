@@ -85,6 +85,33 @@ def turn_files() -> tuple[dict[str, Any], Path]:
     return spec, Path(answer)
 
 
+class CpuWatch:
+    """Who had the processor since the watch began: this process and its children, or others and the hypervisor."""
+
+    def __init__(self) -> None:
+        """Begin."""
+        self._wall_s, self._own_s, self._all_s = time.perf_counter(), _own_cpu_s(), _machine_cpu_s()
+
+    def shares(self) -> dict[str, float]:
+        """``cpu_use`` by this process and ``others_cpu_use`` by all else, both as a share of all cores' time."""
+        total_s = (time.perf_counter() - self._wall_s) * (os.cpu_count() or 1)
+        own_s = _own_cpu_s() - self._own_s
+        others_s = max(0.0, _machine_cpu_s() - self._all_s - own_s)
+        return {"cpu_use": own_s / total_s, "others_cpu_use": others_s / total_s}
+
+
+def _own_cpu_s() -> float:
+    """Processor time of this process and of the children it has waited for."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
+def _machine_cpu_s() -> float:
+    """Time that all cores were not idle since the machine started, as /proc/stat counts it."""
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def peak_rss_gib() -> float:
     """Most memory this process has held so far, file pages it mapped included. GiB = 2^30 bytes."""
     return _status("VmHWM")

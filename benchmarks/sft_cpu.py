@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from certificate import certificate, cores, result_path, write_result
-from rounds import median, run_turn, spread, take_turns
+from rounds import median, spread, take_turns
 from sft.workload import TINY, Shape, Turn, make_workload
 
 ISTHMUS, HUGGINGFACE, CEILING = "sft.isthmus_turn", "sft.huggingface_turn", "sft.ceiling"
@@ -32,8 +32,8 @@ CONTESTANTS = {
     "trl-packed": (HUGGINGFACE, "trl-packed"),
 }
 CEILING_WANTED = {"fp32": 0.85, "bf16": 0.60}
-QUIET_CPU_USE = 0.9
-"""Of the cores; a turn that had less shared them with somebody else, and its figures are no measurement."""
+MOST_FOR_OTHERS = 0.05
+"""Share of the cores' time that other processes may have had in a turn; beyond it, its figures are no measurement."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -76,14 +76,14 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     ceilings: dict[str, Any] = {}
     profiles: dict[str, Any] = {}
-    starved: list[str] = []
+    disturbed: list[str] = []
     turn: dict[str, Any] = {"folder": str(folder), "seq_length": seq_length}
     turn["timed_tokens"] = 1 if chosen.quick else drawn["tokens"] - drawn["samples"]
     for precision in chosen.precision:
         print(precision, flush=True)
         asked = {name: CONTESTANTS[name] for name in chosen.only}
         contestants = {
-            name: (module, Turn(precision=precision, style=style, **turn).spec())
+            name: (module, Turn(precision=precision, style=style, profile=chosen.profile, **turn).spec())
             for name, (module, style) in asked.items()
         }
         ceiling_spec = {
@@ -104,22 +104,19 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "own_shapes_gflops": max(spread(ceiling, "own_shapes_gflops")),
             "rounds": ceiling,
         }
-        starved += [
-            f"{precision} {name} round {number + 1}: {turn_result['cpu_use']:.0%}"
+        disturbed += [
+            f"{precision} {name} round {number + 1}: {turn_result['others_cpu_use']:.0%}"
             for name, turns in ({"ceiling": ceiling} | results).items()
             for number, turn_result in enumerate(turns)
-            if turn_result["cpu_use"] < QUIET_CPU_USE
+            if turn_result["others_cpu_use"] > MOST_FOR_OTHERS
         ]
         rows += [_row(name, precision, turns, ceilings[precision]) for name, turns in results.items()]
-        if chosen.profile:
-            for name in (name for name in chosen.only if CONTESTANTS[name][0] == ISTHMUS):
-                module, spec = contestants[name]
-                profiled = run_turn(module, spec | {"profile": True}, threads=chosen.threads)
-                profiles[f"{name} {precision}"] = profiled["profile"]
+        profiled = {name: turns[-1]["profile"] for name, turns in results.items() if "profile" in turns[-1]}
+        profiles |= {f"{name} {precision}": profile for name, profile in profiled.items()}
     return workload | {
         "settings": turn | {"folder": None, "rounds": chosen.rounds, "threads": chosen.threads},
-        "quiet": not starved,
-        "starved_turns": starved,
+        "quiet": not disturbed,
+        "disturbed_turns": disturbed,
         "ceiling": ceilings,
         "rows": rows,
         "claims": claims(rows),
@@ -135,6 +132,7 @@ def _row(name: str, precision: str, turns: list[dict[str, Any]], ceiling: dict[s
         "tokens_per_s": median(turns, "tokens_per_s"),
         "tokens_per_s_rounds": spread(turns, "tokens_per_s"),
         "cpu_use_rounds": spread(turns, "cpu_use"),
+        "others_cpu_use_rounds": spread(turns, "others_cpu_use"),
         "peak_rss_gib": median(turns, "peak_rss_gib"),
         "peak_rss_gib_rounds": spread(turns, "peak_rss_gib"),
         "rss_before_training_gib": median(turns, "rss_before_training_gib"),
@@ -195,7 +193,7 @@ def show(result: dict[str, Any]) -> None:
     for name, profile in result["profile"].items():
         print(f"{name}: " + ", ".join(f"{kind} {share:.1f}%" for kind, share in profile["percent"].items()))
     if not result["quiet"]:
-        print(f"NOT QUIET, so no measurement: {'; '.join(result['starved_turns'])}")
+        print(f"NOT QUIET, so no measurement: {'; '.join(result['disturbed_turns'])}")
     for claim in result["claims"]:
         verdict = "holds" if claim["holds"] else "FAILS"
         print(f"{verdict}  {claim['claim']}: {claim['got']:.3f} (wanted {claim['wanted']})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ TINY = Shape(
 
 
 def write_model(folder: Path, shape: Shape, precision: str) -> dict[str, Any]:
-    """Write the folder with random weights and read its file once, so that its pages are in the cache."""
+    """Write the folder with random weights and read its file once: its pages are on the disk and in the cache."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -42,6 +43,7 @@ def write_model(folder: Path, shape: Shape, precision: str) -> dict[str, Any]:
     model.save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
     with file.open("rb", buffering=0) as pages:
+        os.fsync(pages.fileno())  # or an early turn would share the disk with them
         while pages.read(1 << 24):
             pass
     return {"parameters": sum(p.numel() for p in model.parameters()), "file_bytes": file.stat().st_size}

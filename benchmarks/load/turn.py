@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rounds import anonymous_rss_gib, peak_rss_gib, rss_gib, turn_files
+from rounds import CpuWatch, anonymous_rss_gib, peak_rss_gib, rss_gib, turn_files
 
 
 def copy_file(folder: Path) -> dict[str, Any]:
@@ -18,11 +17,11 @@ def copy_file(folder: Path) -> dict[str, Any]:
     (file,) = folder.glob("*.safetensors")
     target = folder / "copy"
     before_gib = rss_gib()
-    started_s = time.perf_counter()
+    watch, started_s = CpuWatch(), time.perf_counter()
     subprocess.run(["cp", str(file), str(target)], check=True)
-    time_s = time.perf_counter() - started_s
+    time_s, cpu = time.perf_counter() - started_s, watch.shares()
     target.unlink()
-    return _result(time_s, before_gib, file.stat().st_size)
+    return _result(time_s, before_gib, file.stat().st_size) | cpu
 
 
 def transformers_model(folder: Path, *, own: bool) -> dict[str, Any]:
@@ -34,10 +33,10 @@ def transformers_model(folder: Path, *, own: bool) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401  # the class is imported lazily
 
     before_gib = rss_gib()
-    started_s = time.perf_counter()
+    watch, started_s = CpuWatch(), time.perf_counter()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     read = touch((parameter.detach() for parameter in model.parameters()), write=own)
-    return _result(time.perf_counter() - started_s, before_gib, read)
+    return _result(time.perf_counter() - started_s, before_gib, read) | watch.shares()
 
 
 def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
     from isthmus.engine.optimizer import wrap_data_parallel
 
     before_gib = rss_gib()
-    started_s = time.perf_counter()
+    watch, started_s = CpuWatch(), time.perf_counter()
     source = ModelFolder.open(folder)
     family = family_for(source.config)
     architecture = family.to_architecture(source.config)
@@ -70,7 +69,7 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
     import_weights(live, family, architecture, source, tp_rank=0, tp_size=1, padded_vocab_size=vocab)
     filled_s = time.perf_counter()
     read = touch(live.values())
-    result = _result(time.perf_counter() - started_s, before_gib, read)
+    result = _result(time.perf_counter() - started_s, before_gib, read) | watch.shares()
     close_groups()
     return result | {"first_round_parts_s": {"build": built_s - started_s, "fill": filled_s - built_s}}
 
@@ -104,7 +103,6 @@ def _result(time_s: float, before_gib: float, num_bytes: int) -> dict[str, Any]:
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """The turn that ``spec`` asks for."""
     folder = Path(spec["folder"])
-    os.sync()  # pages that an earlier turn wrote are not to be flushed on this one's time
     if spec["contestant"] == "cp":
         return copy_file(folder)
     if spec["contestant"].startswith("from-pretrained"):

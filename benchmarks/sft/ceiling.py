@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rounds import turn_files
+from rounds import CpuWatch, turn_files
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -55,7 +55,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     def drawn(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns).to(dtype)
 
-    started_s, cpu_s = time.perf_counter(), time.process_time()
+    watch = CpuWatch()
     squares = {str(n): best_gflops(drawn(n, n), drawn(n, n), budget_s) for n in spec["squares"]}
     shapes: dict[str, float] = {}
     flops = seconds = 0.0
@@ -68,15 +68,15 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             shapes[f"{name} {way} {a.size(0)}x{a.size(1)}x{b.size(1)}"] = rate
             work = 2.0 * tokens * inputs * outputs * times
             flops, seconds = flops + work, seconds + work / rate / 1e9
-    busy = (time.process_time() - cpu_s) / (time.perf_counter() - started_s) / torch.get_num_threads()
+    cpu = watch.shares()
     best, own = max(*squares.values(), *shapes.values()), flops / seconds / 1e9
-    return {
+    others = f"others had {cpu['others_cpu_use']:.0%} of the cores"
+    return cpu | {
         "gflops": best,
         "own_shapes_gflops": own,
-        "cpu_use": busy,
         "squares": squares,
         "shapes": shapes,
-        "line": f"{best:8.1f} GFLOP/s, the model's own shapes {own:.1f}  cores busy {busy:.0%}",
+        "line": f"{best:8.1f} GFLOP/s, the model's own shapes {own:.1f}  {others}",
     }
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-from rounds import peak_rss_gib, rss_gib
+from rounds import CpuWatch, peak_rss_gib, rss_gib
 
 from sft.workload import Turn
 
@@ -19,8 +18,7 @@ class Clock:
         self._turn = turn
         self._rss_before_gib = rss_gib()
         self._steps = 0
-        self._cpu_s = 0.0
-        self._cpu_at_s = time.process_time()
+        self._watch = CpuWatch()
         self._at_s = time.perf_counter()
         self.times_s: list[float] = []
         self.tokens: list[int] = []
@@ -33,8 +31,8 @@ class Clock:
         if self._steps > self._turn.warmup_steps:
             self.times_s.append(now_s - self._at_s)
             self.tokens.append(num_tokens)
-            self._cpu_s += time.process_time() - self._cpu_at_s
-        self._cpu_at_s = time.process_time()
+        elif self._steps == self._turn.warmup_steps:
+            self._watch = CpuWatch()
         self._at_s = time.perf_counter()
 
     @property
@@ -45,14 +43,14 @@ class Clock:
     def result(self) -> dict[str, Any]:
         """The figures of one turn."""
         speed = sum(self.tokens) / sum(self.times_s)
-        busy = self._cpu_s / sum(self.times_s) / torch.get_num_threads()
-        return {
+        cpu, peak_gib = self._watch.shares(), peak_rss_gib()
+        others = f"others had {cpu['others_cpu_use']:.0%} of the cores"
+        return cpu | {
             "tokens_per_s": speed,
-            "cpu_use": busy,
             "step_times_s": self.times_s,
             "step_tokens": self.tokens,
             "first_loss": self.losses[0] if self.losses else None,
-            "peak_rss_gib": peak_rss_gib(),
+            "peak_rss_gib": peak_gib,
             "rss_before_training_gib": self._rss_before_gib,
-            "line": f"{speed:8.1f} tokens/s  peak {peak_rss_gib():.2f} GiB  cores busy {busy:.0%}",
+            "line": f"{speed:8.1f} tokens/s  peak {peak_gib:.2f} GiB  {others}",
         }

@@ -50,12 +50,6 @@ def run(turn: Turn) -> dict[str, Any]:
         packing=packed,
         shuffle=packed,
     )
-    if turn.profile:
-        from sft.step_profile import profile_steps
-
-        stepper.train_step(batches.step(0))
-        return {"profile": profile_steps(lambda step: stepper.train_step(batches.step(step)), optimizer)}
-
     clock, step, executed, model_flops = Clock(turn), 0, 0.0, 0.0
     while not clock.enough:
         lines = batches.step(step)
@@ -69,10 +63,15 @@ def run(turn: Turn) -> dict[str, Any]:
             model_flops += flops_per_batch(plans.architecture, num_tokens, squares)
         step += 1
     timed_s = sum(clock.times_s)
-    return clock.result() | {
+    result = clock.result() | {
         "executed_gflops": executed / timed_s / 1e9,
         "all_logits_gflops": model_flops / timed_s / 1e9,
     }
+    if turn.profile:
+        from sft.step_profile import profile_step
+
+        result["profile"] = profile_step(lambda: stepper.train_step(batches.step(step)), optimizer)
+    return result
 
 
 if __name__ == "__main__":

@@ -22,16 +22,15 @@ KINDS = (
 OPTIMIZER, OUTSIDE = "optimizer", "Python and everything else"
 
 
-def profile_steps(step: Callable[[int], Any], optimizer: Any, *, steps: int = 2) -> dict[str, Any]:
-    """Run steps 1, 2, ... under torch's profiler and share their wall time out among kinds of work.
+def profile_step(step: Callable[[], Any], optimizer: Any) -> dict[str, Any]:
+    """Run ``step`` under torch's profiler and share its wall time out among kinds of work.
 
     Args:
-        step: runs the step of that number.
+        step: one training step.
         optimizer: its ``step`` is counted as one kind, whatever it consists of.
-        steps: how many.
 
     Returns:
-        ``percent`` by kind, ``operations`` with the largest shares, and the wall time of a step, which the profiler
+        ``percent`` by kind, ``operations`` with the largest shares, and the wall time of the step, which the profiler
         itself lengthens.
     """
     update = optimizer.step
@@ -44,8 +43,7 @@ def profile_steps(step: Callable[[int], Any], optimizer: Any, *, steps: int = 2)
     try:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             started_s = time.perf_counter()
-            for number in range(1, steps + 1):
-                step(number)
+            step()
             wall_s = time.perf_counter() - started_s
     finally:
         optimizer.step = update
@@ -58,7 +56,7 @@ def profile_steps(step: Callable[[int], Any], optimizer: Any, *, steps: int = 2)
     kinds[OUTSIDE] += max(0.0, wall_s - sum(kinds.values()))
     largest = sorted(operations.items(), key=lambda item: -item[1])[:24]
     return {
-        "wall_s_per_step": wall_s / steps,
+        "wall_s": wall_s,
         "percent": {kind: 100 * s / wall_s for kind, s in sorted(kinds.items(), key=lambda item: -item[1])},
         "operations": {name: 100 * s / wall_s for name, s in largest},
     }

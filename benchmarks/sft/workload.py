@@ -62,7 +62,7 @@ class Turn:
     """And at least as many steps as this."""
     lr: float = 1e-4
     profile: bool = False
-    """Say where a step's time goes instead of measuring its speed."""
+    """After the timed steps, run one more and say where its time goes; only Isthmus does."""
 
     @property
     def model(self) -> Path:
@@ -84,17 +84,16 @@ def make_workload(
     """Write model and samples into ``folder`` and describe them.
 
     Without ``data`` the chats are the documentation of the installed Python; without ``tokenizer`` one is trained on
-    it. Samples hold at most ``seq_length`` tokens. ``num_samples`` of them are drawn, in an order in which contestants
-    that neither pack nor sort all take them.
+    the data. Samples hold at most ``seq_length`` tokens. ``num_samples`` of them are drawn, in an order in which
+    contestants that neither pack nor sort all take them.
     """
     import numpy as np
 
-    entries = python_documentation() if data is None or tokenizer is None else []
     if data is None:
         data = folder / "python-documentation.jsonl"
-        write_chats(entries, data)
+        write_chats(python_documentation(), data)
     if tokenizer is None:
-        chosen = Tokenizer(train_tokenizer((entry.document for entry in entries), vocab_size=8192))
+        chosen = Tokenizer(train_tokenizer(data.read_text(encoding="utf-8").splitlines(), vocab_size=8192))
     else:
         chosen = load_tokenizer(tokenizer)
     store, report = prepare_chat([data], chosen, seq_length=seq_length - 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from isthmus.data.batches import Batches, MicroBatch
@@ -51,6 +53,35 @@ def twice(*, models: list[str], tokens: list[int]) -> list[list[float]]:
     return [model_logits(model, torch.tensor(tokens))[-1].tolist() for model in loaded]
 
 
+def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
+    """Largest difference, relative to the largest entry, of the gradients of a model in a loop of the user's own."""
+    tokens, labels = _samples([length, length], vocab_size)
+    decoder = load_model(model)
+    everything = torch.arange(length)
+    decoder(tokens, everything, Segments((length,)), labels=labels, learned=everything).backward()
+    ours = dict(decoder.named_parameters())
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    cross_entropy(network(tokens[None]).logits[0], labels, reduction="sum").backward()
+    theirs = dict(network.named_parameters())
+    pairs = {
+        "embedding.word_embeddings.weight": ["model.embed_tokens.weight"],
+        "decoder.layers.1.self_attention.linear_proj.weight": ["model.layers.1.self_attn.o_proj.weight"],
+        "decoder.layers.0.mlp.linear_fc1.weight": [
+            "model.layers.0.mlp.gate_proj.weight",
+            "model.layers.0.mlp.up_proj.weight",
+        ],
+        "decoder.layers.2.mlp.linear_fc2.weight": ["model.layers.2.mlp.down_proj.weight"],
+        "decoder.layers.3.input_layernorm.weight": ["model.layers.3.input_layernorm.weight"],
+        "output_layer.weight": ["lm_head.weight"],
+    }
+    result = {}
+    for name, parts in pairs.items():
+        if name in ours:  # a tied model has no output layer
+            wanted = torch.cat([theirs[part].grad for part in parts])
+            result[name] = ((ours[name].grad - wanted).abs().max() / wanted.abs().max()).item()
+    return result
+
+
 def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> dict[str, list[float]]:
     """The training of :func:`ranks.tasks.train` written down once more, in nothing but transformers and torch.
 
@@ -87,12 +118,11 @@ def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> 
 
 def _loss_sum(network: Any, line: MicroBatch) -> Tensor:
     total = torch.zeros(())
-    bounds = line.cu_seqlens.tolist()
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(line.cu_seqlens.tolist()):
         mask = line.loss_mask[begin:end]
         if mask.any():
-            scores = network(line.input_ids[None, begin:end]).logits[0]
-            total = total + torch.nn.functional.cross_entropy(scores[mask], line.labels[begin:end][mask], reduction="sum")
+            scores = network(line.input_ids[None, begin:end]).logits[0][mask]
+            total = total + cross_entropy(scores, line.labels[begin:end][mask], reduction="sum")
     return total
 
 

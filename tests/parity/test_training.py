@@ -9,8 +9,17 @@ import pytest
 
 from ranks.tasks import CLIP_GRAD
 from ranks.test_layouts import furthest
-from ranks.tiny import build_model_folder
+from ranks.tiny import VOCAB, build_model_folder
 from ranks.world import World
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_in_a_loop_of_ones_own(tied: bool, one: World, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=tied)
+    found = one.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
+    print(found)
+    assert len(found) == (5 if tied else 6)
+    assert max(found.values()) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -22,9 +31,7 @@ from ranks.world import World
         pytest.param("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, id="llama-tied"),
     ],
 )
-def test_twenty_steps_by_hand(
-    family: str, settings: dict[str, Any], one: World, samples: Path, tmp_path: Path
-) -> None:
+def test_twenty_steps_by_hand(family: str, settings: dict[str, Any], one: World, samples: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family, **settings)
     ours = one.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2)
     theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)

@@ -38,8 +38,19 @@ def main() -> None:
         except Exception:
             reply = {"error": traceback.format_exc()}
         parallel_state.destroy_model_parallel()
+        _leave_groups()
         gc.collect()
         print(json.dumps(reply), file=replies, flush=True)
+
+
+def _leave_groups() -> None:
+    """End every group but the world: Megatron-Core forgets its groups, but each keeps its threads until it is ended."""
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)
 
 
 if __name__ == "__main__":

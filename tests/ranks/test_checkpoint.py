@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped, also under another layout; bad checkpoints are refused."""
+"""A run that stops and goes on is the run that never stopped, under any layout; bad checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from isthmus.config.schema import RunConfig
+from isthmus.data.store import SampleStore
 from isthmus.errors import DataError
-from isthmus.recipes.corpus import check_fingerprint
+from isthmus.recipes.corpus import Corpus, check_fingerprint
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
-from ranks.tiny import build_model_folder
+from ranks.tiny import build_model_folder, build_samples
 from ranks.world import World
 
 HALF = 10
@@ -120,7 +122,9 @@ def test_the_learning_rate_is_that_of_the_config_not_of_the_checkpoint(
     assert rest["lr"] == pytest.approx([2 * lr for lr in whole["lr"][HALF:]])
 
 
-def test_random_streams_go_on_where_they_were(two: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+def test_random_streams_go_on_where_they_were(
+    two: World, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
     drawn = two.run("ranks.tasks.random_streams", model=models["qwen3-tied"], samples=samples, root=tmp_path, tp=2)
     assert drawn["loaded"] == drawn["wanted"] != drawn["fresh"]
     (shared_0, own_0), (shared_1, own_1) = drawn["wanted"]
@@ -147,7 +151,9 @@ def test_only_the_newest_are_kept(one: World, models: dict[str, Path], samples: 
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
-def test_a_run_that_went_back_keeps_what_it_saves(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+def test_a_run_that_went_back_keeps_what_it_saves(
+    one: World, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "root": tmp_path}
     one.run("ranks.tasks.train", steps=3, save_at=[1, 3], keep=2, **settings)
     one.run("ranks.tasks.train", steps=2, save_at=[2], keep=1, resume=tmp_path / "iter_0000001", **settings)
@@ -247,6 +253,29 @@ def test_a_checkpoint_of_another_model_is_refused(
     print(refused)
     assert (refused["kind"], refused["code"]) == ("DataError", 65)
     assert "\n" not in refused["text"] and len(refused["text"]) < 800
+
+
+def test_the_data_is_known_by_its_content_and_its_order(samples: Path, tmp_path: Path) -> None:
+    store = SampleStore.open(samples)
+    names = {"out": "unused", "model": {"path": "unused"}, "data": {"files": ["unused"]}}
+
+    def fingerprint(chosen: SampleStore, **sections: dict[str, Any]) -> str:
+        given = {name: {**names.get(name, {}), **section} for name, section in sections.items()}
+        return Corpus(chosen, None).fingerprint(RunConfig.model_validate({"recipe": "sft", **names, **given}))
+
+    same = fingerprint(store)
+    assert fingerprint(SampleStore.open(build_samples(tmp_path / "again"))) == same
+    assert fingerprint(store, train={"micro_batch_size": 4}, parallel={"tp": 2}, optim={"lr": 1.0}) == same
+    others = [
+        fingerprint(SampleStore.open(build_samples(tmp_path / "other", seed=1))),
+        fingerprint(store.select(range(len(store) - 1))),
+        fingerprint(store.select([1, 0, *range(2, len(store))])),
+        fingerprint(store, data={"seq_length": 64}),
+        fingerprint(store, data={"packing": False}),
+        fingerprint(store, data={"seed": 7}),
+        fingerprint(store, train={"global_batch_size": 8}),
+    ]
+    assert len({same, *others}) == 1 + len(others)
 
 
 def test_a_place_in_other_data_means_nothing() -> None:

@@ -32,13 +32,18 @@ def run(repository: Path, out: Path, script: str, *arguments: str) -> dict[str, 
 
 
 def test_fine_tuning(repository: Path, tmp_path: Path) -> None:
-    contestants = ["isthmus", "isthmus-packed"]
+    contestants = ["isthmus"]
     rivals = importlib.util.find_spec("accelerate") and importlib.util.find_spec("datasets")
     if rivals:
-        contestants.insert(1, "trainer-padded")
-    result = run(
-        repository, tmp_path / "sft.json", "sft_cpu.py", "--precision", "fp32", "--only", ",".join(contestants)
-    )
+        contestants.append("trainer-padded")
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "Count on from here, please."}, {"role": "assistant", "content": ""}]
+    with chats.open("w") as file:
+        for number in range(40):
+            answer = " ".join(str(number + more) for more in range(1, 4 + number % 7))
+            file.write(json.dumps({"messages": [turns[0], turns[1] | {"content": answer}]}) + "\n")
+    arguments = ["--data", str(chats), "--precision", "fp32", "--only", ",".join(contestants)]
+    result = run(repository, tmp_path / "sft.json", "sft_cpu.py", *arguments)
     rows = {row["contestant"]: row for row in result["rows"]}
     assert list(rows) == contestants
     assert all(row["tokens_per_s"] > 0 and row["peak_rss_gib"] > 0 for row in rows.values())
@@ -49,19 +54,15 @@ def test_fine_tuning(repository: Path, tmp_path: Path) -> None:
 
 
 def test_loading(repository: Path, tmp_path: Path) -> None:
-    result = run(repository, tmp_path / "load.json", "load_weights.py", "--precision", "fp32")
+    arguments = ["--precision", "fp32", "--only", "isthmus-training,from-pretrained-own"]
+    result = run(repository, tmp_path / "load.json", "load_weights.py", *arguments)
     rows = {row["contestant"]: row for row in result["rows"]}
     assert all(row["time_s"] > 0 for row in rows.values())
-    assert rows["isthmus-training"]["weight_bytes"] == rows["from-pretrained"]["weight_bytes"]
+    assert rows["isthmus-training"]["weight_bytes"] == rows["from-pretrained-own"]["weight_bytes"]
 
 
 def test_an_unknown_contestant_is_refused(repository: Path) -> None:
-    for script in ("sft_cpu.py", "load_weights.py"):
-        done = subprocess.run(
-            [sys.executable, str(repository / "benchmarks" / script), "--only", "isthmos"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 2
-        assert "not known: isthmos" in done.stderr
+    command = [sys.executable, str(repository / "benchmarks" / "load_weights.py"), "--only", "isthmos"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "not known: isthmos" in done.stderr

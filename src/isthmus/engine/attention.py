@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.engine.rope import rotate
+from isthmus.engine.short_attention import short_attention, suits
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,9 @@ class VarlenAttention(nn.Module):
         outputs = []
         for q_s, k_s, v_s in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
             window = self._window_mask(q_s) if self.window is not None and q_s.size(0) > self.window else None
+            if window is None and suits(q_s):
+                outputs.append(short_attention(q_s, k_s, v_s))
+                continue
             out = scaled_dot_product_attention(
                 q_s.transpose(0, 1)[None],
                 k_s.transpose(0, 1)[None],

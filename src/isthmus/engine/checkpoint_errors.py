@@ -55,6 +55,7 @@ def read_errors(folder: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:
         lines = _lines(error)
         told = lines[-1] if isinstance(error, CheckpointException) else lines[0]
+        told = told if len(told) <= 200 else f"{told[:200]}..."  # torch lists every tensor of the checkpoint
         raise DataError(
             f"{folder} cannot be taken up: it is damaged, or of another model ({told}). "
             "Resume from another checkpoint, or start a new run with --out."
