@@ -32,10 +32,10 @@ demo: $(STAMP)  ## A small model from nothing to Hugging Face, on this machine
 	$(VENV)/bin/isthmus demo --out isthmus-demo
 
 test: $(STAMP)  ## The whole suite
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 -q
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadgroup -q
 
 unit: $(STAMP)  ## The fast part of the suite
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 -q tests/unit
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadgroup -q tests/unit
 
 lint: $(STAMP)  ## Style, types, import contracts
 	$(RUN) ruff check .

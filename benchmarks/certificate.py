@@ -30,7 +30,7 @@ def certificate(arguments: Sequence[str]) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--", "src", "benchmarks")),
+        "dirty": bool(_git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")),
         "command": shlex.join(["python", *(_without_folders(argument) for argument in arguments)]),
         "platform": "cpu",
         "cpu": cpu,

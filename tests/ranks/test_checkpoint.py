@@ -34,7 +34,7 @@ def halves(
         key = f"{ranks} {sorted(layout.items())}"
         if key not in made:
             root = tmp_path_factory.mktemp("checkpoints")
-            settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, **layout}
+            settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, **layout}
             run = worlds[ranks].run("ranks.tasks.train", save_at=[HALF], root=root, **settings)
             made[key] = run, root / f"iter_{HALF:07d}"
         return made[key]
@@ -64,7 +64,7 @@ def test_ten_and_ten_are_twenty_to_the_last_bit(
     whole, saved = halves(ranks, **layout)
     if ranks == 1:
         worlds[1].close()  # nothing may live on in the process: the next one is new
-    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, **layout}
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, **layout}
     rest = worlds[ranks].run("ranks.tasks.train", resume=saved, **settings)
     assert rest["first"] == HALF
     for curve in ("loss", "grad_norm", "lr", "learned"):
@@ -104,7 +104,7 @@ def test_any_layout_goes_on_from_any_other(
     halves: Callable[..., tuple[dict[str, Any], Path]],
 ) -> None:
     whole, saved = halves(writer[0], **writer[1])
-    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, **reader[1]}
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, **reader[1]}
     rest = worlds[reader[0]].run("ranks.tasks.train", resume=saved, **settings)
     assert rest["lr"] == whole["lr"][HALF:]
     differences = {curve: furthest(rest[curve], whole[curve][HALF:]) for curve in CURVES}
@@ -116,7 +116,7 @@ def test_the_learning_rate_is_that_of_the_config_not_of_the_checkpoint(
     one: World, models: dict[str, Path], samples: Path, halves: Callable[..., tuple[dict[str, Any], Path]]
 ) -> None:
     whole, saved = halves(1)
-    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2}
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4}
     optim = {"lr": 6e-3, "min_lr": 6e-4}  # twice what the run began with
     rest = one.run("ranks.tasks.train", resume=saved, optim=optim, **settings)
     assert rest["lr"] == pytest.approx([2 * lr for lr in whole["lr"][HALF:]])

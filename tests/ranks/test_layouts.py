@@ -54,7 +54,7 @@ SPREAD = [
     pytest.param(2, {"tp": 2, "sp": True}, id="tp2-sp"),
     pytest.param(2, {"pp": 2}, id="pp2"),
     pytest.param(2, {}, id="dp2"),
-    pytest.param(4, {"tp": 2, "pp": 2}, id="tp2-pp2"),
+    pytest.param(4, {"tp": 2, "pp": 2, "micro_batch_size": 4}, id="tp2-pp2"),
 ]
 
 
@@ -70,7 +70,7 @@ def test_a_layout_trains_as_one_process(
     alone: dict[str, dict[str, Any]],
 ) -> None:
     run = worlds[ranks].run(
-        "ranks.tasks.train", model=models[name], samples=samples, micro_batch_size=2, evaluate=True, **layout
+        "ranks.tasks.train", model=models[name], samples=samples, evaluate=True, **{"micro_batch_size": 2, **layout}
     )
     assert_same(run, alone[name])
 
@@ -94,7 +94,7 @@ def test_the_first_steps_on_four_ranks(
     alone: dict[str, dict[str, Any]],
 ) -> None:
     run = four.run(
-        "ranks.tasks.train", model=models[name], samples=samples, micro_batch_size=2, steps=5, evaluate=True, **layout
+        "ranks.tasks.train", model=models[name], samples=samples, micro_batch_size=4, steps=5, evaluate=True, **layout
     )
     del run["valid_after"]
     assert_same(run, alone[name])

@@ -32,9 +32,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_start: int,
         num_rows: int,
         group: dist.ProcessGroup | None,
+        wants_grad: bool,
     ) -> Tensor:
         rows = weight[:num_rows]
-        wants_grad = any(ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if wants_grad else None
         grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if wants_grad else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -65,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             grad_weight = torch.zeros_like(weight)
             grad_weight[: grad_rows.size(0)] = grad_rows * scale
-        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -131,4 +131,6 @@ def linear_cross_entropy(
         the caller sums it over the group.
     """
     rows = weight.size(0) if num_rows is None else num_rows
-    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_start, rows, group)  # type: ignore[no-any-return]
+    # Asked here: inside a Function autograd is off, and needs_input_grad is true even under no_grad.
+    wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_start, rows, group, wants_grad)  # type: ignore[no-any-return]

@@ -119,7 +119,6 @@ def test_the_recorder_would_see_them() -> None:
     assert seen.largest(torch.float32) == 200 * VOCAB
 
 
-@pytest.mark.xfail(strict=True, reason="autograd names the inputs that want a gradient even where none is recorded")
 @pytest.mark.usefixtures("small_chunks")
 def test_evaluation_takes_no_gradient() -> None:
     hidden, weight, labels = inputs(37, torch.float32)
