@@ -34,7 +34,9 @@ def run(turn: Turn) -> dict[str, Any]:
         }
     )
     plans = blueprint(config)
-    session = open_session(config, plans, detect("cpu"), turn.precision)
+    platform = detect("cpu")
+    platform.prepare_process()
+    session = open_session(config, plans, platform, turn.precision)
     from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 

@@ -34,6 +34,20 @@ def quiet_missing_extensions() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
+def clip_in_place() -> None:
+    """megatron-core 0.16 without Apex: clipping copies every gradient, and the norm waits for the device per tensor."""
+    from megatron.core.optimizer import clip_grads
+
+    def norm(_chunk: int, _overflow: Any, lists: list[list[torch.Tensor]], *_per_tensor: bool) -> tuple[Any, None]:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).view(1), None
+
+    def scale(_chunk: int, _overflow: Any, lists: list[list[torch.Tensor]], factor: Any) -> None:
+        torch._foreach_mul_(lists[0], factor)
+
+    module: Any = clip_grads
+    module.l2_norm_impl, module.multi_tensor_scale_impl = norm, scale
+
+
 def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
     """megatron-core 0.16: DistributedOptimizer.state_dict fails before the first step of torch's AdamW.
 

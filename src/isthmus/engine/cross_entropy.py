@@ -8,13 +8,15 @@ projected at all.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.engine.main_grad import accumulate
+from isthmus.engine.main_grad import add_product
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits of a chunk. Larger chunks add to the projection's gradient less often; measured best on CPU."""
@@ -35,37 +37,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_grad: bool,
     ) -> Tensor:
         rows = weight[:num_rows]
-        grad_hidden = torch.empty_like(hidden) if wants_grad else None
-        grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if wants_grad else None
+        main_grad = getattr(weight, "main_grad", None)
+        grad_hidden = grad_weight = None
+        if wants_grad:
+            grad_hidden = torch.empty_like(hidden)
+            if main_grad is None:
+                grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        chunk = max(1, min(hidden.size(0), CHUNK_ELEMENTS // max(1, num_rows)))
-        buffer = hidden.new_empty(chunk, num_rows)
-        for start in range(0, hidden.size(0), chunk):
-            part = hidden[start : start + chunk]
-            logits = torch.mm(part, rows.t(), out=buffer[: part.size(0)])
-            loss_sum += _loss_and_gradient(logits, labels[start : start + chunk] - vocab_start, group)
-            if grad_hidden is not None and grad_rows is not None:
-                torch.mm(logits, rows, out=grad_hidden[start : start + chunk])
-                if rows.dtype == torch.float32:
-                    grad_rows.addmm_(logits.t(), part)
-                else:
-                    accumulate(grad_rows, logits.t() @ part)
+        for start, end in _chunks(hidden.size(0), num_rows):
+            part = hidden[start:end]
+            logits = part @ rows.t()
+            loss_sum += _loss_and_gradient(logits, labels[start:end] - vocab_start, group)
+            if grad_hidden is not None:
+                torch.mm(logits, rows, out=grad_hidden[start:end])
+                add_product((main_grad if grad_weight is None else grad_weight)[:num_rows], logits.t(), part)
         ctx.weight = weight
-        ctx.save_for_backward(*(() if grad_hidden is None else (grad_hidden, grad_rows)))
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_rows = ctx.saved_tensors
-        weight, scale = ctx.weight, grads[0]
-        grad_weight = None
-        if getattr(weight, "main_grad", None) is not None:
-            weight.main_grad[: grad_rows.size(0)].addcmul_(grad_rows, scale)
-            weight.grad_added_to_main_grad = True
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grads[0]
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(ctx.weight.dtype)
         else:
-            grad_weight = torch.zeros_like(weight)
-            grad_weight[: grad_rows.size(0)] = grad_rows * scale
+            torch._assert_async(scale == 1, "the projection's gradient was already taken, for a gradient of one")
+            ctx.weight.grad_added_to_main_grad = True
         return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None
+
+
+def _chunks(num_tokens: int, num_rows: int) -> Iterator[tuple[int, int]]:
+    """Start and end of chunks of about equal size, none with more than CHUNK_ELEMENTS logits."""
+    most = max(1, CHUNK_ELEMENTS // max(1, num_rows))
+    size = math.ceil(num_tokens / max(1, math.ceil(num_tokens / most)))
+    for start in range(0, num_tokens, max(1, size)):
+        yield start, min(start + size, num_tokens)
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:

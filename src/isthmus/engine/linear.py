@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel import layers as mcore
 from torch import Tensor
 
-from isthmus.engine.main_grad import accumulate
+from isthmus.engine.main_grad import add_product
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
@@ -27,11 +27,7 @@ class _LinearIntoMainGrad(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, weight = ctx.saved_tensors
         grad_x = grads[0].matmul(weight)
-        grad_2d, x_2d = grads[0].flatten(0, -2), x.flatten(0, -2)
-        if weight.dtype == torch.float32:
-            weight.main_grad.addmm_(grad_2d.t(), x_2d)
-        else:
-            accumulate(weight.main_grad, grad_2d.t() @ x_2d)
+        add_product(weight.main_grad, grads[0].flatten(0, -2).t(), x.flatten(0, -2))
         weight.grad_added_to_main_grad = True
         return grad_x, None
 

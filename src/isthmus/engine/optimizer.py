@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from isthmus.engine.compat import clip_in_place
 from isthmus.engine.model import Decoder
 
 
@@ -35,7 +37,16 @@ class OptimizerSettings:
 def wrap_data_parallel(model: Decoder) -> DistributedDataParallel:
     """Move the parameters into flat buffers with float32 gradients beside them, sharded over dp for the optimizer."""
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    return DistributedDataParallel(config=model.config, ddp_config=ddp, module=model)
+    wrapped = DistributedDataParallel(config=model.config, ddp_config=ddp, module=model)
+    if parallel_state.get_data_parallel_world_size() == 1:
+        for buckets in wrapped.bucket_groups:
+            # Alone there is nothing to exchange, but gloo would copy all gradients and all weights onto themselves.
+            buckets.start_grad_sync = buckets.start_param_sync = _no_exchange
+    return wrapped
+
+
+def _no_exchange(**_how: bool) -> None:
+    """In place of a bucket's collectives."""
 
 
 def build_optimizer(model: DistributedDataParallel, settings: OptimizerSettings) -> MegatronOptimizer:
@@ -43,6 +54,7 @@ def build_optimizer(model: DistributedDataParallel, settings: OptimizerSettings)
 
     Call it after the weights are in: the main weights are copied from them.
     """
+    clip_in_place()
     dtype = model.config.params_dtype
     optimizer = get_megatron_optimizer(
         OptimizerConfig(

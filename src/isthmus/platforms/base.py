@@ -63,6 +63,10 @@ class Platform(ABC):
     def env_defaults(self) -> EnvDefaults:
         """Environment variables that suit the platform."""
 
+    def prepare_process(self) -> tuple[str, ...]:
+        """Set this process up for training, before it builds a model; returns what was done and why, for the user."""
+        return ()
+
     @property
     def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
         """Other names of variables in :meth:`env_defaults`: who has set one of them has chosen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -13,6 +14,7 @@ import torch
 
 from isthmus.platforms.base import EnvDefaults, Platform
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _STATUS = Path("/proc/self/status")
 
 
@@ -64,6 +66,22 @@ class CpuPlatform(Platform):
     def env_defaults(self) -> EnvDefaults:
         """None: the number of threads depends on the ranks, and is the run's to set."""
         return {}
+
+    def prepare_process(self) -> tuple[str, ...]:
+        """Let the C library keep what is freed: a step asks for the same gigabytes again and again.
+
+        glibc hands tensors beyond 32 MiB back to the system at once, which then clears every page of the next one.
+        Who has set glibc's own variables has chosen.
+        """
+        chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
+        if chosen:
+            return (f"memory allocator: left as {', '.join(sorted(chosen))} says",)
+        if not platform.libc_ver()[0].startswith("glibc"):
+            return ()
+        libc = ctypes.CDLL(None)
+        if not (libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1)):
+            return ()
+        return ("memory allocator: freed memory is kept for the next step",)
 
     def _bf16_unit(self) -> str | None:
         """The instructions this CPU has for bf16 matrix products, by name."""

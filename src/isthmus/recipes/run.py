@@ -114,7 +114,7 @@ def survey(config: RunConfig) -> Ground:
     environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
     threads = use_threads(platform, config.train.threads)
     said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *environment]
-    said += [f"precision {precision}: {why}", *([threads] if threads else [])]
+    said += [f"precision {precision}: {why}", *([threads] if threads else []), *platform.prepare_process()]
     return Ground(config, folder, resume, plans, tokenizer, platform, precision, tuple(said))
 
 
