@@ -15,7 +15,7 @@ from rounds import turn_files
 from isthmus.config.schema import RunConfig
 from isthmus.data.batches import Batches
 from isthmus.engine.groups import close_groups
-from isthmus.platforms.detect import detect
+from isthmus.platforms.detect import apply_env, detect
 from isthmus.recipes.session import blueprint, open_session
 from isthmus.train.flops import flops_per_batch
 from sft.clock import Clock
@@ -35,6 +35,7 @@ def run(turn: Turn) -> dict[str, Any]:
     )
     plans = blueprint(config)
     platform = detect("cpu")
+    apply_env(platform)
     platform.prepare_process()
     session = open_session(config, plans, platform, turn.precision)
     from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule

@@ -15,8 +15,8 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from isthmus.engine.line_attention import line_attention
 from isthmus.engine.rope import rotate
-from isthmus.engine.short_attention import short_attention, suits
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,33 @@ class Segments:
 
     lengths: tuple[int, ...]
     """Tokens of each sample, on the host, so that no layer waits for the device to learn them."""
+
+
+def sample_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None = None) -> Tensor:
+    """Attend causally within each sample of a line, one after the other, with PyTorch's own kernel.
+
+    Args and returns: those of :func:`isthmus.engine.line_attention.line_attention`, which is the faster one on CPUs.
+    """
+    outputs = []
+    for q_s, k_s, v_s in zip(*(tensor.split(list(lengths)) for tensor in (q.flatten(1, 2), k, v)), strict=True):
+        masked = window is not None and q_s.size(0) > window
+        out = scaled_dot_product_attention(
+            q_s.transpose(0, 1)[None],
+            k_s.transpose(0, 1)[None],
+            v_s.transpose(0, 1)[None],
+            attn_mask=_window_mask(q_s, window) if masked and window is not None else None,
+            is_causal=not masked,
+            enable_gqa=q.size(2) > 1,
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs).unflatten(1, q.shape[1:3])
+
+
+def _window_mask(q: Tensor, window: int) -> Tensor:
+    """True where a query may look: at itself and the ``window - 1`` keys before it."""
+    index = torch.arange(q.size(0), device=q.device)
+    distance = index[:, None] - index[None, :]
+    return (distance >= 0) & (distance < window)
 
 
 class VarlenAttention(nn.Module):
@@ -38,39 +65,16 @@ class VarlenAttention(nn.Module):
         """Attend.
 
         Args:
-            q: [T, N, D].
-            k: [T, G, D], N divisible by G.
+            q: [T, G, R, D], R query heads to each of G key/value heads.
+            k: [T, G, D].
             v: [T, G, D].
             segments: sample lengths that sum to T.
 
         Returns:
-            [T, N * D]
+            [T, G * R * D]
         """
-        shared = q.size(1) != k.size(1)
-        lengths = list(segments.lengths)
-        outputs = []
-        for q_s, k_s, v_s in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-            window = self._window_mask(q_s) if self.window is not None and q_s.size(0) > self.window else None
-            if window is None and suits(q_s):
-                outputs.append(short_attention(q_s, k_s, v_s))
-                continue
-            out = scaled_dot_product_attention(
-                q_s.transpose(0, 1)[None],
-                k_s.transpose(0, 1)[None],
-                v_s.transpose(0, 1)[None],
-                attn_mask=window,
-                is_causal=window is None,
-                enable_gqa=shared,
-            )
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs).flatten(1)
-
-    def _window_mask(self, q: Tensor) -> Tensor:
-        """True where a query may look: at itself and the ``window - 1`` keys before it."""
-        assert self.window is not None
-        index = torch.arange(q.size(0), device=q.device)
-        distance = index[:, None] - index[None, :]
-        return (distance >= 0) & (distance < self.window)
+        attend = line_attention if q.device.type == "cpu" else sample_attention
+        return attend(q, k, v, segments.lengths, self.window).flatten(1)
 
 
 class PackedSelfAttention(SelfAttention):
@@ -104,9 +108,10 @@ class PackedSelfAttention(SelfAttention):
         return self.linear_proj(attended[:, None])
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, G, R, D], keys and values [T, G, D]."""
         if self.config.num_query_groups < self.world_size:
-            q, k, v = self.get_query_key_value_tensors(hidden_states, None)
-            return q[:, 0], k[:, 0], v[:, 0]
+            q, k, v = self.get_query_key_value_tensors(hidden_states, None)  # of one group, [T, 1, heads, D]
+            return q, k[:, 0], v[:, 0]
         mixed, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
         head_dim = self.hidden_size_per_attention_head
@@ -115,4 +120,4 @@ class PackedSelfAttention(SelfAttention):
         q, k, v = mixed.split((heads_per_group, 1, 1), dim=2)
         if self.q_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
+        return q, k[:, :, 0], v[:, :, 0]

@@ -111,7 +111,6 @@ def _random_state() -> ShardedObject:
 
 def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     adam = distributed_optimizer(stepper.optimizer)
-    compat.fill_adam_state(adam.optimizer)
     compat.keep_bucket_padding(adam)
     model = stepper.model.module.sharded_state_dict(metadata=_metadata())
     optimizer = stepper.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())

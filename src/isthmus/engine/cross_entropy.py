@@ -8,7 +8,9 @@ projected at all.
 
 from __future__ import annotations
 
+import functools
 import math
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,20 +39,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_grad: bool,
     ) -> Tensor:
         rows = weight[:num_rows]
-        main_grad = getattr(weight, "main_grad", None)
-        grad_hidden = grad_weight = None
-        if wants_grad:
-            grad_hidden = torch.empty_like(hidden)
-            if main_grad is None:
-                grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_hidden = torch.empty_like(hidden) if wants_grad else None
+        into = getattr(weight, "main_grad", None)
+        grad_weight = None
+        if wants_grad and into is None:
+            into = grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start, end in _chunks(hidden.size(0), num_rows):
             part = hidden[start:end]
-            logits = part @ rows.t()
+            logits = torch.mm(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
             loss_sum += _loss_and_gradient(logits, labels[start:end] - vocab_start, group)
-            if grad_hidden is not None:
+            if grad_hidden is not None and into is not None:
                 torch.mm(logits, rows, out=grad_hidden[start:end])
-                add_product((main_grad if grad_weight is None else grad_weight)[:num_rows], logits.t(), part)
+                add_product(into[:num_rows], logits.t(), part)
         ctx.weight = weight
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss_sum
@@ -65,6 +66,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch._assert_async(scale == 1, "the projection's gradient was already taken, for a gradient of one")
             ctx.weight.grad_added_to_main_grad = True
         return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None
+
+
+def _room(num_tokens: int, num_rows: int, *, like: Tensor) -> Tensor:
+    """Memory for the logits of a chunk; on a CPU the same for every chunk, GPUs have an allocator for that."""
+    if like.device.type != "cpu":
+        return like.new_empty(num_tokens, num_rows)
+    return _kept(max(CHUNK_ELEMENTS, num_rows), like.dtype)[: num_tokens * num_rows].view(num_tokens, num_rows)
+
+
+@functools.lru_cache(maxsize=1)
+def _kept(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory outside the heap, which so large a hole would tear up; pages are taken when they are first written."""
+    pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def _chunks(num_tokens: int, num_rows: int) -> Iterator[tuple[int, int]]:

@@ -20,12 +20,13 @@ class _LinearIntoMainGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # not saved: a hook on saved tensors would hand it back without its main_grad
         return torch.matmul(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         grad_x = grads[0].matmul(weight)
         add_product(weight.main_grad, grads[0].flatten(0, -2).t(), x.flatten(0, -2))
         weight.grad_added_to_main_grad = True

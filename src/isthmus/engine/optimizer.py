@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from isthmus.engine.compat import clip_in_place
+from isthmus.engine.compat import clip_in_place, fill_adam_state
 from isthmus.engine.model import Decoder
 
 
@@ -73,8 +73,10 @@ def build_optimizer(model: DistributedDataParallel, settings: OptimizerSettings)
         [model],
         use_gloo_process_groups=False,
     )
-    for group in distributed_optimizer(optimizer).optimizer.param_groups:
+    adam = distributed_optimizer(optimizer).optimizer
+    for group in adam.param_groups:
         group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
+    fill_adam_state(adam)
     return optimizer
 
 

@@ -70,7 +70,8 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, table: Tensor, *, inverse: bool) -> Tensor:
     cos, sin = table.view(table.size(0), *(1,) * (x.dim() - 2), -1).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    # In memory the heads come first, as attention wants them.
+    out = torch.empty(x.size(1), x.size(0), *x.shape[2:], dtype=x.dtype, device=x.device).transpose(0, 1)
     out_first, out_second = out.chunk(2, dim=-1)
     sign = -1 if inverse else 1
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
@@ -79,5 +80,5 @@ def _rotated(x: Tensor, table: Tensor, *, inverse: bool) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair (channel i, channel i + D/2) of ``x`` [T, ..., D] by its angle in ``table`` [T, D]."""
+    """Turn each pair (channel i, channel i + D/2) of ``x`` [T, G, ..., D] by its angle in ``table`` [T, D]."""
     return _Rotate.apply(x, table)

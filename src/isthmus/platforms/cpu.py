@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import resource
@@ -64,8 +65,9 @@ class CpuPlatform(Platform):
         return f"{name}, {os.cpu_count()} logical cores"
 
     def env_defaults(self) -> EnvDefaults:
-        """None: the number of threads depends on the ranks, and is the run's to set."""
-        return {}
+        """See :meth:`Platform.env_defaults`. The number of threads depends on the ranks, and is the run's to set."""
+        few = "oneDNN keeps half a MiB for each shape of a bf16 product, and 1024 of them by default"
+        return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("96", few)}
 
     def prepare_process(self) -> tuple[str, ...]:
         """Let the C library keep what is freed: a step asks for the same gigabytes again and again.
@@ -81,13 +83,33 @@ class CpuPlatform(Platform):
         libc = ctypes.CDLL(None)
         if not (libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1)):
             return ()
-        return ("memory allocator: freed memory is kept for the next step",)
+        return (f"memory allocator: freed memory is kept for the next step{_huge_pages(libc)}",)
 
     def _bf16_unit(self) -> str | None:
         """The instructions this CPU has for bf16 matrix products, by name."""
         facts = _facts()
         named = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
         return next((name for flag, name in named.items() if facts.get(flag)), None)
+
+
+def _huge_pages(libc: ctypes.CDLL) -> str:
+    """Ask for huge pages under the heap that is yet to grow; returns what was reached, for the user.
+
+    The heap's addresses are claimed by one large allocation, marked and given back; memory is used only as it is
+    touched. A system that promises no more than it has may refuse, and then nothing has happened.
+    """
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.free.argtypes = [ctypes.c_void_p]
+    page = mmap.PAGESIZE
+    size = os.sysconf("SC_PHYS_PAGES") * page // 2
+    address = libc.malloc(size)
+    if not address:
+        return ""
+    start = (address + page - 1) // page * page
+    taken = libc.madvise(start, (address + size - start) // page * page, mmap.MADV_HUGEPAGE) == 0
+    libc.free(address)
+    return ", in huge pages" if taken else ""
 
 
 def _facts() -> dict[str, Any]:

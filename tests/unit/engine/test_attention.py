@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from isthmus.engine.attention import Segments, VarlenAttention
+from isthmus.engine import line_attention as line
+from isthmus.engine.attention import Segments, VarlenAttention, sample_attention
+from isthmus.engine.line_attention import blocks_of, line_attention
 from unit.engine.recorder import Recorder
 
 HEADS, CHANNELS = 4, 16
 
+WAYS = [line_attention, sample_attention]
 
-def attention(window: int | None) -> VarlenAttention:
-    return VarlenAttention(SimpleNamespace(window_size=None if window is None else (window - 1, 0)))
+
+@pytest.fixture(params=[(6, 4), (96, 64)], ids=["small-blocks", "blocks"])
+def block_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(line, "QUERIES", request.param[0])
+    monkeypatch.setattr(line, "KEYS", request.param[1])
+    blocks_of.cache_clear()
+    yield
+    blocks_of.cache_clear()
 
 
 def inputs(tokens: int, groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(tokens, heads, CHANNELS, dtype=dtype) for heads in (HEADS, groups, groups))
+    shapes = ((groups, HEADS // groups), (groups,), (groups,))
+    q, k, v = (torch.randn(tokens, *heads, CHANNELS, dtype=dtype) for heads in shapes)
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
@@ -32,63 +43,97 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window:
     seen = (sample[:, None] == sample[None, :]) & (distance >= 0)
     if window is not None:
         seen &= distance < window
-    share = q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    share = q.size(2)
+    q, k, v = q.flatten(1, 2), k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     scores = torch.einsum("tnd,snd->nts", q, k) / CHANNELS**0.5
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("nts,snd->tnd", weights, v).flatten(1)
+    return torch.einsum("nts,snd->tnd", weights, v).unflatten(1, (-1, share))
 
 
+@pytest.mark.parametrize("attend", WAYS)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("lengths", [(20,), (9, 1, 4, 6), (8, 12), (1, 1, 18)])
-def test_values_and_gradients(lengths: tuple[int, ...], window: int | None, groups: int) -> None:
+@pytest.mark.usefixtures("block_sizes")
+def test_values_and_gradients(
+    attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, groups: int
+) -> None:
     given = inputs(20, groups)
-    upstream = torch.randn(20, HEADS * CHANNELS, dtype=torch.float64)
-    out, wanted = attention(window)(*given, Segments(lengths)), reference(*given, lengths, window)
+    upstream = torch.randn(20, groups, HEADS // groups, CHANNELS, dtype=torch.float64)
+    out, wanted = attend(*given, lengths, window), reference(*given, lengths, window)
     assert torch.allclose(out, wanted)
     got = torch.autograd.grad(out, given, upstream)
     for mine, theirs in zip(got, torch.autograd.grad(wanted, given, upstream), strict=True):
         assert torch.allclose(mine, theirs)
 
 
+def test_values_of_another_width_than_keys() -> None:
+    q, k, v = inputs(20, 2)
+    wide = torch.cat((v, -v), dim=-1)
+    out = line_attention(q, k, wide, (9, 11))
+    assert torch.allclose(out, torch.cat((reference(q, k, v, (9, 11), None), -reference(q, k, v, (9, 11), None)), -1))
+
+
+def test_the_layer_takes_its_window_from_the_config() -> None:
+    given = inputs(20, 2)
+    layer = VarlenAttention(SimpleNamespace(window_size=(3, 0)))
+    assert torch.allclose(layer(*given, Segments((20,))), reference(*given, (20,), 4).flatten(1))
+
+
 @pytest.mark.parametrize("window", [None, 8])
-def test_shared_keys_and_values_are_not_copied_for_each_head(window: int | None) -> None:
+@pytest.mark.parametrize("attend", WAYS)
+def test_shared_keys_and_values_are_not_copied_for_each_head(attend: Callable[..., Tensor], window: int | None) -> None:
     q, k, v = inputs(40, 2, torch.float32)
+    attend(q, k, v, (30, 10), window)  # masks are made once
     with Recorder() as seen:
-        attention(window)(q, k, v, Segments((30, 10)))
-    kernels = [shapes for name, shapes in seen.taken if "scaled_dot_product" in name]
-    assert len(kernels) == 2
-    for _, key, value, *_ in kernels:
-        assert key[1] == value[1] == 2
-    assert not {name for name, _ in seen.taken} & {"repeat", "repeat_interleave", "expand", "clone"}
+        attend(q, k, v, (30, 10), window)
+    assert not {name for name, _ in seen.taken} & {"repeat", "repeat_interleave", "expand"}
+    assert all(shape != (40, HEADS, CHANNELS) for name, shapes in seen.taken if name != "split" for shape in shapes[1:])
 
 
-def test_no_square_of_the_line_is_made() -> None:
-    q, k, v = inputs(512, 2, torch.float32)
+@pytest.mark.parametrize("attend", WAYS)
+def test_no_square_of_the_line_is_made(attend: Callable[..., Tensor]) -> None:
+    q, k, v = inputs(1536, 2, torch.float32)
     with Recorder() as seen:
-        attention(None)(q, k, v, Segments((500, 12))).sum().backward()
-    assert seen.largest(torch.float32) <= 512 * HEADS * CHANNELS < 500 * 500
-    assert seen.largest(torch.bool) == 0
+        attend(q, k, v, (1500, 36)).sum().backward()
+    assert seen.largest(torch.float32) <= HEADS * 96 * 1536 < 1500 * 1500
+    assert seen.largest(torch.bool) <= 96 * 1536
+
+
+def test_nothing_of_the_size_of_the_scores_is_kept() -> None:
+    kept: list[int] = []
+    q, k, v = inputs(600, 2, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
+        line_attention(q, k, v, (600,))
+    assert max(kept) == 600 * HEADS * CHANNELS
 
 
 def test_a_window_longer_than_the_sample_needs_no_mask() -> None:
     given = inputs(40, 2, torch.float32)
     with Recorder() as seen:
-        attention(30)(*given, Segments((30, 10)))
+        sample_attention(*given, (30, 10), 30)
     assert seen.largest(torch.bool) == 0
 
 
-def test_one_sample_does_not_change_another() -> None:
+@pytest.mark.parametrize("attend", WAYS)
+@pytest.mark.usefixtures("block_sizes")
+def test_one_sample_does_not_change_another(attend: Callable[..., Tensor]) -> None:
     q, k, v = (tensor.detach() for tensor in inputs(20, 2))
-    before = attention(None)(q, k, v, Segments((8, 12)))
+    before = attend(q, k, v, (8, 12))
     for tensor in (q, k, v):
         tensor[:8] = torch.randn_like(tensor[:8])
-    after = attention(None)(q, k, v, Segments((8, 12)))
+    after = attend(q, k, v, (8, 12))
     assert torch.equal(before[8:], after[8:])
     assert not torch.allclose(before[:8], after[:8])
 
 
-def test_lengths_must_cover_the_line() -> None:
-    with pytest.raises(RuntimeError):
-        attention(None)(*inputs(20, 2), Segments((8, 11)))
+@pytest.mark.parametrize("attend", WAYS)
+def test_lengths_must_cover_the_line(attend: Callable[..., Tensor]) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        attend(*inputs(20, 2), (8, 11))
+
+
+def test_blocks_see_few_shapes_of_keys() -> None:
+    lengths = tuple(torch.randint(20, 700, (40,), generator=torch.Generator().manual_seed(0)).tolist())
+    widths = {block.end - block.first for block in blocks_of(lengths, None, 1, torch.float32)}
+    assert len(widths - {96}) <= 1 + (700 + 96) // 64

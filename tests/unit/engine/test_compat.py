@@ -36,6 +36,27 @@ def test_fill_adam_state(one: World, models: dict[str, Path], samples: Path) -> 
     assert found["mended"] == 0
 
 
+def test_clip_in_place(one: World) -> None:
+    found = one.run("unit.engine.upstream.clipping")
+    norm = pytest.approx(1000**0.5 * 2, rel=1e-6)
+    assert found["upstream"] == {"made": 1000, "norm": norm, "left": pytest.approx(1, rel=1e-4)}, (
+        "clipping copies no gradient now: drop compat.clip_in_place"
+    )
+    assert found["mended"]["made"] <= 1
+    assert (found["mended"]["norm"], found["mended"]["left"]) == (norm, pytest.approx(1, rel=1e-4))
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_a_rank_alone_exchanges_nothing(
+    ranks: str, request: pytest.FixtureRequest, models: dict[str, Path], samples: Path
+) -> None:
+    found = request.getfixturevalue(ranks).run(
+        "unit.engine.upstream.exchanges", model=models["llama-tied"], samples=samples
+    )
+    assert found["dp"] == {"one": 1, "two": 2}[ranks]
+    assert (found["collectives"] > 0) == (ranks == "two")
+
+
 def test_load_adam(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     found = one.run("unit.engine.upstream.loading", model=models["llama-tied"], samples=samples, root=tmp_path)
     own_and_right = [True, [1.0]]

@@ -89,9 +89,25 @@ def test_the_gradient_is_added_to_a_buffer_where_there_is_one() -> None:
     weight.main_grad = torch.ones(VOCAB, HIDDEN)
     weight.grad_added_to_main_grad = False
     loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=VOCAB, group=None)
-    (loss * 3).backward()
+    loss.backward()
     assert weight.grad is None and weight.grad_added_to_main_grad
-    assert error(weight.main_grad - 1, exact(hidden, weight, labels)[2]) < 1e-6
+    _, grad_hidden, grad_weight = exact(hidden, weight, labels)
+    assert error(weight.main_grad - 1, grad_weight / 3) < 1e-6
+    assert hidden.grad is not None and error(hidden.grad, grad_hidden / 3) < 1e-6
+
+
+def test_a_gradient_that_was_not_foreseen_is_refused() -> None:
+    hidden, weight, labels = inputs(5, torch.float32)
+    weight.main_grad = torch.zeros(VOCAB, HIDDEN)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    with pytest.raises(RuntimeError, match="gradient of one"):
+        (loss * 3).backward()
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(0, []), (9, [9]), (10, [10]), (11, [6, 5]), (37, [10, 10, 10, 7])])
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks_are_alike(tokens: int, sizes: list[int]) -> None:
+    assert [end - start for start, end in cross_entropy._chunks(tokens, VOCAB)] == sizes
 
 
 def test_nothing_learned_is_a_loss_of_nothing() -> None:

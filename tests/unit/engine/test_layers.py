@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.engine import main_grad
 from isthmus.engine.activation import SwiGLU
+from isthmus.engine.linear import _LinearIntoMainGrad
 from isthmus.engine.norm import LayerNorm, RMSNorm
 from unit.engine.recorder import Recorder
 
@@ -112,3 +114,26 @@ def test_swiglu_keeps_nothing_but_its_input() -> None:
     with Recorder() as seen:
         SwiGLU(config(torch.float32))(x).sum().backward()
     assert seen.largest(torch.float32) == x.numel()
+
+
+def test_a_product_finds_its_gradient_buffer_when_saved_tensors_are_hooked() -> None:
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    weight.main_grad = torch.zeros(3, 4)
+    x = torch.randn(5, 1, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        out = _LinearIntoMainGrad.apply(x, weight)
+    out.sum().backward()
+    assert torch.allclose(weight.main_grad, x.detach().sum((0, 1)).expand(3, 4))
+    assert weight.grad is None and weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_added_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_grad, "BLOCK_ELEMENTS", 12)
+    torch.manual_seed(0)
+    a, b, into = torch.randn(7, 5).to(dtype), torch.randn(5, 4).to(dtype), torch.ones(7, 4)
+    wanted = 1 + a.double() @ b.double()
+    with Recorder() as seen:
+        main_grad.add_product(into, a, b)
+    assert torch.allclose(into.double(), wanted, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+    assert seen.largest(dtype) <= 12

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import random
 from isthmus.engine import checkpoint, compat
 from isthmus.engine.optimizer import distributed_optimizer
 from ranks.tasks import start
+from unit.engine.recorder import Recorder
 
 
 def random_state() -> dict[str, bool]:
@@ -38,6 +39,7 @@ def random_state() -> dict[str, bool]:
 def state_before_the_first_step(*, model: str, samples: str) -> dict[str, Any]:
     """What the optimizer's state dict is before a step."""
     optimizer = distributed_optimizer(start(model=model, samples=samples).stepper.optimizer)
+    optimizer.optimizer.state.clear()  # as upstream leaves it
     try:
         optimizer.state_dict()
     except AssertionError:
@@ -46,6 +48,37 @@ def state_before_the_first_step(*, model: str, samples: str) -> dict[str, Any]:
         upstream = "works"
     compat.fill_adam_state(optimizer.optimizer)
     return {"upstream": upstream, "mended": optimizer.state_dict()["optimizer"]["param_groups"][0]["step"]}
+
+
+def clipping() -> dict[str, Any]:
+    """Largest tensor that clipping makes of a gradient of 1000 elements, and the norm and gradient it yields."""
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    def clip() -> dict[str, Any]:
+        grad = torch.full((1000,), 2.0)
+        weight = torch.nn.Parameter(torch.zeros(1000))
+        weight.grad = grad
+        norm = clip_grads.get_grad_norm_fp32([grad])
+        with Recorder() as seen:
+            clip_grads.clip_grad_by_total_norm_fp32([weight], 1.0, norm)
+        return {"made": seen.largest(torch.float32), "norm": float(norm), "left": float(grad.norm())}
+
+    clip_grads.l2_norm_impl = local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_impl = local_multi_tensor_scale
+    upstream = clip()
+    compat.clip_in_place()
+    return {"upstream": upstream, "mended": clip()}
+
+
+def exchanges(*, model: str, samples: str) -> dict[str, int]:
+    """Collectives over gradients and weights in a step; those over single numbers do not count."""
+    training = start(model=model, samples=samples)
+    training.stepper.train_step(training.batches.step(0))
+    with Recorder() as seen:
+        training.stepper.train_step(training.batches.step(1))
+    large = [name for name, shapes in seen.taken if "reduce_scatter" in name or "allgather" in name]
+    return {"dp": training.session.blueprint.sizes.dp, "collectives": len(large)}
 
 
 def loading(*, model: str, samples: str, root: str) -> dict[str, Any]:

@@ -122,6 +122,41 @@ def test_the_memory_of_a_cpu_process_is_its_own_peak_and_not_its_parent_s() -> N
     assert block.numel()
 
 
+# Pages that five large tensors, made and freed one after the other, ask of the system.
+_FAULTS = """
+import resource, sys, torch
+from isthmus.platforms.cpu import CpuPlatform
+if sys.argv[1] == "prepared":
+    print(*CpuPlatform(reason="").prepare_process(), sep="; ")
+torch.ones(12 << 20).sum()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    torch.ones(12 << 20).sum()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str, **environment: str) -> tuple[int, list[str]]:
+    code = [sys.executable, "-c", _FAULTS, how]
+    clean = {name: value for name, value in os.environ.items() if name not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
+    done = subprocess.run(code, capture_output=True, text=True, check=True, env=clean | environment)
+    *said, count = done.stdout.splitlines()
+    return int(count), said
+
+
+@pytest.mark.skipif(os.confstr_names.get("CS_GNU_LIBC_VERSION") is None, reason="only glibc is told to keep memory")
+def test_freed_memory_is_kept_on_a_cpu() -> None:
+    handed_back, _ = faults("plain")
+    kept, said = faults("prepared")
+    assert kept < 1000 < handed_back
+    assert said[0].startswith("memory allocator: freed memory is kept")
+
+
+def test_an_allocator_that_was_chosen_is_left_alone() -> None:
+    _, said = faults("prepared", MALLOC_ARENA_MAX="2")
+    assert said == ["memory allocator: left as MALLOC_ARENA_MAX says"]
+
+
 @pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: platform.name)
 def test_every_variable_has_a_value_and_a_reason(platform: Platform) -> None:
     for variable, (value, why) in platform.env_defaults().items():
