@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from isthmus.config.schema import RunConfig
@@ -234,3 +235,55 @@ def _draw() -> list[float]:
     shared = torch.rand(1).item()
     with get_cuda_rng_tracker().fork():
         return [shared, torch.rand(1).item()]
+
+
+def save_and_export(*, model: str, samples: str, root: str, destination: str, **layout: Any) -> None:
+    """Train for two steps, then leave a checkpoint and an export of the same weights."""
+    training = start(model=model, samples=samples, **layout)
+    for step in range(2):
+        training.stepper.train_step(training.batches.step(step))
+    progress = checkpoint.Progress(step=2, data="these samples")
+    checkpoint.save(Path(root), training.stepper, progress, training.session.blueprint.sizes, keep=1)
+    tokenizer: Any = SimpleNamespace(differs_from_files=False)
+    training.session.export(Path(destination), tokenizer, dtype=None, replace=False)
+
+
+def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
+    """Load a converted checkpoint through megatron-core, all of it and nothing else, over weights that are all zero.
+
+    Returns:
+        How far the tensors of any rank are from those that come straight from the model folder, and how many there are.
+    """
+    config = _plain_config(model, tp, pp)
+    live = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False).model
+    wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
+    with torch.no_grad():
+        for parameter in live.parameters():
+            parameter.zero_()
+    state = dist_checkpointing.load(
+        {"model": live.sharded_state_dict()}, checkpoint_folder, strict=StrictHandling.RAISE_ALL
+    )
+    live.load_state_dict(state["model"])
+    furthest = max((tensor - wanted[name]).abs().max().item() for name, tensor in live_tensors(live).items())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (furthest, len(wanted)))
+    return {"furthest": max(far for far, _ in every), "tensors": sum(count for _, count in every)}
+
+
+def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
+    """Load this rank's legacy file as Megatron-LM does, strictly; see :func:`load_strictly`."""
+    config = _plain_config(model, tp, pp)
+    session = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False)
+    live, position = session.model, session.position
+    wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
+    with torch.no_grad():
+        for parameter in live.parameters():
+            parameter.zero_()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    folder = Path(checkpoint_folder) / (f"mp_rank_{position.tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+    state = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+    live.load_state_dict(state["model"], strict=True)
+    furthest = max((tensor - wanted[name]).abs().max().item() for name, tensor in live_tensors(live).items())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (furthest, state["args"].tensor_model_parallel_size))
+    return {"furthest": max(far for far, _ in every), "tp": every[0][1]}

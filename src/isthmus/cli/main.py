@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from isthmus import __version__
-from isthmus.cli import demo, pretrain, sft
+from isthmus.cli import convert, demo, pretrain, sft, verify
 from isthmus.cli.words import spread_data
 
 app = typer.Typer(
@@ -22,6 +22,8 @@ app = typer.Typer(
 app.command("demo", short_help="Show the whole way on this machine, without network.")(demo.demo)
 app.command("sft", short_help="Fine-tune a model on chats.")(sft.sft)
 app.command("pretrain", short_help="Train a model on text.")(pretrain.pretrain)
+app.command("convert", short_help="Convert a model between Hugging Face and Megatron-Core.")(convert.convert)
+app.command("verify", short_help="Compare two models bit by bit, in whichever formats.")(verify.verify)
 
 
 def _print_version(wanted: bool) -> None:

@@ -41,14 +41,25 @@ def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> 
         if tuple(present[name].shape) != expected[name]
     ]
     mistyped = [f"{name} is {present[name].dtype}" for name in both if present[name].dtype not in _DTYPES]
+    if faults := told(missing=missing, unexpected=unexpected, misshapen=misshapen, mistyped=mistyped):
+        raise DataError(f"{source} does not fit its config ({family.name}): {faults}. Mend config.json or the weights.")
+
+
+def told(
+    *,
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+    misshapen: Sequence[str] = (),
+    mistyped: Sequence[str] = (),
+) -> str:
+    """What does not fit, the first few of each kind by name; empty if all does."""
     faults = [
         _list(missing, "missing"),
         _list(unexpected, "not expected"),
         _list(misshapen, "of another shape"),
         _list(mistyped, "of a type that cannot be trained"),
     ]
-    if found := "; ".join(filter(None, faults)):
-        raise DataError(f"{source} does not fit its config ({family.name}): {found}. Mend config.json or the weights.")
+    return "; ".join(filter(None, faults))
 
 
 def _given_up_when_tied(family: Family, arch: Architecture) -> set[str]:

@@ -39,7 +39,9 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Meta:
+class Meta:
+    """Dtype and shape of a tensor that is made up or put together."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -58,7 +60,7 @@ class RandomWeights:
         self._init: dict[str, Init] = {}
         for placement in family.placements(arch).values():
             self._init |= dict.fromkeys(placement.hf, placement.rule.init)
-        self.tensors = {name: _Meta(dtype, shape) for name, shape in family.hf_shapes(arch).items()}
+        self.tensors = {name: Meta(dtype, shape) for name, shape in family.hf_shapes(arch).items()}
         self._last: tuple[str, Tensor] | None = None
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@ The line is cut into blocks of queries. A block is multiplied with the keys from
 own end, so the work follows the triangle below the diagonal, and several short samples share one product.
 Probabilities exist for one block at a time and the backward pass takes them again: memory grows with the line and not
 with its square.
-torch's own kernel for CPUs takes one sample at a time and 1.3 to 2 times as long (docs/decisions/0008).
+torch's own kernel for CPUs takes one sample at a time and 1.3 to 2 times as long (docs/decisions/0009).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from isthmus.engine.activation import SwiGLU
 from isthmus.engine.attention import PackedSelfAttention, VarlenAttention
 from isthmus.engine.linear import ColumnParallelLinear, RowParallelLinear
+from isthmus.engine.names import FUSED_NORMS
 from isthmus.engine.norm import LayerNorm, RMSNorm
 
 
@@ -93,10 +94,7 @@ def decoder_spec(config: TransformerConfig, num_layers: int) -> TransformerBlock
             ),
             mlp_bda=get_bias_dropout_add,
             # The keys of a saved checkpoint follow the fused spelling, so that every spec can load it.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=dict(FUSED_NORMS),
         ),
     )
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

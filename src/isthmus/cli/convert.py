@@ -1,0 +1,49 @@
+"""``isthmus convert``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from isthmus.cli.train import Debug, Json, show
+from isthmus.cli.transfer import HfLike, progress_bar
+from isthmus.errors import UsageError
+
+FORMATS = ("hf", "torch_dist", "torch")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Hugging Face folder or Megatron checkpoint.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make; it must not exist.")],
+    to: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="hf, torch_dist, or torch (legacy mp_rank_*).")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks of --to torch.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Pipeline stages of --to torch.")] = None,
+    vpp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Chunks of layers a stage of --to torch.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16; default: as it is.")] = None,
+    hf_like: HfLike = None,
+    debug: Debug = False,
+    json: Json = False,
+) -> int:
+    """Convert a model between Hugging Face and Megatron-Core without building it; a torch_dist fits every layout."""
+    if to is not None and to not in FORMATS:
+        raise UsageError(f"--to {to} is not a format this version writes. Use {', '.join(FORMATS)}.")
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype} is not known. Use {', '.join(DTYPES)}.")
+    import torch
+
+    from isthmus.convert.legacy import Grid
+    from isthmus.convert.transfer import convert as run
+
+    chosen = None if dtype is None else getattr(torch, DTYPES[dtype])
+    asked = {name: size for name, size in (("tp", tp), ("pp", pp), ("vpp", vpp)) if size is not None}
+    grid = Grid(**asked) if asked else None
+    target: Any = to
+    with progress_bar("converting") as progress:
+        done = run(source, destination, target, dtype=chosen, hf_like=hf_like, grid=grid, progress=progress)
+    show(done, as_json=json)
+    return 0

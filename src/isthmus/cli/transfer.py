@@ -1,0 +1,28 @@
+"""What ``isthmus convert`` and ``isthmus verify`` share: their options, and the bar that shows how far they are."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HfLike = Annotated[
+    Path | None,
+    typer.Option(metavar="HF_DIR", help="Model folder whose config.json describes a checkpoint that brings none."),
+]
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with bytes and rate on a terminal's stderr, nothing elsewhere; yields what tells it (done, total)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

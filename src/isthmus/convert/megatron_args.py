@@ -1,0 +1,97 @@
+"""The arguments that Megatron-LM keeps in a checkpoint; its loader takes the sizes of the model from them.
+
+Names and meaning are those of Megatron-LM core_v0.16.1, ``megatron/training/arguments.py`` and ``checkpointing.py``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+
+from isthmus.families.architecture import Architecture
+
+
+def megatron_args(
+    arch: Architecture,
+    dtype: torch.dtype,
+    *,
+    grid_sizes: tuple[int, int, int] | None = None,
+    padded_vocab_size: int | None = None,
+) -> Namespace:
+    """``args`` of a checkpoint that holds the weights of ``arch`` in ``dtype``.
+
+    Args:
+        arch: the model.
+        dtype: of its tensors.
+        grid_sizes: tp, pp and vpp of a legacy checkpoint; None for ``torch_dist``, which has none.
+        padded_vocab_size: rows of the embedding over all ranks; None where it is not padded.
+    """
+    tp, pp, vpp = grid_sizes or (1, 1, 1)
+    scaling = arch.rope_scaling
+    return Namespace(
+        # Which checkpoint it is.
+        ckpt_format="torch_dist" if grid_sizes is None else "torch",
+        iteration=0,
+        consumed_train_samples=0,
+        skipped_train_samples=0,
+        consumed_valid_samples=0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        context_parallel_size=1,
+        world_size=tp * pp,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        params_dtype=dtype,
+        # Which model.
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        group_query_attention=arch.num_query_groups != arch.num_attention_heads,
+        num_query_groups=arch.num_query_groups,
+        kv_channels=arch.kv_channels,
+        seq_length=arch.max_position_embeddings,
+        max_position_embeddings=arch.max_position_embeddings,
+        normalization=arch.normalization,
+        norm_epsilon=arch.norm_epsilon,
+        swiglu=True,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=arch.init_std,
+        window_size=None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
+        position_embedding_type="rope",
+        add_position_embedding=True,
+        use_rotary_position_embeddings=False,
+        rotary_base=int(arch.rotary_base) if arch.rotary_base.is_integer() else arch.rotary_base,
+        rotary_percent=1.0,
+        rotary_interleaved=False,
+        rotary_seq_len_interpolation_factor=scaling.factor if scaling and scaling.kind == "linear" else None,
+        use_rope_scaling=scaling is not None and scaling.kind == "llama3",
+        rope_scaling_factor=scaling.factor if scaling and scaling.kind == "llama3" else 8.0,
+        untie_embeddings_and_output_weights=not arch.tie_embeddings,
+        # Which vocabulary.
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=None,
+        vocab_size=arch.vocab_size,
+        padded_vocab_size=padded_vocab_size or arch.vocab_size,
+        make_vocab_size_divisible_by=1,
+    )
+
+
+def flags_to_give(arch: Architecture) -> list[str]:
+    """Flags that Megatron-LM 0.16.1 needs for this model and does not take from a checkpoint."""
+    flags = ["--qk-layernorm"] if arch.qk_norm else []
+    if arch.rope_scaling is not None and arch.rope_scaling.kind == "llama3":
+        flags += ["--use-rope-scaling", f"--rope-scaling-factor {arch.rope_scaling.factor:g}"]
+    if arch.rope_scaling is not None and arch.rope_scaling.kind == "linear":
+        flags += [f"--rotary-seq-len-interpolation-factor {arch.rope_scaling.factor:g}"]
+    if arch.sliding_window is not None:
+        flags += [f"--window-size {arch.sliding_window - 1},0"]
+    return flags

@@ -1,0 +1,95 @@
+"""What is converted without a model loads into models of any layout, and what ranks saved converts without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.convert.legacy import Grid
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify import verify
+from isthmus.families.registry import all_families
+from ranks.tiny import build_model_folder
+from ranks.world import World
+
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
+
+
+LAYOUTS = pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, {}, id="one"),
+        pytest.param(2, {"tp": 2}, id="tp2"),
+        pytest.param(2, {"pp": 2}, id="pp2"),
+        pytest.param(4, {"tp": 2, "pp": 2}, id="tp2-pp2"),
+        pytest.param(4, {"tp": 4}, id="tp4"),
+    ],
+)
+TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+
+
+@LAYOUTS
+@TIED
+def test_one_checkpoint_for_every_layout(
+    ranks: int, layout: dict[str, Any], tied: bool, worlds: dict[int, World], tmp_path: Path
+) -> None:
+    model = build_model_folder(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
+    convert(model, tmp_path / "megatron")
+    found = worlds[ranks].run(
+        "ranks.tasks.load_strictly", model=model, checkpoint_folder=tmp_path / "megatron" / "release", **layout
+    )
+    assert found["furthest"] == 0
+    assert found["tensors"] >= 4 * 8
+
+
+@LAYOUTS
+@TIED
+def test_legacy_files_load_strictly(
+    ranks: int, layout: dict[str, Any], tied: bool, worlds: dict[int, World], tmp_path: Path
+) -> None:
+    model = build_model_folder(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
+    convert(model, tmp_path / "megatron", "torch", grid=Grid(**layout))
+    folder = tmp_path / "megatron" / "release"
+    found = worlds[ranks].run("ranks.tasks.load_legacy", model=model, checkpoint_folder=folder, **layout)
+    assert found == {"furthest": 0, "tp": layout.get("tp", 1)}
+
+
+@pytest.mark.parametrize("family", sorted(all_families()))
+def test_every_family_loads(family: str, one: World, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", family, tie_word_embeddings=False)
+    convert(model, tmp_path / "megatron")
+    folder = tmp_path / "megatron" / "release"
+    assert one.run("ranks.tasks.load_strictly", model=model, checkpoint_folder=folder)["furthest"] == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, {"precision": "bf16"}, id="bf16"),
+        pytest.param(2, {"tp": 2}, id="tp2"),
+        pytest.param(2, {"pp": 2}, id="pp2"),
+        pytest.param(2, {}, id="dp2"),
+    ],
+)
+def test_the_checkpoint_of_a_run_is_its_export(
+    ranks: int, layout: dict[str, Any], worlds: dict[int, World], models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    model = models["qwen3-tied"]
+    worlds[ranks].run(
+        "ranks.tasks.save_and_export",
+        model=model,
+        samples=samples,
+        root=tmp_path / "checkpoints",
+        destination=tmp_path / "export",
+        **layout,
+    )
+    convert(tmp_path / "checkpoints", tmp_path / "converted", hf_like=model)
+    if layout.get("precision") != "bf16":  # the export keeps the dtype of the model folder, the checkpoint its own
+        verify(tmp_path / "export", tmp_path / "converted")
+        verify(tmp_path / "export", tmp_path / "checkpoints", hf_like=model)
+    else:
+        convert(tmp_path / "export", tmp_path / "export-bf16", "hf", dtype=torch.bfloat16)
+        verify(tmp_path / "export-bf16", tmp_path / "converted")

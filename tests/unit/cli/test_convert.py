@@ -1,0 +1,71 @@
+"""``isthmus convert`` and ``isthmus verify`` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isthmus.cli.main import main
+from ranks.tiny import build_model_folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(build_model_folder(tmp_path / "model", "qwen2", tie_word_embeddings=True))
+
+
+def test_there_back_and_verified(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    assert main(["convert", model, there, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["source_format"], told["destination_format"], told["family"]) == ("hf", "torch_dist", "qwen2")
+    assert main(["convert", there, back]) == 0
+    assert "destination format  hf" in capsys.readouterr().out
+    assert main(["verify", model, back, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["formats"] == ["hf", "hf"]
+
+
+def test_a_difference_is_exit_code_1(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", model, str(tmp_path / "there")]) == 0
+    file = Path(model) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, file, {"format": "pt"})
+    assert main(["verify", model, str(tmp_path / "there")]) == 1
+    line = capsys.readouterr().err
+    assert "model.norm.weight in 1 of 32 elements, by 1 at most" in line and line.count("\n") == 1
+
+
+def test_dtype(model: str, tmp_path: Path) -> None:
+    assert main(["convert", model, str(tmp_path / "half"), "--to", "hf", "--dtype", "fp16"]) == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--to", "gguf"], 2, "Use hf, torch_dist, torch"),
+        (["--tp", "2"], 2, "torch_dist has no layout"),
+        (["--to", "torch", "--tp", "3"], 2, "tp=3 does not divide"),
+        (["--to", "torch", "--pp", "8"], 2, "pp=8 does not divide num_layers=4"),
+        (["--to", "torch", "--vpp", "2"], 2, "needs more than one pipeline stage"),
+        (["--dtype", "int8"], 2, "Use fp32, bf16, fp16"),
+        (["--hf-like", "MODEL"], 2, "leave --hf-like out"),
+    ],
+)
+def test_what_cannot_be(
+    words: list[str], code: int, told: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [model if word == "MODEL" else word for word in words]
+    assert main(["convert", model, str(tmp_path / "out"), *words]) == code
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 66
+    assert "is not there" in capsys.readouterr().err

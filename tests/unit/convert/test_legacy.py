@@ -1,0 +1,198 @@
+"""Megatron's legacy files in any grid of ranks: written, read, and turned into every other format."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.convert.legacy import FILE, Grid
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify import verify
+from isthmus.errors import DataError, UnsafeInput, UsageError
+from isthmus.families.registry import all_families
+from ranks.tiny import build_model_folder
+
+GRIDS = [
+    Grid(),
+    Grid(tp=2),
+    Grid(pp=2),
+    Grid(tp=4),
+    Grid(tp=2, pp=4),
+    Grid(pp=2, vpp=2),
+    Grid(tp=2, pp=2, vpp=2),
+]
+
+
+def named(grid: Grid) -> str:
+    return f"tp{grid.tp}-pp{grid.pp}-vpp{grid.vpp}"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=False)
+
+
+def rewrite(path: Path, change: Any) -> None:
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("grid", GRIDS, ids=named)
+def test_there_and_back(grid: Grid, tied: bool, tmp_path: Path) -> None:
+    source = build_model_folder(tmp_path / "hf", "qwen3", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    done = convert(source, tmp_path / "legacy", "torch", grid=grid)
+    assert done.destination_format == "torch"
+    assert len(list((tmp_path / "legacy" / "release").iterdir())) == grid.tp * grid.pp
+    assert verify(source, tmp_path / "legacy").formats == ("hf", "torch")
+    convert(tmp_path / "legacy", tmp_path / "back")
+    verify(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize("family", sorted(all_families()))
+def test_every_family(family: str, tmp_path: Path) -> None:
+    source = build_model_folder(tmp_path / "hf", family, tie_word_embeddings=False)
+    convert(source, tmp_path / "legacy", "torch", grid=Grid(tp=2, pp=2))
+    verify(source, tmp_path / "legacy")
+
+
+def test_from_any_format_to_any_other(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "tp2pp2", "torch", grid=Grid(tp=2, pp=2))
+    convert(tmp_path / "tp2pp2", tmp_path / "tp4", "torch", grid=Grid(tp=4))
+    convert(tmp_path / "tp4", tmp_path / "dist", "torch_dist")
+    convert(tmp_path / "dist", tmp_path / "pp4", "torch", grid=Grid(pp=4))
+    convert(tmp_path / "dist", tmp_path / "dist-again", "torch_dist")
+    convert(tmp_path / "pp4", tmp_path / "hf", "hf")
+    for name in ("tp2pp2", "tp4", "dist", "dist-again", "pp4", "hf"):
+        verify(model, tmp_path / name)
+
+
+def test_what_each_rank_holds(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2, pp=2, vpp=2))
+    states = {
+        (tp, pp): torch.load(tmp_path / "legacy" / "release" / f"mp_rank_{tp:02d}_{pp:03d}" / FILE, weights_only=False)
+        for tp in range(2)
+        for pp in range(2)
+    }
+    first, last = states[1, 0], states[1, 1]
+    assert {"args", "checkpoint_version", "iteration", "model0", "model1"} == set(first)
+    assert first["args"].virtual_pipeline_model_parallel_size == 2 and first["args"].padded_vocab_size == 78
+    assert first["model0"]["embedding.word_embeddings.weight"].shape == (39, 32)
+    assert not first["model0"]["embedding.word_embeddings.weight"][-1].any()  # the padding, on the last rank
+    assert "output_layer.weight" in last["model1"] and "output_layer.weight" not in last["model0"]
+    assert {name.split(".")[2] for name in first["model1"] if "layers" in name} == {"0"}
+    assert first["model0"]["decoder.layers.0.mlp.linear_fc1._extra_state"] is None
+
+
+def test_transformer_engines_spelling_is_read(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2))
+
+    def fuse(state: dict[str, Any]) -> None:
+        for name in list(state["model"]):
+            fused = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
+                "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+            )
+            state["model"][fused] = state["model"].pop(name)
+        state["optimizer"] = {"state": torch.zeros(3)}
+
+    for path in (tmp_path / "legacy" / "release").glob(f"*/{FILE}"):
+        rewrite(path, fuse)
+    verify(model, tmp_path / "legacy")
+
+
+def test_padding_of_any_width_is_taken_off(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "legacy", "torch")
+    name = "embedding.word_embeddings.weight"
+
+    def pad(state: dict[str, Any]) -> None:
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            state["model"][name] = torch.cat((state["model"][name], torch.ones(51, 32)))
+
+    rewrite(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, pad)
+    assert (
+        torch.load(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, weights_only=False)["model"][name].size(0)
+        == 128
+    )
+    verify(model, tmp_path / "legacy")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda state: state["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"), "1 missing"),
+        (lambda state: state["model"].update({"decoder.layers.0.mlp.bias": torch.zeros(2)}), "1 not expected"),
+        (
+            lambda state: state["model"].update({"decoder.final_layernorm.weight": torch.zeros(31)}),
+            "of another shape",
+        ),
+        (lambda state: state.pop("args"), "no args"),
+        (lambda state: state.pop("model"), "no model"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: Any, told: str, model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "legacy", "torch")
+    rewrite(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, change)
+    with pytest.raises(DataError, match=told):
+        convert(tmp_path / "legacy", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_is_named(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2))
+    path = tmp_path / "legacy" / "release" / "mp_rank_01" / FILE
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(DataError, match="mp_rank_01"):
+        convert(tmp_path / "legacy", tmp_path / "out")
+    path.unlink()
+    with pytest.raises(DataError, match="mp_rank_01"):
+        convert(tmp_path / "legacy", tmp_path / "out")
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("ran-anyway"),))
+
+
+def test_a_payload_does_not_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    convert(model, tmp_path / "legacy", "torch")
+    rewrite(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, lambda state: state.update(rng_state=Payload()))
+    with pytest.raises(UnsafeInput):
+        convert(tmp_path / "legacy", tmp_path / "out")
+    assert not Path("ran-anyway").exists()
+
+
+def test_arguments_as_a_training_leaves_them(model: Path, tmp_path: Path) -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    convert(model, tmp_path / "legacy", "torch")
+
+    def trained(state: dict[str, Any]) -> None:
+        state["args"] = argparse.Namespace(**vars(state["args"]), attention_backend=AttnBackend.auto, rank=0)
+
+    rewrite(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, trained)
+    verify(model, tmp_path / "legacy")
+
+
+def test_experts_are_not_guessed_at(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "legacy", "torch", grid=Grid(pp=2))
+    for path in (tmp_path / "legacy" / "release").glob(f"*/{FILE}"):
+        rewrite(path, lambda state: setattr(state["args"], "pipeline_model_parallel_size", 1))
+    with pytest.raises(UsageError, match="experts"):
+        convert(tmp_path / "legacy", tmp_path / "out")
+
+
+def test_dtypes_that_differ_need_a_choice(model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match="--dtype"):
+        convert(model, tmp_path / "legacy", "torch")
+    convert(model, tmp_path / "legacy", "torch", dtype=torch.float32)

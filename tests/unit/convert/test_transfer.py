@@ -1,0 +1,287 @@
+"""Hugging Face to torch_dist and back without a model: same bytes, strict, bounded, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isthmus.convert import transfer
+from isthmus.convert.torch_dist import TorchDistFolder, checkpoint_folder, read_common
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify import verify
+from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
+from isthmus.families.registry import all_families
+from ranks.tiny import SIZES, build_model_folder
+
+FAMILIES = sorted(all_families())
+
+
+def content(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def change(folder: Path, name: str, new: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = new(tensors[name])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path) -> Path:
+    return build_model_folder(tmp_path / "qwen3", "qwen3", tie_word_embeddings=False)
+
+
+@pytest.fixture
+def converted(qwen3: Path, tmp_path: Path) -> Path:
+    convert(qwen3, tmp_path / "megatron")
+    return tmp_path / "megatron"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_are_the_same_bytes(family: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+    source = build_model_folder(tmp_path / "hf", family, dtype=dtype, tie_word_embeddings=tied, shards="40KB")
+    (source / "tokenizer.json").write_text("{}")
+    there = convert(source, tmp_path / "megatron")
+    back = convert(tmp_path / "megatron", tmp_path / "back")
+    assert (there.destination_format, back.destination_format) == ("torch_dist", "hf")
+    assert there.num_bytes == back.num_bytes
+    before, after = content(source), content(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name])
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    assert verify(source, tmp_path / "back").num_tensors == len(before)
+    assert verify(source, tmp_path / "megatron").formats == ("hf", "torch_dist")
+
+
+def test_the_other_dtype(qwen3: Path, tmp_path: Path) -> None:
+    convert(qwen3, tmp_path / "bf16", dtype=torch.bfloat16)
+    convert(tmp_path / "bf16", tmp_path / "back")
+    before, after = content(qwen3), content(tmp_path / "back")
+    assert all(torch.equal(tensor.bfloat16(), after[name]) for name, tensor in before.items())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_one_hugging_face_folder_from_another(qwen3: Path, tmp_path: Path) -> None:
+    convert(qwen3, tmp_path / "half", "hf", dtype=torch.float16)
+    assert {tensor.dtype for tensor in content(tmp_path / "half").values()} == {torch.float16}
+
+
+def test_layers_are_stacked_under_megatrons_names(converted: Path) -> None:
+    folder = TorchDistFolder(converted / "release")
+    layers, hidden, ffn = SIZES["num_hidden_layers"], SIZES["hidden_size"], SIZES["intermediate_size"]
+    shapes = {key: tuple(entry.size) for key, entry in folder.tensors.items()}
+    assert shapes["decoder.layers.mlp.linear_fc1.weight"] == (layers, 2 * ffn, hidden)
+    assert shapes["decoder.layers.mlp.linear_fc1.layer_norm_weight"] == (layers, hidden)
+    assert shapes["embedding.word_embeddings.weight"] == (SIZES["vocab_size"], hidden)
+
+
+def test_the_arguments_that_megatron_lm_reads(converted: Path) -> None:
+    common = read_common(converted / "release")
+    args = common["args"]
+    assert common["iteration"] == 0 and (converted / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert (args["num_layers"], args["num_query_groups"], args["qk_layernorm"]) == (4, 2, True)
+    assert args["untie_embeddings_and_output_weights"] and args["padded_vocab_size"] == SIZES["vocab_size"]
+
+
+def test_flags_that_megatron_lm_has_to_be_told(qwen3: Path, tmp_path: Path) -> None:
+    assert convert(qwen3, tmp_path / "out").megatron_flags == ["--qk-layernorm"]
+
+
+def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
+    source = build_model_folder(
+        tmp_path / "hf", "llama", num_hidden_layers=48, hidden_size=256, intermediate_size=2048, head_dim=64
+    )
+    size = (source / "model.safetensors").stat().st_size
+    largest = max(tensor.nbytes for tensor in content(source).values())
+    code = (
+        "import resource, sys, torch\n"
+        "from pathlib import Path\n"
+        "from isthmus.convert.transfer import convert\n"
+        "convert(Path(sys.argv[3]), Path(sys.argv[4]))\n"
+        "def peak():\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith('VmHWM'))\n"
+        "before = peak()\n"
+        "convert(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+        "convert(Path(sys.argv[2]), Path(sys.argv[2] + '-back'))\n"
+        "print(peak() - before)\n"
+    )
+    small = build_model_folder(tmp_path / "small", "llama")  # what the libraries themselves take is not counted
+    words = [source, tmp_path / "out", small, tmp_path / "small-out"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True)
+    assert size > 30 * largest
+    assert int(done.stdout) < 12 * largest + (8 << 20) < size / 2
+
+
+PLANTED = {
+    "two heads swapped": (
+        "model.layers.1.self_attn.q_proj.weight",
+        lambda w: torch.cat((w[16:32], w[:16], w[32:])),
+    ),
+    "one row shuffled": ("model.layers.2.mlp.gate_proj.weight", lambda w: w[torch.randperm(len(w))]),
+    "zeroed": ("model.layers.0.self_attn.k_norm.weight", torch.zeros_like),
+    "one bit": ("model.embed_tokens.weight", lambda w: w.view(torch.int32).bitwise_xor(1).view(torch.float32)),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_verify_sees(fault: str, qwen3: Path, converted: Path) -> None:
+    name, new = PLANTED[fault]
+    change(qwen3, name, new)
+    with pytest.raises(CheckFailed, match=name.replace(".", r"\.")):
+        verify(qwen3, converted)
+
+
+def test_verify_sees_gate_and_up_exchanged(qwen3: Path, converted: Path) -> None:
+    tensors = load_file(qwen3 / "model.safetensors")
+    gate, up = "model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight"
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+    save_file(tensors, qwen3 / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckFailed, match="2 of"):
+        verify(qwen3, converted)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("rms_norm_eps", 1e-3, "norm_epsilon"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}, "rotary"),
+    ],
+)
+def test_verify_sees_another_config(key: str, value: Any, told: str, qwen3: Path, converted: Path) -> None:
+    path = qwen3 / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(CheckFailed, match=told):
+        verify(qwen3, converted)
+
+
+def test_minus_zero_is_not_zero(qwen3: Path, converted: Path, tmp_path: Path) -> None:
+    change(qwen3, "model.norm.weight", torch.zeros_like)
+    convert(qwen3, tmp_path / "zero")
+    change(qwen3, "model.norm.weight", lambda w: -torch.zeros_like(w))
+    with pytest.raises(CheckFailed):
+        verify(qwen3, tmp_path / "zero")
+
+
+def test_a_tensor_too_many_or_too_few_is_refused(qwen3: Path, tmp_path: Path) -> None:
+    tensors = load_file(qwen3 / "model.safetensors")
+    save_file(tensors | {"model.layers.0.extra.weight": torch.zeros(2)}, qwen3 / "model.safetensors")
+    with pytest.raises(DataError, match=r"1 not expected: model\.layers\.0\.extra\.weight"):
+        convert(qwen3, tmp_path / "out")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, qwen3 / "model.safetensors")
+    with pytest.raises(DataError, match=r"1 missing: model\.norm\.weight"):
+        convert(qwen3, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(converted: Path, tmp_path: Path) -> None:
+    plain = build_model_folder(tmp_path / "llama", "llama", tie_word_embeddings=False)
+    with pytest.raises(DataError, match=r"not expected: decoder\.layers\.self_attention\.[qk]_layernorm"):
+        convert(converted, tmp_path / "out", hf_like=plain)
+    deeper = build_model_folder(tmp_path / "deep", "qwen3", tie_word_embeddings=False, num_hidden_layers=5)
+    with pytest.raises(DataError, match="has 4 layers, not 5"):
+        convert(converted, tmp_path / "out", hf_like=deeper)
+
+
+def test_a_checkpoint_that_says_nothing_of_its_model(converted: Path, qwen3: Path, tmp_path: Path) -> None:
+    shutil.rmtree(converted / "hf")
+    with pytest.raises(MissingInput, match="--hf-like"):
+        convert(converted, tmp_path / "out")
+    convert(converted, tmp_path / "out", hf_like=qwen3)
+    verify(qwen3, tmp_path / "out")
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(MissingInput, match="is not there"):
+        convert(tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MissingInput):
+        convert(tmp_path / "empty", tmp_path / "out")
+
+
+def test_a_tracker_that_leads_nowhere(converted: Path) -> None:
+    (converted / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(DataError, match="says '7'"):
+        checkpoint_folder(converted)
+
+
+def test_nothing_is_overwritten(qwen3: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(NoSpace, match="exists already"):
+        convert(qwen3, tmp_path / "out")
+
+
+def test_nothing_is_left_of_a_conversion_that_fails(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(transfer, "write_model_files", full)
+    for to in ("torch_dist", "hf"):
+        with pytest.raises(IOFailure):
+            convert(qwen3, tmp_path / "out", to)  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("*out*"))
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("ran-anyway"),))
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt", "data"])
+def test_a_pickle_does_not_run(file: str, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    release = converted / "release"
+    if file == ".metadata":
+        (release / file).write_bytes(pickle.dumps(Payload()))
+    elif file == "common.pt":
+        torch.save(Payload(), release / file)
+    else:
+        torch.save(Payload(), release / "__0_0.distcp")
+        (release / "__0_0.distcp").write_bytes((release / "__0_0.distcp").read_bytes().ljust(1 << 20, b"\0"))
+    with pytest.raises(IsthmusError) as caught:
+        if file == "common.pt":
+            read_common(release)
+        else:
+            convert(converted, tmp_path / "out")
+    assert isinstance(caught.value, UnsafeInput | DataError)
+    assert file == "data" or isinstance(caught.value, UnsafeInput)
+    assert not Path("ran-anyway").exists() and not (tmp_path / "out").exists()
+
+
+def test_a_file_outside_is_not_read(converted: Path, tmp_path: Path) -> None:
+    path = converted / "release" / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    for entry in index.storage_data.values():
+        entry.relative_path = "../../elsewhere"
+    path.write_bytes(pickle.dumps(index))
+    with pytest.raises(UnsafeInput, match="elsewhere"):
+        convert(converted, tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["short", "gone", "index"])
+def test_damage_is_named(damage: str, converted: Path, tmp_path: Path) -> None:
+    data, index = converted / "release" / "__0_0.distcp", converted / "release" / ".metadata"
+    if damage == "gone":
+        data.unlink()
+    elif damage == "short":
+        data.write_bytes(data.read_bytes()[:-100])
+    else:
+        index.write_bytes(index.read_bytes()[:-50])
+    with pytest.raises(DataError, match=r"\.distcp|\.metadata"):
+        convert(converted, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
