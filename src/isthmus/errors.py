@@ -68,6 +68,6 @@ class UnsafeInput(IsthmusError):
 
 
 class Diverged(IsthmusError):
-    """The loss or the gradient is not a finite number."""
+    """The loss or the gradient is not a finite number, or the gradient is zero and nothing is learned."""
 
     exit_code = 79

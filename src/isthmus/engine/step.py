@@ -120,7 +120,8 @@ class Stepper:
         how the batch is cut.
 
         Raises:
-            Diverged: the loss or the gradient norm is not finite; the weights are left as they were for a loss.
+            Diverged: the loss or the gradient norm is not finite, or the gradient is nothing at all while there is a
+                loss; the weights are left as they were for a loss.
         """
         self.model.train()
         self.model.zero_grad_buffer()
@@ -139,6 +140,12 @@ class Stepper:
             raise Diverged(
                 f"the gradient norm is {norm} at a loss of {loss:.4f}. Lower optim.lr, lengthen optim.warmup_steps, "
                 "or resume from an earlier checkpoint."
+            )
+        if norm == 0 and loss > 0:
+            # Weights so large that a norm's mean square overflows: it scales by 1/inf, and all behind it is zero.
+            raise Diverged(
+                f"the gradient is zero at a loss of {loss:.4f}, so nothing is learned any more. Lower optim.lr, "
+                "lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
         self.schedule.step(increment=1)
         return StepResult(loss=loss, learned_tokens=num_tokens, grad_norm=norm, lr=lr)
