@@ -12,7 +12,7 @@ from isthmus.cli.transfer import HfLike, progress_bar
 
 
 def verify(
-    first: Annotated[Path, typer.Argument(metavar="A", help="Hugging Face folder or torch_dist checkpoint.")],
+    first: Annotated[Path, typer.Argument(metavar="A", help="Hugging Face folder or Megatron checkpoint.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The one to compare it with.")],
     hf_like: HfLike = None,
     debug: Debug = False,

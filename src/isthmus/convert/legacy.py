@@ -131,7 +131,10 @@ class LegacyWeights:
             if isinstance(value, Tensor) and not key.endswith("_extra_state") and (tp, stage, chunk, key) not in used
         ]
         if faults := told(missing=missing, unexpected=left, misshapen=misshapen):
-            raise DataError(f"{self._path} is not the {family.name} model that its config describes: {faults}.")
+            raise DataError(
+                f"{self._path} is not the {family.name} model that its config describes: {faults}. "
+                "Give the config that fits (--hf-like DIR), or fetch the checkpoint again."
+            )
 
     def _layout(self, tp_rank: int, placement: Placement, shard: Tensor) -> Layout:
         """Its vocabulary is as padded as it is, as long as it holds the model's."""
@@ -166,7 +169,7 @@ def _open_ranks(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
             raise UsageError(f"{folder} is cut by experts, which this version does not read yet.")
         state = load_plain(path / FILE, path / FILE, mapped=True)
         if not isinstance(state, dict) or not any(key.startswith("model") for key in state):
-            raise DataError(f"{path / FILE} holds no model.")
+            raise DataError(f"{path / FILE} holds no model. Fetch it again.")
         ranks[int(found[1]), int(found[2] or 0)] = state
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
     if absent := [f"tp {t}, pp {p}" for t in range(tp) for p in range(pp) if (t, p) not in ranks]:
@@ -177,7 +180,7 @@ def _open_ranks(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
 def _args(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     args = state.get("args")
     if args is None:
-        raise DataError(f"{folder} has no args, so it is not told how it was cut.")
+        raise DataError(f"{folder} has no args, so it is not told how it was cut. Fetch the whole checkpoint.")
     return dict(vars(args)) if hasattr(args, "__dict__") else dict(args)
 
 

@@ -63,7 +63,10 @@ class MegatronWeights:
             if folder.tensors[key].size[0] != arch.num_layers
         ]
         if faults := told(missing=sorted(set(missing)), unexpected=left, misshapen=misshapen):
-            raise DataError(f"{folder} is not the {family.name} model that its config describes: {faults}.")
+            raise DataError(
+                f"{folder} is not the {family.name} model that its config describes: {faults}. "
+                "Give the config that fits (--hf-like DIR), or fetch the checkpoint again."
+            )
         self._last: tuple[str, list[Tensor]] | None = None
 
     def __str__(self) -> str:
@@ -95,7 +98,7 @@ class Stored:
 
 
 def open_stored(path: Path, hf_like: Path | None = None) -> Stored:
-    """Open a Hugging Face folder or a ``torch_dist`` checkpoint, and check that its tensors are those of its config.
+    """Open a Hugging Face folder or a Megatron checkpoint, and check that its tensors are those of its config.
 
     Args:
         path: the model folder, or a checkpoint, or a folder of checkpoints with a tracker file.
@@ -105,10 +108,8 @@ def open_stored(path: Path, hf_like: Path | None = None) -> Stored:
         MissingInput, DataError, UnsafeInput, UsageError: it is neither, or damaged, or not what its config says.
     """
     if not path.exists():
-        raise MissingInput(f"{path} is not there. Give a Hugging Face folder or a torch_dist checkpoint.")
+        raise MissingInput(f"{path} is not there. Give a Hugging Face folder or a Megatron checkpoint.")
     checkpoint = checkpoint_folder(path)
-    if checkpoint is None and any(path.glob("mp_rank_*")):
-        checkpoint = path
     if checkpoint is None:
         if hf_like is not None:
             raise UsageError(f"{path} is a Hugging Face folder and has a config; leave --hf-like out.")

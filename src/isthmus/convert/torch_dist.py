@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -24,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from isthmus.convert.pickles import load_index, load_plain
+from isthmus.engine.names import TRACKER
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 
-TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -41,7 +40,7 @@ def checkpoint_folder(path: Path) -> Path | None:
     Raises:
         DataError: the tracker file names a checkpoint that is not there.
     """
-    if (path / ".metadata").is_file():
+    if (path / ".metadata").is_file() or any(path.glob("mp_rank_*")):
         return path
     tracker = path / TRACKER
     if not tracker.is_file():
@@ -66,7 +65,9 @@ class TorchDistFolder:
         """
         self.path = path
         if not (path / ".metadata").is_file():
-            raise MissingInput(f"{path} holds no .metadata, so it is no torch_dist checkpoint.")
+            raise MissingInput(
+                f"{path} holds no .metadata, so it is no torch_dist checkpoint. Choose a folder that is."
+            )
         index = load_index(path / ".metadata")
         try:
             self.tensors: dict[str, TensorStorageMetadata] = {
@@ -75,7 +76,9 @@ class TorchDistFolder:
             self._stored: Mapping[MetadataIndex, Any] = index.storage_data
             self._check_files()
         except (AttributeError, TypeError) as error:
-            raise DataError(f"{path / '.metadata'} is not the index of a checkpoint ({error}).") from None
+            raise DataError(
+                f"{path / '.metadata'} is not the index of a checkpoint ({error}). Fetch it again."
+            ) from None
         self._last: tuple[MetadataIndex, Tensor] | None = None
 
     def __str__(self) -> str:
@@ -117,11 +120,13 @@ class TorchDistFolder:
                 tensor, offsets, sizes = tensor[layer - offsets[0]], offsets[1:], sizes[1:]
             target = found[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
             if target.shape != tensor.shape:
-                raise DataError(f"{self}: a chunk of {key} is {list(tensor.shape)}, not {list(target.shape)}.")
+                raise DataError(
+                    f"{self}: a chunk of {key} is {list(tensor.shape)}, not {list(target.shape)}. Fetch it again."
+                )
             target.copy_(tensor)
             filled += tensor.numel()
         if filled != found.numel():
-            raise DataError(f"{self}: the chunks of {key} hold {filled} elements of {found.numel()}.")
+            raise DataError(f"{self}: the chunks of {key} hold {filled} elements of {found.numel()}. Fetch it again.")
         return found
 
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
@@ -129,13 +134,13 @@ class TorchDistFolder:
         if self._last is not None and self._last[0] == place:  # a stack in one chunk: its layers are read in a row
             return self._last[1]
         if place not in self._stored:
-            raise DataError(f"{self}: a chunk of {key} is nowhere.")
+            raise DataError(f"{self}: a chunk of {key} is in none of its files. Fetch it again.")
         entry = self._stored[place]
         with (self.path / entry.relative_path).open("rb") as file:
             file.seek(entry.offset)
             tensor = load_plain(file.read(entry.length), f"{self.path / entry.relative_path}: {key}")
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != tuple(chunk.sizes):
-            raise DataError(f"{self}: a chunk of {key} is not the tensor that the index promises.")
+            raise DataError(f"{self}: a chunk of {key} is not the tensor that the index promises. Fetch it again.")
         self._last = (place, tensor) if math.prod(chunk.sizes[:1]) > 1 else None
         return tensor
 
@@ -221,19 +226,3 @@ def write_torch_dist(
     writer.finish(Metadata(index), [results])
     (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
     torch.save(dict(common), folder / "common.pt")
-
-
-def read_common(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors.
-
-    Raises:
-        UnsafeInput, DataError: it is not plain values, or cannot be read.
-        MissingInput: it is not there.
-    """
-    path = folder / "common.pt"
-    if not path.is_file():
-        raise MissingInput(f"{path} is missing, so {folder} is no whole checkpoint.")
-    found = load_plain(path, path)
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__} and not a dictionary.")
-    return {key: vars(value) if isinstance(value, Namespace) else value for key, value in found.items()}

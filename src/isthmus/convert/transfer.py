@@ -15,8 +15,8 @@ from isthmus.convert.legacy import Grid, write_legacy
 from isthmus.convert.megatron_args import flags_to_give, megatron_args
 from isthmus.convert.online import export_plan
 from isthmus.convert.stored import HF_PART, Format, Stored, open_stored
-from isthmus.convert.torch_dist import TRACKER, Entry, write_torch_dist
-from isthmus.engine.names import extra_state_keys, torch_dist_key
+from isthmus.convert.torch_dist import Entry, write_torch_dist
+from isthmus.engine.names import TRACKER, extra_state_keys, torch_dist_key
 from isthmus.errors import UsageError
 from isthmus.hf.folder import write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from isthmus.convert.stored import Stored, open_stored
+from isthmus.convert.torch_dist import checkpoint_folder
 from isthmus.convert.transfer import Progress
 from isthmus.errors import CheckFailed
 
@@ -36,7 +37,7 @@ def verify(
     """Compare two models; they are the same if their configs mean the same and every tensor has the same bits.
 
     Args:
-        first: a Hugging Face folder or a ``torch_dist`` checkpoint.
+        first: a Hugging Face folder or a Megatron checkpoint.
         second: the same.
         hf_like: config of a checkpoint that brings none.
         progress: called with bytes compared and bytes in all.
@@ -73,8 +74,6 @@ def verify(
 
 def _open(path: Path, hf_like: Path | None) -> Stored:
     """``--hf-like`` speaks for the side that needs it."""
-    from isthmus.convert.torch_dist import checkpoint_folder
-
     return open_stored(path, hf_like if path.exists() and checkpoint_folder(path) is not None else None)
 
 

@@ -29,11 +29,10 @@ from torch.distributed import checkpoint as dcp
 from isthmus.engine import compat
 from isthmus.engine.checkpoint_errors import read_errors, write_errors
 from isthmus.engine.groups import ParallelSizes, agree
+from isthmus.engine.names import TRACKER
 from isthmus.engine.optimizer import distributed_optimizer
 from isthmus.engine.step import Stepper
 from isthmus.errors import DataError, IsthmusError, MissingInput
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

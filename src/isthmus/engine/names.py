@@ -7,6 +7,8 @@ TransformerEngine has the two in one module. Both kinds of modules read that spe
 
 from __future__ import annotations
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file that names the newest of the checkpoints beside it."""
 FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -28,23 +30,22 @@ def torch_dist_keys(canonical: str) -> list[tuple[str, int | None]]:
     if not canonical.startswith(_LAYERS):
         return [(canonical, None)]
     number, _, plain = canonical.removeprefix(_LAYERS).partition(".")
-    names = [plain]
-    for own, fused in FUSED_NORMS.items():
-        if plain.startswith(own):
-            names = [fused + plain.removeprefix(own), plain]
+    names = [*_fused(plain), plain]
     stacked: list[tuple[str, int | None]] = [(f"{_LAYERS}{name}", int(number)) for name in names]
     return stacked + [(f"{_LAYERS}{number}.{name}", None) for name in names]
 
 
 def live_names(canonical: str) -> list[str]:
     """A tensor's names in a model of plain modules and in one of TransformerEngine's, where norms are fused."""
-    names = [canonical]
-    if canonical.startswith(_LAYERS):
-        number, _, plain = canonical.removeprefix(_LAYERS).partition(".")
-        for own, fused in FUSED_NORMS.items():
-            if plain.startswith(own):
-                names.append(f"{_LAYERS}{number}.{fused}{plain.removeprefix(own)}")
-    return names
+    if not canonical.startswith(_LAYERS):
+        return [canonical]
+    number, _, plain = canonical.removeprefix(_LAYERS).partition(".")
+    return [f"{_LAYERS}{number}.{name}" for name in (plain, *_fused(plain))]
+
+
+def _fused(plain: str) -> list[str]:
+    """The other name of a norm within a layer; none for what is no norm."""
+    return [fused + plain.removeprefix(own) for own, fused in FUSED_NORMS.items() if plain.startswith(own)]
 
 
 def extra_state_keys(num_layers: int) -> list[str]:
