@@ -192,7 +192,7 @@ def export_in_files(*, model: str, destination: str, max_shard_bytes: float, tp:
         plan.create(folder)
     dist.barrier()
     live = live_tensors(session.model)
-    export_weights(live, plans.family, plans.architecture, plan, folder, **session.slicing)
+    export_weights(live, plans.family, plans.architecture, plan, folder, layout=session.layout)
     dist.barrier()
 
 

@@ -156,7 +156,7 @@ class LegacyWeights:
         for tp, shard in enumerate(self._shards[placement.canonical]):
             for piece in pieces(placement.rule, self._arch, self._layout(tp, placement, shard)):
                 if piece.part == number:
-                    whole[piece.hf] = shard[piece.local]
+                    whole[piece.hf] = piece.view(shard)
         return whole
 
 
@@ -216,8 +216,7 @@ def write_legacy(
                 torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 0, **chunks}, path)
             mapped = _mapped_for_writing(path)
             live = {name: mapped[chunk][local] for name, (chunk, local) in canonical.items()}
-            share = {"tp_rank": tp_rank, "tp_size": grid.tp, "padded_vocab_size": padded}
-            yield import_weights(live, family, arch, source, **share).num_bytes
+            yield import_weights(live, family, arch, source, layout=layout).num_bytes
 
 
 def _mapped_for_writing(path: Path) -> dict[str, Any]:

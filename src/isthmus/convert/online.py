@@ -35,9 +35,7 @@ def import_weights(
     arch: Architecture,
     source: WeightSource,
     *,
-    tp_rank: int,
-    tp_size: int,
-    padded_vocab_size: int,
+    layout: Layout,
 ) -> TransferReport:
     """Fill this rank's tensors, given under their canonical names, from ``source``; cast to their dtype and device.
 
@@ -49,15 +47,14 @@ def import_weights(
     """
     start_s = time.monotonic()
     check_coverage(source, family, arch)
-    layout = Layout(tp_rank=tp_rank, tp_size=tp_size, padded_vocab_size=padded_vocab_size)
     position = {name: number for number, name in enumerate(source.tensors)}
     num_bytes = 0
     # Files are read from front to back, whatever the order of the live tensors.
     for placement in sorted(_placed(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
         tensor = live[placement.canonical].detach()
         filled = 0
-        for piece in pieces(placement.rule, arch, layout):
-            name, target = placement.hf[piece.part], tensor[piece.local]
+        for piece in pieces(placement.rule, arch, layout, placement.expert):
+            name, target = placement.hf[piece.part], piece.view(tensor)
             source.read(name, piece.hf, into=target)
             filled += target.numel()
             num_bytes += target.numel() * source.tensors[name].dtype.itemsize
@@ -94,9 +91,7 @@ def export_weights(
     plan: SafetensorsPlan,
     folder: Path,
     *,
-    tp_rank: int,
-    tp_size: int,
-    padded_vocab_size: int,
+    layout: Layout,
     writes: bool = True,
 ) -> TransferReport:
     """Write this rank's share into the files that ``plan.create(folder)`` made, and sync them.
@@ -110,15 +105,14 @@ def export_weights(
         IOFailure: a file cannot be written.
     """
     start_s = time.monotonic()
-    layout = Layout(tp_rank=tp_rank, tp_size=tp_size, padded_vocab_size=padded_vocab_size)
     num_tensors = num_bytes = 0
     with SafetensorsWriter(plan, folder) as writer:
         for placement in _placed(live, family, arch, layout) if writes else ():
             rule = placement.rule
-            if rule.alias or (rule.shard == "whole" and tp_rank):
+            if rule.alias or (rule.shard == "whole" and layout.place(rule)[0]):
                 continue
-            for piece in pieces(rule, arch, layout):
-                part = live[placement.canonical][piece.local]
+            for piece in pieces(rule, arch, layout, placement.expert):
+                part = piece.view(live[placement.canonical])
                 num_bytes += writer.write(placement.hf[piece.part], piece.hf, part)
             num_tensors += 1
     return TransferReport(num_tensors, num_bytes, time.monotonic() - start_s)

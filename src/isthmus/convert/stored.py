@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from isthmus.convert.coverage import check_coverage, told
@@ -17,6 +18,8 @@ from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.registry import family_for
+from isthmus.families.shard import pieces
+from isthmus.families.shard import whole as not_cut
 from isthmus.hf.folder import ModelFolder
 
 Format = Literal["hf", "torch_dist", "torch"]
@@ -80,7 +83,11 @@ class MegatronWeights:
             self._last = None  # let go of it before the next is made
             whole = self._folder.read(*self._places[placement.canonical])
             rows = placement.rule.canonical_shape(self._arch)[0]
-            self._last = (placement.canonical, placement.rule.unweave(whole[:rows], self._arch))
+            shapes = [self.tensors[hf].shape for hf in placement.hf]
+            parts = [torch.empty(shape, dtype=whole.dtype) for shape in shapes]
+            for piece in pieces(placement.rule, self._arch, not_cut(self._arch), placement.expert):
+                parts[piece.part][piece.hf] = piece.view(whole[:rows])
+            self._last = (placement.canonical, parts)
         part = self._last[1][number][index or ...]
         return part if into is None else into.detach().copy_(part)
 

@@ -18,6 +18,7 @@ from isthmus.convert.stored import HF_PART, Format, Stored, open_stored
 from isthmus.convert.torch_dist import Entry, write_torch_dist
 from isthmus.engine.names import TRACKER, extra_state_keys, torch_dist_key
 from isthmus.errors import UsageError
+from isthmus.families.shard import weave
 from isthmus.hf.folder import write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.writer import SafetensorsWriter
@@ -139,7 +140,7 @@ def _write_torch_dist(stored: Stored, folder: Path, dtype: torch.dtype | None, p
         placed = placements[entry.canonical]
         done += entry.nbytes
         progress(done, total)
-        woven = placed.rule.weave([weights.read(name) for name in placed.hf], arch)
+        woven = weave(placed.rule, arch, lambda part, index: weights.read(placed.hf[part], index), placed.expert)
         return woven.to(entry.dtype)
 
     inner = folder / "release"

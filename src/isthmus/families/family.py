@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import Architecture, Mla, Moe
 from isthmus.families.rope import read_rope, write_rope
-from isthmus.families.rule import Rule, Shape
+from isthmus.families.rule import Rule, Shape, field_of
 from isthmus.families.window import Window, read_window, write_window
 
 _REQUIRED = object()
@@ -24,24 +24,51 @@ class Key:
     kind: type = int
     default: Any = _REQUIRED
     null: Callable[[Mapping[str, Any]], Any] | None = None
+    choices: Mapping[str, Any] | None = None
+    """For words: what each of them means here; of two with one meaning the first is written."""
+    least: int = 1
+    """For whole numbers."""
+    optional: bool = False
+    """Null is a value of its own: None."""
+    decode: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    """The field of the Architecture from the setting and the config around it, where they are not the same."""
+    encode: Callable[[Any, Architecture], Any] | None = None
+    """The other way round."""
 
     def read(self, hf: Mapping[str, Any]) -> Any:
         """The value, checked.
 
         Raises:
-            DataError: absent though required, of the wrong type, or a count that is not positive.
+            DataError: absent though required, of the wrong type, or a number that is too small.
+            UsageError: a word whose meaning is not built.
         """
         value = hf.get(self.hf, None if self.default is _REQUIRED else self.default)
         if value is None and self.null is not None:
             value = self.null(hf)
+        if value is None and self.optional:
+            return None
         if value is None:
             raise DataError(f"config.json: {self.hf} is missing.")
+        if self.choices is not None:
+            if value not in self.choices:
+                raise UsageError(
+                    f"config.json: {self.hf}={_short(value)} is not supported; {_either(self.choices)} is."
+                )
+            return self.choices[value]
         fits = isinstance(value, int | float if self.kind is float else self.kind)
-        if self.kind is not bool and fits:
-            fits = not isinstance(value, bool) and value >= (1 if self.kind is int else 0)
+        if self.kind in (int, float) and fits:
+            fits = not isinstance(value, bool) and value >= (self.least if self.kind is int else 0)
         if not fits:
-            raise DataError(f"config.json: {self.hf} must be a {_TYPE_WORDS[self.kind]}, got {value!r}.")
-        return self.kind(value)
+            words = _TYPE_WORDS[self.kind] if self.least else "whole number that is not negative"
+            raise DataError(f"config.json: {self.hf} must be a {words}, got {value!r}.")
+        value = self.kind(value)
+        return value if self.decode is None else self.decode(value, hf)
+
+    def write(self, value: Any, arch: Architecture) -> Any:
+        """What the config says for ``value``."""
+        if self.choices is not None:
+            return next(word for word, meaning in self.choices.items() if meaning == value)
+        return value if self.encode is None or value is None else self.encode(value, arch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +80,23 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
+class Derived:
+    """A field of the Architecture that no single setting says."""
+
+    read: Callable[[Mapping[str, Any]], Any]
+    write: Callable[[Any, Architecture], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A rule at work in one layer: the canonical tensor, and the Hugging Face tensors of its parts by name."""
 
     canonical: str
     rule: Rule
     hf: tuple[str, ...]
+    """Name of the tensor that each part lies in."""
+    expert: int = 0
+    """Number of the expert in its layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +107,13 @@ class Family:
     """The ``model_type`` of the Hugging Face config."""
     hf_architecture: str
     keys: Mapping[str, Key]
-    """Fields of the Architecture by their Hugging Face keys."""
+    """Fields of the Architecture, ``moe.top_k`` being one of its Moe, by their Hugging Face keys."""
     rules: tuple[Rule, ...]
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
     traits: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Architecture that every model of the family has and no config mentions."""
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+    """Fields that several settings together say."""
     sliding_window: Window = "never"
     sliding_window_default: int | None = None
     ignorable: tuple[str, ...] = ()
@@ -90,20 +130,21 @@ class Family:
             value = hf.get(key)
             if value is not None and value not in fixed.allowed:
                 raise UsageError(f"config.json: {key}={_short(value)} is not supported for {self.name}: {fixed.why}.")
-        values = {name: key.read(hf) for name, key in self.keys.items()}
+        values = dict(self.traits) | {name: key.read(hf) for name, key in self.keys.items()}
+        values |= {name: derived.read(hf) for name, derived in self.derived.items()}
         heads, groups = values["num_attention_heads"], values["num_query_groups"]
         if heads % groups:
             raise DataError(f"config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}.")
-        rotary_base, rope_scaling = read_rope(hf)
-        window = read_window(self.sliding_window, hf, self.sliding_window_default, values["num_layers"])
-        return Architecture(
-            family=self.name,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            sliding_window=window,
-            **values,
-            **self.traits,
+        if values.get("position", "rope") == "rope":
+            values["rotary_base"], values["rope_scaling"] = read_rope(hf)
+        values["sliding_window"] = read_window(
+            self.sliding_window, hf, self.sliding_window_default, values["num_layers"]
         )
+        for name, kind in _INNER.items():
+            inner = {path: values.pop(path) for path in list(values) if path.startswith(f"{name}.")}
+            if inner:
+                values[name] = kind(**{path.removeprefix(f"{name}."): value for path, value in inner.items()})
+        return Architecture(family=self.name, **values)
 
     def to_hf_config(
         self, arch: Architecture, base: Mapping[str, Any] | None = None, *, dtype: str | None = None
@@ -118,14 +159,19 @@ class Family:
         known.pop("auto_map", None)
         config = known | {"architectures": [self.hf_architecture], "model_type": self.name}
         for name, key in self.keys.items():
-            value = getattr(arch, name)
+            value = field_of(arch, name)
             if not known or key.read(known) != value:
-                config[key.hf] = value
+                config[key.hf] = key.write(value, arch)
+        for name, derived in self.derived.items():
+            value = field_of(arch, name)
+            if not known or derived.read(known) != value:
+                config |= derived.write(value, arch)
         if not known:
             config |= {key: fixed.allowed[0] for key, fixed in self.fixed.items() if fixed.allowed[0] is not None}
         if not known or self.to_architecture(known).sliding_window != arch.sliding_window:
             config |= write_window(self.sliding_window, arch.sliding_window, arch.num_layers)
-        config |= write_rope(arch, known)
+        if arch.position == "rope":
+            config |= write_rope(arch, known)
         if dtype is not None:
             config |= {"dtype": dtype, "torch_dtype": dtype}
         return config
@@ -134,24 +180,46 @@ class Family:
         """Every tensor of the whole model by canonical name, in the order of the rules, layer after layer."""
         found: dict[str, Placement] = {}
         held = (rule for rule in self.rules if rule.holds(arch))
-        for layered, group in itertools.groupby(held, key=lambda rule: "{layer}" in rule.canonical):
+        for axis, group in itertools.groupby(held, key=_axis):
             rules = list(group)
-            for layer in range(arch.num_layers if layered else 1):
-                for rule in rules:
-                    name = rule.canonical.format(layer=layer)
-                    found[name] = Placement(name, rule, tuple(part.name.format(layer=layer) for part in rule.parts))
+            layers = {"{layer}": arch.num_layers, "{ahead}": arch.mtp_layers}.get(axis, 1)
+            for layer in range(layers):
+                behind = arch.num_layers + layer
+                moe = arch.is_moe(behind if axis == "{ahead}" else layer)
+                here = [rule for rule in rules if rule.layers == "all" or rule.layers == ("moe" if moe else "dense")]
+                for of_expert, same in itertools.groupby(here, key=lambda rule: rule.of_expert):
+                    alike = list(same)
+                    experts = arch.moe.num_experts if of_expert and arch.moe is not None else 1
+                    for expert in range(experts):
+                        for rule in alike:
+                            numbers = {"layer": layer, "expert": expert, "ahead": layer}
+                            name = rule.canonical.format(**numbers)
+                            numbers["ahead"] = behind
+                            hf = tuple(part.name.format(**numbers) for part in rule.parts)
+                            found[name] = Placement(name, rule, hf, expert)
         return found
 
     def hf_shapes(self, arch: Architecture) -> dict[str, Shape]:
         """Name and shape of every tensor in the Hugging Face model, in the order of the rules."""
-        return {
-            name: shape
-            for placement in self.placements(arch).values()
-            for name, shape in zip(placement.hf, placement.rule.part_shapes(arch), strict=True)
-        }
+        found: dict[str, Shape] = {}
+        for placement in self.placements(arch).values():
+            shapes = placement.rule.hf_shapes(arch)
+            names = zip(placement.rule.parts, placement.hf, strict=True)
+            found |= {name: shapes[part.name] for part, name in names}
+        return found
 
 
 _TYPE_WORDS = {int: "positive whole number", float: "number that is not negative", bool: "boolean"}
+_INNER: Mapping[str, Callable[..., Any]] = {"moe": Moe, "mla": Mla}
+
+
+def _axis(rule: Rule) -> str:
+    """The number in the rule's names that counts layers, if one does."""
+    return next((axis for axis in ("{layer}", "{ahead}") if axis in rule.canonical), "")
+
+
+def _either(words: Iterable[str]) -> str:
+    return " or ".join(words)
 
 
 def _short(value: Any) -> str:

@@ -1,70 +1,131 @@
-"""Which rectangles of which Hugging Face tensors a tensor-parallel rank holds, and where: intervals, no tensors."""
+"""Which rectangles of which tensors a tensor-parallel rank holds, and where: intervals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.rule import Rule, Shape
+from isthmus.families.rule import Block, Rule, Shape
 
 Index = tuple[slice, ...]
+Read = Callable[[int, Index], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One rank's place in tensor parallelism, and the vocabulary as padded for it (rows over all ranks)."""
+    """One rank's place in tensor parallelism, and the vocabulary as padded for it (rows over all ranks).
+
+    Which experts a rank holds is said by the names of its tensors; how each of them is cut, by ``etp``.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
+    etp_rank: int = 0
+    etp_size: int = 1
     padded_vocab_size: int
+
+    def place(self, rule: Rule) -> tuple[int, int]:
+        """Rank and number of ranks among which the rule's tensor is cut."""
+        return (self.etp_rank, self.etp_size) if rule.of_expert else (self.tp_rank, self.tp_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle of part number ``part`` and the equally large rectangle of this rank's tensor that it fills."""
+    """A rectangle of the tensor of part number ``part`` and the equally large one of this rank's own that it fills."""
 
     part: int
     hf: Index
     local: Index
+    transposed: bool = False
+    stacked: bool = False
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The rectangle of this rank's ``tensor``, shaped as the one of the Hugging Face tensor; shares its memory."""
+        found = tensor[self.local]
+        if self.transposed:
+            found = found.mT if found.dim() > 1 else found
+        return found[None] if self.stacked else found
+
+
+def whole(arch: Architecture) -> Layout:
+    """The layout of a model that is not cut, and whose vocabulary is not padded."""
+    return Layout(padded_vocab_size=arch.vocab_size)
 
 
 def local_shape(rule: Rule, arch: Architecture, layout: Layout) -> Shape:
     """Shape of this rank's share of the rule's tensor, vocabulary padding included."""
     shape = list(_padded_shape(rule, arch, layout))
-    if rule.shard != "whole":
-        axis = _axis(rule)
-        shape[axis] = sum(length for _, length in _spans(rule, shape[axis], layout))
+    axis = _axis(rule)
+    shape[axis] = sum(length for _, length in _spans(rule, shape[axis], layout))
     return tuple(shape)
 
 
-def pieces(rule: Rule, arch: Architecture, layout: Layout) -> list[Piece]:
+def held(rule: Rule, arch: Architecture, layout: Layout) -> list[tuple[Index, Index]]:
+    """Rectangles of the canonical tensor that this rank holds, padding left out, and where they lie in its own."""
+    axis = _axis(rule)
+    rows = rule.canonical_shape(arch)[axis]
+    found: list[tuple[Index, Index]] = []
+    local = 0
+    for start, length in _spans(rule, _padded_shape(rule, arch, layout)[axis], layout):
+        real = min(length, rows - start)
+        if real > 0:
+            before = (slice(None),) * axis
+            found.append(((*before, slice(start, start + real)), (*before, slice(local, local + real))))
+        local += length
+    return found
+
+
+def pieces(rule: Rule, arch: Architecture, layout: Layout, expert: int = 0) -> list[Piece]:
     """What this rank holds, ordered by part. Over all ranks every element of every part appears (once, unless whole).
 
     With fewer query groups than ranks a group is cut across ranks wherever the even cut falls, as Megatron-Core wants
-    it; rows of the vocabulary padding have no piece.
+    it; rows of the vocabulary padding have no piece. ``expert`` is the number of the expert in the whole layer.
     """
-    axis = _axis(rule)
-    spans = _spans(rule, _padded_shape(rule, arch, layout)[axis], layout)
-    if axis == 1:
-        ((start, length),) = spans
-        hf_cols, my_cols = slice(start, start + length), slice(0, length)
-        return [
-            Piece(b.part, (slice(b.start, b.start + b.length), hf_cols), (slice(b.at, b.at + b.length), my_cols))
-            for b in rule.blocks(arch)
-        ]
+    shape = rule.canonical_shape(arch)
+    spans = _spans(rule, _padded_shape(rule, arch, layout)[_axis(rule)], layout)
     found: list[Piece] = []
-    tail = tuple(slice(0, size) for size in rule.canonical_shape(arch)[1:])
+
+    def piece(part: int, hf_rows: slice, local_rows: slice, tail: Index, local_tail: Index) -> Piece:
+        hf: Index = (hf_rows, *tail)
+        if rule.transposed:
+            hf = hf[::-1]
+        if rule.stacked:
+            hf = (slice(expert, expert + 1), *hf)
+        return Piece(part, hf, (local_rows, *local_tail), rule.transposed, rule.stacked)
+
+    if _axis(rule) == 1:
+        ((start, length),) = spans
+        for b in rule.blocks(arch):
+            columns, mine = (slice(start, start + length),), (slice(0, length),)
+            found.append(piece(b.part, _rows(b, 0, b.length), slice(b.at, b.at + b.length), columns, mine))
+        return found
+    tail = tuple(slice(0, size) for size in shape[1:])
     local = 0
     for start, length in spans:
         for b in rule.blocks(arch):
             low, high = max(b.at, start), min(b.at + b.length, start + length)
             if low < high:
-                hf = slice(b.start + low - b.at, b.start + high - b.at)
-                mine = slice(local + low - start, local + high - start)
-                found.append(Piece(b.part, (hf, *tail), (mine, *tail)))
+                mine_rows = slice(local + low - start, local + high - start)
+                found.append(piece(b.part, _rows(b, low - b.at, high - b.at), mine_rows, tail, tail))
         local += length
     return sorted(found, key=lambda piece: piece.part)
+
+
+def weave(rule: Rule, arch: Architecture, read: Read, expert: int = 0) -> Tensor:
+    """The whole canonical tensor; ``read(part, index)`` gives a rectangle of the tensor that the part lies in."""
+    found: Tensor | None = None
+    for piece in pieces(rule, arch, whole(arch), expert):
+        rectangle = read(piece.part, piece.hf)
+        if found is None:
+            found = torch.empty(rule.canonical_shape(arch), dtype=rectangle.dtype)
+        piece.view(found).copy_(rectangle)
+    assert found is not None
+    return found
 
 
 def check_tp_size(arch: Architecture, tp_size: int) -> None:
@@ -80,15 +141,49 @@ def check_tp_size(arch: Architecture, tp_size: int) -> None:
     raise UsageError(f"tp={tp_size} {why} ({arch.family}). Use {choice}.")
 
 
+def check_expert_sizes(arch: Architecture, ep_size: int, etp_size: int) -> None:
+    """Refuse sizes that the experts cannot be dealt out or cut into.
+
+    Raises:
+        UsageError: naming the number that does not divide.
+    """
+    if arch.moe is None:
+        if ep_size > 1 or etp_size > 1:
+            raise UsageError(f"ep={ep_size} and etp={etp_size} are for experts, and {arch.family} has none. Use 1.")
+        return
+    if ep_size < 1 or arch.moe.num_experts % ep_size:
+        raise UsageError(f"ep={ep_size} does not divide num_experts={arch.moe.num_experts} ({arch.family}).")
+    if etp_size < 1 or arch.moe.ffn_hidden_size % etp_size:
+        raise UsageError(f"etp={etp_size} does not divide the experts' width {arch.moe.ffn_hidden_size}.")
+
+
 def _misfit(arch: Architecture, tp: int) -> str | None:
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if tp < 1 or getattr(arch, name) % tp:
-            return f"does not divide {name}={getattr(arch, name)}"
+    moe = arch.moe
+    has_dense = moe is None or bool(moe.dense_layers)
+    wanted = {"num_attention_heads": arch.num_attention_heads}
+    wanted |= {"ffn_hidden_size": arch.ffn_hidden_size} if has_dense else {}
+    wanted |= {"shared_ffn_hidden_size": moe.shared_ffn_hidden_size} if moe is not None else {}
+    for name, size in wanted.items():
+        if tp < 1 or size % tp:
+            return f"does not divide {name}={size}"
+    if arch.mla is not None:
+        return None
     groups = arch.num_query_groups
     if groups % tp and tp % groups:
         return f"does not divide num_query_groups={groups}"
     qkv_rows = (arch.num_attention_heads + 2 * groups) * arch.kv_channels
     return f"does not divide the {qkv_rows} rows of query, key and value" if qkv_rows % tp else None
+
+
+def _rows(block: Block, low: int, high: int) -> slice:
+    """Rows ``low`` to ``high`` of a block, where they lie in the tensor of its part."""
+    step = block.step
+    start = block.start + low * step
+    return (
+        slice(start, block.start + high * step)
+        if step == 1
+        else slice(start, start + (high - low - 1) * step + 1, step)
+    )
 
 
 def _axis(rule: Rule) -> int:
@@ -104,12 +199,14 @@ def _spans(rule: Rule, size: int, layout: Layout) -> list[tuple[int, int]]:
     """Intervals ``(start, length)`` of the canonical axis that this rank holds, in the order it holds them."""
     if rule.shard == "whole":
         return [(0, size)]
+    rank, ranks = layout.place(rule)
     # gate and up are each cut, so that a rank can multiply its gates with its own ups.
     strips = 2 if rule.shard == "gate_up" else 1
-    share, rest = divmod(size, strips * layout.tp_size)
+    share, rest = divmod(size, strips * ranks)
     if rest:
         rows = size // strips
-        largest = max(tp for tp in range(1, layout.tp_size) if rows % tp == 0)
+        largest = max(tp for tp in range(1, ranks) if rows % tp == 0)
         size_of = f"the {rows} rows or columns of {rule.canonical}"
-        raise UsageError(f"tp={layout.tp_size} does not divide {size_of}. Use tp={largest}.")
-    return [(strip * size // strips + layout.tp_rank * share, share) for strip in range(strips)]
+        kind = "etp" if rule.of_expert else "tp"
+        raise UsageError(f"{kind}={ranks} does not divide {size_of}. Use {kind}={largest}.")
+    return [(strip * size // strips + rank * share, share) for strip in range(strips)]

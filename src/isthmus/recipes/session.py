@@ -17,7 +17,7 @@ from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
-from isthmus.families.shard import check_tp_size
+from isthmus.families.shard import Layout, check_tp_size
 from isthmus.hf.folder import ModelFolder, write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
@@ -99,13 +99,19 @@ class Session:
     """The decoder, or the data-parallel wrapper around it."""
 
     @property
-    def slicing(self) -> dict[str, int]:
-        """Which slices of each tensor this rank holds, as the converter asks for it."""
+    def layout(self) -> Layout:
+        """Which slices of each tensor this rank holds."""
         from isthmus.engine.model import padded_vocab_size
 
         tp = self.blueprint.sizes.tp
         vocab = padded_vocab_size(self.blueprint.architecture.vocab_size, tp)
-        return {"tp_rank": self.position.tp_rank, "tp_size": tp, "padded_vocab_size": vocab}
+        return Layout(
+            tp_rank=self.position.tp_rank,
+            tp_size=tp,
+            etp_rank=self.position.tp_rank,
+            etp_size=tp,
+            padded_vocab_size=vocab,
+        )
 
     def export(self, destination: Path, tokenizer: Tokenizer, *, dtype: torch.dtype | None, replace: bool) -> None:
         """Write a Hugging Face model folder; every rank calls it and writes its own slices, none gathers the model.
@@ -136,7 +142,7 @@ class Session:
             writes = self.position.dp_rank == 0
             export_weights(
                 live_tensors(self.model), plans.family, plans.architecture, plan, staged.path,
-                writes=writes, **self.slicing,
+                layout=self.layout, writes=writes,
             )  # fmt: skip
 
         def finish() -> None:
@@ -201,7 +207,7 @@ def build_session(
     source: WeightSource = plans.source
     if config.model.init == "random":
         source = RandomWeights(plans.family, plans.architecture, config.train.seed)
-    import_weights(live_tensors(model), plans.family, plans.architecture, source, **session.slicing)
+    import_weights(live_tensors(model), plans.family, plans.architecture, source, layout=session.layout)
     return session
 
 

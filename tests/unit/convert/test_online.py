@@ -50,7 +50,7 @@ def ranks(family: Family, arch: Architecture, tp: int, dtype: torch.dtype) -> It
             name: torch.full(local_shape(placed.rule, arch, layout), float("nan"), dtype=dtype)
             for name, placed in family.placements(arch).items()
         }
-        yield {"live": live, "tp_rank": rank, "tp_size": tp, "padded_vocab_size": padded}
+        yield {"live": live, "layout": layout}
 
 
 def round_trip(source: ModelFolder, target: Path, tp: int, dtype: torch.dtype, max_shard_bytes: float = 5e9) -> Family:
@@ -115,7 +115,8 @@ def test_tied_last_stage_gets_a_copy_of_the_embedding(tmp_path: Path) -> None:
         live = rank.pop("live")
         last_stage = {"output_layer.weight": live["output_layer.weight"]}
         import_weights(last_stage, family, arch, source, **rank)
-        rows = slice(rank["tp_rank"] * 40, min(77, rank["tp_rank"] * 40 + 40))
+        first = rank["layout"].tp_rank * 40
+        rows = slice(first, min(77, first + 40))
         expected = source.read("model.embed_tokens.weight")[rows]
         assert torch.equal(last_stage["output_layer.weight"][: len(expected)], expected)
         assert not last_stage["output_layer.weight"][len(expected) :].any()
@@ -152,7 +153,7 @@ def test_a_source_that_does_not_fit_is_refused_before_anything_moves(tmp_path: P
     arch = family.to_architecture(source.config)
     (rank,) = ranks(family, arch, 1, torch.float32)
     with pytest.raises(DataError, match=message):
-        import_weights(rank["live"], family, arch, source, tp_rank=0, tp_size=1, padded_vocab_size=80)
+        import_weights(rank["live"], family, arch, source, layout=Layout(padded_vocab_size=80))
     assert all(tensor.isnan().all() for tensor in rank["live"].values())
 
 
@@ -176,7 +177,7 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
     arch = family_for(source.config).to_architecture(source.config)
     with pytest.raises(MissingInput, match="holds no safetensors weights"):
         import_weights(
-            {}, family_for(source.config), arch, ModelFolder.open(tmp_path), tp_rank=0, tp_size=1, padded_vocab_size=80
+            {}, family_for(source.config), arch, ModelFolder.open(tmp_path), layout=Layout(padded_vocab_size=80)
         )
 
 
@@ -184,13 +185,13 @@ def test_live_tensors_must_be_those_of_the_table(tmp_path: Path) -> None:
     config = SIZES | {"model_type": "llama"}
     family = family_for(config)
     arch = family.to_architecture(config)
-    rank = {"tp_rank": 0, "tp_size": 1, "padded_vocab_size": 80}
+    layout = Layout(padded_vocab_size=80)
     for live, message in [
         ({"decoder.layers.2.input_layernorm.weight": torch.zeros(32)}, "has no rule"),
         ({"decoder.final_layernorm.weight": torch.zeros(31)}, r"is \(31,\), family llama wants \(32,\)"),
     ]:
         with pytest.raises(ValueError, match=message):
-            import_weights(live, family, arch, RandomWeights(family, arch, seed=0), **rank)
+            import_weights(live, family, arch, RandomWeights(family, arch, seed=0), layout=layout)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

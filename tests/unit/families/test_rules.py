@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import Architecture, Mla, Moe
+from isthmus.families.family import Family
 from isthmus.families.registry import all_families
-from isthmus.families.rule import Rule, qkv
-from isthmus.families.shard import Layout, check_tp_size, local_shape, pieces
+from isthmus.families.rule import Rule, gate_up, qkv
+from isthmus.families.shard import Layout, check_tp_size, held, local_shape, pieces, weave
 
 ARCH = Architecture(
     family="llama",
@@ -29,13 +31,23 @@ ARCH = Architecture(
 )
 
 
+MOE = Moe(num_experts=3, top_k=2, ffn_hidden_size=12, shared_ffn_hidden_size=8, shared_gate=True)
+MLA = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6, q_lora_rank=12)
+
+
+def sized(family: Family, **sizes: Any) -> Architecture:
+    """An architecture of this family, with everything in it that the family may have."""
+    plain = {name: value for name, value in family.traits.items() if "." not in name}
+    said = {*family.keys, *family.traits, *family.derived}
+    inner = {name: made for name, made in (("moe", MOE), ("mla", MLA)) if any(path.startswith(name) for path in said)}
+    return dataclasses.replace(ARCH, family=family.name, **{**plain, **inner, **sizes})
+
+
 def rules() -> Iterator[tuple[str, Architecture, Rule]]:
     for family in all_families().values():
         for tied in (False, True):
             for groups in (1, 2, 4, 8):
-                arch = dataclasses.replace(
-                    ARCH, family=family.name, tie_embeddings=tied, num_query_groups=groups, **family.traits
-                )
+                arch = sized(family, tie_embeddings=tied, num_query_groups=groups)
                 for rule in family.rules:
                     if rule.holds(arch):
                         yield f"{family.name}-{rule.canonical}-tied{tied:d}-g{groups}", arch, rule
@@ -54,30 +66,48 @@ def numbered(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
     return parts
 
 
+def hf_tensors(rule: Rule, arch: Architecture) -> dict[str, torch.Tensor]:
+    shapes = rule.hf_shapes(arch)
+    return dict(zip(shapes, numbered(list(shapes.values())), strict=True))
+
+
+def woven_of(rule: Rule, arch: Architecture, tensors: dict[str, torch.Tensor], expert: int = 0) -> torch.Tensor:
+    return weave(rule, arch, lambda part, index: tensors[rule.parts[part].name][index], expert)
+
+
 @pytest.mark.parametrize(("arch", "rule"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_weave_is_undone_by_unweave(arch: Architecture, rule: Rule) -> None:
-    parts = numbered(rule.part_shapes(arch))
-    canonical = rule.weave(parts, arch)
-    assert tuple(canonical.shape) == rule.canonical_shape(arch)
-    assert all(torch.equal(a, b) for a, b in zip(rule.unweave(canonical, arch), parts, strict=True))
+def test_a_weave_takes_every_element_once(arch: Architecture, rule: Rule) -> None:
+    tensors = hf_tensors(rule, arch)
+    experts = range(arch.moe.num_experts if rule.stacked and arch.moe is not None else 1)
+    woven = [woven_of(rule, arch, tensors, expert) for expert in experts]
+    assert all(tuple(tensor.shape) == rule.canonical_shape(arch) for tensor in woven)
+    everything = torch.cat([tensor.flatten() for tensor in woven]).sort().values
+    assert torch.equal(everything, torch.cat([tensor.flatten() for tensor in tensors.values()]).sort().values)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(("arch", "rule"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_ranks_together_hold_every_element(arch: Architecture, rule: Rule, tp: int) -> None:
-    parts = numbered(rule.part_shapes(arch))
-    whole = rule.weave(parts, arch)
+    tensors = hf_tensors(rule, arch)
+    parts = [tensors[part.name] for part in rule.parts]
+    expert = 1 if rule.stacked else 0
+    whole = woven_of(rule, arch, tensors, expert)
     padded = 80
-    back = [torch.zeros_like(part) for part in parts]
-    written = [torch.zeros_like(part) for part in parts]
+    back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    written = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     ranks = []
     for rank in range(tp):
-        layout = Layout(tp_rank=rank, tp_size=tp, padded_vocab_size=padded)
+        layout = Layout(tp_rank=rank, tp_size=tp, etp_rank=rank, etp_size=tp, padded_vocab_size=padded)
         local = torch.zeros(local_shape(rule, arch, layout), dtype=torch.float64)
-        for piece in pieces(rule, arch, layout):
-            local[piece.local] = parts[piece.part][piece.hf]
-            back[piece.part][piece.hf] = local[piece.local]
-            written[piece.part][piece.hf] += 1
+        for piece in pieces(rule, arch, layout, expert):
+            name = rule.parts[piece.part].name
+            piece.view(local).copy_(parts[piece.part][piece.hf])
+            back[name][piece.hf] = piece.view(local)
+            written[name][piece.hf] += 1
+        shares = torch.zeros_like(local)
+        for mine, here in held(rule, arch, layout):
+            shares[here] = whole[mine]
+        assert torch.equal(shares, local)
         ranks.append(local)
     # What Megatron-Core expects of a rank, written down apart from the table.
     match rule.shard:
@@ -94,16 +124,36 @@ def test_ranks_together_hold_every_element(arch: Architecture, rule: Rule, tp: i
         case _:
             wanted = list(whole.chunk(tp))
     assert all(torch.equal(got, want) for got, want in zip(ranks, wanted, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))
     once = tp if rule.shard == "whole" else 1
-    assert all((count == once).all() for count in written)
+    for name, tensor in tensors.items():
+        # A stacked tensor has other experts beside the one that was placed.
+        here = slice(expert, expert + 1) if rule.stacked else slice(None)
+        assert torch.equal(back[name][here], tensor[here])
+        assert (written[name][here] == once).all()
 
 
 def test_qkv_lies_group_by_group() -> None:
     rule = qkv("qkv", "q", "k", "v")
     arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=2, kv_channels=1)
-    q, k, v = torch.tensor([1, 2, 3, 4]), torch.tensor([10, 20]), torch.tensor([100, 200])
-    assert rule.weave([q, k, v], arch).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+    tensors = {"q": torch.tensor([1, 2, 3, 4]), "k": torch.tensor([10, 20]), "v": torch.tensor([100, 200])}
+    assert woven_of(rule, arch, tensors).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+
+
+def test_sections_of_one_tensor_are_woven_like_tensors_of_their_own() -> None:
+    rule = qkv("qkv", "qkv", "qkv", "qkv")
+    arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=2, kv_channels=1)
+    assert rule.hf_shapes(arch) == {"qkv": (8,)}
+    one = {"qkv": torch.tensor([1, 2, 3, 4, 10, 20, 100, 200])}
+    assert woven_of(rule, arch, one).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+
+
+def test_interleaved_transposed_experts_of_one_tensor() -> None:
+    rule = gate_up("experts.{expert}.fc1", "e", "e", "H", width="X", interleaved=True, transposed=True, stacked=True)
+    arch = dataclasses.replace(ARCH, hidden_size=2, moe=Moe(num_experts=2, top_k=1, ffn_hidden_size=2))
+    assert rule.hf_shapes(arch) == {"e": (2, 2, 4)}
+    whole = torch.arange(16).reshape(2, 2, 4)
+    # Rows: the gates 0 and 2, then the ups 1 and 3, of the second expert.
+    assert woven_of(rule, arch, {"e": whole}, 1).tolist() == [[8, 12], [10, 14], [9, 13], [11, 15]]
 
 
 def test_padding_may_fill_whole_ranks() -> None:
