@@ -9,13 +9,13 @@ import shutil
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path, PureWindowsPath
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from isthmus.errors import DataError, IOFailure, MissingInput, UnsafeInput
-from isthmus.hf.tensors import Bounds, Stage, TensorInfo, bounds_of, byte_runs, byte_view, read_header, row_chunks
+from isthmus.errors import DataError, MissingInput, UnsafeInput
+from isthmus.hf.reader import TensorReader
+from isthmus.hf.tensors import TensorInfo, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,8 +33,7 @@ class ModelFolder:
         """Use ``ModelFolder.open``."""
         self.path = path
         self.config = config
-        self._files: dict[Path, BinaryIO] = {}
-        self._stage = Stage()
+        self._reader = TensorReader()
 
     def __str__(self) -> str:
         """The path, for messages."""
@@ -74,29 +73,8 @@ class ModelFolder:
         return self._read_index() if (self.path / INDEX_FILE).is_file() else {}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """Read a slice of one tensor; only its bytes are read.
-
-        With ``into`` (any dtype, device and strides; the shape of the slice) it is filled and returned, without a
-        second copy in memory where it is a contiguous CPU tensor of the file's dtype.
-
-        Raises:
-            DataError: the file ended early.
-            IOFailure: the file cannot be read.
-        """
-        info = self.tensors[name]
-        bounds = bounds_of(info.shape, index)
-        shape = tuple(stop - start for start, stop in bounds)
-        target = torch.empty(shape, dtype=info.dtype) if into is None else into.detach()
-        if tuple(target.shape) != shape:
-            raise ValueError(f"{name}: a slice of shape {shape} does not fit into {tuple(target.shape)}")
-        if target.dtype == info.dtype and target.device.type == "cpu" and target.is_contiguous():
-            self._fill(info, bounds, target)
-            return target
-        for part, rows in row_chunks(bounds, info.dtype.itemsize, self._stage.limit_bytes):
-            stage = self._stage.take([stop - start for start, stop in part], info.dtype)
-            self._fill(info, part, stage)
-            (target[rows] if part else target).copy_(stage)
-        return target
+        """Read a slice of one tensor, see :meth:`isthmus.hf.reader.TensorReader.read`."""
+        return self._reader.read(self.tensors[name], index, into=into)
 
     def small_files(self) -> list[Path]:
         """Tokenizer, chat template, generation settings and licence: what an export takes over byte for byte."""
@@ -104,8 +82,7 @@ class ModelFolder:
 
     def close(self) -> None:
         """Close the files; reading opens them again."""
-        while self._files:
-            self._files.popitem()[1].close()
+        self._reader.close()
 
     def __enter__(self) -> ModelFolder:
         """Close at the end of the block."""
@@ -114,28 +91,6 @@ class ModelFolder:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
-
-    def __del__(self) -> None:
-        """Close."""
-        self.close()
-
-    def _fill(self, info: TensorInfo, bounds: Bounds, target: Tensor) -> None:
-        if not target.numel():
-            return
-        view, done = byte_view(target), 0
-        try:
-            if info.file not in self._files:
-                self._files[info.file] = info.file.open("rb", buffering=0)
-            descriptor = self._files[info.file].fileno()
-            for offset, length in byte_runs(info.shape, bounds, info.dtype.itemsize):
-                end = done + length
-                while done < end:
-                    got = os.preadv(descriptor, [view[done:end]], info.offset + offset + length - (end - done))
-                    if not got:
-                        raise DataError(f"{info.file} became shorter while it was read.")
-                    done += got
-        except OSError as error:
-            raise IOFailure(f"{info.file} cannot be read: {error.strerror}.") from error
 
     def _read_index(self) -> dict[str, TensorInfo]:
         index = self.path / INDEX_FILE

@@ -107,10 +107,10 @@ def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -
 
 
 def bounds_of(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> Bounds:
-    """Resolve ``index`` (leading dimensions; steps of 1) within ``shape``.
+    """Resolve ``index`` (leading dimensions) within ``shape``; a step is left to the caller, see ``steps_of``.
 
     Raises:
-        IndexError: more slices than dimensions, a step, or a slice that reaches outside of the tensor.
+        IndexError: more slices than dimensions, a negative step, or a slice that reaches outside of the tensor.
     """
     index = index or ()
     if len(index) > len(shape):
@@ -119,10 +119,17 @@ def bounds_of(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> Bounds
     bounds = []
     for size, cut in zip(shape, cuts, strict=True):
         start, stop = cut.start or 0, size if cut.stop is None else cut.stop
-        if cut.step not in (None, 1) or not 0 <= start <= stop <= size:
+        if (cut.step or 1) < 1 or not 0 <= start <= stop <= size:
             raise IndexError(f"{cut} does not lie within a dimension of {size}")
         bounds.append((start, stop))
     return tuple(bounds)
+
+
+def steps_of(index: tuple[slice, ...] | None) -> tuple[slice, ...] | None:
+    """What to take of the rectangle around a slice with steps; None where it has none and is the slice itself."""
+    if all(cut.step in (None, 1) for cut in index or ()):
+        return None
+    return tuple(slice(None, None, cut.step) for cut in index or ())
 
 
 def byte_runs(shape: tuple[int, ...], bounds: Bounds, itemsize: int) -> Iterator[tuple[int, int]]:

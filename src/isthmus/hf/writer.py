@@ -9,15 +9,27 @@ import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from isthmus.hf.folder import INDEX_FILE, SINGLE_FILE
 from isthmus.hf.staged import disk_errors
-from isthmus.hf.tensors import Stage, TensorInfo, bounds_of, byte_runs, byte_view, encode_header, row_chunks
+from isthmus.hf.tensors import (
+    Bounds,
+    Stage,
+    TensorInfo,
+    bounds_of,
+    byte_runs,
+    byte_view,
+    encode_header,
+    row_chunks,
+    steps_of,
+)
 
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -68,7 +80,7 @@ class SafetensorsPlan:
             for file, header in self.headers.items():
                 descriptor = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
                 try:
-                    _reserve(descriptor, self.file_bytes[file])
+                    reserve(descriptor, self.file_bytes[file])
                     os.pwrite(descriptor, header, 0)
                 finally:
                     os.close(descriptor)
@@ -83,39 +95,45 @@ class SafetensorsPlan:
         }
 
 
-class SafetensorsWriter:
-    """Writes slices into the files that ``plan.create(folder)`` made; a context manager that syncs them at its end."""
+class TensorWriter:
+    """Writes slices into existing files; a context manager that syncs them at its end. Several threads may write."""
 
-    def __init__(self, plan: SafetensorsPlan, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         """Open nothing yet: files are opened as slices fall into them."""
-        self.plan = plan
         self.folder = folder
         self._descriptors: dict[Path, int] = {}
-        self._stage = Stage()
+        self._opening = threading.Lock()
+        self._of_thread = threading.local()
 
-    def write(self, name: str, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
-        """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``name``; return its bytes there.
+    def write_at(self, info: TensorInfo, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
+        """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``info``; return its bytes there.
+
+        A slice with steps is laid into what lies around it; let no other thread write between its steps.
 
         Raises:
             NoSpace: the disk is full after all.
             IOFailure: writing failed.
         """
-        info = self.plan.tensors[name]
         bounds = bounds_of(info.shape, index)
         shape = tuple(stop - start for start, stop in bounds)
+        if (steps := steps_of(index)) is not None:
+            around = self._around(info, bounds)
+            around[steps] = tensor.to(info.dtype)
+            tensor = around
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: a tensor of shape {tuple(tensor.shape)} is not a slice of shape {shape}")
+            raise ValueError(f"{info.file}: a tensor of shape {tuple(tensor.shape)} is not a slice of shape {shape}")
+        stage = self._stage
         with disk_errors(self.folder / info.file):
             descriptor = self._descriptor(info.file)
-            for part, rows in row_chunks(bounds, info.dtype.itemsize, self._stage.limit_bytes):
+            for part, rows in row_chunks(bounds, info.dtype.itemsize, stage.limit_bytes):
                 chunk = tensor[rows] if part else tensor
                 if chunk.dtype != info.dtype or chunk.device.type != "cpu" or not chunk.is_contiguous():
-                    chunk = self._stage.take(chunk.shape, info.dtype).copy_(chunk.detach())
+                    chunk = stage.take(chunk.shape, info.dtype).copy_(chunk.detach())
                 view, done = byte_view(chunk), 0
                 for offset, length in byte_runs(info.shape, part, info.dtype.itemsize):
                     _write_all(descriptor, view[done : done + length], info.offset + offset)
                     done += length
-        return tensor.numel() * info.dtype.itemsize
+        return (tensor.numel() if steps is None else tensor[steps].numel()) * info.dtype.itemsize
 
     def close(self, *, sync: bool = True) -> None:
         """Close the files, on disk if ``sync``.
@@ -133,7 +151,7 @@ class SafetensorsWriter:
                 finally:
                     os.close(descriptor)
 
-    def __enter__(self) -> SafetensorsWriter:
+    def __enter__(self) -> Self:
         """Close at the end of the block."""
         return self
 
@@ -141,13 +159,45 @@ class SafetensorsWriter:
         """Close, and sync unless after an error."""
         self.close(sync=kind is None)
 
+    def _around(self, info: TensorInfo, bounds: Bounds) -> Tensor:
+        found = torch.empty([stop - start for start, stop in bounds], dtype=info.dtype)
+        view, done = byte_view(found), 0
+        with disk_errors(self.folder / info.file):
+            descriptor = self._descriptor(info.file)
+            for offset, length in byte_runs(info.shape, bounds, info.dtype.itemsize):
+                os.preadv(descriptor, [view[done : done + length]], info.offset + offset)
+                done += length
+        return found
+
+    @property
+    def _stage(self) -> Stage:
+        if not hasattr(self._of_thread, "stage"):
+            self._of_thread.stage = Stage()
+        stage: Stage = self._of_thread.stage
+        return stage
+
     def _descriptor(self, file: Path) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(self.folder / file, os.O_WRONLY)
-        return self._descriptors[file]
+        with self._opening:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(self.folder / file, os.O_RDWR)
+            return self._descriptors[file]
 
 
-def _reserve(descriptor: int, size: int) -> None:
+class SafetensorsWriter(TensorWriter):
+    """Writes slices into the files that ``plan.create(folder)`` made."""
+
+    def __init__(self, plan: SafetensorsPlan, folder: Path) -> None:
+        """Open nothing yet."""
+        super().__init__(folder)
+        self.plan = plan
+
+    def write(self, name: str, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
+        """Write a slice of the tensor ``name``, see :meth:`TensorWriter.write_at`."""
+        return self.write_at(self.plan.tensors[name], index, tensor)
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Make an open file as long as this, with room for it on the disk where the file system can promise that."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except (AttributeError, OSError) as error:
