@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.convert.legacy import Grid
+from isthmus.convert.grid import Grid
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify import verify
 from isthmus.families.registry import all_families
@@ -51,7 +51,7 @@ def test_legacy_files_load_strictly(
     ranks: int, layout: dict[str, Any], tied: bool, worlds: dict[int, World], tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
-    convert(model, tmp_path / "megatron", "torch", grid=Grid(**layout))
+    convert(model, tmp_path / "megatron", "torch", spelling="local", grid=Grid(**layout))
     folder = tmp_path / "megatron" / "release"
     found = worlds[ranks].run("ranks.tasks.load_legacy", model=model, checkpoint_folder=folder, **layout)
     assert found == {"furthest": 0, "tp": layout.get("tp", 1)}

@@ -24,6 +24,13 @@ def convert(
     tp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks of --to torch.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Pipeline stages of --to torch.")] = None,
     vpp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Chunks of layers a stage of --to torch.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, metavar="N", help="Expert-parallel ranks of --to torch.")] = None,
+    etp: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks that share an expert; default: tp.")
+    ] = None,
+    spelling: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="te or local: whose layers --to torch is named after.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16; default: as it is.")] = None,
     hf_like: HfLike = None,
     debug: Debug = False,
@@ -32,18 +39,24 @@ def convert(
     """Convert a model between Hugging Face and Megatron-Core without building it; a torch_dist fits every layout."""
     if to is not None and to not in FORMATS:
         raise UsageError(f"--to {to} is not a format this version writes. Use {', '.join(FORMATS)}.")
+    if spelling not in (None, "te", "local"):
+        raise UsageError(f"--spelling {spelling} is not known. Use te (TransformerEngine's layers) or local.")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype} is not known. Use {', '.join(DTYPES)}.")
     import torch
 
-    from isthmus.convert.legacy import Grid
+    from isthmus.convert.grid import Grid
     from isthmus.convert.transfer import convert as run
 
     chosen = None if dtype is None else getattr(torch, DTYPES[dtype])
-    asked = {name: size for name, size in (("tp", tp), ("pp", pp), ("vpp", vpp)) if size is not None}
+    sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp}
+    asked = {name: size for name, size in sizes.items() if size is not None}
     grid = Grid(**asked) if asked else None
     target: Any = to
+    names: Any = spelling
     with progress_bar("converting") as progress:
-        done = run(source, destination, target, dtype=chosen, hf_like=hf_like, grid=grid, progress=progress)
+        done = run(
+            source, destination, target, dtype=chosen, hf_like=hf_like, grid=grid, spelling=names, progress=progress
+        )
     show(done, as_json=json)
     return 0

@@ -9,6 +9,7 @@ from argparse import Namespace
 
 import torch
 
+from isthmus.convert.grid import Grid
 from isthmus.families.architecture import Architecture
 
 
@@ -16,33 +17,37 @@ def megatron_args(
     arch: Architecture,
     dtype: torch.dtype,
     *,
-    grid_sizes: tuple[int, int, int] | None = None,
+    grid: Grid | None = None,
     padded_vocab_size: int | None = None,
+    spelling: str = "te",
 ) -> Namespace:
     """``args`` of a checkpoint that holds the weights of ``arch`` in ``dtype``.
 
     Args:
         arch: the model.
         dtype: of its tensors.
-        grid_sizes: tp, pp and vpp of a legacy checkpoint; None for ``torch_dist``, which has none.
+        grid: ranks of a legacy checkpoint; None for ``torch_dist``, which has none.
         padded_vocab_size: rows of the embedding over all ranks; None where it is not padded.
+        spelling: ``te`` or ``local``, whose names a legacy checkpoint has.
     """
-    tp, pp, vpp = grid_sizes or (1, 1, 1)
+    ckpt_format = "torch_dist" if grid is None else "torch"
+    grid = grid or Grid()
     scaling = arch.rope_scaling
     return Namespace(
         # Which checkpoint it is.
-        ckpt_format="torch_dist" if grid_sizes is None else "torch",
+        ckpt_format=ckpt_format,
+        transformer_impl="transformer_engine" if spelling == "te" else "local",
         iteration=0,
         consumed_train_samples=0,
         skipped_train_samples=0,
         consumed_valid_samples=0,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=1,
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=grid.expert_tp,
         context_parallel_size=1,
-        world_size=tp * pp,
+        world_size=len(grid.files()),
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,

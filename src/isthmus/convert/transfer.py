@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from isthmus.convert.legacy import Grid, write_legacy
+from isthmus.convert.canonical import Destination, own_placements
+from isthmus.convert.grid import Grid
+from isthmus.convert.manifest import Digests, write_manifest
 from isthmus.convert.megatron_args import flags_to_give, megatron_args
-from isthmus.convert.online import export_plan
+from isthmus.convert.source import Meta
 from isthmus.convert.stored import HF_PART, Format, Stored, open_stored
-from isthmus.convert.torch_dist import Entry, write_torch_dist
-from isthmus.engine.names import TRACKER, extra_state_keys, torch_dist_key
+from isthmus.convert.stream import Progress, stream
+from isthmus.convert.to_hf import HfFiles
+from isthmus.convert.to_legacy import LegacyFiles, LiveSpelling, padded_vocab_size
+from isthmus.convert.to_torch_dist import TorchDistFiles, common_content
+from isthmus.engine.names import TRACKER
 from isthmus.errors import UsageError
-from isthmus.families.shard import weave
 from isthmus.hf.folder import write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
-from isthmus.hf.writer import SafetensorsWriter
-
-Progress = Callable[[int, int], None]
-"""Told after every tensor: bytes written, bytes in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,7 @@ def convert(
     dtype: torch.dtype | None = None,
     hf_like: Path | None = None,
     grid: Grid | None = None,
+    spelling: LiveSpelling | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Convert a model on the disk into another format.
@@ -67,6 +67,7 @@ def convert(
         dtype: of the tensors; None keeps what each of them has.
         hf_like: see :func:`~isthmus.convert.stored.open_stored`.
         grid: ranks of a legacy checkpoint; the other formats have none.
+        spelling: names in a legacy checkpoint; None is ``te``, what Megatron-LM takes by default.
         progress: called with bytes done and bytes in all.
 
     Raises:
@@ -77,104 +78,91 @@ def convert(
     start_s = time.monotonic()
     stored = open_stored(source, hf_like)
     target: Format = to or ("torch_dist" if stored.format == "hf" else "hf")
-    if grid is not None and target != "torch":
+    if target != "torch" and (grid is not None or spelling is not None):
         raise UsageError(
-            f"{target} has no layout: it is read under any. Leave --tp, --pp and --vpp out, or --to torch."
+            f"{target} has neither layout nor spelling: it is read under any. "
+            "Leave --tp, --pp, --vpp, --ep, --etp and --spelling out, or --to torch."
         )
     grid = grid or Grid()
     grid.check(stored.arch)
+    placements = own_placements(stored.family, stored.arch)
+    dtypes = {
+        name: dtype if dtype is not None and placed.rule.dtype is None else stored.weights.dtype(name)
+        for name, placed in placements.items()
+    }
+    digests = Digests()
     with StagedFolder(destination) as staged:
-        if target == "torch":
-            num_tensors, num_bytes = _write_legacy(stored, staged.path, dtype, grid, progress)
-        else:
-            write = _write_hf if target == "hf" else _write_torch_dist
-            num_tensors, num_bytes = write(stored, staged.path, dtype, progress)
+        files = _lay_out(stored, staged.path, target, dtypes, grid, spelling or "te")
+
+        def move(name: str, rows: slice) -> int:
+            chunk = stored.weights.read(name, rows).to(dtypes[name])
+            digests.update(name, chunk)
+            return files.put(name, rows, chunk)
+
+        metas = {
+            name: Meta(dtypes[name], placed.rule.canonical_shape(stored.arch)) for name, placed in placements.items()
+        }
+        try:
+            stream(metas, move, files.total_bytes, progress)
+        except BaseException:
+            files.close(sync=False)
+            raise
+        files.close()
+        with disk_errors(staged.path):
+            _write_beside(stored, staged.path, target, dtypes, digests)
     return Converted(
         source=str(source),
         source_format=stored.format,
         destination=str(destination),
         destination_format=target,
         family=stored.family.name,
-        num_tensors=num_tensors,
-        num_bytes=num_bytes,
+        num_tensors=len(stored.family.hf_shapes(stored.arch)) if target == "hf" else len(placements),
+        num_bytes=files.total_bytes,
         time_s=time.monotonic() - start_s,
         megatron_flags=flags_to_give(stored.arch) if target != "hf" else [],
     )
 
 
-def _hf_config(stored: Stored, dtype: torch.dtype | None) -> dict[str, Any]:
-    written = str(dtype).removeprefix("torch.") if dtype else None
-    return stored.family.to_hf_config(stored.arch, stored.like.config, dtype=written)
-
-
-def _write_hf(stored: Stored, folder: Path, dtype: torch.dtype | None, progress: Progress) -> tuple[int, int]:
-    names = stored.family.hf_shapes(stored.arch)
-    dtypes = {name: dtype or stored.weights.tensors[name].dtype for name in names}
-    if dtype is None and stored.format != "hf" and len(set(dtypes.values())) == 1:
-        dtype = next(iter(dtypes.values()))  # so that config.json says it
-    plan = export_plan(stored.family, stored.arch, dtypes)
-    plan.create(folder)
-    done = 0
-    with SafetensorsWriter(plan, folder) as writer:
-        for name in names:
-            done += writer.write(name, None, stored.weights.read(name))
-            progress(done, plan.total_bytes)
-    with disk_errors(folder):
-        write_model_files(folder, stored.like, _hf_config(stored, dtype))
-    return len(names), done
-
-
-def _write_torch_dist(stored: Stored, folder: Path, dtype: torch.dtype | None, progress: Progress) -> tuple[int, int]:
-    arch, family, weights = stored.arch, stored.family, stored.weights
-    placements = {name: placed for name, placed in family.placements(arch).items() if not placed.rule.alias}
-    entries: list[Entry] = []
-    for name, placed in placements.items():
-        key, layer = torch_dist_key(name)
-        kept = weights.tensors[placed.hf[0]].dtype
-        entries.append(Entry(name, key, layer, arch.num_layers, placed.rule.canonical_shape(arch), dtype or kept))
-    total = sum(entry.nbytes for entry in entries)
-    done = 0
-
-    def load(entry: Entry) -> Tensor:
-        nonlocal done
-        placed = placements[entry.canonical]
-        done += entry.nbytes
-        progress(done, total)
-        woven = weave(placed.rule, arch, lambda part, index: weights.read(placed.hf[part], index), placed.expert)
-        return woven.to(entry.dtype)
-
+def _lay_out(
+    stored: Stored,
+    folder: Path,
+    target: Format,
+    dtypes: Mapping[str, torch.dtype],
+    grid: Grid,
+    spelling: LiveSpelling,
+) -> Destination:
+    """The empty files of the destination."""
+    family, arch = stored.family, stored.arch
+    if target == "hf":
+        return HfFiles(folder, family, arch, dtypes)
     inner = folder / "release"
-    with disk_errors(folder, total):
+    with disk_errors(inner):
         inner.mkdir()
-        args = megatron_args(arch, entries[0].dtype)
-        content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        common = {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
-        write_torch_dist(inner, entries, extra_state_keys(arch.num_layers), common, load)
-        _write_beside(stored, folder, dtype)
-    return len(entries), total
+    main = _main_dtype(dtypes)
+    if target == "torch_dist":
+        return TorchDistFiles(inner, family, arch, dtypes, common_content(megatron_args(arch, main)))
+    args = megatron_args(arch, main, grid=grid, padded_vocab_size=padded_vocab_size(arch, grid), spelling=spelling)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+    return LegacyFiles(inner, family, arch, dtypes, common, grid, spelling)
 
 
-def _write_legacy(
-    stored: Stored, folder: Path, dtype: torch.dtype | None, grid: Grid, progress: Progress
-) -> tuple[int, int]:
-    kept = {meta.dtype for meta in stored.weights.tensors.values()}
-    if dtype is None and len(kept) > 1:
-        raise UsageError(f"the tensors are of {len(kept)} dtypes, and a legacy checkpoint has one. Choose it: --dtype.")
-    dtype = dtype or next(iter(kept))
-    total = sum(torch.Size(meta.shape).numel() for meta in stored.weights.tensors.values()) * dtype.itemsize
-    done = 0
-    with disk_errors(folder, total):
-        inner = folder / "release"
-        inner.mkdir()
-        for read in write_legacy(inner, stored.family, stored.arch, stored.weights, grid, dtype):
-            done = min(total, done + read)
-            progress(done, total)
-        _write_beside(stored, folder, dtype)
-    return len(stored.weights.tensors), total
+def _write_beside(
+    stored: Stored, folder: Path, target: Format, dtypes: Mapping[str, torch.dtype], digests: Digests
+) -> None:
+    """Config and tokenizer (beside a checkpoint, for the way back), the tracker of Megatron-LM, checksums."""
+    inner = folder if target == "hf" else folder / HF_PART
+    inner.mkdir(exist_ok=True)
+    dtype = str(_main_dtype(dtypes)).removeprefix("torch.")
+    said = stored.like.config.get("dtype", stored.like.config.get("torch_dtype"))
+    # What the config said stays as it said it, unless the tensors are of another type now.
+    config = stored.family.to_hf_config(stored.arch, stored.like.config, dtype=None if said == dtype else dtype)
+    write_model_files(inner, stored.like, config)
+    if target != "hf":
+        (folder / TRACKER).write_text("release", encoding="utf-8")
+    write_manifest(folder, digests.found(), (path for path in inner.iterdir() if path.suffix != ".safetensors"))
 
 
-def _write_beside(stored: Stored, folder: Path, dtype: torch.dtype | None) -> None:
-    """The tracker that Megatron-LM looks for, and the config and tokenizer for the way back."""
-    (folder / TRACKER).write_text("release", encoding="utf-8")
-    (folder / HF_PART).mkdir()
-    write_model_files(folder / HF_PART, stored.like, _hf_config(stored, dtype))
+def _main_dtype(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    """The type of most tensors."""
+    kinds = list(dtypes.values())
+    return max(dict.fromkeys(kinds), key=kinds.count)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from isthmus.convert.canonical import own_placements
+from isthmus.convert.from_torch_dist import checkpoint_folder
+from isthmus.convert.manifest import Digests, read_manifest
+from isthmus.convert.source import Meta
 from isthmus.convert.stored import Stored, open_stored
-from isthmus.convert.torch_dist import checkpoint_folder
-from isthmus.convert.transfer import Progress
-from isthmus.errors import CheckFailed
+from isthmus.convert.stream import Progress, stream
+from isthmus.errors import CheckFailed, DataError
+from isthmus.families.family import Placement
+from isthmus.families.shard import pieces_of
 
 _SHOWN = 4
 
@@ -24,6 +31,8 @@ class Verified:
     family: str
     num_tensors: int
     num_bytes: int
+    checksums: tuple[bool, ...]
+    """Whether each side brought checksums of its own; they were checked then."""
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -44,32 +53,85 @@ def verify(
 
     Raises:
         CheckFailed: they differ; the message says where.
+        DataError: one of them is not what its checksums say.
         MissingInput, DataError, UnsafeInput, UsageError: one of them cannot be read.
     """
     sides = [_open(path, hf_like) for path in (first, second)]
     a, b = sides
     if faults := _configs(a, b):
         raise CheckFailed(f"{first} and {second} are not the same model: {'; '.join(faults)}.")
-    names = a.family.hf_shapes(a.arch)
-    total = sum(_nbytes(a, name) for name in names)
-    done, differing = 0, []
-    for name in names:
-        one, other = a.weights.read(name), b.weights.read(name)
-        if one.dtype != other.dtype:
-            differing.append(f"{name} is {_short(one.dtype)} and {_short(other.dtype)}")
-        elif not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
-            unlike = one != other
-            widest = (one.double() - other.double()).abs().max().item()
-            differing.append(f"{name} in {int(unlike.sum())} of {one.numel()} elements, by {widest:.3g} at most")
-        done += _nbytes(a, name)
-        progress(done, total)
-    if differing:
-        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    placements = own_placements(a.family, a.arch)
+    metas = {
+        name: Meta(a.weights.dtype(name), placed.rule.canonical_shape(a.arch)) for name, placed in placements.items()
+    }
+    wanted, found = [read_manifest(side.path) for side in sides], [Digests() for _ in sides]
+    differing = _Differing()
+
+    def compare(name: str, rows: slice) -> int:
+        chunks = [side.weights.read(name, rows) for side in sides]
+        for chunk, sums, digests in zip(chunks, wanted, found, strict=True):
+            if sums:
+                digests.update(name, chunk)
+        differing.take(placements[name], a, rows, *chunks)
+        return chunks[0].nbytes
+
+    total = sum(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in metas.values())
+    stream(metas, compare, total, progress)
+    for side, sums, digests in zip(sides, wanted, found, strict=True):
+        _check_sums(side, sums, digests.found())
+    num_tensors = len(a.family.hf_shapes(a.arch))
+    if faults := differing.told():
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckFailed(
-            f"{first} and {second} differ in {len(differing)} of {len(names)} tensors: "
-            f"{'; '.join(differing[:_SHOWN])}{more}."
+            f"{first} and {second} differ in {len(faults)} of {num_tensors} tensors: "
+            f"{'; '.join(faults[:_SHOWN])}{more}."
         )
-    return Verified((a.format, b.format), a.family.name, len(names), done)
+    return Verified((a.format, b.format), a.family.name, num_tensors, total, tuple(bool(sums) for sums in wanted))
+
+
+class _Differing:
+    """Which Hugging Face tensors are not the same, in how many elements and by how much."""
+
+    def __init__(self) -> None:
+        self._types: dict[str, str] = {}
+        self._elements: dict[str, tuple[int, int, float]] = {}
+
+    def take(self, placed: Placement, side: Stored, rows: slice, one: Tensor, other: Tensor) -> None:
+        """Compare some rows of a tensor, bit by bit."""
+        if one.dtype != other.dtype:
+            self._types |= dict.fromkeys(placed.hf, f"is {_short(one.dtype)} and {_short(other.dtype)}")
+        elif not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+            shapes = side.family.hf_shapes(side.arch)
+            here = (slice(0, rows.stop - rows.start),)
+            for piece in pieces_of(placed.rule, side.arch, (rows,), here, placed.expert):
+                ours, theirs = piece.view(one).contiguous(), piece.view(other).contiguous()
+                if torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+                    continue
+                name = placed.hf[piece.part]
+                count, _, widest = self._elements.get(name, (0, 0, 0.0))
+                gap = (ours.double() - theirs.double()).abs().max().item()
+                unlike = int((ours != theirs).sum())
+                self._elements[name] = (count + unlike, torch.Size(shapes[name]).numel(), max(widest, gap))
+
+    def told(self) -> list[str]:
+        """One entry for each tensor."""
+        told = [f"{name} {kinds}" for name, kinds in self._types.items()]
+        return told + [
+            f"{name} in {count} of {size} elements, by {widest:.3g} at most"
+            for name, (count, size, widest) in self._elements.items()
+        ]
+
+
+def _check_sums(side: Stored, wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
+    faults = [
+        f"{name} with {sum_} and has {found.get(name)}" for name, sum_ in wanted.items() if found.get(name) != sum_
+    ]
+    if faults:
+        more = f" (and {len(faults) - _SHOWN} more tensors)" if len(faults) > _SHOWN else ""
+        raise DataError(
+            f"{side.path} is not as it was written: its checksums.json has {'; '.join(faults[:_SHOWN])}{more}. "
+            "Convert or fetch it again."
+        )
 
 
 def _open(path: Path, hf_like: Path | None) -> Stored:
@@ -83,11 +145,6 @@ def _configs(a: Stored, b: Stored) -> list[str]:
     # How weights would be drawn anew is no part of a model that has them.
     ours, theirs = (asdict(replace(side.arch, init_std=0.0)) for side in (a, b))
     return [f"{name}={ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name]]
-
-
-def _nbytes(side: Stored, name: str) -> int:
-    meta = side.weights.tensors[name]
-    return torch.Size(meta.shape).numel() * meta.dtype.itemsize
 
 
 def _short(dtype: torch.dtype) -> str:

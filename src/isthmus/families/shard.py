@@ -86,34 +86,52 @@ def pieces(rule: Rule, arch: Architecture, layout: Layout, expert: int = 0) -> l
     With fewer query groups than ranks a group is cut across ranks wherever the even cut falls, as Megatron-Core wants
     it; rows of the vocabulary padding have no piece. ``expert`` is the number of the expert in the whole layer.
     """
-    shape = rule.canonical_shape(arch)
-    spans = _spans(rule, _padded_shape(rule, arch, layout)[_axis(rule)], layout)
     found: list[Piece] = []
+    for mine, local in held(rule, arch, layout):
+        found += pieces_of(rule, arch, mine, local, expert)
+    return sorted(found, key=lambda piece: piece.part)
 
-    def piece(part: int, hf_rows: slice, local_rows: slice, tail: Index, local_tail: Index) -> Piece:
-        hf: Index = (hf_rows, *tail)
+
+def overlap(mine: Index, local: Index, rows: slice) -> tuple[Index, Index] | None:
+    """What of the rectangle ``mine``, which lies at ``local`` in a rank's tensor, is in these rows of the whole one.
+
+    Returns:
+        Where it lies among the rows, and where in the rank's tensor; None if there is nothing.
+    """
+    low, high = max(mine[0].start or 0, rows.start), rows.stop if mine[0].stop is None else min(mine[0].stop, rows.stop)
+    if low >= high:
+        return None
+    shift = (local[0].start or 0) - (mine[0].start or 0)
+    here = (slice(low - rows.start, high - rows.start), *mine[1:])
+    return here, (slice(low + shift, high + shift), *local[1:])
+
+
+def pieces_of(rule: Rule, arch: Architecture, mine: Index, local: Index, expert: int = 0) -> list[Piece]:
+    """Where the rectangle ``mine`` of the canonical tensor lies in the Hugging Face tensors.
+
+    Args:
+        rule: whose tensor it is.
+        arch: the model.
+        mine: rows, and columns where it has not all of them.
+        local: where the rectangle lies in the tensor that the pieces are to fill.
+        expert: the number of the expert in the whole layer.
+    """
+    rows, *columns = _bounded(mine, rule.canonical_shape(arch))
+    local_rows, *local_columns = _bounded(local, rule.canonical_shape(arch))
+    shift = local_rows.start - rows.start
+    found: list[Piece] = []
+    for b in rule.blocks(arch):
+        low, high = max(b.at, rows.start), min(b.at + b.length, rows.stop)
+        if low >= high:
+            continue
+        hf: Index = (_rows(b, low - b.at, high - b.at), *columns)
         if rule.transposed:
             hf = hf[::-1]
         if rule.stacked:
             hf = (slice(expert, expert + 1), *hf)
-        return Piece(part, hf, (local_rows, *local_tail), rule.transposed, rule.stacked)
-
-    if _axis(rule) == 1:
-        ((start, length),) = spans
-        for b in rule.blocks(arch):
-            columns, mine = (slice(start, start + length),), (slice(0, length),)
-            found.append(piece(b.part, _rows(b, 0, b.length), slice(b.at, b.at + b.length), columns, mine))
-        return found
-    tail = tuple(slice(0, size) for size in shape[1:])
-    local = 0
-    for start, length in spans:
-        for b in rule.blocks(arch):
-            low, high = max(b.at, start), min(b.at + b.length, start + length)
-            if low < high:
-                mine_rows = slice(local + low - start, local + high - start)
-                found.append(piece(b.part, _rows(b, low - b.at, high - b.at), mine_rows, tail, tail))
-        local += length
-    return sorted(found, key=lambda piece: piece.part)
+        here = (slice(low + shift, high + shift), *local_columns)
+        found.append(Piece(b.part, hf, here, rule.transposed, rule.stacked))
+    return found
 
 
 def weave(rule: Rule, arch: Architecture, read: Read, expert: int = 0) -> Tensor:
@@ -173,6 +191,14 @@ def _misfit(arch: Architecture, tp: int) -> str | None:
         return f"does not divide num_query_groups={groups}"
     qkv_rows = (arch.num_attention_heads + 2 * groups) * arch.kv_channels
     return f"does not divide the {qkv_rows} rows of query, key and value" if qkv_rows % tp else None
+
+
+def _bounded(index: Index, shape: Shape) -> list[slice]:
+    """The index with a start and a stop for every dimension."""
+    full = [*index, *[slice(None)] * (len(shape) - len(index))]
+    return [
+        slice(cut.start or 0, size if cut.stop is None else cut.stop) for cut, size in zip(full, shape, strict=True)
+    ]
 
 
 def _rows(block: Block, low: int, high: int) -> slice:

@@ -49,7 +49,7 @@ def test_dtype(model: str, tmp_path: Path) -> None:
     ("words", "code", "told"),
     [
         (["--to", "gguf"], 2, "Use hf, torch_dist, torch"),
-        (["--tp", "2"], 2, "torch_dist has no layout"),
+        (["--tp", "2"], 2, "torch_dist has neither layout nor spelling"),
         (["--to", "torch", "--tp", "3"], 2, "tp=3 does not divide"),
         (["--to", "torch", "--pp", "8"], 2, "pp=8 does not divide num_layers=4"),
         (["--to", "torch", "--vpp", "2"], 2, "needs more than one pipeline stage"),

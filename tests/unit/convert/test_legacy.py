@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.convert.legacy import FILE, Grid
+from isthmus.convert.from_legacy import FILE
+from isthmus.convert.grid import Grid
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify import verify
 from isthmus.errors import DataError, MissingInput, UnsafeInput, UsageError
@@ -89,19 +90,17 @@ def test_what_each_rank_holds(model: Path, tmp_path: Path) -> None:
     assert first["model0"]["decoder.layers.0.mlp.linear_fc1._extra_state"] is None
 
 
-def test_transformer_engines_spelling_is_read(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2))
-
-    def fuse(state: dict[str, Any]) -> None:
-        for name in list(state["model"]):
-            fused = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
-                "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
-            )
-            state["model"][fused] = state["model"].pop(name)
-        state["optimizer"] = {"state": torch.zeros(3)}
-
+@pytest.mark.parametrize(
+    ("spelling", "norm"),
+    [("te", "self_attention.linear_qkv.layer_norm_weight"), ("local", "input_layernorm.weight")],
+)
+def test_both_spellings(spelling: Any, norm: str, model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2), spelling=spelling)
+    state = torch.load(tmp_path / "legacy" / "release" / "mp_rank_01" / FILE, weights_only=False)
+    assert f"decoder.layers.3.{norm}" in state["model"]
+    assert state["args"].transformer_impl == ("transformer_engine" if spelling == "te" else "local")
     for path in (tmp_path / "legacy" / "release").glob(f"*/{FILE}"):
-        rewrite(path, fuse)
+        rewrite(path, lambda state: state.update(optimizer={"state": torch.zeros(3)}))
     verify(model, tmp_path / "legacy")
 
 
@@ -187,20 +186,44 @@ def test_a_folder_of_ranks_alone_takes_its_config_from_elsewhere(model: Path, tm
     assert verify(tmp_path / "ranks", model, hf_like=model).formats == ("torch", "hf")
 
 
-def test_experts_are_not_guessed_at(model: Path, tmp_path: Path) -> None:
+def test_sizes_that_the_files_contradict(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", grid=Grid(pp=2))
     for path in (tmp_path / "legacy" / "release").glob(f"*/{FILE}"):
         rewrite(path, lambda state: setattr(state["args"], "pipeline_model_parallel_size", 1))
-    with pytest.raises(UsageError, match="experts"):
+    with pytest.raises(DataError, match="mp_rank_00 of 1 ranks missing"):
         convert(tmp_path / "legacy", tmp_path / "out")
 
 
-def test_dtypes_that_differ_need_a_choice(model: Path, tmp_path: Path) -> None:
+def test_parts_of_one_tensor_have_one_dtype(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UsageError, match="--dtype"):
-        convert(model, tmp_path / "legacy", "torch")
-    convert(model, tmp_path / "legacy", "torch", dtype=torch.float32)
+    convert(model, tmp_path / "legacy", "torch")
+    verify(model, tmp_path / "legacy")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    save_file(tensors | {name: tensors[name].bfloat16()}, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=r"k_proj.weight is bfloat16.*--dtype"):
+        convert(model, tmp_path / "out", "torch")
+    convert(model, tmp_path / "out", "torch", dtype=torch.float32)
+
+
+def test_layers_dealt_out_unevenly_are_read(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "legacy", "torch", grid=Grid(pp=2))
+    moved: dict[str, Any] = {}
+
+    def take(state: dict[str, Any]) -> None:
+        for name in [name for name in state["model"] if name.startswith("decoder.layers.1.")]:
+            moved[name] = state["model"].pop(name)
+
+    def give(state: dict[str, Any]) -> None:
+        later = {name: state["model"].pop(name) for name in list(state["model"]) if "layers." in name}
+        for name, value in later.items():
+            number = int(name.split(".")[2])
+            state["model"][name.replace(f"layers.{number}", f"layers.{number + 1}")] = value
+        state["model"] |= {name.replace("layers.1", "layers.0"): value for name, value in moved.items()}
+
+    rewrite(tmp_path / "legacy" / "release" / "mp_rank_00_000" / FILE, take)
+    rewrite(tmp_path / "legacy" / "release" / "mp_rank_00_001" / FILE, give)
+    verify(model, tmp_path / "legacy")

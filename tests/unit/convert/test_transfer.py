@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isthmus.convert import transfer
-from isthmus.convert.pickles import load_plain
-from isthmus.convert.torch_dist import TorchDistFolder, checkpoint_folder
+from isthmus.convert.archive import read_archive
+from isthmus.convert.from_torch_dist import TorchDistFolder, checkpoint_folder
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify import verify
 from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
@@ -89,7 +89,7 @@ def test_layers_are_stacked_under_megatrons_names(converted: Path) -> None:
 
 
 def test_the_arguments_that_megatron_lm_reads(converted: Path) -> None:
-    common = load_plain(converted / "release" / "common.pt", "common.pt")
+    common = read_archive(converted / "release" / "common.pt")
     args = vars(common["args"])
     assert common["iteration"] == 0 and (converted / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert (args["num_layers"], args["num_query_groups"], args["qk_layernorm"]) == (4, 2, True)
@@ -256,7 +256,7 @@ def test_a_pickle_does_not_run(file: str, converted: Path, tmp_path: Path, monke
         (release / "__0_0.distcp").write_bytes((release / "__0_0.distcp").read_bytes().ljust(1 << 20, b"\0"))
     with pytest.raises(IsthmusError) as caught:
         if file == "common.pt":
-            load_plain(release / file, file)
+            read_archive(release / file)
         else:
             convert(converted, tmp_path / "out")
     assert isinstance(caught.value, UnsafeInput | DataError)

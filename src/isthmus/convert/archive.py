@@ -1,0 +1,203 @@
+"""What ``torch.save`` wrote, opened without reading its tensors: each is a place in the file; nothing of it is run.
+
+The file is a zip whose members are stored as they are: ``data.pkl`` says which tensors there are, ``data/N`` are their
+bytes. The pickle may name what is listed here. Objects that only some release of Megatron or numpy knows (enumerations
+among the arguments of a training, random states) become :class:`Opaque` and are not looked at.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from isthmus.errors import DataError, UnsafeInput
+from isthmus.hf.tensors import TensorInfo
+
+_LOCAL_HEADER_BYTES = 30
+_HARMLESS = ("megatron.", "numpy.", "transformer_engine.", "signal", "types", "enum")
+"""Modules of objects that are known to lie in checkpoints; they are never imported."""
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("argparse", "Namespace"): Namespace,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): dict,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "complex"): complex,
+}
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
+}
+
+
+class Opaque:
+    """An object of a class that is not here; it keeps nothing but where it is from."""
+
+    origin = ""
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Opaque:
+        """Take anything."""
+        return object.__new__(cls)
+
+    def __setstate__(self, _state: Any) -> None:
+        """Take anything."""
+
+    def __repr__(self) -> str:
+        """For messages."""
+        return f"<{self.origin}>"
+
+
+def read_archive(path: Path, offset: int = 0, length: int | None = None) -> Any:
+    """The object that was saved, with a :class:`~isthmus.hf.tensors.TensorInfo` in the place of every tensor.
+
+    Args:
+        path: the file.
+        offset: where in the file the archive begins, in bytes.
+        length: its bytes; None for all that follow.
+
+    Raises:
+        UnsafeInput: it names anything but tensors, plain values and what is known to lie in checkpoints.
+        DataError: it is cut short, no such archive, or its tensors do not lie where they should.
+    """
+    try:
+        with path.open("rb") as file:
+            window = _Window(file, offset, path.stat().st_size - offset if length is None else length)
+            return _Archive(path, offset, window).load()
+    except UnsafeInput as error:
+        raise UnsafeInput(f"{path} is not read: {error}. Do not use this checkpoint.") from None
+    except DataError as error:
+        raise DataError(f"{path} cannot be read: {error}. Fetch it again.") from None
+    except zipfile.BadZipFile as error:
+        raise DataError(
+            f"{path} is cut short or was not written by torch.save since 1.6 ({error}). "
+            "Fetch it again; a file of an older torch has to be loaded and saved by a newer one."
+        ) from None
+    except Exception as error:  # a damaged pickle can end in any exception
+        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). Fetch it again.") from None
+
+
+class _Window(io.RawIOBase):
+    """A stretch of a file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + at < 0:
+            raise OSError("seek before the beginning")
+        self._at = base + at
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        room = min(len(buffer), max(0, self._length - self._at))
+        got = self._file.readinto(memoryview(buffer)[:room])  # type: ignore[attr-defined]
+        self._at += got
+        return int(got)
+
+
+class _Archive(pickle.Unpickler):
+    """Puts places into the pickle where tensors were."""
+
+    def __init__(self, path: Path, offset: int, window: _Window) -> None:
+        self._path, self._offset, self._window = path, offset, window
+        self._zip = zipfile.ZipFile(io.BufferedReader(window))
+        members = self._zip.namelist()
+        pickles = [name for name in members if name.endswith("data.pkl") and name.count("/") <= 1]
+        if len(pickles) != 1:
+            raise DataError("it holds no data.pkl")
+        self._root = pickles[0].removesuffix("data.pkl")
+        if f"{self._root}byteorder" in members and self._zip.read(f"{self._root}byteorder") != b"little":
+            raise DataError("its numbers are big-endian, little-endian ones are read")
+        super().__init__(io.BytesIO(self._zip.read(pickles[0])))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
+            return self._tensor
+        if (module, name) in (("torch._utils", "_rebuild_parameter"), ("torch", "Tensor")):
+            return lambda data, *_rest: data
+        if (module, name) == ("_codecs", "encode"):
+            return _latin1
+        if (module, name) == ("_io", "BytesIO") or f"{module}.".startswith(_HARMLESS):
+            return type(name, (Opaque,), {"origin": f"{module}.{name}"})
+        raise UnsafeInput(f"it names {module}.{name}, which no checkpoint needs")
+
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, str, int]:
+        kind, dtype, key, _device, numel = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise UnsafeInput(f"it names a {kind} that is no storage")
+        return dtype, str(key), int(numel)
+
+    def _tensor(
+        self, storage: tuple[torch.dtype, str, int], at: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
+    ) -> TensorInfo:
+        dtype, key, numel = storage
+        member = self._zip.getinfo(f"{self._root}data/{key}")
+        wanted = numel * dtype.itemsize
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != wanted:
+            raise DataError(f"tensor {key} has {member.file_size} bytes, {wanted} are needed")
+        size = torch.Size(shape).numel()
+        if not _contiguous(shape, strides):
+            raise DataError(f"tensor {key} is not contiguous (strides {tuple(strides)} for {tuple(shape)})")
+        if at < 0 or at + size > numel:
+            raise DataError(f"tensor {key} has {numel} elements, {at + size} are needed")
+        # The local header repeats the name and may have a longer extra field than the one in the directory.
+        self._window.seek(member.header_offset)
+        header = self._window.read(_LOCAL_HEADER_BYTES)
+        if header is None or header[:4] != b"PK\x03\x04":
+            raise DataError(f"tensor {key} is not where the directory says")
+        skipped = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        data = self._offset + member.header_offset + _LOCAL_HEADER_BYTES + skipped
+        return TensorInfo(dtype, tuple(shape), self._path, data + at * dtype.itemsize)
+
+
+def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= max(size, 1)
+    return True
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """How pickle writes bytes in its protocol 2."""
+    if encoding != "latin1":
+        raise UnsafeInput(f"it names the encoding {encoding}")
+    return text.encode("latin1")
