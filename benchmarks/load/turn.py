@@ -46,6 +46,7 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
     from isthmus.convert.online import import_weights
     from isthmus.engine.groups import ParallelSizes, close_groups, open_groups
     from isthmus.families.registry import family_for
+    from isthmus.families.shard import Layout
     from isthmus.hf.folder import ModelFolder
     from isthmus.platforms.detect import detect
 
@@ -66,7 +67,7 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
     built_s = time.perf_counter()
     live = live_tensors(model)
     vocab = padded_vocab_size(architecture.vocab_size, 1)
-    import_weights(live, family, architecture, source, tp_rank=0, tp_size=1, padded_vocab_size=vocab)
+    import_weights(live, family, architecture, source, layout=Layout(padded_vocab_size=vocab))
     filled_s = time.perf_counter()
     read = touch(live.values())
     result = _result(time.perf_counter() - started_s, before_gib, read) | watch.shares()
