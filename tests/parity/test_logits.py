@@ -38,6 +38,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}, None),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}, None),
     "qwen3-untied": ("qwen3", {"tie_word_embeddings": False}, None),
+    "mixtral": ("mixtral", {}, {"num_experts_per_tok": 1}),
+    "qwen3_moe-plain": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
+    "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}, {"norm_topk_prob": False}),
+    "qwen2_moe-shared": ("qwen2_moe", {"decoder_sparse_step": 2}, {"decoder_sparse_step": 1}),
+    "qwen2_moe-no-biases": ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}, {"norm_topk_prob": False}),
 }
 
 

@@ -73,6 +73,7 @@ def transformer_config(
         pipeline_model_parallel_size=sizes.pp,
         sequence_parallel=sizes.sp,
         variable_seq_lengths=sizes.pp > 1,
+        **_expert_settings(architecture),
         moe_token_dispatcher_type="alltoall",  # variable lengths are refused with the default, experts or not
         calculate_per_token_loss=True,
         perform_initialization=False,
@@ -83,6 +84,22 @@ def transformer_config(
     )
 
 
+def _expert_settings(architecture: Architecture) -> dict[str, Any]:
+    """What Megatron-Core's modules and checkpoints ask of a model with experts; routing is Isthmus' own."""
+    if (moe := architecture.moe) is None:
+        return {}
+    layers = [int(architecture.is_moe(layer)) for layer in range(architecture.num_layers)]
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        # A list says that layers are not alike, and each has its own keys in a checkpoint.
+        "moe_layer_freq": 1 if all(layers) else layers,
+        "moe_router_dtype": "fp32",
+    }
+
+
 class Decoder(GPTModel):
     """Megatron-Core's GPT with a forward pass for packed lines and a loss that never holds all logits.
 
@@ -91,9 +108,11 @@ class Decoder(GPTModel):
 
     def __init__(self, architecture: Architecture, config: TransformerConfig, *, first: bool, last: bool) -> None:
         layers_here = architecture.num_layers // config.pipeline_model_parallel_size
+        first_layer = parallel_state.get_pipeline_model_parallel_rank() * layers_here
+        layers = range(first_layer, first_layer + layers_here)
         super().__init__(
             config=config,
-            transformer_layer_spec=decoder_spec(architecture, layers_here),  # type: ignore[arg-type]
+            transformer_layer_spec=decoder_spec(architecture, layers),  # type: ignore[arg-type]
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=first,
@@ -220,7 +239,7 @@ def build_model(architecture: Architecture, config: TransformerConfig) -> Decode
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
-    """This rank's parameters under canonical names: Megatron-Core's own, with the index of a layer in the whole model.
+    """This rank's parameters under canonical names: Megatron-Core's, layers and experts counted over the model.
 
     A tied model holds a second copy of the embedding on its last stage; it appears as ``output_layer.weight``
     there, and is filled from the embedding.
@@ -228,10 +247,17 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
     from megatron.core.utils import get_attr_wrapped_model
 
     decoder = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    first_expert = 0
+    if (experts := decoder.config.num_moe_experts) is not None:
+        ep = parallel_state.get_expert_model_parallel_world_size()
+        first_expert = parallel_state.get_expert_model_parallel_rank() * experts // ep
     names: dict[str, Tensor] = {}
     for name, parameter in decoder.named_parameters():
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(decoder.decoder.layers[int(parts[2])].layer_number - 1)
+        if "local_experts" in parts:
+            place = parts.index("local_experts") + 1
+            parts[place] = str(first_expert + int(parts[place]))
         names[".".join(parts)] = parameter.data
     return names

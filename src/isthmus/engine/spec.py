@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -17,6 +18,7 @@ from isthmus.engine.activation import GELU, GeGLU, SiLU, SwiGLU
 from isthmus.engine.attention import PackedSelfAttention, VarlenAttention
 from isthmus.engine.layer import LayerSubmodules, ShapedLayer
 from isthmus.engine.linear import ColumnParallelLinear, RowParallelLinear, with_bias
+from isthmus.engine.moe import Experts, MoeBlock
 from isthmus.engine.names import FUSED_NORMS
 from isthmus.engine.norm import LayerNorm, RMSNorm
 from isthmus.families.architecture import Architecture
@@ -52,23 +54,24 @@ class TorchProvider(BackendSpecProvider):
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules | None]:
-        """Experts; refused, this version builds dense layers."""
-        raise ValueError("mixture-of-experts layers are not built by this version of Isthmus")
+        """Experts one after the other; :class:`isthmus.engine.moe.MoeBlock` is what brings them their tokens."""
+        return Experts, None
 
     def activation_func(self) -> type:
         """The gated activation between the two projections."""
         return SwiGLU
 
 
-def decoder_spec(architecture: Architecture, num_layers: int) -> TransformerBlockSubmodules:
+def decoder_spec(architecture: Architecture, layers: Sequence[int]) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage.
 
     Args:
         architecture: decides everything.
-        num_layers: layers on this stage.
+        layers: numbers, from 0, of the layers on this stage.
     """
-    layer = layer_spec(architecture)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm_spec(architecture))
+    kinds = {moe: layer_spec(architecture, moe=moe) for moe in (False, True)}
+    specs = [kinds[architecture.is_moe(layer)] for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_spec(architecture))
 
 
 def norm_spec(architecture: Architecture) -> ModuleSpec | type:
@@ -78,16 +81,22 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
     return ModuleSpec(module=LayerNorm, params={"bias": architecture.norm_bias})
 
 
-def layer_spec(architecture: Architecture) -> ModuleSpec:
-    """A layer; one that only Isthmus has a forward pass for says so by its class."""
+def layer_spec(architecture: Architecture, *, moe: bool) -> ModuleSpec:
+    """A layer, with experts or without; one that only Isthmus has a forward pass for says so by its class."""
     norm, form = norm_spec(architecture), architecture.form
+    # The keys of a saved checkpoint follow the fused spelling, so that every spec can load it: a norm is part of the
+    # projection behind it, and only the one before experts is not.
+    fused = {own: name for own, name in FUSED_NORMS.items() if not (moe and own == "pre_mlp_layernorm.")}
     parts: dict[str, Any] = {
         "self_attention": attention_spec(architecture),
         "self_attn_bda": get_bias_dropout_add,
-        "mlp": mlp_spec(architecture),
+        "mlp": ModuleSpec(
+            module=MoeBlock if moe else MLP,
+            params={"moe": architecture.moe} if moe else {},
+            submodules=mlp_modules(architecture),
+        ),
         "mlp_bda": get_bias_dropout_add,
-        # The keys of a saved checkpoint follow the fused spelling, so that every spec can load it.
-        "sharded_state_dict_keys_map": dict(FUSED_NORMS),
+        "sharded_state_dict_keys_map": fused,
     }
     if form != "post":
         parts["input_layernorm"] = norm
@@ -121,16 +130,13 @@ def attention_spec(architecture: Architecture) -> ModuleSpec:
     )
 
 
-def mlp_spec(architecture: Architecture) -> ModuleSpec:
-    """The feed-forward block of a dense layer."""
+def mlp_modules(architecture: Architecture) -> MLPSubmodules:
+    """The parts of a feed-forward block, or of one expert."""
     provider = TorchProvider()
-    return ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(
-            linear_fc1=provider.column_parallel_linear(),
-            linear_fc2=provider.row_parallel_linear(),
-            activation_func=activation_spec(architecture),
-        ),
+    return MLPSubmodules(
+        linear_fc1=provider.column_parallel_linear(),
+        linear_fc2=provider.row_parallel_linear(),
+        activation_func=activation_spec(architecture),
     )
 
 
