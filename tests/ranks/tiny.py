@@ -35,7 +35,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 20,
         "num_key_value_heads": 4,
     },
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "eos_token_id": 2},
 }
 """Sizes of families that have some."""
 
