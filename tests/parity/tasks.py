@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from isthmus.data.batches import Batches, MicroBatch
 from isthmus.data.store import SampleStore
 from isthmus.engine.attention import Segments
+from isthmus.families.registry import family_for
+from isthmus.families.shard import weave
 from isthmus.recipes.session import load_model, model_logits
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH
@@ -54,32 +56,42 @@ def twice(*, models: list[str], tokens: list[int]) -> list[list[float]]:
 
 
 def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
-    """Largest difference, relative to the largest entry, of the gradients of a model in a loop of the user's own."""
+    """Largest difference, relative to the largest entry, of each gradient of a model in a loop of the user's own."""
     tokens, labels = _samples([length, length], vocab_size)
     decoder = load_model(model)
     everything = torch.arange(length)
     decoder(tokens, everything, Segments((length,)), labels=labels, learned=everything).backward()
-    ours = dict(decoder.named_parameters())
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     cross_entropy(network(tokens[None]).logits[0], labels, reduction="sum").backward()
-    theirs = dict(network.named_parameters())
-    pairs = {
-        "embedding.word_embeddings.weight": ["model.embed_tokens.weight"],
-        "decoder.layers.1.self_attention.linear_proj.weight": ["model.layers.1.self_attn.o_proj.weight"],
-        "decoder.layers.0.mlp.linear_fc1.weight": [
-            "model.layers.0.mlp.gate_proj.weight",
-            "model.layers.0.mlp.up_proj.weight",
-        ],
-        "decoder.layers.2.mlp.linear_fc2.weight": ["model.layers.2.mlp.down_proj.weight"],
-        "decoder.layers.3.input_layernorm.weight": ["model.layers.3.input_layernorm.weight"],
-        "output_layer.weight": ["lm_head.weight"],
-    }
+    theirs = _gradients_as_in_files(network)
+    family = family_for(network.config.to_dict())
+    placements = family.placements(decoder.architecture)
     result = {}
-    for name, parts in pairs.items():
-        if name in ours:  # a tied model has no output layer
-            wanted = torch.cat([theirs[part].grad for part in parts])
-            result[name] = ((ours[name].grad - wanted).abs().max() / wanted.abs().max()).item()
+    for name, ours in decoder.named_parameters():
+        if ours.requires_grad:
+            placed = placements[name]
+            read = lambda part, index, names=placed.hf: theirs[names[part]][index]  # noqa: E731
+            wanted = weave(placed.rule, decoder.architecture, read, placed.expert)
+            assert ours.grad is not None, name
+            result[name] = ((ours.grad - wanted).abs().max() / wanted.abs().max()).item()
     return result
+
+
+def _gradients_as_in_files(network: Any) -> dict[str, Tensor]:
+    """Gradients by the names of files, where each expert has tensors of its own; in memory transformers fuses them."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in network.named_parameters():
+        if parameter.grad is None:
+            continue
+        prefix, _, kind = name.rpartition("experts.")
+        if kind not in ("gate_up_proj", "down_proj") or network.config.model_type == "gpt_oss":
+            found[name] = parameter.grad
+            continue
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for expert, grad in enumerate(parameter.grad):
+            for part, share in zip(parts, grad.chunk(len(parts)), strict=True):
+                found[f"{prefix}experts.{expert}.{part}.weight"] = share
+    return found
 
 
 def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> dict[str, list[float]]:

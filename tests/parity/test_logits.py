@@ -38,6 +38,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}, None),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}, None),
     "qwen3-untied": ("qwen3", {"tie_word_embeddings": False}, None),
+    "mixtral": ("mixtral", {}, {"num_experts_per_tok": 1}),
+    "qwen3_moe-plain": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
+    "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}, {"norm_topk_prob": False}),
+    "olmoe": ("olmoe", {}, {"norm_topk_prob": True}),
+    "qwen2_moe-shared": ("qwen2_moe", {"decoder_sparse_step": 2}, {"decoder_sparse_step": 1}),
+    "qwen2_moe-no-biases": ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}, {"norm_topk_prob": False}),
 }
 
 
@@ -66,7 +72,7 @@ def test_bf16_rounds_no_worse_than_transformers(family: str, one: World, tmp_pat
 
 
 @pytest.mark.parametrize("length", [24, 17])
-@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2-untied"])
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2-untied", "qwen2_moe-shared"])
 def test_logits_of_a_model_over_two_ranks(case: str, length: int, two: World, tmp_path: Path) -> None:
     family, settings, _ = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)

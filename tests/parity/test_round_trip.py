@@ -15,6 +15,7 @@ from ranks.tiny import build_model_folder
 from ranks.world import World
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+WITH_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"tp": 2}, id="tp2"),
@@ -49,9 +50,19 @@ def test_an_export_is_the_file_that_transformers_wrote(
     family: str, tied: bool, ranks: int, layout: dict[str, int], worlds: dict[int, World], tmp_path: Path
 ) -> None:
     source = build_model_folder(tmp_path / "source", family, tie_word_embeddings=tied)
-    worlds[ranks].run("ranks.tasks.export", model=source, destination=tmp_path / "export", **layout)
-    assert (tmp_path / "export/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
-    exported, original = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "export", source))
+    assert_comes_back(worlds[ranks], source, tmp_path / "export", **layout)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_an_export_of_experts_is_the_file_that_transformers_wrote(family: str, two: World, tmp_path: Path) -> None:
+    source = build_model_folder(tmp_path / "source", family, num_hidden_layers=2)
+    assert_comes_back(two, source, tmp_path / "export", tp=2)
+
+
+def assert_comes_back(world: World, source: Path, export: Path, **layout: int) -> None:
+    world.run("ranks.tasks.export", model=source, destination=export, **layout)
+    assert (export / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    exported, original = (AutoConfig.from_pretrained(folder).to_dict() for folder in (export, source))
     assert exported | {"_name_or_path": ""} == original | {"_name_or_path": ""}
 
 

@@ -13,12 +13,21 @@ from ranks.tiny import VOCAB, build_model_folder
 from ranks.world import World
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_gradients_in_a_loop_of_ones_own(tied: bool, one: World, tmp_path: Path) -> None:
-    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=tied)
+@pytest.mark.parametrize(
+    ("family", "settings", "count"),
+    [
+        pytest.param("qwen3", {"tie_word_embeddings": True}, 34, id="qwen3-tied"),
+        pytest.param("qwen3", {"tie_word_embeddings": False}, 35, id="qwen3-untied"),
+        pytest.param("qwen2_moe", {"decoder_sparse_step": 2}, 59, id="qwen2_moe"),
+    ],
+)
+def test_gradients_in_a_loop_of_ones_own(
+    family: str, settings: dict[str, Any], count: int, one: World, tmp_path: Path
+) -> None:
+    model = build_model_folder(tmp_path / "model", family, **settings)
     found = one.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
-    print(found)
-    assert len(found) == (5 if tied else 6)
+    print(len(found), max(found.values()))
+    assert len(found) == count
     assert max(found.values()) < 1e-5
 
 
@@ -28,6 +37,7 @@ def test_gradients_in_a_loop_of_ones_own(tied: bool, one: World, tmp_path: Path)
         pytest.param("qwen3", {"tie_word_embeddings": True}, id="qwen3-tied"),
         pytest.param("qwen2", {"tie_word_embeddings": False}, id="qwen2-untied"),
         pytest.param("mistral", {"sliding_window": 5}, id="mistral-window-of-5"),
+        pytest.param("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, id="qwen3_moe"),
         pytest.param("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, id="llama-tied"),
     ],
 )

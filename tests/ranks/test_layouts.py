@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ranks.tasks import CLIP_GRAD, TOTAL_STEPS
+from ranks.tiny import build_model_folder
 from ranks.world import World
 
 TOLERANCE = 1e-5
@@ -73,6 +74,19 @@ def test_a_layout_trains_as_one_process(
         "ranks.tasks.train", model=models[name], samples=samples, evaluate=True, **{"micro_batch_size": 2, **layout}
     )
     assert_same(run, alone[name])
+
+
+@pytest.mark.parametrize(("ranks", "layout"), SPREAD[:3])
+def test_experts_train_as_in_one_process(
+    ranks: int, layout: dict[str, Any], one: World, worlds: dict[int, World], samples: Path, tmp_path: Path
+) -> None:
+    """With a layer that has none, and with shared experts."""
+    model = build_model_folder(tmp_path / "model", "qwen2_moe", mlp_only_layers=[1])
+    settings = {"model": model, "samples": samples, "steps": 6, "evaluate": True, "micro_batch_size": 2}
+    truth = one.run("ranks.tasks.train", **settings)
+    run = worlds[ranks].run("ranks.tasks.train", **settings | layout)
+    assert_same(run, truth)
+    assert run["valid_after"] == pytest.approx(truth["valid_after"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])

@@ -25,17 +25,34 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "num_key_value_heads": 4,
+    },
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "eos_token_id": 2},
+}
+"""Sizes of families that have some."""
+
 
 def build_model_folder(
     folder: Path, family: str, *, dtype: torch.dtype = torch.float32, shards: str = "5GB", **settings: Any
 ) -> Path:
     """Save a transformers model with random weights, norms and biases included: ones and zeros would hide a swap."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **settings})
+    config = AutoConfig.for_model(family, **{**SIZES, **EXPERTS.get(family, {}), **settings})
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder, max_shard_size=shards)
     return folder
 

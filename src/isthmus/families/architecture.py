@@ -52,6 +52,8 @@ class Mla:
     v_head_dim: int
     q_lora_rank: int | None = None
     """Width of the vector that queries come from; None projects them directly."""
+    norm_epsilon: float = 1e-6
+    """Of the norms of those narrow vectors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +70,14 @@ class Moe:
     """The shared experts are weighted by a sigmoid of their own."""
     dense_layers: tuple[int, ...] = ()
     """Layers, counted from 0, that have an ordinary feed-forward block."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    softmax_first: bool = True
-    """Scores are taken over all experts and then the best are chosen; else over the chosen ones alone."""
+    score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    """What logits become; the last is taken over the chosen experts alone, the others before the choice."""
     normalize: bool = False
     """The weights of the chosen experts are divided by their sum."""
+    normalize_min: float = 1e-20
+    """The least that they are divided by."""
     scaling_factor: float = 1.0
+    """What the weights are multiplied by in the end."""
     expert_bias: bool = False
     """A float32 bias that decides which experts are chosen and not what they weigh (arXiv 2408.15664)."""
     num_groups: int = 1
@@ -83,8 +87,22 @@ class Moe:
     """What a group is judged by: its best expert, or the sum of its two best."""
     router_bias: bool = False
     """The router adds a learned bias to its logits."""
+    router_float32: bool = False
+    """The router's weights are float32 whatever the model's type is."""
     expert_mlp_bias: bool = False
-    aux_loss_coef: float = 0.0
+
+    def misfit(self) -> str | None:
+        """Why these numbers make no router; None if they do."""
+        if self.num_experts % self.num_groups:
+            return f"{self.num_groups} groups do not divide {self.num_experts} experts"
+        in_group = self.num_experts // self.num_groups
+        if self.group_top_k > self.num_groups:
+            return f"the best {self.group_top_k} of {self.num_groups} groups cannot be chosen"
+        if self.num_groups > 1 and self.group_score == "top2" and in_group < 2:
+            return f"groups of {in_group} have no two best experts"
+        if self.top_k > self.group_top_k * in_group:
+            return f"{self.top_k} experts cannot be chosen among {self.group_top_k * in_group}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,8 @@ class Key:
     """For whole numbers."""
     optional: bool = False
     """Null is a value of its own: None."""
+    aliases: tuple[str, ...] = ()
+    """Other names under which configs have it."""
     decode: Callable[[Any, Mapping[str, Any]], Any] | None = None
     """The field of the Architecture from the setting and the config around it, where they are not the same."""
     encode: Callable[[Any, Architecture], Any] | None = None
@@ -42,7 +44,8 @@ class Key:
             DataError: absent though required, of the wrong type, or a number that is too small.
             UsageError: a word whose meaning is not built.
         """
-        value = hf.get(self.hf, None if self.default is _REQUIRED else self.default)
+        said = next((name for name in (self.hf, *self.aliases) if name in hf), self.hf)
+        value = hf.get(said, None if self.default is _REQUIRED else self.default)
         if value is None and self.null is not None:
             value = self.null(hf)
         if value is None and self.optional:
@@ -116,6 +119,8 @@ class Family:
     """Fields that several settings together say."""
     sliding_window: Window = "never"
     sliding_window_default: int | None = None
+    rope_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """``rope_theta`` and ``rope_parameters`` of a config that says nothing of them."""
     ignorable: tuple[str, ...] = ()
     """Endings of Hugging Face names that may be present and are not weights."""
 
@@ -136,7 +141,8 @@ class Family:
         if heads % groups:
             raise DataError(f"config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}.")
         if values.get("position", "rope") == "rope":
-            values["rotary_base"], values["rope_scaling"] = read_rope(hf)
+            context = {"max_position_embeddings": values["max_position_embeddings"]}
+            values["rotary_base"], values["rope_scaling"] = read_rope(context | dict(hf), self.rope_defaults)
         values["sliding_window"] = read_window(
             self.sliding_window, hf, self.sliding_window_default, values["num_layers"]
         )
@@ -144,6 +150,8 @@ class Family:
             inner = {path: values.pop(path) for path in list(values) if path.startswith(f"{name}.")}
             if inner:
                 values[name] = kind(**{path.removeprefix(f"{name}."): value for path, value in inner.items()})
+        if (moe := values.get("moe")) is not None and (why := moe.misfit()) is not None:
+            raise DataError(f"config.json: {why}.")
         return Architecture(family=self.name, **values)
 
     def to_hf_config(
@@ -162,6 +170,7 @@ class Family:
             value = field_of(arch, name)
             if not known or key.read(known) != value:
                 config[key.hf] = key.write(value, arch)
+                config |= {name: config[key.hf] for name in key.aliases if name in known}
         for name, derived in self.derived.items():
             value = field_of(arch, name)
             if not known or derived.read(known) != value:
@@ -171,7 +180,8 @@ class Family:
         if not known or self.to_architecture(known).sliding_window != arch.sliding_window:
             config |= write_window(self.sliding_window, arch.sliding_window, arch.num_layers)
         if arch.position == "rope":
-            config |= write_rope(arch, known)
+            context = {"max_position_embeddings": arch.max_position_embeddings}
+            config |= write_rope(arch, context | known, self.rope_defaults)
         if dtype is not None:
             config |= {"dtype": dtype, "torch_dtype": dtype}
         return config

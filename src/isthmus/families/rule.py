@@ -7,7 +7,7 @@ same list of blocks read the other way, and cutting it for tensor parallelism is
 
 What the Hugging Face side does differently is said on the rule: parts of the same name lie in one tensor, one after
 the other (or row by row in turns, ``interleaved``); ``transposed`` tensors are [in, out]; ``stacked`` ones have all
-experts of a layer along their first axis.
+experts of a layer along an axis before the others.
 
 Shapes are tuples of symbols, see :func:`dims`; ``N*D`` is a product.
 """
@@ -69,7 +69,7 @@ class Rule:
     transposed: bool = False
     """The Hugging Face tensor is [in, out], and so is not what a Linear layer keeps."""
     stacked: bool = False
-    """The Hugging Face tensor holds all experts of a layer, along its first axis."""
+    """The Hugging Face tensor has one axis more, before the others: the layer's experts, or 1 for what is of none."""
     init: Init = "normal"
     """What a model that starts from nothing puts here."""
     dtype: Literal["float32"] | None = None
@@ -110,7 +110,7 @@ class Rule:
         if self.transposed:
             found = {name: shape[::-1] for name, shape in found.items()}
         if self.stacked:
-            found = {name: (dims(arch)["E"], *shape) for name, shape in found.items()}
+            found = {name: (dims(arch)["E"] if self.of_expert else 1, *shape) for name, shape in found.items()}
         return found
 
     def blocks(self, arch: Architecture) -> list[Block]:

@@ -17,7 +17,7 @@ from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
-from isthmus.families.shard import Layout, check_tp_size
+from isthmus.families.shard import Layout, check_expert_sizes, check_tp_size
 from isthmus.hf.folder import ModelFolder, write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
@@ -50,6 +50,8 @@ def blueprint(config: RunConfig) -> Blueprint:
     _, world_size, _ = world_from_environment()
     parallel = config.parallel
     check_tp_size(architecture, parallel.tp)
+    if architecture.moe is not None:
+        check_expert_sizes(architecture, ep_size=1, etp_size=parallel.tp)
     check_stages(architecture, parallel.pp)
     sizes = ParallelSizes(
         tp=parallel.tp,
