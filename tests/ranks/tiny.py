@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 }
 
 EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
     "qwen2_moe": {
         "num_experts": 6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from isthmus.families.family import Family
 from isthmus.families.registry import all_families, family_for
 from isthmus.families.shard import Layout, local_shape
 from isthmus.hf.folder import ModelFolder, write_model_files
+from ranks.tiny import build_model_folder
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -33,19 +35,14 @@ FAMILIES = sorted(all_families())
 
 
 def build(folder: Path, family: str, *, dtype: torch.dtype, tied: bool = False, shards: str = "5GB") -> ModelFolder:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, tie_word_embeddings=tied)
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
-    for parameter in model.parameters():  # norms and biases too: ones and zeros would hide a swap
-        torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder, max_shard_size=shards)
-    return ModelFolder.open(folder)
+    settings = {"tie_word_embeddings": tied, "num_hidden_layers": 2}
+    return ModelFolder.open(build_model_folder(folder, family, dtype=dtype, shards=shards, **settings))
 
 
 def ranks(family: Family, arch: Architecture, tp: int, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     padded = -(-arch.vocab_size // (8 * tp)) * 8 * tp
     for rank in range(tp):
-        layout = Layout(tp_rank=rank, tp_size=tp, padded_vocab_size=padded)
+        layout = Layout(tp_rank=rank, tp_size=tp, etp_rank=rank, etp_size=tp, padded_vocab_size=padded)
         live = {
             name: torch.full(local_shape(placed.rule, arch, layout), float("nan"), dtype=dtype)
             for name, placed in family.placements(arch).items()
@@ -74,10 +71,13 @@ def round_trip(source: ModelFolder, target: Path, tp: int, dtype: torch.dtype, m
     return family
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tp", "tied", "dtype"),
+    [
+        *(("qwen3", tp, tied, torch.bfloat16) for tp in (1, 2, 4) for tied in (False, True)),
+        *((family, 2, False, torch.float32) for family in FAMILIES),
+    ],
+)
 def test_round_trip_keeps_every_byte(tmp_path: Path, family: str, tp: int, tied: bool, dtype: torch.dtype) -> None:
     source = build(tmp_path / "source", family, dtype=dtype, tied=tied)
     # bfloat16 weights trained in float32 come back exactly; and the file is the one that transformers wrote.
@@ -196,11 +196,11 @@ def test_live_tensors_must_be_those_of_the_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path, family: str) -> None:
-    config = SIZES | {"model_type": family}
+    config = build(tmp_path / "model", family, dtype=torch.float32).config
     table = family_for(config)
     arch = table.to_architecture(config)
     exports = []
-    for tp in (1, 4):
+    for tp in (1, 2):
         plan = export_plan(table, arch, torch.float32)
         folder = tmp_path / str(tp)
         folder.mkdir()
@@ -210,9 +210,17 @@ def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path, family: str)
             import_weights(live, table, arch, RandomWeights(table, arch, seed=3), **rank)
             export_weights(live, table, arch, plan, folder, **rank)
         exports.append(load_file(folder / "model.safetensors"))
-    one, four = exports
-    assert all(torch.equal(tensor, four[name]) for name, tensor in one.items())
-    assert one["model.norm.weight"].eq(1).all()
-    assert one["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(arch.init_std, rel=0.1)
-    assert not torch.equal(one["model.layers.0.mlp.up_proj.weight"], one["model.layers.0.mlp.gate_proj.weight"])
-    assert not any(tensor.any() for name, tensor in one.items() if name.endswith("bias"))
+    one, two = exports
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    for placed in table.placements(arch).values():
+        for name in placed.hf:
+            match placed.rule.init:
+                case "ones":
+                    assert one[name].eq(1).all()
+                case "zeros":
+                    assert not one[name].any()
+                case "normal":
+                    drawn = one[name].numel()
+                    assert one[name].std() == pytest.approx(arch.init_std, rel=0.1 + 4 / drawn**0.5)
+    largest = [tensor for tensor in one.values() if tensor.numel() > 1000]
+    assert not any(torch.equal(a.flatten()[:99], b.flatten()[:99]) for a, b in itertools.combinations(largest, 2))
