@@ -16,6 +16,8 @@ LENGTHS = [97, 1, 40, 2]
 """Longer than any window and any original context below."""
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 32}
+YARN |= {"beta_fast": 32, "beta_slow": 1}
 
 # Each case with the settings that turn off what it is about: logits without it must be visibly others.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
@@ -42,6 +44,26 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "qwen3_moe-plain": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
     "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}, {"norm_topk_prob": False}),
     "olmoe": ("olmoe", {}, {"norm_topk_prob": True}),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+        {"rope_parameters": YARN},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1, "routed_scaling_factor": 16.0},
+        {"topk_method": "greedy"},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, "rope_interleave": False},
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "rms_norm_eps": 1e-2, "q_lora_rank": None},
+        {"norm_topk_prob": True},
+    ),
     "qwen2_moe-shared": ("qwen2_moe", {"decoder_sparse_step": 2}, {"decoder_sparse_step": 1}),
     "qwen2_moe-no-biases": ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}, {"norm_topk_prob": False}),
 }
@@ -72,7 +94,7 @@ def test_bf16_rounds_no_worse_than_transformers(family: str, one: World, tmp_pat
 
 
 @pytest.mark.parametrize("length", [24, 17])
-@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2-untied", "qwen2_moe-shared"])
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2-untied", "qwen2_moe-shared", "deepseek_v3"])
 def test_logits_of_a_model_over_two_ranks(case: str, length: int, two: World, tmp_path: Path) -> None:
     family, settings, _ = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)

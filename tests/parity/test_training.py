@@ -19,6 +19,7 @@ from ranks.world import World
         pytest.param("qwen3", {"tie_word_embeddings": True}, 34, id="qwen3-tied"),
         pytest.param("qwen3", {"tie_word_embeddings": False}, 35, id="qwen3-untied"),
         pytest.param("qwen2_moe", {"decoder_sparse_step": 2}, 59, id="qwen2_moe"),
+        pytest.param("deepseek_v3", {"num_hidden_layers": 2}, 38, id="deepseek_v3"),
     ],
 )
 def test_gradients_in_a_loop_of_ones_own(

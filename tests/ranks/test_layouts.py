@@ -77,16 +77,30 @@ def test_a_layout_trains_as_one_process(
 
 
 @pytest.mark.parametrize(("ranks", "layout"), SPREAD[:3])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        pytest.param("qwen2_moe", {"mlp_only_layers": [1]}, id="qwen2_moe"),
+        pytest.param("deepseek_v3", {"num_hidden_layers": 2}, id="deepseek_v3"),
+    ],
+)
 def test_experts_train_as_in_one_process(
-    ranks: int, layout: dict[str, Any], one: World, worlds: dict[int, World], samples: Path, tmp_path: Path
+    family: str,
+    settings: dict[str, Any],
+    ranks: int,
+    layout: dict[str, Any],
+    one: World,
+    worlds: dict[int, World],
+    samples: Path,
+    tmp_path: Path,
 ) -> None:
-    """With a layer that has none, and with shared experts."""
-    model = build_model_folder(tmp_path / "model", "qwen2_moe", mlp_only_layers=[1])
-    settings = {"model": model, "samples": samples, "steps": 6, "evaluate": True, "micro_batch_size": 2}
-    truth = one.run("ranks.tasks.train", **settings)
-    run = worlds[ranks].run("ranks.tasks.train", **settings | layout)
-    assert_same(run, truth)
-    assert run["valid_after"] == pytest.approx(truth["valid_after"], rel=TOLERANCE)
+    """With layers that have none, and with shared experts."""
+    model = build_model_folder(tmp_path / "model", family, **settings)
+    run = {"model": model, "samples": samples, "steps": 4, "evaluate": True, "micro_batch_size": 2}
+    truth = one.run("ranks.tasks.train", **run)
+    spread = worlds[ranks].run("ranks.tasks.train", **run | layout)
+    assert_same(spread, truth)
+    assert spread["valid_after"] == pytest.approx(truth["valid_after"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])

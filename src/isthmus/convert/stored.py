@@ -52,7 +52,7 @@ def open_stored(path: Path, hf_like: Path | None = None) -> Stored:
             raise UsageError(f"{path} is a Hugging Face folder and has a config; leave --hf-like out.")
         like = ModelFolder.open(path)
         family = family_for(like.config)
-        arch = family.to_architecture(like.config)
+        arch = family.to_architecture(like.config, like.tensors)
         return Stored(path, "hf", family, arch, WovenWeights(like, family, arch), like)
     beside = [folder / HF_PART for folder in (path, checkpoint.parent)]
     config = hf_like or next((folder for folder in beside if (folder / "config.json").is_file()), None)

@@ -89,6 +89,7 @@ class VarlenAttention(nn.Module):
             heads = config.num_attention_heads // pg_collection.tp.size()
             self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self.recomputed = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
         """Attend.
@@ -96,12 +97,18 @@ class VarlenAttention(nn.Module):
         Args:
             q: [T, G, R, D], R query heads to each of G key/value heads.
             k: [T, G, D].
-            v: [T, G, D].
+            v: [T, G, Dv].
             segments: sample lengths that sum to T.
 
         Returns:
-            [T, G * R * D]
+            [T, G * R * Dv]
         """
+        if self.recomputed and self.training:
+            attended = tensor_parallel.checkpoint(lambda q, k, v: self._attend(q, k, v, segments), False, q, k, v)
+            return attended  # type: ignore[no-any-return]
+        return self._attend(q, k, v, segments)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
         plain = self.softcap is None and self.softmax_offset is None
         if plain and q.device.type != "cpu":
             return sample_attention(q, k, v, segments.lengths, self.window, scale=self.scale).flatten(1)
@@ -157,13 +164,7 @@ class PackedSelfAttention(SelfAttention):
             table = rotary_pos_emb.chunk(self.tables, dim=-1)[self.table]
             interleaved = self.config.rotary_interleaved
             q, k = (rotate(heads, table, interleaved=interleaved) for heads in (q, k))
-        if self.checkpoint_core_attention and self.training:
-            attended = tensor_parallel.checkpoint(
-                lambda q, k, v: self.core_attention(q, k, v, packed_seq_params), False, q, k, v
-            )
-        else:
-            attended = self.core_attention(q, k, v, packed_seq_params)
-        return self.linear_proj(attended[:, None])
+        return self.linear_proj(self.core_attention(q, k, v, packed_seq_params)[:, None])
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, G, R, D], keys and values [T, G, D]."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers as mcore
-from torch import Tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from isthmus.engine.main_grad import add_product
 
@@ -63,6 +64,29 @@ class RowParallelLinear(mcore.RowParallelLinear):
         if _fusible(weight, kwargs):
             return _LinearIntoMainGrad.apply(input, weight)
         return super()._forward_impl(input, weight, **kwargs)
+
+
+class ReplicatedLinear(nn.Module):
+    """A linear layer without bias that every tensor-parallel rank holds whole and applies to what it has of a line."""
+
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        # finalize_model_grads reads this mark: each rank saw only its part of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., input_size] -> [..., output_size]."""
+        if _fusible(self.weight, {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False}):
+            return _LinearIntoMainGrad.apply(x, self.weight)
+        return torch.nn.functional.linear(x, self.weight)
+
+    def get_extra_state(self) -> None:
+        """The empty entry that Megatron-Core's checkpoints have beside each linear layer."""
+        return None
+
+    def set_extra_state(self, state: Any) -> None:
+        """There is none."""
 
 
 @functools.cache

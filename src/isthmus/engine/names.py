@@ -18,7 +18,7 @@ FUSED_NORMS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """A norm's own name in a layer, and the one it has in a checkpoint."""
-_LATENT_NORMS = {
+LATENT_NORMS = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     "pre_mlp_layernorm.": FUSED_NORMS["pre_mlp_layernorm."],
@@ -89,7 +89,7 @@ class Spelling:
         if layer in self.moe_layers and "pre_mlp_layernorm." in canonical:
             return [canonical] if self.latent else [canonical, *_renamed(canonical, FUSED_NORMS)]
         if self.latent:
-            return [*_renamed(canonical, _LATENT_NORMS), canonical]
+            return [*_renamed(canonical, LATENT_NORMS), canonical]
         return _renamed(canonical, FUSED_NORMS) or [canonical]
 
     def _place(self, name: str, *, stacked: bool) -> Place:
@@ -111,7 +111,7 @@ def live_names(canonical: str) -> list[str]:
     """
     if (expert := _EXPERT.fullmatch(canonical)) is not None:
         return [canonical, f"{expert[1]}{expert[3]}.{expert[4]}{expert[2]}"]
-    names = [canonical, *_renamed(canonical, FUSED_NORMS), *_renamed(canonical, _LATENT_NORMS)]
+    names = [canonical, *_renamed(canonical, FUSED_NORMS), *_renamed(canonical, LATENT_NORMS)]
     return list(dict.fromkeys(names))
 
 

@@ -16,10 +16,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from isthmus.engine.activation import GELU, GeGLU, SiLU, SwiGLU
 from isthmus.engine.attention import PackedSelfAttention, VarlenAttention
+from isthmus.engine.latent_attention import LatentAttention
 from isthmus.engine.layer import LayerSubmodules, ShapedLayer
 from isthmus.engine.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.moe import Experts, MoeBlock
-from isthmus.engine.names import FUSED_NORMS
+from isthmus.engine.names import FUSED_NORMS, LATENT_NORMS
 from isthmus.engine.norm import LayerNorm, RMSNorm
 from isthmus.families.architecture import Architecture
 
@@ -86,7 +87,8 @@ def layer_spec(architecture: Architecture, *, moe: bool) -> ModuleSpec:
     norm, form = norm_spec(architecture), architecture.form
     # The keys of a saved checkpoint follow the fused spelling, so that every spec can load it: a norm is part of the
     # projection behind it, and only the one before experts is not.
-    fused = {own: name for own, name in FUSED_NORMS.items() if not (moe and own == "pre_mlp_layernorm.")}
+    fused = FUSED_NORMS if architecture.mla is None else LATENT_NORMS
+    fused = {own: name for own, name in fused.items() if not (moe and own == "pre_mlp_layernorm.")}
     parts: dict[str, Any] = {
         "self_attention": attention_spec(architecture),
         "self_attn_bda": get_bias_dropout_add,
@@ -112,6 +114,8 @@ def layer_spec(architecture: Architecture, *, moe: bool) -> ModuleSpec:
 
 def attention_spec(architecture: Architecture) -> ModuleSpec:
     """Self-attention over packed lines."""
+    if architecture.mla is not None:
+        return ModuleSpec(module=LatentAttention, params={"architecture": architecture})
     provider = TorchProvider()
     each_head = architecture.qk_norm and architecture.qk_norm_over == "head"
     qk_norm = provider.layer_norm(rms_norm=architecture.normalization == "RMSNorm", for_qk=True) if each_head else None

@@ -66,17 +66,6 @@ SHARED_EXPERTS = (
 )
 
 
-def shared_width(key: str, width: str = "moe_intermediate_size") -> Key:
-    """The shared experts, of which ``key`` is the number and each is as wide as the others."""
-    return Key(
-        key,
-        least=0,
-        default=0,
-        decode=lambda number, hf: number * int(hf[width]),
-        encode=lambda total, arch: _times(total, arch),
-    )
-
-
 def _times(total: int, arch: Architecture) -> int:
     assert arch.moe is not None
     number, rest = divmod(total, arch.moe.ffn_hidden_size)
@@ -85,20 +74,32 @@ def _times(total: int, arch: Architecture) -> int:
     return number
 
 
-FIRST_DENSE = Key(
-    "first_k_dense_replace",
-    least=0,
-    default=0,
-    decode=lambda number, hf: tuple(range(min(number, int(hf["num_hidden_layers"])))),
-    encode=lambda dense, arch: _first_dense(dense, arch),
-)
-"""The first layers are dense, so many of them."""
+def shared_width(key: str, *, default: int) -> Key:
+    """The shared experts, of which ``key`` is the number and each is as wide as the others."""
+    return Key(
+        key,
+        least=0,
+        default=default,
+        null=lambda hf: 0,
+        decode=lambda number, hf: number * _whole(hf, "moe_intermediate_size"),
+        encode=_times,
+    )
 
 
 def _first_dense(dense: Sequence[int], arch: Architecture) -> int:
     if tuple(dense) != tuple(range(len(dense))):
         raise _unspeakable(dense, arch)
     return len(dense)
+
+
+FIRST_DENSE = Key(
+    "first_k_dense_replace",
+    least=0,
+    default=0,
+    decode=lambda number, hf: tuple(range(min(number, _whole(hf, "num_hidden_layers")))),
+    encode=_first_dense,
+)
+"""The first layers are dense, so many of them."""
 
 
 def _read_sparse_step(hf: Mapping[str, Any]) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
@@ -124,8 +124,13 @@ class Family:
     ignorable: tuple[str, ...] = ()
     """Endings of Hugging Face names that may be present and are not weights."""
 
-    def to_architecture(self, hf: Mapping[str, Any]) -> Architecture:
+    def to_architecture(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Architecture:
         """Read a Hugging Face config.
+
+        Args:
+            hf: the config.
+            tensors: names of those that are there, if that is known. A config counts layers that predict ahead even
+                where there are none, as in what transformers saves: those without any tensor are left out.
 
         Raises:
             DataError: a setting is missing, has the wrong type, or the numbers do not fit together.
@@ -152,7 +157,16 @@ class Family:
                 values[name] = kind(**{path.removeprefix(f"{name}."): value for path, value in inner.items()})
         if (moe := values.get("moe")) is not None and (why := moe.misfit()) is not None:
             raise DataError(f"config.json: {why}.")
-        return Architecture(family=self.name, **values)
+        arch = Architecture(family=self.name, **values)
+        if tensors is None or not arch.mtp_layers:
+            return arch
+        placed = self.placements(arch).values()
+        there = {
+            place.canonical.split(".")[2]
+            for place in placed
+            if _axis(place.rule) == "{ahead}" and place.hf[0] in tensors
+        }
+        return replace(arch, mtp_layers=len(there))
 
     def to_hf_config(
         self, arch: Architecture, base: Mapping[str, Any] | None = None, *, dtype: str | None = None

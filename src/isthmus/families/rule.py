@@ -147,6 +147,7 @@ def dims(arch: Architecture) -> dict[str, int]:
         "G": arch.num_query_groups,
         "D": arch.kv_channels,
         "1": 1,
+        "2": 2,
     }
     if (moe := arch.moe) is not None:
         sizes |= {"E": moe.num_experts, "X": moe.ffn_hidden_size, "S": moe.shared_ffn_hidden_size}

@@ -42,11 +42,16 @@ def blueprint(config: RunConfig) -> Blueprint:
 
     Raises:
         MissingInput, DataError, UnsafeInput: the model folder is absent or damaged.
-        UsageError: the family is not known, or the layout does not fit it.
+        UsageError: the family is not known or the model not one that can be trained, or the layout does not fit it.
     """
     source = ModelFolder.open(config.model.path)
     family = family_for(source.config)
-    architecture = family.to_architecture(source.config)
+    architecture = family.to_architecture(source.config, source.tensors or None)
+    if architecture.mtp_layers:
+        raise UsageError(
+            f"{config.model.path}: its weights have {architecture.mtp_layers} layers that predict ahead "
+            "(num_nextn_predict_layers), which are converted but not trained. Leave their tensors out of the folder."
+        )
     _, world_size, _ = world_from_environment()
     parallel = config.parallel
     check_tp_size(architecture, parallel.tp)
