@@ -64,6 +64,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "rms_norm_eps": 1e-2, "q_lora_rank": None},
         {"norm_topk_prob": True},
     ),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_norm_min": 0.9, "moe_layer_interval": 2}, {"moe_norm_min": 1e-12}),
+    "ernie4_5_moe-untied": (
+        "ernie4_5_moe",
+        {"tie_word_embeddings": False, "moe_num_shared_experts": 0, "moe_layer_end_index": 2},
+        {"moe_layer_end_index": 3},
+    ),
     "qwen2_moe-shared": ("qwen2_moe", {"decoder_sparse_step": 2}, {"decoder_sparse_step": 1}),
     "qwen2_moe-no-biases": ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}, {"norm_topk_prob": False}),
 }

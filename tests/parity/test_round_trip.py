@@ -15,7 +15,7 @@ from ranks.tiny import build_model_folder
 from ranks.world import World
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
-WITH_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"]
+WITH_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe"]
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"tp": 2}, id="tp2"),

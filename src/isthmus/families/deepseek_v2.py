@@ -28,7 +28,7 @@ FAMILY = Family(
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1407),
         "moe.shared_ffn_hidden_size": experts.shared_width("n_shared_experts", default=2),
         "moe.scaling_factor": Key("routed_scaling_factor", kind=float, default=1.0),
-        "moe.dense_layers": experts.FIRST_DENSE,
+        "moe.dense_layers": experts.first_dense(default=0),
     },
     fixed=latent.FIXED
     | {

@@ -29,7 +29,7 @@ FAMILY = Family(
         "moe.normalize": Key("norm_topk_prob", kind=bool, default=True),
         "moe.num_groups": Key("n_group", default=8),
         "moe.group_top_k": Key("topk_group", default=4),
-        "moe.dense_layers": experts.FIRST_DENSE,
+        "moe.dense_layers": experts.first_dense(default=3),
         "mtp_layers": ahead.KEY,
     },
     fixed=latent.FIXED

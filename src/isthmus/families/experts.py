@@ -92,14 +92,15 @@ def _first_dense(dense: Sequence[int], arch: Architecture) -> int:
     return len(dense)
 
 
-FIRST_DENSE = Key(
-    "first_k_dense_replace",
-    least=0,
-    default=0,
-    decode=lambda number, hf: tuple(range(min(number, _whole(hf, "num_hidden_layers")))),
-    encode=_first_dense,
-)
-"""The first layers are dense, so many of them."""
+def first_dense(*, default: int) -> Key:
+    """The first layers are dense, so many of them."""
+    return Key(
+        "first_k_dense_replace",
+        least=0,
+        default=default,
+        decode=lambda number, hf: tuple(range(min(number, _whole(hf, "num_hidden_layers")))),
+        encode=_first_dense,
+    )
 
 
 def _read_sparse_step(hf: Mapping[str, Any]) -> tuple[int, ...]:
