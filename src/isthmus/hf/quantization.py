@@ -1,4 +1,4 @@
-"""How Hugging Face folders store quantised weights, codes and scales for blocks of them, and which numbers are meant."""
+"""How Hugging Face folders store quantised weights, codes and scales of blocks of them, and which numbers are meant."""
 
 from __future__ import annotations
 
