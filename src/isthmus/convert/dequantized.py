@@ -14,7 +14,7 @@ from isthmus.errors import DataError
 from isthmus.hf.quantization import Quantization
 from isthmus.hf.tensors import Bounds, bounds_of, steps_of
 
-_TILE_VALUES = 1 << 20
+_TILE_VALUES = 1 << 18
 """So many values are dequantised at a time, which is what bounds the memory that it takes."""
 
 
