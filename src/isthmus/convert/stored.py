@@ -57,8 +57,8 @@ def open_stored(path: Path, hf_like: Path | None = None, *, bin: bool = False) -
         like = ModelFolder.open(path)
         family = family_for(like.config)
         opened = open_weights(like, family, bin=bin)
-        weights = WovenWeights(opened.source, family, opened.arch)
-        return Stored(path, "hf", family, opened.arch, weights, like, opened.said)
+        woven = WovenWeights(opened.source, family, opened.arch)
+        return Stored(path, "hf", family, opened.arch, woven, like, opened.said)
     if bin:
         raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders; leave it out.")
     beside = [folder / HF_PART for folder in (path, checkpoint.parent)]

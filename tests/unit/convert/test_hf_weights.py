@@ -94,6 +94,19 @@ def test_a_quantised_model_becomes_a_plain_one(quantized: Path, tmp_path: Path) 
         assert back[name].dtype == torch.bfloat16 and torch.equal(back[name], tensor)
 
 
+def test_experts_and_latent_attention_of_deepseek(tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "model", "deepseek_v3", dtype=torch.bfloat16)
+    rewrite(model, quantize, quantization_config=FP8)
+    assert convert(model, tmp_path / "there").notes == "weights are FP8 in blocks of 24x20: dequantised to bfloat16"
+    convert(tmp_path / "there", tmp_path / "back")
+    back, wanted = (
+        load_file(tmp_path / "back" / "model.safetensors"),
+        dequantize(load_file(model / "model.safetensors")),
+    )
+    assert back.keys() == wanted.keys() and any(".experts.3." in name for name in back)
+    assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items())
+
+
 def test_what_is_exported_says_nothing_of_how_it_was_stored(quantized: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
