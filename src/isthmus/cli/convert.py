@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from isthmus.cli.train import Debug, Json, show
-from isthmus.cli.transfer import HfLike, progress_bar
+from isthmus.cli.transfer import Bin, HfLike, progress_bar
 from isthmus.errors import UsageError
 
 FORMATS = ("hf", "torch_dist", "torch")
@@ -33,6 +33,7 @@ def convert(
     ] = None,
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16; default: as it is.")] = None,
     hf_like: HfLike = None,
+    bin: Bin = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:
@@ -56,7 +57,8 @@ def convert(
     names: Any = spelling
     with progress_bar("converting") as progress:
         done = run(
-            source, destination, target, dtype=chosen, hf_like=hf_like, grid=grid, spelling=names, progress=progress
-        )
+            source, destination, target,
+            dtype=chosen, hf_like=hf_like, grid=grid, spelling=names, bin=bin, progress=progress,
+        )  # fmt: skip
     show(done, as_json=json)
     return 0

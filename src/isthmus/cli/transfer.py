@@ -14,6 +14,14 @@ HfLike = Annotated[
     Path | None,
     typer.Option(metavar="HF_DIR", help="Model folder whose config.json describes a checkpoint that brings none."),
 ]
+Bin = Annotated[
+    bool,
+    typer.Option(
+        "--bin",
+        help="Read pytorch_model*.bin instead of safetensors. Only when asked: they are pickles, which can hold code. "
+        "None of it is run, a file that holds any is refused; still, prefer safetensors where the model has them.",
+    ),
+]
 
 
 @contextlib.contextmanager

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from isthmus.cli.train import Debug, Json, show
-from isthmus.cli.transfer import HfLike, progress_bar
+from isthmus.cli.transfer import Bin, HfLike, progress_bar
 
 
 def verify(
     first: Annotated[Path, typer.Argument(metavar="A", help="Hugging Face folder or Megatron checkpoint.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The one to compare it with.")],
     hf_like: HfLike = None,
+    bin: Bin = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:
@@ -22,6 +23,6 @@ def verify(
     from isthmus.convert.verify import verify as run
 
     with progress_bar("comparing") as progress:
-        found = run(first, second, hf_like=hf_like, progress=progress)
+        found = run(first, second, hf_like=hf_like, bin=bin, progress=progress)
     show(found, as_json=json)
     return 0

@@ -7,11 +7,14 @@ among the arguments of a training, random states) become :class:`Opaque` and are
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,22 +70,38 @@ class Opaque:
         return f"<{self.origin}>"
 
 
-def read_archive(path: Path, offset: int = 0, length: int | None = None) -> Any:
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A tensor whose elements do not lie in their order: the stretch of the file that they lie in, and how."""
+
+    span: TensorInfo
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def read_archive(path: Path, offset: int = 0, length: int | None = None, *, strided: bool = False) -> Any:
     """The object that was saved, with a :class:`~isthmus.hf.tensors.TensorInfo` in the place of every tensor.
 
     Args:
         path: the file.
         offset: where in the file the archive begins, in bytes.
         length: its bytes; None for all that follow.
+        strided: take tensors that are not contiguous too, as :class:`Strided`.
 
     Raises:
         UnsafeInput: it names anything but tensors, plain values and what is known to lie in checkpoints.
         DataError: it is cut short, no such archive, or its tensors do not lie where they should.
     """
+    with reading(path), path.open("rb") as file:
+        window = _Window(file, offset, path.stat().st_size - offset if length is None else length)
+        return _Archive(path, offset, window, strided).load()
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever goes wrong while a pickle in ``path`` is read into an error for the user."""
     try:
-        with path.open("rb") as file:
-            window = _Window(file, offset, path.stat().st_size - offset if length is None else length)
-            return _Archive(path, offset, window).load()
+        yield
     except UnsafeInput as error:
         raise UnsafeInput(f"{path} is not read: {error}. Do not use this checkpoint.") from None
     except DataError as error:
@@ -126,22 +145,16 @@ class _Window(io.RawIOBase):
         return int(got)
 
 
-class _Archive(pickle.Unpickler):
-    """Puts places into the pickle where tensors were."""
+class Places(pickle.Unpickler):
+    """Puts places into the pickle where tensors were; what follows from a format is where a storage begins."""
 
-    def __init__(self, path: Path, offset: int, window: _Window) -> None:
-        self._path, self._offset, self._window = path, offset, window
-        self._zip = zipfile.ZipFile(io.BufferedReader(window))
-        members = self._zip.namelist()
-        pickles = [name for name in members if name.endswith("data.pkl") and name.count("/") <= 1]
-        if len(pickles) != 1:
-            raise DataError("it holds no data.pkl")
-        self._root = pickles[0].removesuffix("data.pkl")
-        if f"{self._root}byteorder" in members and self._zip.read(f"{self._root}byteorder") != b"little":
-            raise DataError("its numbers are big-endian, little-endian ones are read")
-        super().__init__(io.BytesIO(self._zip.read(pickles[0])))
+    def __init__(self, path: Path, pickled: BinaryIO, strided: bool = False) -> None:
+        """Read ``pickled``, which is about the file at ``path``; see :func:`read_archive` on ``strided``."""
+        self._path, self._strided = path, strided
+        super().__init__(pickled)
 
     def find_class(self, module: str, name: str) -> Any:
+        """What a name in the pickle stands for."""
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
         if module == "torch" and name in _DTYPES:
@@ -159,32 +172,66 @@ class _Archive(pickle.Unpickler):
         raise UnsafeInput(f"it names {module}.{name}, which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> tuple[torch.dtype, str, int]:
-        kind, dtype, key, _device, numel = pid
+        """A storage by dtype, key and number of elements."""
+        kind, dtype, key, _device, numel, *view = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise UnsafeInput(f"it names a {kind} that is no storage")
+        if any(view):
+            raise DataError(f"storage {key} is a part of another")
         return dtype, str(key), int(numel)
+
+    def storage_offset(self, key: str, num_bytes: int) -> int:
+        """Where a storage of so many bytes begins in the file.
+
+        Raises:
+            DataError: it is not there, or of another size.
+        """
+        raise DataError(f"tensor {key} lies nowhere")
 
     def _tensor(
         self, storage: tuple[torch.dtype, str, int], at: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
-    ) -> TensorInfo:
+    ) -> TensorInfo | Strided:
         dtype, key, numel = storage
-        member = self._zip.getinfo(f"{self._root}data/{key}")
-        wanted = numel * dtype.itemsize
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != wanted:
-            raise DataError(f"tensor {key} has {member.file_size} bytes, {wanted} are needed")
-        size = torch.Size(shape).numel()
-        if not _contiguous(shape, strides):
+        start = self.storage_offset(key, numel * dtype.itemsize) + at * dtype.itemsize
+        contiguous = _contiguous(shape, strides)
+        if not contiguous and not self._strided:
             raise DataError(f"tensor {key} is not contiguous (strides {tuple(strides)} for {tuple(shape)})")
-        if at < 0 or at + size > numel:
-            raise DataError(f"tensor {key} has {numel} elements, {at + size} are needed")
+        # From the first of the elements to the last.
+        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+        if at < 0 or min(strides, default=0) < 0 or at + reach > numel:
+            raise DataError(f"tensor {key} has {numel} elements, {at + reach} are needed")
+        if contiguous:
+            return TensorInfo(dtype, tuple(shape), self._path, start)
+        return Strided(TensorInfo(dtype, (reach,), self._path, start), tuple(shape), tuple(strides))
+
+
+class _Archive(Places):
+    """The pickle of a zip."""
+
+    def __init__(self, path: Path, offset: int, window: _Window, strided: bool) -> None:
+        self._offset, self._window = offset, window
+        self._zip = zipfile.ZipFile(io.BufferedReader(window))
+        members = self._zip.namelist()
+        pickles = [name for name in members if name.endswith("data.pkl") and name.count("/") <= 1]
+        if len(pickles) != 1:
+            raise DataError("it holds no data.pkl")
+        self._root = pickles[0].removesuffix("data.pkl")
+        if f"{self._root}byteorder" in members and self._zip.read(f"{self._root}byteorder") != b"little":
+            raise DataError("its numbers are big-endian, little-endian ones are read")
+        super().__init__(path, io.BytesIO(self._zip.read(pickles[0])), strided)
+
+    def storage_offset(self, key: str, num_bytes: int) -> int:
+        """See :class:`Places`."""
+        member = self._zip.getinfo(f"{self._root}data/{key}")
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != num_bytes:
+            raise DataError(f"tensor {key} has {member.file_size} bytes, {num_bytes} are needed")
         # The local header repeats the name and may have a longer extra field than the one in the directory.
         self._window.seek(member.header_offset)
         header = self._window.read(_LOCAL_HEADER_BYTES)
         if header is None or header[:4] != b"PK\x03\x04":
             raise DataError(f"tensor {key} is not where the directory says")
         skipped = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        data = self._offset + member.header_offset + _LOCAL_HEADER_BYTES + skipped
-        return TensorInfo(dtype, tuple(shape), self._path, data + at * dtype.itemsize)
+        return self._offset + member.header_offset + _LOCAL_HEADER_BYTES + skipped
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -28,8 +28,8 @@ def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> 
     present, expected = source.tensors, family.hf_shapes(arch)
     if not present:
         raise MissingInput(
-            f"{source} holds no safetensors weights. "
-            "Give a folder with weights or ask for random ones (model.init=random)."
+            f"{source} holds no safetensors weights. Give a folder with weights, make safetensors of .bin files "
+            "(isthmus convert SRC DST --to hf --bin), or ask for random weights (model.init=random)."
         )
     unread = {name for name in present if name.endswith(family.ignorable)} | _given_up_when_tied(family, arch)
     missing = [name for name in expected if name not in present]

@@ -148,6 +148,8 @@ class TorchDistFolder:
 
     def _check_chunks(self, key: str, meta: TensorStorageMetadata) -> None:
         """Every element lies in one chunk: counted on the grid that the edges of all chunks draw."""
+        if not isinstance(meta.properties.dtype, torch.dtype):
+            raise TypeError(f"{key} is of type {meta.properties.dtype!r}")
         edges = [
             sorted(
                 {0, size, *(edge for c in meta.chunks for edge in (c.offsets[axis], c.offsets[axis] + c.sizes[axis]))}

@@ -10,6 +10,7 @@ from isthmus.convert.canonical import CanonicalWeights
 from isthmus.convert.from_hf import WovenWeights
 from isthmus.convert.from_legacy import LegacyFolder, LegacyWeights
 from isthmus.convert.from_torch_dist import TorchDistFolder, TorchDistWeights, checkpoint_folder
+from isthmus.convert.hf_weights import open_weights
 from isthmus.errors import MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -32,14 +33,17 @@ class Stored:
     weights: CanonicalWeights
     like: ModelFolder
     """Where its config, tokenizer and other small files are."""
+    said: tuple[str, ...] = ()
+    """What was decided on the way in, a line each, for the user."""
 
 
-def open_stored(path: Path, hf_like: Path | None = None) -> Stored:
+def open_stored(path: Path, hf_like: Path | None = None, *, bin: bool = False) -> Stored:
     """Open a Hugging Face folder or a Megatron checkpoint, and check that its tensors are those of its config.
 
     Args:
         path: the model folder, or a checkpoint, or a folder of checkpoints with a tracker file.
         hf_like: a Hugging Face folder (weights are not needed) whose config describes a checkpoint that brings none.
+        bin: read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors.
 
     Raises:
         MissingInput, DataError, UnsafeInput, UsageError: it is neither, or damaged, or not what its config says.
@@ -52,8 +56,11 @@ def open_stored(path: Path, hf_like: Path | None = None) -> Stored:
             raise UsageError(f"{path} is a Hugging Face folder and has a config; leave --hf-like out.")
         like = ModelFolder.open(path)
         family = family_for(like.config)
-        arch = family.to_architecture(like.config, like.tensors)
-        return Stored(path, "hf", family, arch, WovenWeights(like, family, arch), like)
+        opened = open_weights(like, family, bin=bin)
+        woven = WovenWeights(opened.source, family, opened.arch)
+        return Stored(path, "hf", family, opened.arch, woven, like, opened.said)
+    if bin:
+        raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders; leave it out.")
     beside = [folder / HF_PART for folder in (path, checkpoint.parent)]
     config = hf_like or next((folder for folder in beside if (folder / "config.json").is_file()), None)
     if config is None:

@@ -40,6 +40,8 @@ class Converted:
     time_s: float
     megatron_flags: list[str]
     """What Megatron-LM has to be told on its command line, since it does not take it from a checkpoint."""
+    notes: str | None = None
+    """What was decided about the source's tensors on the way in."""
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -56,6 +58,7 @@ def convert(
     hf_like: Path | None = None,
     grid: Grid | None = None,
     spelling: LiveSpelling | None = None,
+    bin: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Convert a model on the disk into another format.
@@ -68,6 +71,7 @@ def convert(
         hf_like: see :func:`~isthmus.convert.stored.open_stored`.
         grid: ranks of a legacy checkpoint; the other formats have none.
         spelling: names in a legacy checkpoint; None is ``te``, what Megatron-LM takes by default.
+        bin: see :func:`~isthmus.convert.stored.open_stored`.
         progress: called with bytes done and bytes in all.
 
     Raises:
@@ -76,7 +80,7 @@ def convert(
         NoSpace, IOFailure: the destination exists or cannot be written; nothing of it is left.
     """
     start_s = time.monotonic()
-    stored = open_stored(source, hf_like)
+    stored = open_stored(source, hf_like, bin=bin)
     target: Format = to or ("torch_dist" if stored.format == "hf" else "hf")
     if target != "torch" and (grid is not None or spelling is not None):
         raise UsageError(
@@ -120,6 +124,7 @@ def convert(
         num_bytes=files.total_bytes,
         time_s=time.monotonic() - start_s,
         megatron_flags=flags_to_give(stored.arch) if target != "hf" else [],
+        notes="; ".join(stored.said) or None,
     )
 
 

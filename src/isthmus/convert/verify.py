@@ -13,10 +13,11 @@ from torch import Tensor
 from isthmus.convert.canonical import own_placements
 from isthmus.convert.from_torch_dist import checkpoint_folder
 from isthmus.convert.manifest import Digests, read_manifest
+from isthmus.convert.pytorch_bin import has_bin
 from isthmus.convert.source import Meta
 from isthmus.convert.stored import Stored, open_stored
 from isthmus.convert.stream import Progress, stream
-from isthmus.errors import CheckFailed, DataError
+from isthmus.errors import CheckFailed, DataError, MissingInput
 from isthmus.families.family import Placement
 from isthmus.families.shard import pieces_of
 
@@ -41,7 +42,12 @@ class Verified:
 
 @torch.no_grad()
 def verify(
-    first: Path, second: Path, *, hf_like: Path | None = None, progress: Progress = lambda done, total: None
+    first: Path,
+    second: Path,
+    *,
+    hf_like: Path | None = None,
+    bin: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> Verified:
     """Compare two models; they are the same if their configs mean the same and every tensor has the same bits.
 
@@ -49,6 +55,7 @@ def verify(
         first: a Hugging Face folder or a Megatron checkpoint.
         second: the same.
         hf_like: config of a checkpoint that brings none.
+        bin: of a Hugging Face folder that has ``pytorch_model*.bin``, read these instead of safetensors.
         progress: called with bytes compared and bytes in all.
 
     Raises:
@@ -56,7 +63,9 @@ def verify(
         DataError: one of them is not what its checksums say.
         MissingInput, DataError, UnsafeInput, UsageError: one of them cannot be read.
     """
-    sides = [_open(path, hf_like) for path in (first, second)]
+    if bin and not has_bin(first) and not has_bin(second):
+        raise MissingInput(f"neither {first} nor {second} holds pytorch_model*.bin. Leave --bin out.")
+    sides = [_open(path, hf_like, bin) for path in (first, second)]
     a, b = sides
     if faults := _configs(a, b):
         raise CheckFailed(f"{first} and {second} are not the same model: {'; '.join(faults)}.")
@@ -134,9 +143,10 @@ def _check_sums(side: Stored, wanted: Mapping[str, str], found: Mapping[str, str
         )
 
 
-def _open(path: Path, hf_like: Path | None) -> Stored:
-    """``--hf-like`` speaks for the side that needs it."""
-    return open_stored(path, hf_like if path.exists() and checkpoint_folder(path) is not None else None)
+def _open(path: Path, hf_like: Path | None, bin: bool) -> Stored:
+    """``--hf-like`` and ``--bin`` speak for the side that needs them."""
+    megatron = path.exists() and checkpoint_folder(path) is not None
+    return open_stored(path, hf_like if megatron else None, bin=bin and has_bin(path))
 
 
 def _configs(a: Stored, b: Stored) -> list[str]:

@@ -75,7 +75,6 @@ KEYS = {
 FIXED = {
     "hidden_act": Fixed(("silu", "swish"), "only the gated SiLU MLP is built for this family"),
     "attention_dropout": Fixed((0.0,), "training runs without dropout; set it to 0"),
-    "quantization_config": Fixed((None,), "the weights are quantised; dequantise them to bfloat16 first"),
     "pruned_heads": Fixed((None, {}), "heads of unequal number cannot be cut evenly"),
 }
 """Hugging Face settings that have one meaning here; any other value is refused with the reason."""

@@ -32,7 +32,10 @@ class ModelFolder:
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         """Use ``ModelFolder.open``."""
         self.path = path
-        self.config = config
+        self.config = {key: value for key, value in config.items() if key != "quantization_config"}
+        """What ``config.json`` says of the model, however its weights are stored."""
+        self.quantization = config.get("quantization_config")
+        """How they are stored, see ``hf/quantization.py``; None where they are plain."""
         self._reader = TensorReader()
 
     def __str__(self) -> str:
@@ -94,16 +97,9 @@ class ModelFolder:
 
     def _read_index(self) -> dict[str, TensorInfo]:
         index = self.path / INDEX_FILE
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise DataError(f"{index} has no weight_map from tensor names to file names.")
+        weight_map = read_weight_map(index)
         found: dict[str, TensorInfo] = {}
         for file in dict.fromkeys(weight_map.values()):
-            as_windows = PureWindowsPath(file)  # knows both kinds of separators, and drives
-            if as_windows.drive or as_windows.root or ".." in as_windows.parts or "\0" in file:
-                raise UnsafeInput(f"{index} names {file!r}, which lies outside of the folder. Do not use this model.")
-            if not (self.path / file).is_file():
-                raise DataError(f"{index} names {file}, which is not there. Fetch the missing file.")
             header = read_header(self.path / file)
             if twice := found.keys() & header.keys():
                 raise DataError(f"{self.path / file} holds {min(twice)}, which another file holds already.")
@@ -112,6 +108,29 @@ class ModelFolder:
             if name not in found or found[name].file != self.path / file:
                 raise DataError(f"{index} places {name} in {file}, which does not hold it.")
         return found
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Which file beside an index each tensor lies in, by name.
+
+    Raises:
+        DataError: it says nothing of the kind, or names a file that is not there.
+        UnsafeInput: it names a file outside of the folder, in words or by way of a link.
+    """
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DataError(f"{index} has no weight_map from tensor names to file names.")
+    for file in dict.fromkeys(weight_map.values()):
+        as_windows = PureWindowsPath(file)  # knows both kinds of separators, and drives
+        if as_windows.drive or as_windows.root or ".." in as_windows.parts or "\0" in file:
+            raise UnsafeInput(f"{index} names {file!r}, which lies outside of the folder. Do not use this model.")
+        if not (index.parent / file).is_file():
+            raise DataError(f"{index} names {file}, which is not there. Fetch the missing file.")
+        if not _is_within(index.parent, (index.parent / file).resolve()):
+            raise UnsafeInput(
+                f"{index} names {file!r}, a link out of the folder. If it is yours, put the file itself there."
+            )
+    return weight_map
 
 
 def write_model_files(folder: Path, source: ModelFolder | None, hf_config: Mapping[str, Any]) -> None:
@@ -131,6 +150,13 @@ def _is_small(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     return matches(_SMALL_FILES) and not matches(_WEIGHTS)
+
+
+def _is_within(folder: Path, file: Path) -> bool:
+    """Whether a resolved path lies in the folder; in a hub cache, whose folders are of links, among its blobs."""
+    real = folder.resolve()
+    blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
+    return file.is_relative_to(real) or file.parent == blobs
 
 
 def _read_json(path: Path) -> dict[str, Any]:

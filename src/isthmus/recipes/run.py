@@ -113,7 +113,7 @@ def survey(config: RunConfig) -> Ground:
             raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
     environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
     threads = use_threads(platform, config.train.threads)
-    said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *environment]
+    said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *plans.weights.said, *environment]
     said += [f"precision {precision}: {why}", *([threads] if threads else []), *platform.prepare_process()]
     return Ground(config, folder, resume, plans, tokenizer, platform, precision, tuple(said))
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from isthmus.config.schema import RunConfig
+from isthmus.convert.hf_weights import HfWeights, open_weights
 from isthmus.convert.online import export_plan, export_weights, import_weights
-from isthmus.convert.source import RandomWeights, WeightSource
+from isthmus.convert.source import RandomWeights
 from isthmus.engine.groups import ParallelSizes, Position, agree, barrier, open_groups, world_from_environment
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -32,6 +33,7 @@ class Blueprint:
     """What is known of a run before any rank starts: cheap to make, and most mistakes show here."""
 
     source: ModelFolder
+    weights: HfWeights
     family: Family
     architecture: Architecture
     sizes: ParallelSizes
@@ -42,11 +44,13 @@ def blueprint(config: RunConfig) -> Blueprint:
 
     Raises:
         MissingInput, DataError, UnsafeInput: the model folder is absent or damaged.
-        UsageError: the family is not known or the model not one that can be trained, or the layout does not fit it.
+        UsageError: the family is not known or the model not one that can be trained, the weights are quantised in a way
+            that is not read, or the layout does not fit.
     """
     source = ModelFolder.open(config.model.path)
     family = family_for(source.config)
-    architecture = family.to_architecture(source.config, source.tensors or None)
+    weights = open_weights(source, family)
+    architecture = weights.arch
     if architecture.mtp_layers:
         raise UsageError(
             f"{config.model.path}: its weights have {architecture.mtp_layers} layers that predict ahead "
@@ -64,7 +68,7 @@ def blueprint(config: RunConfig) -> Blueprint:
         sp=parallel.tp > 1 if parallel.sp is None else parallel.sp,
         world_size=world_size,
     )
-    return Blueprint(source, family, architecture, sizes)
+    return Blueprint(source, weights, family, architecture, sizes)
 
 
 def check_stages(architecture: Architecture, pp: int) -> None:
@@ -135,7 +139,7 @@ class Session:
         from isthmus.engine.model import live_tensors
 
         plans = self.blueprint
-        kept = {name: info.dtype for name, info in plans.source.tensors.items()}
+        kept = {name: info.dtype for name, info in plans.weights.source.tensors.items()}
         plan = export_plan(plans.family, plans.architecture, dtype or (kept if kept else torch.float32))
         staged = StagedFolder(destination, replace=replace)
         main = self.position.rank == 0
@@ -211,7 +215,7 @@ def build_session(
     if training:
         model = wrap_data_parallel(model)
     session = Session(plans, platform, position, dtype, model)
-    source: WeightSource = plans.source
+    source = plans.weights.source
     if config.model.init == "random":
         source = RandomWeights(plans.family, plans.architecture, config.train.seed)
     import_weights(live_tensors(model), plans.family, plans.architecture, source, layout=session.layout)

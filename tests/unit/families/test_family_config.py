@@ -149,7 +149,6 @@ def test_unknown_family_lists_the_known_ones() -> None:
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ({"quantization_config": {"quant_method": "awq"}}, "the weights are quantised"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.hf.folder import ModelFolder, write_model_files
-from isthmus.hf.tensors import Stage
+from isthmus.hf.tensors import Stage, TensorInfo
 
 TENSORS = {
     "a.weight": torch.randn(7, 5, dtype=torch.float32),
@@ -164,6 +164,88 @@ def test_an_index_that_lies(model: Path, weight_map: dict[str, str], error: type
     shard(model, weight_map)
     with pytest.raises(error, match=message):
         _ = ModelFolder.open(model).tensors
+
+
+def test_an_index_that_leads_out_by_a_link(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    shard(model)
+    away = tmp_path_factory.mktemp("away")
+    (model / "model-1.safetensors").rename(away / "real.safetensors")
+    (model / "model-1.safetensors").symlink_to(away / "real.safetensors")
+    with pytest.raises(
+        UnsafeInput, match=r"names 'model-1\.safetensors', a link out of the folder.*put the file itself"
+    ):
+        _ = ModelFolder.open(model).tensors
+    (model / "model-1.safetensors").unlink()
+    (away / "real.safetensors").rename(model / "real.safetensors")
+    (model / "model-1.safetensors").symlink_to("real.safetensors")
+    assert torch.equal(ModelFolder.open(model).read("a.weight"), TENSORS["a.weight"])
+
+
+def test_a_hub_cache_is_of_links(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    shard(model)
+    cache = tmp_path_factory.mktemp("models--some--model")
+    snapshot, blobs = cache / "snapshots" / "0123abc", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in list(model.iterdir()):
+        path.rename(blobs / f"{path.name}-hash")
+        (snapshot / path.name).symlink_to(Path("../../blobs") / f"{path.name}-hash")
+    assert torch.equal(ModelFolder.open(snapshot).read("b.weight"), TENSORS["b.weight"])
+    (blobs / "model-2.safetensors-hash").rename(cache / "elsewhere")
+    (snapshot / "model-2.safetensors").unlink()
+    (snapshot / "model-2.safetensors").symlink_to("../../elsewhere")
+    with pytest.raises(UnsafeInput, match="a link out of the folder"):
+        _ = ModelFolder.open(snapshot).tensors
+
+
+def test_how_weights_are_stored_is_no_part_of_the_config(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}')
+    opened = ModelFolder.open(model)
+    assert (opened.config, opened.quantization) == ({"model_type": "llama"}, {"quant_method": "fp8"})
+
+
+@pytest.mark.parametrize(
+    ("offsets", "told"),
+    [
+        (((0, 8), (4, 8)), "b of 4 bytes claims bytes 4 to 8 instead of 8 on"),
+        (((0, 8), (9, 13)), "b of 4 bytes claims bytes 9 to 13 instead of 8 on"),
+        (((0, 8), (8, 13)), "b of 4 bytes claims bytes 8 to 13 instead of 8 on"),
+        (((0, 4), (4, 8)), "a of 8 bytes claims bytes 0 to 4 instead of 0 on"),
+    ],
+    ids=["overlap", "gap", "too-long", "too-short"],
+)
+def test_tensors_that_do_not_lie_end_to_end(model: Path, offsets: tuple[tuple[int, int], ...], told: str) -> None:
+    sizes = {"a": 8, "b": 4}
+    header = {
+        name: {"dtype": "U8", "shape": [size], "data_offsets": place}
+        for (name, size), place in zip(sizes.items(), offsets, strict=True)
+    }
+    (model / "model.safetensors").write_bytes(forge(json.dumps(header), offsets[-1][1]))
+    with pytest.raises(DataError, match=told):
+        _ = ModelFolder.open(model).tensors
+
+
+def test_every_flipped_bit_of_a_header_is_seen_or_changes_a_name(model: Path) -> None:
+    """A name is for whoever knows the model to refuse; types, sizes and places have to agree with each other."""
+    # Of an empty tensor nothing lies in the file that its shape could contradict.
+    save_file({name: tensor for name, tensor in TENSORS.items() if tensor.numel()}, model / "model.safetensors")
+    raw = (model / "model.safetensors").read_bytes()
+    length = 8 + int.from_bytes(raw[:8], "little")
+    whole = ModelFolder.open(model).tensors
+
+    def places(tensors: dict[str, TensorInfo]) -> list[tuple[torch.dtype, tuple[int, ...], int]]:
+        return [(info.dtype, info.shape, info.offset) for info in tensors.values()]
+
+    for bit in range(0, 8 * length, 3):
+        flipped = bytearray(raw[:length])
+        flipped[bit // 8] ^= 1 << bit % 8
+        (model / "model.safetensors").write_bytes(bytes(flipped) + raw[length:])
+        try:
+            found = ModelFolder.open(model).tensors
+        except DataError as error:
+            assert "model.safetensors" in str(error)
+        else:
+            assert places(found) == places(whole)
 
 
 def test_small_files_are_copied_and_others_are_not(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,0 +1,120 @@
+"""Files that a disk or a download has damaged: named, with what was expected and what was found."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.convert.canonical import own_placements
+from isthmus.convert.stored import Format, open_stored
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify import verify
+from isthmus.errors import DataError, IsthmusError
+from ranks.tiny import build_model_folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return build_model_folder(tmp_path / "model", "llama", tie_word_embeddings=False, num_hidden_layers=1)
+
+
+@pytest.fixture
+def index(model: Path, tmp_path: Path) -> Path:
+    """The index of a ``torch_dist`` checkpoint."""
+    convert(model, tmp_path / "megatron")
+    return tmp_path / "megatron" / "release" / ".metadata"
+
+
+def flip(file: Path, bit: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(raw)
+
+
+def everything(folder: Path) -> dict[str, torch.Tensor]:
+    stored = open_stored(folder)
+    shapes = {
+        name: placed.rule.canonical_shape(stored.arch)
+        for name, placed in own_placements(stored.family, stored.arch).items()
+    }
+    return {name: stored.weights.read(name, slice(0, shape[0])) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist", "torch"])
+def test_one_bit_of_a_tensor_is_seen_by_its_checksum(to: Format, model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "copy", to)
+    norm = everything(model)["decoder.final_layernorm.weight"].numpy().tobytes()
+    (file,) = (path for path in (tmp_path / "copy").rglob("*") if path.is_file() and norm in path.read_bytes())
+    flip(file, 8 * file.read_bytes().index(norm))
+    with pytest.raises(DataError, match=r"checksums\.json has decoder\.final_layernorm\.weight with \w+ and has \w+"):
+        verify(model, tmp_path / "copy")
+
+
+def test_flipped_bits_of_an_index_are_seen_or_change_nothing(index: Path) -> None:
+    raw, whole = index.read_bytes(), everything(index.parents[1])
+    refused = 0
+    for bit in range(5, 8 * len(raw), len(raw) // 6):
+        flip(index, bit)
+        try:
+            found = everything(index.parents[1])
+        except IsthmusError as error:
+            assert error.exit_code in (65, 77)
+            refused += 1
+        else:
+            assert found.keys() == whole.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+        index.write_bytes(raw)
+    assert refused > 20
+
+
+def entry(index: Any, end: str) -> Any:
+    """The place of the tensor whose key ends so."""
+    return next(stored for place, stored in index.storage_data.items() if place.fqn.endswith(end))
+
+
+def _overlap(index: Any) -> None:
+    entry(index, "linear_proj.weight").offset = entry(index, "linear_fc2.weight").offset + 8
+    entry(index, "linear_proj.weight").relative_path = entry(index, "linear_fc2.weight").relative_path
+
+
+def _gap(index: Any) -> None:
+    (chunk,) = index.state_dict_metadata["embedding.word_embeddings.weight"].chunks
+    object.__setattr__(chunk, "sizes", torch.Size((70, 32)))
+
+
+def _no_dtype(index: Any) -> None:
+    index.state_dict_metadata["embedding.word_embeddings.weight"].properties.dtype = "float"
+
+
+def _no_properties(index: Any) -> None:
+    del index.state_dict_metadata["embedding.word_embeddings.weight"].properties
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_overlap, r"__0_\d\.distcp: two tensors overlap, one ends at \d+, one is at \d+"),
+        (_gap, "the chunks of embedding.word_embeddings.weight hold 2240 elements of 2464"),
+        (_no_dtype, "embedding.word_embeddings.weight is of type 'float'"),
+        (_no_properties, "is not the index of a checkpoint .*properties"),
+    ],
+)
+def test_an_index_that_contradicts_itself(change: Callable[[Any], None], told: str, index: Path) -> None:
+    content = pickle.loads(index.read_bytes())
+    change(content)
+    index.write_bytes(pickle.dumps(content))
+    with pytest.raises(DataError, match=told):
+        everything(index.parents[1])
+
+
+def test_a_cut_file_is_named_with_both_sizes(index: Path) -> None:
+    file = index.parent / "__0_0.distcp"
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-7])
+    with pytest.raises(DataError, match=rf"__0_0\.distcp has {len(raw) - 7} bytes, {len(raw)} are needed"):
+        everything(index.parents[1])
