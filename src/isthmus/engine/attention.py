@@ -98,7 +98,8 @@ class PackedSelfAttention(SelfAttention):
             The output [T, 1, H] (or [T / tp, 1, H]) and the bias that the caller still has to add, or None.
         """
         q, k, v = self._project(hidden_states)
-        q, k = rotate(q, rotary_pos_emb), rotate(k, rotary_pos_emb)
+        interleaved = self.config.rotary_interleaved
+        q, k = (rotate(heads, rotary_pos_emb, interleaved=interleaved) for heads in (q, k))
         if self.checkpoint_core_attention and self.training:
             attended = tensor_parallel.checkpoint(
                 lambda q, k, v: self.core_attention(q, k, v, packed_seq_params), False, q, k, v

@@ -24,7 +24,7 @@ from isthmus.engine.attention import Segments
 from isthmus.engine.cross_entropy import linear_cross_entropy
 from isthmus.engine.embedding import embed
 from isthmus.engine.groups import ParallelSizes
-from isthmus.engine.rope import inverse_frequencies, rotation_table
+from isthmus.engine.rope import inverse_frequencies, magnitude, rotation_table
 from isthmus.engine.spec import decoder_spec
 from isthmus.families.architecture import Architecture
 
@@ -50,6 +50,7 @@ def transformer_config(
         kv_channels=architecture.kv_channels,
         normalization=architecture.normalization,
         layernorm_epsilon=architecture.norm_epsilon,
+        rotary_interleaved=architecture.rotary_interleaved,
         qk_layernorm=architecture.qk_norm,
         add_qkv_bias=architecture.qkv_bias,
         add_bias_linear=False,
@@ -99,6 +100,7 @@ class Decoder(GPTModel):
         self.architecture = architecture
         self.frequencies: Tensor
         self.register_buffer("frequencies", inverse_frequencies(architecture), persistent=False)
+        self.rotation_magnitude = magnitude(architecture.rope_scaling)
         self.to(torch.cuda.current_device())
         self._mark_sharded_parameters()
 
@@ -139,7 +141,9 @@ class Decoder(GPTModel):
             before it the hidden states [T, 1, H] (or [T / tp, 1, H]) for the next stage.
         """
         hidden = self._embedded(input_ids) if self.pre_process else None
-        table = rotation_table(self.frequencies, position_ids, self.config.params_dtype)
+        table = rotation_table(
+            self.frequencies, position_ids, self.config.params_dtype, magnitude=self.rotation_magnitude
+        )
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=None, rotary_pos_emb=table, packed_seq_params=segments
         )

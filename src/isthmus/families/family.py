@@ -116,6 +116,8 @@ class Family:
     """Fields that several settings together say."""
     sliding_window: Window = "never"
     sliding_window_default: int | None = None
+    rope_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """``rope_theta`` and ``rope_parameters`` of a config that says nothing of them."""
     ignorable: tuple[str, ...] = ()
     """Endings of Hugging Face names that may be present and are not weights."""
 
@@ -136,7 +138,8 @@ class Family:
         if heads % groups:
             raise DataError(f"config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}.")
         if values.get("position", "rope") == "rope":
-            values["rotary_base"], values["rope_scaling"] = read_rope(hf)
+            context = {"max_position_embeddings": values["max_position_embeddings"]}
+            values["rotary_base"], values["rope_scaling"] = read_rope(context | dict(hf), self.rope_defaults)
         values["sliding_window"] = read_window(
             self.sliding_window, hf, self.sliding_window_default, values["num_layers"]
         )
@@ -171,7 +174,8 @@ class Family:
         if not known or self.to_architecture(known).sliding_window != arch.sliding_window:
             config |= write_window(self.sliding_window, arch.sliding_window, arch.num_layers)
         if arch.position == "rope":
-            config |= write_rope(arch, known)
+            context = {"max_position_embeddings": arch.max_position_embeddings}
+            config |= write_rope(arch, context | known, self.rope_defaults)
         if dtype is not None:
             config |= {"dtype": dtype, "torch_dtype": dtype}
         return config

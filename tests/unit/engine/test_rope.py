@@ -10,12 +10,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from isthmus.engine.rope import inverse_frequencies, rotate, rotation_table
+from isthmus.engine.rope import inverse_frequencies, magnitude, rotate, rotation_table
 from isthmus.families.architecture import Architecture
 from isthmus.families.registry import family_for
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "large-theta": {"rope_type": "default", "rope_theta": 1e6},
@@ -31,6 +32,11 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 9.0,
         "original_max_position_embeddings": 1000,
     },
+    "yarn": YARN,
+    "yarn-whole-context": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+    "yarn-not-rounded": YARN | {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
+    "yarn-two-scales": YARN | {"mscale": 1.0, "mscale_all_dim": 0.707},
+    "yarn-own-scale": YARN | {"attention_factor": 0.7, "mscale": 1.0, "mscale_all_dim": 0.707},
 }
 
 
@@ -48,7 +54,7 @@ def test_frequencies(rope: str) -> None:
 
 
 def test_every_scaling_differs_from_none() -> None:
-    for rope in ("linear", "llama-3.1", "llama-3.2", "own-constants"):
+    for rope in ("linear", "llama-3.1", "llama-3.2", "own-constants", "yarn", "yarn-not-rounded"):
         _, architecture = both(rope)
         plain = inverse_frequencies(dataclasses.replace(architecture, rope_scaling=None))
         assert not torch.allclose(inverse_frequencies(architecture), plain, rtol=0.1, atol=0)
@@ -62,7 +68,9 @@ def test_rotation(rope: str) -> None:
     q, k = torch.randn(len(positions), 4, 64), torch.randn(len(positions), 2, 64)
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     wanted_q, wanted_k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    table = rotation_table(inverse_frequencies(architecture), positions, torch.float32)
+    scale = magnitude(architecture.rope_scaling)
+    assert (scale != 1) == rope.startswith("yarn")
+    table = rotation_table(inverse_frequencies(architecture), positions, torch.float32, magnitude=scale)
     # At position 8191 an angle in float32 is good to about 5e-4.
     assert torch.allclose(rotate(q, table)[:8], wanted_q[0].transpose(0, 1)[:8], atol=1e-5)
     assert torch.allclose(rotate(k, table)[:8], wanted_k[0].transpose(0, 1)[:8], atol=1e-5)
@@ -77,8 +85,18 @@ def test_the_angles_of_far_positions_are_not_rounded_to_bf16() -> None:
     assert torch.allclose(near, rotation_table(frequencies, positions, torch.float32), atol=4e-3)
 
 
-def test_gradient_of_the_rotation() -> None:
+def test_interleaved_pairs_are_complex_numbers() -> None:
+    torch.manual_seed(0)
+    x, angles = torch.randn(5, 2, 3, 8), torch.rand(5, 4)
+    turned = torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones(5, 4), angles)[:, None, None]
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+    assert torch.allclose(rotate(x, table, interleaved=True), torch.view_as_real(turned).flatten(-2), atol=1e-6)
+    assert not torch.allclose(rotate(x, table, interleaved=True), rotate(x, table), atol=1e-1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradient_of_the_rotation(interleaved: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True)
-    table = rotation_table(torch.rand(4), torch.arange(5), torch.float64)
-    assert torch.autograd.gradcheck(lambda given: rotate(given, table), (x,))
+    table = rotation_table(torch.rand(4), torch.arange(5), torch.float64, magnitude=1.3)
+    assert torch.autograd.gradcheck(lambda given: rotate(given, table, interleaved=interleaved), (x,))

@@ -43,6 +43,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3, "factor": 8.0},
     },
+    "llama-yarn-by-default": {"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "llama-yarn": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "yarn", "factor": 32, "truncate": False, "beta_fast": 20, "mscale": 0.707}
+        | {"original_max_position_embeddings": 1024, "mscale_all_dim": 0.5, "attention_factor": 0.9},
+    },
     "llama-linear-old-key": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
     "mistral-bare": {"model_type": "mistral"},
     "mistral-no-window": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0, "head_dim": 32},
@@ -144,7 +150,6 @@ def test_unknown_family_lists_the_known_ones() -> None:
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"quantization_config": {"quant_method": "awq"}}, "the weights are quantised"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
@@ -173,6 +178,7 @@ def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], message: s
             "rope type 'llama3' needs a positive low_freq_factor",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs a positive factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -1.0}}, "rope type 'yarn' needs a positive factor, got -1.0"),
         ({"rope_theta": "1e4"}, "rope_theta must be a positive number, got '1e4'"),
     ],
 )
