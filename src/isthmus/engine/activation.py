@@ -1,8 +1,8 @@
-"""Gated activations of the feed-forward block."""
+"""Activations of the feed-forward block, gated and plain."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,16 +29,49 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x
 
 
-class SwiGLU(nn.Module):
-    """``silu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
+class _Activation(nn.Module):
+    """A function without parameters."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+
+    def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """Nothing to save; Megatron-Core's MLP asks each of its parts."""
+        return {}
+
+
+class SwiGLU(_Activation):
+    """``silu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., 2F] -> [..., F]."""
         return _SwiGLU.apply(x)
 
-    def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        """Nothing to save; Megatron-Core's MLP asks each of its parts."""
-        return {}
+
+class SiLU(_Activation):
+    """``x * sigmoid(x)`` (arXiv 1702.03118)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., F], as is its result."""
+        return torch.nn.functional.silu(x)
+
+
+class GELU(_Activation):
+    """``x * Phi(x)``, or the approximation with a hyperbolic tangent (arXiv 1606.08415)."""
+
+    def __init__(self, config: TransformerConfig, *, approximate: Literal["none", "tanh"]) -> None:
+        super().__init__(config)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., F], as is its result."""
+        return torch.nn.functional.gelu(x, approximate=self.approximate)
+
+
+class GeGLU(GELU):
+    """``gelu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., 2F] -> [..., F]."""
+        gate, up = x.chunk(2, dim=-1)
+        return super().forward(gate) * up

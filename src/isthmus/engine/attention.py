@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.engine.line_attention import line_attention
+from isthmus.engine.norm import ProjectionNorm
 from isthmus.engine.rope import rotate
+from isthmus.families.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,19 @@ class Segments:
     """Tokens of each sample, on the host, so that no layer waits for the device to learn them."""
 
 
-def sample_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None = None) -> Tensor:
+def sample_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    window: int | None = None,
+    *,
+    scale: float | None = None,
+) -> Tensor:
     """Attend causally within each sample of a line, one after the other, with PyTorch's own kernel.
 
-    Args and returns: those of :func:`isthmus.engine.line_attention.line_attention`, which is the faster one on CPUs.
+    Args and returns: those of :func:`isthmus.engine.line_attention.line_attention`, which is the faster one on CPUs
+    and has scores that are capped and sinks, which PyTorch's kernel has not.
     """
     outputs = []
     for q_s, k_s, v_s in zip(*(tensor.split(list(lengths)) for tensor in (q.flatten(1, 2), k, v)), strict=True):
@@ -41,6 +53,7 @@ def sample_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], 
             v_s.transpose(0, 1)[None],
             attn_mask=_window_mask(q_s, window) if masked and window is not None else None,
             is_causal=not masked,
+            scale=scale,
             enable_gqa=q.size(2) > 1,
         )
         outputs.append(out[0].transpose(0, 1))
@@ -57,9 +70,25 @@ def _window_mask(q: Tensor, window: int) -> Tensor:
 class VarlenAttention(nn.Module):
     """Softmax attention within each sample; key/value heads are shared by a group of query heads, not copied."""
 
-    def __init__(self, config: Any, **_kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int = 1,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        pg_collection: Any = None,
+        **_kwargs: Any,
+    ) -> None:
         super().__init__()
-        self.window = None if config.window_size is None else config.window_size[0] + 1
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.scale = softmax_scale
+        self.softcap = softcap
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
         """Attend.
@@ -73,8 +102,21 @@ class VarlenAttention(nn.Module):
         Returns:
             [T, G * R * D]
         """
-        attend = line_attention if q.device.type == "cpu" else sample_attention
-        return attend(q, k, v, segments.lengths, self.window).flatten(1)
+        plain = self.softcap is None and self.softmax_offset is None
+        if plain and q.device.type != "cpu":
+            return sample_attention(q, k, v, segments.lengths, self.window, scale=self.scale).flatten(1)
+        return line_attention(
+            q, k, v, segments.lengths, self.window, scale=self.scale, softcap=self.softcap, sinks=self.softmax_offset
+        ).flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The sinks, cut by heads."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        axes = {"softmax_offset": 0}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+        return found
 
 
 class PackedSelfAttention(SelfAttention):
@@ -84,22 +126,37 @@ class PackedSelfAttention(SelfAttention):
     needs and nothing else. Parameters, sharding and checkpoint names are the parent's.
     """
 
+    def __init__(self, config: Any, *args: Any, architecture: Architecture, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        layer = self.layer_number - 1
+        self.rotated = architecture.position == "rope" and layer not in architecture.unrotated_layers
+        # Of the tables of angles, that of layers with a window stands last.
+        self.tables = 1 if architecture.window_rotary_base is None else 2
+        self.table = 0 if architecture.window(layer) is None else self.tables - 1
+        if architecture.qk_norm and architecture.qk_norm_over == "projection":
+            place = {"rank": self.tp_group.rank(), "ranks": self.tp_group.size()}
+            shape = (architecture.kv_channels, architecture.norm_epsilon)
+            self.q_layernorm = ProjectionNorm(config, architecture.num_attention_heads, *shape, **place)
+            self.k_layernorm = ProjectionNorm(config, architecture.num_query_groups, *shape, **place)
+
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Segments, **_unused: Any
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: Segments, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend and project.
 
         Args:
             hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
-            rotary_pos_emb: [T, D] from :func:`isthmus.engine.rope.rotation_table`.
+            rotary_pos_emb: from :func:`isthmus.engine.rope.line_tables`; None where positions are learned.
             packed_seq_params: the samples of the line.
 
         Returns:
             The output [T, 1, H] (or [T / tp, 1, H]) and the bias that the caller still has to add, or None.
         """
         q, k, v = self._project(hidden_states)
-        interleaved = self.config.rotary_interleaved
-        q, k = (rotate(heads, rotary_pos_emb, interleaved=interleaved) for heads in (q, k))
+        if self.rotated and rotary_pos_emb is not None:
+            table = rotary_pos_emb.chunk(self.tables, dim=-1)[self.table]
+            interleaved = self.config.rotary_interleaved
+            q, k = (rotate(heads, table, interleaved=interleaved) for heads in (q, k))
         if self.checkpoint_core_attention and self.training:
             attended = tensor_parallel.checkpoint(
                 lambda q, k, v: self.core_attention(q, k, v, packed_seq_params), False, q, k, v

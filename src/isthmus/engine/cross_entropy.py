@@ -36,6 +36,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_start: int,
         num_rows: int,
         group: dist.ProcessGroup | None,
+        softcap: float | None,
         wants_grad: bool,
     ) -> Tensor:
         rows = weight[:num_rows]
@@ -48,7 +49,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start, end in _chunks(hidden.size(0), num_rows):
             part = hidden[start:end]
             logits = torch.mm(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
+            slope = None if softcap is None else _cap(logits, softcap)
             loss_sum += _loss_and_gradient(logits, labels[start:end] - vocab_start, group)
+            if slope is not None:
+                logits.mul_(slope)
             if grad_hidden is not None and into is not None:
                 torch.mm(logits, rows, out=grad_hidden[start:end])
                 add_product(into[:num_rows], logits.t(), part)
@@ -65,7 +69,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             torch._assert_async(scale == 1, "the projection's gradient was already taken, for a gradient of one")
             ctx.weight.grad_added_to_main_grad = True
-        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None, None
+
+
+def _cap(logits: Tensor, softcap: float) -> Tensor:
+    """Overwrite ``logits`` with ``softcap * tanh(logits / softcap)`` and return the slope of that at each of them."""
+    share = logits.div_(softcap).tanh_()
+    slope = 1 - share.square()
+    share.mul_(softcap)
+    return slope
 
 
 def _room(num_tokens: int, num_rows: int, *, like: Tensor) -> Tensor:
@@ -138,6 +150,7 @@ def linear_cross_entropy(
     vocab_start: int = 0,
     num_rows: int | None = None,
     group: dist.ProcessGroup | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, in float32.
 
@@ -149,6 +162,7 @@ def linear_cross_entropy(
         vocab_start: index of the first row that this rank holds.
         num_rows: rows of ``weight`` that are vocabulary, the rest being padding; None means all.
         group: the tensor-parallel group, None for one rank.
+        softcap: logits l become softcap * tanh(l / softcap).
 
     Returns:
         A scalar, equal on every rank of ``group``. The gradient that reaches ``hidden`` is this rank's part:
@@ -157,4 +171,6 @@ def linear_cross_entropy(
     rows = weight.size(0) if num_rows is None else num_rows
     # Asked here: inside a Function autograd is off, and needs_input_grad is true even under no_grad.
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_start, rows, group, wants_grad)  # type: ignore[no-any-return]
+    function: Any = _LinearCrossEntropy
+    loss: Tensor = function.apply(hidden, weight, labels, vocab_start, rows, group, softcap, wants_grad)
+    return loss

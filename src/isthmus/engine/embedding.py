@@ -1,4 +1,4 @@
-"""The vocabulary-parallel embedding, with a gradient that touches only the rows that were looked up.
+"""The vocabulary-parallel embedding and that of learned positions; gradients touch only rows that were looked up.
 
 Autograd's own would fill a tensor of the embedding's size with zeros for every micro batch and then add all of it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     reduce_from_tensor_model_parallel_region,
@@ -56,3 +57,20 @@ def embed(table: VocabParallelEmbedding, input_ids: Tensor, *, sequence_parallel
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial)
     return reduce_from_tensor_model_parallel_region(partial)
+
+
+def embed_positions(table: Tensor, position_ids: Tensor, *, sequence_parallel: bool) -> Tensor:
+    """Look learned positions up.
+
+    Args:
+        table: [P, H], whole on every rank.
+        position_ids: int64 [T].
+        sequence_parallel: whether each tp rank gets only its part of the line.
+
+    Returns:
+        [T, 1, H], or [T / tp, 1, H].
+    """
+    if sequence_parallel:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        position_ids = position_ids.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+    return _Lookup.apply(table, position_ids, None)[:, None]

@@ -6,6 +6,7 @@ every device: one matrix product with the accumulation inside, instead of a prod
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -62,3 +63,13 @@ class RowParallelLinear(mcore.RowParallelLinear):
         if _fusible(weight, kwargs):
             return _LinearIntoMainGrad.apply(input, weight)
         return super()._forward_impl(input, weight, **kwargs)
+
+
+@functools.cache
+def with_bias(kind: type, bias: bool) -> type:
+    """The same layer with a bias or without, whatever it is asked for: Megatron-Core has one switch for several."""
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs | {"bias": bias})  # type: ignore[misc]
+
+    return type(kind.__name__, (kind,), {"__init__": build, "__doc__": kind.__doc__})

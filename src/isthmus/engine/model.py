@@ -22,9 +22,9 @@ from torch import Tensor
 
 from isthmus.engine.attention import Segments
 from isthmus.engine.cross_entropy import linear_cross_entropy
-from isthmus.engine.embedding import embed
+from isthmus.engine.embedding import embed, embed_positions
 from isthmus.engine.groups import ParallelSizes
-from isthmus.engine.rope import inverse_frequencies, magnitude, rotation_table
+from isthmus.engine.rope import frequency_sets, line_tables
 from isthmus.engine.spec import decoder_spec
 from isthmus.families.architecture import Architecture
 
@@ -50,14 +50,18 @@ def transformer_config(
         kv_channels=architecture.kv_channels,
         normalization=architecture.normalization,
         layernorm_epsilon=architecture.norm_epsilon,
+        layernorm_zero_centered_gamma=architecture.norm_zero_centered,
         rotary_interleaved=architecture.rotary_interleaved,
         qk_layernorm=architecture.qk_norm,
         add_qkv_bias=architecture.qkv_bias,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
+        add_bias_linear=architecture.mlp_bias,  # those of attention are said in its spec
+        gated_linear_unit=architecture.gated,
+        activation_func=F.silu if architecture.activation == "silu" else F.gelu,
         use_te_activation_func=True,  # the switch that lets a spec bring its activation; no TransformerEngine in it
+        softmax_scale=architecture.attention_scale,
+        softmax_type="learnable" if architecture.attention_sinks else "vanilla",
         window_size=None if architecture.sliding_window is None else (architecture.sliding_window - 1, 0),
+        window_attn_skip_freq=[int(architecture.window(layer) is not None) for layer in range(architecture.num_layers)],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -89,20 +93,24 @@ class Decoder(GPTModel):
         layers_here = architecture.num_layers // config.pipeline_model_parallel_size
         super().__init__(
             config=config,
-            transformer_layer_spec=decoder_spec(config, layers_here),  # type: ignore[arg-type]
+            transformer_layer_spec=decoder_spec(architecture, layers_here),  # type: ignore[arg-type]
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=architecture.tie_embeddings,
-            position_embedding_type="none",  # positions are the packed line's own, see rotation_table
+            # Rotary positions are the packed line's own, see line_tables.
+            position_embedding_type="learned_absolute" if architecture.position == "learned" else "none",
         )
         self.architecture = architecture
         self.frequencies: Tensor
-        self.register_buffer("frequencies", inverse_frequencies(architecture), persistent=False)
-        self.rotation_magnitude = magnitude(architecture.rope_scaling)
+        self.register_buffer("frequencies", frequency_sets(architecture), persistent=False)
         self.to(torch.cuda.current_device())
         self._mark_sharded_parameters()
+        if first and architecture.position == "learned":
+            positions = self.embedding.position_embeddings.to(config.params_dtype).weight
+            # finalize_model_grads reads this mark: each rank looks up only its part of the line.
+            positions.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def _mark_sharded_parameters(self) -> None:
         """Say which parameters are sharded: Megatron-Core does so only while drawing initial weights.
@@ -140,19 +148,29 @@ class Decoder(GPTModel):
             On the last stage the summed loss (a scalar) or the logits [T, V] of the whole vocabulary;
             before it the hidden states [T, 1, H] (or [T / tp, 1, H]) for the next stage.
         """
-        hidden = self._embedded(input_ids) if self.pre_process else None
-        table = rotation_table(
-            self.frequencies, position_ids, self.config.params_dtype, magnitude=self.rotation_magnitude
-        )
+        hidden = self._embedded(input_ids, position_ids) if self.pre_process else None
+        tables = None
+        if self.architecture.position == "rope":
+            dtype = self.config.params_dtype
+            tables = line_tables(self.architecture, self.frequencies, position_ids, segments.lengths, dtype)
         hidden = self.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=table, packed_seq_params=segments
+            hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=segments
         )
         if not self.post_process:
             return hidden
         return self._logits(hidden) if labels is None else self._loss(hidden, labels, learned)
 
-    def _embedded(self, input_ids: Tensor) -> Tensor:
-        return embed(self.embedding.word_embeddings, input_ids, sequence_parallel=self.config.sequence_parallel)
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        sequence_parallel = self.config.sequence_parallel
+        hidden = embed(self.embedding.word_embeddings, input_ids, sequence_parallel=sequence_parallel)
+        if self.architecture.embedding_multiplier != 1:
+            # Rounded to the model's dtype first, as transformers has it.
+            hidden = hidden * torch.tensor(self.architecture.embedding_multiplier, dtype=hidden.dtype)
+        if self.architecture.position == "learned":
+            hidden = hidden + embed_positions(
+                self.embedding.position_embeddings.weight, position_ids, sequence_parallel=sequence_parallel
+            )
+        return hidden
 
     def _projection(self) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
@@ -165,6 +183,7 @@ class Decoder(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         elif group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
+        hidden = self._scaled(hidden)
         weight = self._projection()
         start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
         return linear_cross_entropy(
@@ -174,11 +193,20 @@ class Decoder(GPTModel):
             vocab_start=start,
             num_rows=max(0, min(weight.size(0), self.architecture.vocab_size - start)),
             group=group,
+            softcap=self.architecture.logits_softcap,
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        hidden = self._scaled(hidden)
         logits, _ = self.output_layer(hidden, weight=self._projection(), runtime_gather_output=True)
-        return logits[:, 0, : self.architecture.vocab_size]
+        logits = logits[:, 0, : self.architecture.vocab_size]
+        cap = self.architecture.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """Hidden states for logits that are multiplied: there are far fewer of them than logits."""
+        multiplier = self.architecture.logits_multiplier
+        return hidden if multiplier == 1 else hidden * multiplier
 
 
 def build_model(architecture: Architecture, config: TransformerConfig) -> Decoder:

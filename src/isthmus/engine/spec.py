@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -9,14 +11,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from isthmus.engine.activation import SwiGLU
+from isthmus.engine.activation import GELU, GeGLU, SiLU, SwiGLU
 from isthmus.engine.attention import PackedSelfAttention, VarlenAttention
-from isthmus.engine.linear import ColumnParallelLinear, RowParallelLinear
+from isthmus.engine.layer import LayerSubmodules, ShapedLayer
+from isthmus.engine.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.names import FUSED_NORMS
 from isthmus.engine.norm import LayerNorm, RMSNorm
+from isthmus.families.architecture import Architecture
 
 
 class TorchProvider(BackendSpecProvider):
@@ -57,44 +60,83 @@ class TorchProvider(BackendSpecProvider):
         return SwiGLU
 
 
-def decoder_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
+def decoder_spec(architecture: Architecture, num_layers: int) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage.
 
     Args:
-        config: decides norms and whether queries and keys are normalised.
+        architecture: decides everything.
         num_layers: layers on this stage.
     """
+    layer = layer_spec(architecture)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm_spec(architecture))
+
+
+def norm_spec(architecture: Architecture) -> ModuleSpec | type:
+    """The norm over hidden channels."""
+    if architecture.normalization == "RMSNorm":
+        return RMSNorm
+    return ModuleSpec(module=LayerNorm, params={"bias": architecture.norm_bias})
+
+
+def layer_spec(architecture: Architecture) -> ModuleSpec:
+    """A layer; one that only Isthmus has a forward pass for says so by its class."""
+    norm, form = norm_spec(architecture), architecture.form
+    parts: dict[str, Any] = {
+        "self_attention": attention_spec(architecture),
+        "self_attn_bda": get_bias_dropout_add,
+        "mlp": mlp_spec(architecture),
+        "mlp_bda": get_bias_dropout_add,
+        # The keys of a saved checkpoint follow the fused spelling, so that every spec can load it.
+        "sharded_state_dict_keys_map": dict(FUSED_NORMS),
+    }
+    if form != "post":
+        parts["input_layernorm"] = norm
+    if form not in ("post", "parallel"):
+        parts["pre_mlp_layernorm"] = norm
+    if form in ("post", "sandwich"):
+        parts |= {"post_self_attn_layernorm": norm, "post_mlp_layernorm": norm}
+    if form == "pre" and architecture.residual_multiplier == 1:
+        return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
+    shape = {"form": form, "residual_multiplier": architecture.residual_multiplier}
+    return ModuleSpec(module=ShapedLayer, params=shape, submodules=LayerSubmodules(**parts))
+
+
+def attention_spec(architecture: Architecture) -> ModuleSpec:
+    """Self-attention over packed lines."""
     provider = TorchProvider()
-    norm = provider.layer_norm(rms_norm=config.normalization == "RMSNorm")
-    qk_norm = norm if config.qk_layernorm else None
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=PackedSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=provider.column_parallel_linear(),
-                    core_attention=provider.core_attention(),
-                    linear_proj=provider.row_parallel_linear(),
-                    q_layernorm=qk_norm,
-                    k_layernorm=qk_norm,
-                ),
+    each_head = architecture.qk_norm and architecture.qk_norm_over == "head"
+    qk_norm = provider.layer_norm(rms_norm=architecture.normalization == "RMSNorm", for_qk=True) if each_head else None
+    return ModuleSpec(
+        module=PackedSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "architecture": architecture},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=with_bias(provider.column_parallel_linear(), architecture.qkv_bias),
+            core_attention=ModuleSpec(
+                module=provider.core_attention(), params={"softcap": architecture.attention_softcap}
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=provider.column_parallel_linear(),
-                    linear_fc2=provider.row_parallel_linear(),
-                    activation_func=provider.activation_func(),
-                ),
-            ),
-            mlp_bda=get_bias_dropout_add,
-            # The keys of a saved checkpoint follow the fused spelling, so that every spec can load it.
-            sharded_state_dict_keys_map=dict(FUSED_NORMS),
+            linear_proj=with_bias(provider.row_parallel_linear(), architecture.proj_bias),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def mlp_spec(architecture: Architecture) -> ModuleSpec:
+    """The feed-forward block of a dense layer."""
+    provider = TorchProvider()
+    return ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(
+            linear_fc1=provider.column_parallel_linear(),
+            linear_fc2=provider.row_parallel_linear(),
+            activation_func=activation_spec(architecture),
+        ),
+    )
+
+
+def activation_spec(architecture: Architecture) -> ModuleSpec | type:
+    """What stands between the two projections of a feed-forward block."""
+    if architecture.activation == "silu":
+        return SwiGLU if architecture.gated else SiLU
+    tanh = {"approximate": "tanh" if architecture.activation == "gelu_tanh" else "none"}
+    return ModuleSpec(module=GeGLU if architecture.gated else GELU, params=tanh)

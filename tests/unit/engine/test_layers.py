@@ -16,8 +16,10 @@ from isthmus.engine.norm import LayerNorm, RMSNorm
 from unit.engine.recorder import Recorder
 
 
-def config(dtype: torch.dtype, *, sequence_parallel: bool = False) -> Any:
-    return SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel)
+def config(dtype: torch.dtype, *, sequence_parallel: bool = False, zero_centered: bool = False) -> Any:
+    return SimpleNamespace(
+        params_dtype=dtype, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=zero_centered
+    )
 
 
 def norm(kind: type, size: int, dtype: torch.dtype, eps: float) -> Any:
