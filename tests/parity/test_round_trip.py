@@ -14,7 +14,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ranks.tiny import build_model_folder
 from ranks.world import World
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "granite",
+    "phi3",
+    "starcoder2",
+    "gpt_neox",
+    "gpt2",
+    "olmo2",
+    "glm4",
+    "cohere",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+]
 WITH_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe"]
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
