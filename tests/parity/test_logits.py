@@ -95,6 +95,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"tie_word_embeddings": False, "moe_num_shared_experts": 0, "moe_layer_end_index": 2},
         {"moe_layer_end_index": 3},
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        {"use_qk_norm": True, "attention_bias": True, "n_group": 3, "topk_group": 1, "routed_scaling_factor": 2.5},
+        {"topk_group": 2},
+    ),
+    "glm4_moe-plain": ("glm4_moe", {"n_shared_experts": 2, "norm_topk_prob": False}, {"norm_topk_prob": True}),
+    "gpt_oss": ("gpt_oss", {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}),
+    "gpt_oss-all-windows": (
+        "gpt_oss",
+        {"layer_types": ["sliding_attention"] * 4, "num_experts_per_tok": 3},
+        {"layer_types": ["full_attention"] * 4},
+    ),
     "qwen2_moe-shared": ("qwen2_moe", {"decoder_sparse_step": 2}, {"decoder_sparse_step": 1}),
     "qwen2_moe-no-biases": ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}, {"norm_topk_prob": False}),
     "llama-biases": (
@@ -181,7 +193,7 @@ def test_bf16_rounds_no_worse_than_transformers(family: str, one: World, tmp_pat
 
 
 @pytest.mark.parametrize("length", [24, 17])
-@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2-untied", "qwen2_moe-shared", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2-untied", "qwen2_moe-shared", "deepseek_v3", "gpt_oss"])
 def test_logits_of_a_model_over_two_ranks(case: str, length: int, two: World, tmp_path: Path) -> None:
     family, settings, _ = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)

@@ -33,7 +33,17 @@ FAMILIES = [
     "gemma2",
     "gemma3_text",
 ]
-WITH_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe"]
+WITH_EXPERTS = [
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "gpt_oss",
+]
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"tp": 2}, id="tp2"),

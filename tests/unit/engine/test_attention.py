@@ -76,7 +76,9 @@ def test_values_of_another_width_than_keys() -> None:
 
 def test_the_layer_takes_its_window_from_the_config() -> None:
     given = inputs(20, 2)
-    config = SimpleNamespace(window_size=(3, 0), window_attn_skip_freq=[1, 0], softmax_type="vanilla", recompute_granularity=None)
+    config = SimpleNamespace(
+        window_size=(3, 0), window_attn_skip_freq=[1, 0], softmax_type="vanilla", recompute_granularity=None
+    )
     for number, window in ((1, 4), (2, None)):
         layer = VarlenAttention(config, number)
         assert torch.allclose(layer(*given, Segments((20,))), reference(*given, (20,), window).flatten(1))
