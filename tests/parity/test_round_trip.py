@@ -14,8 +14,36 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ranks.tiny import build_model_folder
 from ranks.world import World
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
-WITH_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe"]
+FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "granite",
+    "phi3",
+    "starcoder2",
+    "gpt_neox",
+    "gpt2",
+    "olmo2",
+    "glm4",
+    "cohere",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+]
+WITH_EXPERTS = [
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "gpt_oss",
+]
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"tp": 2}, id="tp2"),

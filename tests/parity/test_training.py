@@ -20,6 +20,7 @@ from ranks.world import World
         pytest.param("qwen3", {"tie_word_embeddings": False}, 35, id="qwen3-untied"),
         pytest.param("qwen2_moe", {"decoder_sparse_step": 2}, 59, id="qwen2_moe"),
         pytest.param("deepseek_v3", {"num_hidden_layers": 2}, 38, id="deepseek_v3"),
+        pytest.param("gpt_oss", {"num_hidden_layers": 2}, 69, id="gpt_oss"),
     ],
 )
 def test_gradients_in_a_loop_of_ones_own(

@@ -76,29 +76,26 @@ def test_a_layout_trains_as_one_process(
     assert_same(run, alone[name])
 
 
-@pytest.mark.parametrize(("ranks", "layout"), SPREAD[:3])
+EXPERTS = {
+    "qwen2_moe": ({"mlp_only_layers": [1]}, ["tp2", "tp2-sp", "pp2"]),
+    "deepseek_v3": ({"num_hidden_layers": 2}, ["tp2", "tp2-sp"]),
+    "gpt_oss": ({"num_hidden_layers": 2}, ["tp2", "tp2-sp"]),
+}
+BY_NAME = {str(entry.id): entry.values for entry in SPREAD}
+
+
 @pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        pytest.param("qwen2_moe", {"mlp_only_layers": [1]}, id="qwen2_moe"),
-        pytest.param("deepseek_v3", {"num_hidden_layers": 2}, id="deepseek_v3"),
-    ],
+    ("family", "layout"), [(family, layout) for family, (_, layouts) in EXPERTS.items() for layout in layouts]
 )
 def test_experts_train_as_in_one_process(
-    family: str,
-    settings: dict[str, Any],
-    ranks: int,
-    layout: dict[str, Any],
-    one: World,
-    worlds: dict[int, World],
-    samples: Path,
-    tmp_path: Path,
+    family: str, layout: str, one: World, worlds: dict[int, World], samples: Path, tmp_path: Path
 ) -> None:
-    """With layers that have none, and with shared experts."""
-    model = build_model_folder(tmp_path / "model", family, **settings)
+    """With layers that have none, with shared experts, with biases."""
+    model = build_model_folder(tmp_path / "model", family, **EXPERTS[family][0])
+    ranks, spread_over = BY_NAME[layout]
     run = {"model": model, "samples": samples, "steps": 4, "evaluate": True, "micro_batch_size": 2}
     truth = one.run("ranks.tasks.train", **run)
-    spread = worlds[ranks].run("ranks.tasks.train", **run | layout)
+    spread = worlds[ranks].run("ranks.tasks.train", **run | spread_over)
     assert_same(spread, truth)
     assert spread["valid_after"] == pytest.approx(truth["valid_after"], rel=TOLERANCE)
 

@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "vocab_size": VOCAB,
     "max_position_embeddings": 128,
+    "pad_token_id": None,
 }
 
 _LATENT: dict[str, Any] = {
@@ -51,6 +52,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "eos_token_id": 2},
     "deepseek_v2": _LATENT,
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+    },
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12},
     "deepseek_v3": _LATENT | {"n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
 }
@@ -66,7 +75,7 @@ def build_model_folder(
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.1)
+            parameter.normal_(mean=1.0 if "norm" in name or ".ln_" in name else 0.0, std=0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)

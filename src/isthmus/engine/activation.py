@@ -48,6 +48,16 @@ class SwiGLU(_Activation):
         return _SwiGLU.apply(x)
 
 
+class ClampedSwiGLU(_Activation):
+    """``gate * sigmoid(1.702 gate) * (up + 1)``, gate at most 7 and up within 7 of zero (gpt-oss, arXiv 2508.10925)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` = [gate; up] [..., 2F] -> [..., F]."""
+        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
 class SiLU(_Activation):
     """``x * sigmoid(x)`` (arXiv 1702.03118)."""
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from isthmus.engine.activation import GELU, GeGLU, SiLU, SwiGLU
+from isthmus.engine.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
 from isthmus.engine.attention import PackedSelfAttention, VarlenAttention
 from isthmus.engine.latent_attention import LatentAttention
 from isthmus.engine.layer import LayerSubmodules, ShapedLayer
@@ -148,5 +148,7 @@ def activation_spec(architecture: Architecture) -> ModuleSpec | type:
     """What stands between the two projections of a feed-forward block."""
     if architecture.activation == "silu":
         return SwiGLU if architecture.gated else SiLU
+    if architecture.activation == "clamped_swiglu":
+        return ClampedSwiGLU
     tanh = {"approximate": "tanh" if architecture.activation == "gelu_tanh" else "none"}
     return ModuleSpec(module=GeGLU if architecture.gated else GELU, params=tanh)
