@@ -19,6 +19,31 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 32}
 YARN |= {"beta_fast": 32, "beta_slow": 1}
 
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+CAPPED = {"attn_logit_softcapping": 0.2, "query_pre_attn_scalar": 1}
+
+
+def _kinds(letters: str) -> list[str]:
+    return [{"f": "full_attention", "s": "sliding_attention"}[letter] for letter in letters]
+
+
+def _longrope(pairs: int, **share: float) -> dict[str, Any]:
+    """Two of the samples are longer than the original length, two are not."""
+    factors = {"short_factor": [1.0 + 0.1 * pair for pair in range(pairs)], "long_factor": [4.0] * pairs}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **share}
+    return {"head_dim": 8, "original_max_position_embeddings": 32, "rope_parameters": rope}
+
+
+LONGROPE = _longrope(4)
+
+
+def _layered(local_theta: float) -> dict[str, Any]:
+    linear = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
+    rope = {"full_attention": linear, "sliding_attention": PLAIN | {"rope_theta": local_theta}}
+    return {"sliding_window": 20, "layer_types": _kinds("sfss"), "rope_parameters": rope}
+
+
 # Each case with the settings that turn off what it is about: logits without it must be visibly others.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "llama-untied": ("llama", {"tie_word_embeddings": False}, None),
@@ -72,6 +97,62 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     ),
     "qwen2_moe-shared": ("qwen2_moe", {"decoder_sparse_step": 2}, {"decoder_sparse_step": 1}),
     "qwen2_moe-no-biases": ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}, {"norm_topk_prob": False}),
+    "llama-biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": False, "mlp_bias": False},
+    ),
+    "qwen2-window-in-some-layers": ("qwen2", WINDOW | {"max_window_layers": 3}, WINDOW | {"max_window_layers": 2}),
+    "qwen3-window-by-list": (
+        "qwen3",
+        WINDOW | {"layer_types": _kinds("fsfs")},
+        WINDOW | {"layer_types": _kinds("sfsf")},
+    ),
+    "seed_oss": ("seed_oss", {}, {"attention_bias": False}),
+    "seed_oss-other-biases": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        {"attention_out_bias": False, "mlp_bias": False},
+    ),
+    "smollm3": ("smollm3", {}, {"no_rope_layer_interval": 3}),
+    "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, {"no_rope_layers": [1, 1, 1, 0]}),
+    "granite-embeddings": ("granite", {"embedding_multiplier": 3.0}, {"embedding_multiplier": 1.0}),
+    "granite-residuals": ("granite", {"residual_multiplier": 0.4}, {"residual_multiplier": 1.0}),
+    "granite-scores": ("granite", {"attention_multiplier": 0.2}, {"attention_multiplier": 0.25}),
+    "granite-logits": ("granite", {"logits_scaling": 6.0}, {"logits_scaling": 1.0}),
+    "phi3": ("phi3", {"sliding_window": 5}, {"sliding_window": None}),
+    "phi3-longrope": ("phi3", LONGROPE, {"rope_parameters": PLAIN}),
+    "phi3-longrope-half-a-head": ("phi3", _longrope(2, partial_rotary_factor=0.5), LONGROPE),
+    "starcoder2": ("starcoder2", {"sliding_window": 5}, {"sliding_window": None}),
+    "starcoder2-untied-no-biases": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"},
+        {"use_bias": True},
+    ),
+    "gpt_neox": ("gpt_neox", {"head_dim": 8}, {"use_parallel_residual": False}),
+    "gpt_neox-in-turn": (
+        "gpt_neox",
+        {"head_dim": 8, "use_parallel_residual": False, "rotary_pct": 0.5},
+        {"rotary_pct": 0.25},
+    ),
+    "gpt2": ("gpt2", {}, {"n_inner": 48}),
+    "gpt2-narrow-untied": ("gpt2", {"n_inner": 48, "tie_word_embeddings": False}, {"n_inner": 40}),
+    "olmo2": ("olmo2", {}, None),
+    "glm4": ("glm4", {}, {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}}),
+    "cohere": ("cohere", {}, {"logit_scale": 0.25}),
+    "cohere-biases": ("cohere", {"attention_bias": True, "logit_scale": 1.0}, {"attention_bias": False}),
+    "gemma": ("gemma", {}, {"head_dim": 8}),
+    "gemma2": ("gemma2", {"sliding_window": 5}, {"sliding_window": 50}),
+    "gemma2-scores": ("gemma2", CAPPED, CAPPED | {"attn_logit_softcapping": None}),
+    "gemma2-logits": ("gemma2", {"final_logit_softcapping": 2.0}, {"final_logit_softcapping": None}),
+    "gemma2-scalar": ("gemma2", {"query_pre_attn_scalar": 2}, {"query_pre_attn_scalar": 4}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 5, "layer_types": _kinds("sfss")}, {"sliding_window": 50}),
+    "gemma3_text-bases": ("gemma3_text", _layered(5.0), {"rope_parameters": _layered(10000.0)["rope_parameters"]}),
+    "gemma3_text-capped": (
+        "gemma3_text",
+        {"sliding_window_pattern": 2, "final_logit_softcapping": 2.0},
+        {"final_logit_softcapping": None},
+    ),
 }
 
 

@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "vocab_size": VOCAB,
     "max_position_embeddings": 128,
+    "pad_token_id": None,
 }
 
 _LATENT: dict[str, Any] = {
@@ -66,7 +67,7 @@ def build_model_folder(
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.1)
+            parameter.normal_(mean=1.0 if "norm" in name or ".ln_" in name else 0.0, std=0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)

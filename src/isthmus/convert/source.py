@@ -49,14 +49,15 @@ class Meta:
 class RandomWeights:
     """Weights of a model that starts from nothing, in the shape of a Hugging Face model.
 
-    Matrices are normal with the architecture's ``init_std``, norms one, biases zero. Each tensor's numbers follow from
-    the seed and its name alone, so that every layout of ranks starts from the same model.
+    Matrices are normal with the architecture's ``init_std``, gains of norms one, biases zero. Each tensor's numbers
+    follow from the seed and its name alone, so that every layout of ranks starts from the same model.
     """
 
     def __init__(self, family: Family, arch: Architecture, seed: int, dtype: torch.dtype = torch.float32) -> None:
         """Nothing is drawn yet."""
         self._seed = seed
         self._std = arch.init_std
+        self._gain_of_one = 0.0 if arch.norm_zero_centered else 1.0
         self._init: dict[str, Init] = {}
         for placement in family.placements(arch).values():
             self._init |= dict.fromkeys(placement.hf, placement.rule.init)
@@ -79,7 +80,7 @@ class RandomWeights:
         whole = torch.empty(meta.shape, dtype=torch.float32)
         match self._init[name]:
             case "ones":
-                whole.fill_(1.0)
+                whole.fill_(self._gain_of_one)
             case "zeros":
                 whole.zero_()
             case "normal":

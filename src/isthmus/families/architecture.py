@@ -183,8 +183,9 @@ class Architecture:
 
     def __post_init__(self) -> None:
         """Settings that have no effect have one spelling, so that equal models compare equal."""
-        if self.sliding_window is None and self.full_attention_layers:
+        if self.sliding_window is None:
             object.__setattr__(self, "full_attention_layers", ())
+            object.__setattr__(self, "window_rotary_base", None)
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer (from 0) is a mixture of experts; the layers behind the last, which predict ahead, are."""

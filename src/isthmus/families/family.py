@@ -9,7 +9,7 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mla, Moe
-from isthmus.families.rope import read_rope, write_rope
+from isthmus.families.rope import read_rotary, write_rotary
 from isthmus.families.rule import Rule, Shape, field_of
 from isthmus.families.window import Window, read_window, write_window
 
@@ -24,8 +24,8 @@ class Key:
     kind: type = int
     default: Any = _REQUIRED
     null: Callable[[Mapping[str, Any]], Any] | None = None
-    choices: Mapping[str, Any] | None = None
-    """For words: what each of them means here; of two with one meaning the first is written."""
+    choices: Mapping[Any, Any] | None = None
+    """For words and switches: what each of them means here; of two with one meaning the first is written."""
     least: int = 1
     """For whole numbers."""
     optional: bool = False
@@ -65,7 +65,10 @@ class Key:
             words = _TYPE_WORDS[self.kind] if self.least else "whole number that is not negative"
             raise DataError(f"config.json: {self.hf} must be a {words}, got {value!r}.")
         value = self.kind(value)
-        return value if self.decode is None else self.decode(value, hf)
+        try:
+            return value if self.decode is None else self.decode(value, hf)
+        except ZeroDivisionError:
+            raise DataError(f"config.json: {self.hf} must not be 0.") from None
 
     def write(self, value: Any, arch: Architecture) -> Any:
         """What the config says for ``value``."""
@@ -80,6 +83,10 @@ class Fixed:
 
     allowed: tuple[Any, ...]
     why: str
+    training: bool = False
+    """It has no bearing on tensors and logits, and is refused only of a model that is to be trained."""
+    absent: Any = None
+    """What absence means, where it does not mean the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +126,12 @@ class Family:
     """Fields that several settings together say."""
     sliding_window: Window = "never"
     sliding_window_default: int | None = None
+    sliding_window_pattern: int | None = None
+    """Of so many layers one has no window, where the config lists none."""
     rope_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """``rope_theta`` and ``rope_parameters`` of a config that says nothing of them."""
+    """Rotary settings of a config that says nothing of them."""
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    """What the family calls ``rope_theta`` and ``partial_rotary_factor``, where it does not call them so."""
     ignorable: tuple[str, ...] = ()
     """Endings of Hugging Face names that may be present and are not weights."""
 
@@ -136,10 +147,7 @@ class Family:
             DataError: a setting is missing, has the wrong type, or the numbers do not fit together.
             UsageError: a setting asks for something that is not built, with the reason.
         """
-        for key, fixed in self.fixed.items():
-            value = hf.get(key)
-            if value is not None and value not in fixed.allowed:
-                raise UsageError(f"config.json: {key}={_short(value)} is not supported for {self.name}: {fixed.why}.")
+        self._refuse(hf, training=False)
         values = dict(self.traits) | {name: key.read(hf) for name, key in self.keys.items()}
         values |= {name: derived.read(hf) for name, derived in self.derived.items()}
         heads, groups = values["num_attention_heads"], values["num_query_groups"]
@@ -147,10 +155,9 @@ class Family:
             raise DataError(f"config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}.")
         if values.get("position", "rope") == "rope":
             context = {"max_position_embeddings": values["max_position_embeddings"]}
-            values["rotary_base"], values["rope_scaling"] = read_rope(context | dict(hf), self.rope_defaults)
-        values["sliding_window"] = read_window(
-            self.sliding_window, hf, self.sliding_window_default, values["num_layers"]
-        )
+            head = values.get("mla.qk_rope_head_dim", values["kv_channels"])
+            values |= read_rotary(context | dict(hf), self.rope_defaults, self.rope_names, head)
+        values["sliding_window"], values["full_attention_layers"] = self._window(hf, values["num_layers"])
         for name, kind in _INNER.items():
             inner = {path: values.pop(path) for path in list(values) if path.startswith(f"{name}.")}
             if inner:
@@ -167,6 +174,25 @@ class Family:
             if _axis(place.rule) == "{ahead}" and place.hf[0] in tensors
         }
         return replace(arch, mtp_layers=len(there))
+
+    def check_training(self, hf: Mapping[str, Any]) -> None:
+        """Refuse to train a model whose config asks for what training does not do.
+
+        Raises:
+            UsageError: naming the setting, with the reason.
+        """
+        self._refuse(hf, training=True)
+
+    def _refuse(self, hf: Mapping[str, Any], *, training: bool) -> None:
+        for key, fixed in self.fixed.items():
+            value = hf.get(key, fixed.absent)
+            if fixed.training == training and value is not None and value not in fixed.allowed:
+                raise UsageError(f"config.json: {key}={_short(value)} is not supported for {self.name}: {fixed.why}.")
+
+    def _window(self, hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+        return read_window(
+            self.sliding_window, hf, self.sliding_window_default, num_layers, self.sliding_window_pattern
+        )
 
     def to_hf_config(
         self, arch: Architecture, base: Mapping[str, Any] | None = None, *, dtype: str | None = None
@@ -191,11 +217,12 @@ class Family:
                 config |= derived.write(value, arch)
         if not known:
             config |= {key: fixed.allowed[0] for key, fixed in self.fixed.items() if fixed.allowed[0] is not None}
-        if not known or self.to_architecture(known).sliding_window != arch.sliding_window:
-            config |= write_window(self.sliding_window, arch.sliding_window, arch.num_layers)
+        window = (arch.sliding_window, arch.full_attention_layers)
+        if not known or self._window(known, arch.num_layers) != window:
+            config |= write_window(self.sliding_window, *window, arch.num_layers)
         if arch.position == "rope":
             context = {"max_position_embeddings": arch.max_position_embeddings}
-            config |= write_rope(arch, context | known, self.rope_defaults)
+            config |= write_rotary(arch, context | known, self.rope_defaults, self.rope_names)
         if dtype is not None:
             config |= {"dtype": dtype, "torch_dtype": dtype}
         return config
@@ -242,8 +269,8 @@ def _axis(rule: Rule) -> str:
     return next((axis for axis in ("{layer}", "{ahead}") if axis in rule.canonical), "")
 
 
-def _either(words: Iterable[str]) -> str:
-    return " or ".join(words)
+def _either(words: Iterable[Any]) -> str:
+    return " or ".join(map(str, words))
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,8 @@
-"""Qwen3, dense: norms on queries and keys, a head width of its own, no biases."""
+"""Qwen3, dense: norms on queries and keys, a head width of its own."""
 
 from isthmus.families import decoder
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.decoder import flag
+from isthmus.families.family import Family, Key
 
 FAMILY = Family(
     name="qwen3",
@@ -11,8 +12,10 @@ FAMILY = Family(
         "num_query_groups": decoder.kv_heads(default=32),
         "kv_channels": Key("head_dim", default=128),
         "max_position_embeddings": Key("max_position_embeddings", default=32768),
+        "qkv_bias": flag("attention_bias"),
+        "proj_bias": flag("attention_bias"),
     },
-    fixed=decoder.FIXED | {"attention_bias": Fixed((False,), "it would put a bias on the output projection too")},
+    fixed=decoder.FIXED,
     traits={"qk_norm": True},
     sliding_window="by_layer",
     sliding_window_default=4096,
@@ -20,6 +23,8 @@ FAMILY = Family(
         *decoder.EMBEDDING,
         *decoder.INPUT_NORM,
         *decoder.ATTENTION,
+        *decoder.QKV_BIAS,
+        *decoder.PROJ_BIAS,
         *decoder.QK_NORM,
         *decoder.GATED_MLP,
         *decoder.HEAD,

@@ -71,7 +71,7 @@ class Rule:
     stacked: bool = False
     """The Hugging Face tensor has one axis more, before the others: the layer's experts, or 1 for what is of none."""
     init: Init = "normal"
-    """What a model that starts from nothing puts here."""
+    """What a model that starts from nothing puts here; ``ones`` is a gain of one, whatever its norm adds to it."""
     dtype: Literal["float32"] | None = None
     """Kept in this type by Megatron-Core whatever the model's is."""
     when: str | None = None
@@ -133,7 +133,8 @@ class Rule:
 def dims(arch: Architecture) -> dict[str, int]:
     """The numbers behind the symbols.
 
-    V vocabulary, H hidden, F feed-forward, P learned positions, N heads, G query groups, D head width; E experts,
+    V vocabulary, H hidden, F feed-forward, P learned positions, N heads, G query groups, D head width, W the rows of
+    queries, keys and values together; E experts,
     X width of one, S width of the shared ones. Of latent attention: Rq and Rk are the widths that queries and keys with
     values come from, Kd the latter with the rotated channels, Qh and Vh a head's queries and values, Kv a head's
     unrotated keys and values.
@@ -146,6 +147,7 @@ def dims(arch: Architecture) -> dict[str, int]:
         "N": arch.num_attention_heads,
         "G": arch.num_query_groups,
         "D": arch.kv_channels,
+        "W": (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.kv_channels,
         "1": 1,
         "2": 2,
     }

@@ -24,7 +24,7 @@ from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
 from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
-from isthmus.recipes.session import Blueprint, Session, blueprint, build_session, use_threads
+from isthmus.recipes.session import Blueprint, Session, blueprint, build_session, check_training, use_threads
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
 from isthmus.train.stop import StopFlag
@@ -102,6 +102,7 @@ def survey(config: RunConfig) -> Ground:
     folder = RunFolder(Path(config.out))
     resume = folder.checkpoint_to_resume(config.checkpoint.resume)
     plans = blueprint(config)
+    check_training(config, plans)
     check_files(config)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     platform = detect(config.platform)

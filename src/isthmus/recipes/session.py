@@ -67,6 +67,21 @@ def blueprint(config: RunConfig) -> Blueprint:
     return Blueprint(source, family, architecture, sizes)
 
 
+def check_training(config: RunConfig, plans: Blueprint) -> None:
+    """Refuse what only matters to a run that trains.
+
+    Raises:
+        UsageError: the model's config asks for what training does not do, or samples may outgrow its positions.
+    """
+    plans.family.check_training(plans.source.config)
+    longest, architecture = config.data.seq_length, plans.architecture
+    if architecture.position == "learned" and longest > architecture.max_position_embeddings:
+        raise UsageError(
+            f"data.seq_length={longest} is more than the {architecture.max_position_embeddings} positions that "
+            f"this model has learned ({architecture.family}). Use {architecture.max_position_embeddings} or less."
+        )
+
+
 def check_stages(architecture: Architecture, pp: int) -> None:
     """Refuse a number of pipeline stages that the layers cannot be dealt out to evenly.
 
