@@ -44,12 +44,16 @@ def sized(family: Family, **sizes: Any) -> Architecture:
 
 
 def rules() -> Iterator[tuple[str, Architecture, Rule]]:
+    """Every rule of every family once for each number of query groups; many families share one."""
+    seen = set()
     for family in all_families().values():
+        switches = {name: True for name, key in family.keys.items() if key.kind is bool}
         for tied in (False, True):
             for groups in (1, 2, 4, 8):
-                arch = sized(family, tie_embeddings=tied, num_query_groups=groups)
+                arch = sized(family, **switches | {"tie_embeddings": tied}, num_query_groups=groups)
                 for rule in family.rules:
-                    if rule.holds(arch):
+                    if rule.holds(arch) and (rule, groups) not in seen:
+                        seen.add((rule, groups))
                         yield f"{family.name}-{rule.canonical}-tied{tied:d}-g{groups}", arch, rule
 
 
