@@ -141,10 +141,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"},
         {"use_bias": True},
     ),
-    "gpt_neox": ("gpt_neox", {"head_dim": 8}, {"use_parallel_residual": False}),
+    "gpt_neox": ("gpt_neox", {}, {"use_parallel_residual": False}),
     "gpt_neox-in-turn": (
         "gpt_neox",
-        {"head_dim": 8, "use_parallel_residual": False, "rotary_pct": 0.5},
+        {"use_parallel_residual": False, "rotary_pct": 0.5},
         {"rotary_pct": 0.25},
     ),
     "gpt2": ("gpt2", {}, {"n_inner": 48}),

@@ -40,7 +40,7 @@ _LATENT: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
-EXPERTS: dict[str, dict[str, Any]] = {
+OWN_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
     "qwen2_moe": {
@@ -61,6 +61,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12},
+    "gpt_neox": {"head_dim": 8},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "deepseek_v3": _LATENT | {"n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
 }
 """Sizes of families that have some."""
@@ -71,7 +74,7 @@ def build_model_folder(
 ) -> Path:
     """Save a transformers model with random weights, norms and biases included: ones and zeros would hide a swap."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **EXPERTS.get(family, {}), **settings})
+    config = AutoConfig.for_model(family, **{**SIZES, **OWN_SIZES.get(family, {}), **settings})
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -60,9 +60,9 @@ def read_rotary(
     share = _first(_said(hf, defaults).get(_SHARE), hf.get(_SHARE), defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
         raise UsageError(f"{_SHARE}={share}: heads of this family are rotated whole.")
-    if not isinstance(share, int | float) or not 0 < share <= 1 or int(head_width * share) % 2:
+    width = int(head_width * share) if isinstance(share, int | float) else 0
+    if not 0 < width <= head_width or width % 2:
         raise DataError(f"config.json: {_SHARE}={share!r} of {head_width} channels is no number of pairs.")
-    width = int(head_width * share)
     for name in _LISTS:
         if scaling is not None and (factors := getattr(scaling, name)) and len(factors) != width // 2:
             raise DataError(f"config.json: {name} needs {width // 2} numbers, got {len(factors)}.")

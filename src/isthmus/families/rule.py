@@ -134,10 +134,9 @@ def dims(arch: Architecture) -> dict[str, int]:
     """The numbers behind the symbols.
 
     V vocabulary, H hidden, F feed-forward, P learned positions, N heads, G query groups, D head width, W the rows of
-    queries, keys and values together; E experts,
-    X width of one, S width of the shared ones. Of latent attention: Rq and Rk are the widths that queries and keys with
-    values come from, Kd the latter with the rotated channels, Qh and Vh a head's queries and values, Kv a head's
-    unrotated keys and values.
+    queries, keys and values together; E experts, X width of one, S width of the shared ones. Of latent attention: Rq
+    and Rk are the widths that queries and keys with values come from, Kd the latter with the rotated channels, Qh and
+    Vh a head's queries and values, Kv a head's unrotated keys and values.
     """
     sizes = {
         "V": arch.vocab_size,

@@ -10,7 +10,8 @@ def matmul_parameters_per_layer(architecture: Architecture) -> int:
     a = architecture
     heads_width = a.num_attention_heads * a.kv_channels
     qkv = a.hidden_size * (heads_width + 2 * a.num_query_groups * a.kv_channels)
-    return qkv + heads_width * a.hidden_size + 3 * a.hidden_size * a.ffn_hidden_size  # gate, up and down
+    matrices = 3 if a.gated else 2  # gate, up and down, or up and down
+    return qkv + heads_width * a.hidden_size + matrices * a.hidden_size * a.ffn_hidden_size
 
 
 def flops_per_batch(
@@ -32,9 +33,9 @@ def flops_per_batch(
     """
     a = architecture
     layers = 2.0 * a.num_layers * matmul_parameters_per_layer(a) * num_tokens
-    pairs = sum_squared_lengths / 2
-    if a.sliding_window is not None:
-        pairs = min(pairs, float(a.sliding_window) * num_tokens)
-    attention = 4.0 * a.num_layers * a.num_attention_heads * a.kv_channels * pairs
+    full = sum_squared_lengths / 2
+    windows = (a.window(layer) for layer in range(a.num_layers))
+    pairs = sum(full if window is None else min(full, float(window) * num_tokens) for window in windows)
+    attention = 4.0 * a.num_attention_heads * a.kv_channels * pairs
     head = 2.0 * a.hidden_size * a.vocab_size * (num_tokens if learned_tokens is None else learned_tokens)
     return 3.0 * (layers + attention + head)

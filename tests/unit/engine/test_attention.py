@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,17 @@ def inputs(tokens: int, groups: int, dtype: torch.dtype = torch.float64) -> tupl
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    window: int | None,
+    *,
+    scale: float = CHANNELS**-0.5,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Every score of the line, then a mask: same sample, not later, not too long ago."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(len(sample))
@@ -45,8 +56,13 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window:
         seen &= distance < window
     share = q.size(2)
     q, k, v = q.flatten(1, 2), k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = torch.einsum("tnd,snd->nts", q, k) / CHANNELS**0.5
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    scores = torch.einsum("tnd,snd->nts", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((sinks[:, None, None].expand(-1, scores.size(1), 1), scores), -1)
+    weights = scores.softmax(-1)[..., -len(sample) :]
     return torch.einsum("nts,snd->tnd", weights, v).unflatten(1, (-1, share))
 
 
@@ -65,6 +81,43 @@ def test_values_and_gradients(
     got = torch.autograd.grad(out, given, upstream)
     for mine, theirs in zip(got, torch.autograd.grad(wanted, given, upstream), strict=True):
         assert torch.allclose(mine, theirs)
+
+
+@pytest.mark.parametrize("how", [{"scale": 0.7}, {"softcap": 0.5}, {"sinks": True}, {"softcap": 2.0, "sinks": True}])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.usefixtures("block_sizes")
+def test_scores_scaled_capped_and_with_sinks(how: dict[str, Any], window: int | None) -> None:
+    given = inputs(20, 2)
+    changed = dict(how)
+    if "sinks" in how:
+        changed["sinks"] = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(20, 2, HEADS // 2, CHANNELS, dtype=torch.float64)
+    lengths = (9, 1, 4, 6)
+    out, wanted = (attend(*given, lengths, window, **changed) for attend in (line_attention, reference))
+    assert torch.allclose(out, wanted)
+    assert not torch.allclose(out, reference(*given, lengths, window), atol=1e-3)
+    learned = (*given, changed["sinks"]) if "sinks" in how else given
+    got = torch.autograd.grad(out, learned, upstream)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, learned, upstream), strict=True):
+        assert torch.allclose(mine, theirs)
+
+
+def test_the_kernel_of_a_gpu_scales_too() -> None:
+    given = inputs(20, 2)
+    for scale, window in ((0.7, None), (0.1, 4)):
+        out = sample_attention(*given, (9, 11), window, scale=scale)
+        assert torch.allclose(out, reference(*given, (9, 11), window, scale=scale))
+
+
+def test_bf16_sinks_get_a_gradient_of_their_own_type() -> None:
+    q, k, v = inputs(40, 2, torch.bfloat16)
+    sinks = torch.randn(HEADS, dtype=torch.bfloat16, requires_grad=True)
+    line_attention(q, k, v, (30, 10), sinks=sinks).sum().backward()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, sinks)]
+    reference(*wide[:3], (30, 10), None, sinks=wide[3]).sum().backward()
+    assert sinks.grad is not None and wide[3].grad is not None
+    assert sinks.grad.dtype == torch.bfloat16
+    assert (sinks.grad.double() - wide[3].grad).abs().max() < 0.02 * wide[3].grad.abs().max()
 
 
 def test_values_of_another_width_than_keys() -> None:

@@ -56,6 +56,19 @@ def test_one_chunk_is_enough_for_few_tokens() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_capped_logits() -> None:
+    hidden, weight, labels = inputs(37, torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels, softcap=3.0)
+    wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    logits = 3 * torch.tanh(wide_hidden @ wide_weight.t() / 3)
+    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    assert error(loss, wanted) < 1e-6
+    expected = torch.autograd.grad(wanted * 3, (wide_hidden, wide_weight))
+    for mine, theirs in zip(torch.autograd.grad(loss * 3, (hidden, weight)), expected, strict=True):
+        assert error(mine, theirs) < 1e-6
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_bf16_is_no_worse_than_torch_in_bf16() -> None:
     given = inputs(37, torch.bfloat16)
     hidden, weight, labels = given

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from isthmus.engine import main_grad
-from isthmus.engine.activation import SwiGLU
+from isthmus.engine.activation import GELU, GeGLU, SiLU, SwiGLU
 from isthmus.engine.linear import _LinearIntoMainGrad
-from isthmus.engine.norm import LayerNorm, RMSNorm
+from isthmus.engine.norm import LayerNorm, ProjectionNorm, RMSNorm
 from unit.engine.recorder import Recorder
 
 
@@ -82,6 +82,52 @@ def test_layer_norm() -> None:
     centred = x - x.mean(-1, keepdim=True)
     wanted = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * module.weight + module.bias
     assert torch.allclose(module(x), wanted, atol=1e-5)
+
+
+def test_layer_norm_without_a_bias() -> None:
+    module = LayerNorm(config(torch.float32), 16, 1e-3, bias=False)
+    assert [name for name, _ in module.named_parameters()] == ["weight"]
+    x = torch.randn(6, 1, 16)
+    centred = x - x.mean(-1, keepdim=True)
+    assert torch.allclose(module(x), centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_zero_centred_norm_adds_one_before_it_rounds(dtype: torch.dtype) -> None:
+    module = RMSNorm(config(dtype, zero_centered=True), 16, 1e-6)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        module.weight.normal_(std=0.01)
+    x = torch.randn(5, 16, dtype=dtype)
+    exact = rms(x.double(), 1 + module.weight.double(), 1e-6)
+    assert torch.allclose(module(x).double(), exact, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=1e-6)
+    module(x).sum().backward()
+    assert module.weight.grad is not None and module.weight.grad.dtype == dtype
+
+
+def test_a_norm_over_all_heads_is_one_over_their_channels() -> None:
+    torch.manual_seed(0)
+    module = ProjectionNorm(config(torch.float32), 6, 4, 1e-3, rank=0, ranks=1)
+    with torch.no_grad():
+        module.weight.normal_()
+    x = torch.randn(5, 2, 3, 4, requires_grad=True)
+    assert torch.allclose(module(x).flatten(1), rms(x.flatten(1), module.weight, 1e-3), atol=1e-6)
+    assert torch.autograd.gradcheck(module.double(), (x.detach().double().requires_grad_(),))
+
+
+@pytest.mark.parametrize(("kind", "approximate"), [(GELU, "none"), (GELU, "tanh"), (GeGLU, "tanh"), (SiLU, None)])
+def test_other_activations(kind: type, approximate: str | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 1, 12, dtype=torch.float64)
+    module = kind(config(torch.float64), **({} if approximate is None else {"approximate": approximate}))
+    root = (2 / torch.pi) ** 0.5
+    formula = {
+        "none": lambda y: y * (1 + torch.erf(y / 2**0.5)) / 2,
+        "tanh": lambda y: y * (1 + torch.tanh(root * (y + 0.044715 * y**3))) / 2,
+        None: lambda y: y / (1 + torch.exp(-y)),
+    }[approximate]
+    wanted = formula(x[..., :6]) * x[..., 6:] if kind is GeGLU else formula(x)
+    assert torch.allclose(module(x), wanted)
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])

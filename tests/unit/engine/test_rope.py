@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from isthmus.engine.rope import inverse_frequencies, magnitude, rotate, rotation_table
+from isthmus.engine.rope import frequency_sets, inverse_frequencies, line_tables, magnitude, rotate, rotation_table
 from isthmus.families.architecture import Architecture
 from isthmus.families.registry import family_for
 
@@ -92,6 +93,45 @@ def test_interleaved_pairs_are_complex_numbers() -> None:
     table = torch.cat((angles.cos(), angles.sin()), -1)
     assert torch.allclose(rotate(x, table, interleaved=True), torch.view_as_real(turned).flatten(-2), atol=1e-6)
     assert not torch.allclose(rotate(x, table, interleaved=True), rotate(x, table), atol=1e-1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_channels_beyond_the_table_stay(interleaved: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, 8)
+    table = rotation_table(torch.rand(2) + 1, torch.arange(5), torch.float32)
+    turned = rotate(x, table, interleaved=interleaved)
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    assert torch.equal(turned[..., :4], rotate(x[..., :4], table, interleaved=interleaved))
+
+
+def test_layers_with_a_window_have_a_table_of_their_own() -> None:
+    _, architecture = both("linear")
+    layered = dataclasses.replace(architecture, sliding_window=5, window_rotary_base=77.0)
+    tables = line_tables(layered, frequency_sets(layered), torch.arange(9), (9,), torch.float32)
+    own = dataclasses.replace(architecture, rotary_base=77.0, rope_scaling=None)
+    for table, plain in zip(tables.chunk(2, dim=-1), (architecture, own), strict=True):
+        assert torch.equal(table, rotation_table(inverse_frequencies(plain), torch.arange(9), torch.float32))
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 40])
+def test_longrope_goes_by_the_length_of_each_sample(length: int) -> None:
+    factors = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0, 6.0, 8.0, 9.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = Phi3Config(
+        **sizes,
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        rope_parameters=rope,
+        pad_token_id=None,
+    )
+    architecture = family_for(config.to_dict()).to_architecture(config.to_dict())
+    positions = torch.cat((torch.arange(3), torch.arange(length)))
+    line = line_tables(architecture, frequency_sets(architecture), positions, (3, length), torch.float32)
+    for mine, count in zip(line.split((3, length)), (3, length), strict=True):
+        cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(count)[None])
+        assert torch.allclose(mine, torch.cat((cos[0, :, :4], sin[0, :, :4]), -1), atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

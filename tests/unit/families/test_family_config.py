@@ -20,6 +20,8 @@ SIZES = {
     "num_attention_heads": 8,
     "vocab_size": 77,
 }
+FULL = ["full_attention"] * 2
+FACTORS: dict[str, Any] = {"short_factor": (1.0, 1.5, 2.0, 2.5), "long_factor": (4.0, 5.0, 6.0, 7.0)}
 LLAMA3 = {
     "factor": 32.0,
     "low_freq_factor": 1.0,
@@ -72,6 +74,104 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+NESTED = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0, 5.0, 6.0, 7.0]}
+# What each says of the architecture in a way of its own.
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama-biases": (
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        {"qkv_bias": True, "proj_bias": True, "mlp_bias": True},
+    ),
+    "qwen2-window-in-some-layers": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+        {"sliding_window": 9, "full_attention_layers": (0, 1)},
+    ),
+    "qwen3-window-by-list": (
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["sliding_attention", *FULL]},
+        {"sliding_window": 4096, "full_attention_layers": (1, 2)},
+    ),
+    "seed_oss": ({"model_type": "seed_oss"}, {"qkv_bias": True, "proj_bias": False, "kv_channels": 128}),
+    "smollm3": ({"model_type": "smollm3", "num_hidden_layers": 9}, {"unrotated_layers": (3, 7), "rotary_base": 2e6}),
+    "smollm3-listed": ({"model_type": "smollm3", "no_rope_layers": [0, 1, 0]}, {"unrotated_layers": (0, 2)}),
+    "granite": (
+        {"model_type": "granite", "embedding_multiplier": 12, "logits_scaling": 8.0, "attention_multiplier": 0.1},
+        {"embedding_multiplier": 12.0, "logits_multiplier": 0.125, "attention_scale": 0.1, "residual_multiplier": 1.0},
+    ),
+    "phi3": ({"model_type": "phi3"}, {"sliding_window": None, "rope_scaling": None}),
+    "phi3-longrope": (
+        {"model_type": "phi3", "rope_scaling": LONGROPE, "max_position_embeddings": 16384},
+        {"rope_scaling": RopeScaling(kind="longrope", factor=4.0, original_max_position_embeddings=4096, **FACTORS)},
+    ),
+    "phi3-half-a-head": ({"model_type": "phi3", "partial_rotary_factor": 0.5}, {"rotary_percent": 0.5}),
+    "starcoder2": (
+        {"model_type": "starcoder2", "sliding_window": 7},
+        {"sliding_window": 7, "normalization": "LayerNorm", "activation": "gelu_tanh", "gated": False},
+    ),
+    "gpt_neox": (
+        {"model_type": "gpt_neox", "rotary_emb_base": 5000, "rotary_pct": 0.5},
+        {"rotary_base": 5000.0, "rotary_percent": 0.5, "form": "parallel_two_norms", "activation": "gelu"},
+    ),
+    "gpt_neox-in-turn": (
+        {"model_type": "gpt_neox", "use_parallel_residual": False},
+        {"form": "pre", "rotary_percent": 0.25},
+    ),
+    "olmo2": ({"model_type": "olmo2"}, {"form": "post", "qk_norm_over": "projection", "norm_epsilon": 1e-5}),
+    "glm4": ({"model_type": "glm4", "head_dim": 16}, {"rotary_percent": 0.5, "rotary_interleaved": True}),
+    "cohere": ({"model_type": "cohere"}, {"logits_multiplier": 0.0625, "norm_bias": False, "rotary_base": 5e5}),
+    "gemma": ({"model_type": "gemma", "hidden_act": "gelu"}, {"embedding_multiplier": 8.0, "activation": "gelu_tanh"}),
+    "gemma2": (
+        {"model_type": "gemma2", "query_pre_attn_scalar": 144},
+        {"attention_scale": 1 / 12, "attention_softcap": 50.0, "sliding_window": 4096, "full_attention_layers": (1,)},
+    ),
+    "gemma2-uncapped": (
+        {"model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        {"attention_softcap": None, "logits_softcap": None},
+    ),
+    "gemma3_text": (
+        {"model_type": "gemma3_text", "num_hidden_layers": 7},
+        {"full_attention_layers": (5,), "rotary_base": 1e6, "window_rotary_base": 1e4, "rope_scaling": None},
+    ),
+    "gemma3_text-old-keys": (
+        {
+            "model_type": "gemma3_text",
+            "rope_theta": 2e6,
+            "rope_local_base_freq": 5000.0,
+            "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {
+            "full_attention_layers": (1,),
+            "rotary_base": 2e6,
+            "window_rotary_base": 5000.0,
+            "rope_scaling": RopeScaling(kind="linear", factor=8.0),
+        },
+    ),
+    "gemma3_text-new-keys": (
+        {"model_type": "gemma3_text", "rope_parameters": NESTED, "layer_types": ["sliding_attention", *FULL]},
+        {
+            "full_attention_layers": (1, 2),
+            "rotary_base": 1e6,
+            "window_rotary_base": 5000.0,
+            "rope_scaling": RopeScaling(kind="linear", factor=8.0),
+        },
+    ),
+    "gpt2": (
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8},
+        {"kv_channels": 8, "ffn_hidden_size": 256, "num_query_groups": 8, "position": "learned"},
+    ),
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    if name in CONFIGS:
+        return SIZES | CONFIGS[name]
+    own = OTHERS[name][0]
+    return own | {"vocab_size": 77} if own["model_type"] == "gpt2" else SIZES | {"num_key_value_heads": 2} | own
+
+
 def meaning(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -94,9 +194,16 @@ def test_architecture_is_what_transformers_reads(name: str, tmp_path: Path) -> N
     assert arch.sliding_window == (hf["sliding_window"] if slides else None)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_a_family_says_in_its_own_way(name: str) -> None:
+    config, (_, wanted) = config_of(name), OTHERS[name]
+    arch = family_for(config).to_architecture(config)
+    assert {field: getattr(arch, field) for field in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_export_means_the_same(name: str, tmp_path: Path) -> None:
-    config = SIZES | CONFIGS[name]
+    config = config_of(name)
     family = family_for(config)
     arch = family.to_architecture(config)
     export = family.to_hf_config(arch, config)
@@ -105,19 +212,23 @@ def test_export_means_the_same(name: str, tmp_path: Path) -> None:
     assert written.pop("architectures") == [family.hf_architecture]
     source.pop("architectures")
     assert written == source
-    assert {"rope_theta", "rope_scaling", "rope_parameters"} <= export.keys()
+    theta = family.rope_names.get("rope_theta", "rope_theta")
+    assert arch.position == "learned" or {theta, "rope_scaling", "rope_parameters"} <= export.keys()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_a_config_made_from_nothing_reads_back(name: str, tmp_path: Path) -> None:
-    config = SIZES | CONFIGS[name]
+    config = config_of(name)
     family = family_for(config)
     arch = family.to_architecture(config)
     fresh = family.to_hf_config(arch, dtype="bfloat16")
     assert family.to_architecture(fresh) == arch
     hf = AutoConfig.for_model(**fresh)
-    assert (hf.num_hidden_layers, hf.num_key_value_heads) == (arch.num_layers, arch.num_query_groups)
-    assert meaning(tmp_path / "fresh", fresh)["rope_parameters"]["rope_theta"] == arch.rotary_base
+    assert hf.num_hidden_layers == arch.num_layers
+    assert getattr(hf, "num_key_value_heads", hf.num_attention_heads) == arch.num_query_groups
+    if arch.position == "rope":
+        said = meaning(tmp_path / "fresh", fresh)["rope_parameters"]
+        assert said.get("full_attention", said)["rope_theta"] == arch.rotary_base
 
 
 def test_changed_numbers_replace_those_of_the_base() -> None:
@@ -135,8 +246,8 @@ def test_llama3_scaling_keeps_any_factor() -> None:
 
 
 def test_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"'gpt2' is not a known family\. Known are llama, mistral, qwen2, qwen3"):
-        family_for({"model_type": "gpt2"})
+    with pytest.raises(UsageError, match=r"'t5' is not a known family\. Known are cohere, .*, llama, mistral"):
+        family_for({"model_type": "t5"})
     with pytest.raises(UsageError, match="None"):
         family_for({})
     assert list(all_families()) == sorted(all_families())
@@ -146,15 +257,23 @@ def test_unknown_family_lists_the_known_ones() -> None:
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported for llama"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "2 of 3 layers slide"),
-        ({"model_type": "qwen3", "attention_bias": True}, "output projection"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, "3 of 3 layers slide, but no window"),
+        ({"model_type": "gemma2", "sliding_window": None}, "2 of 3 layers slide, but no window is given"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, "chunked_attention is not built"),
+        ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "starcoder2", "hidden_act": "relu"}, "hidden_act=relu is not supported; gelu"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm=True"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "only causal attention"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 9.0}, "does not cap"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is not a kind of layer"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "layers with a window are not stretched",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -179,9 +298,40 @@ def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], message: s
         ({"rope_scaling": {"rope_type": "linear"}}, "needs a positive factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": -1.0}}, "rope type 'yarn' needs a positive factor, got -1.0"),
         ({"rope_theta": "1e4"}, "rope_theta must be a positive number, got '1e4'"),
+        ({"model_type": "gemma3_text", "rope_local_base_freq": 0}, "rope_local_base_freq must be a positive number"),
+        (
+            {"model_type": "gpt_neox", "rotary_pct": 0.1},
+            "partial_rotary_factor=0.1 of 8 channels is no number of pairs",
+        ),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "'longrope' needs a positive short_factor, got None"),
+        (
+            {"model_type": "phi3", "rope_scaling": LONGROPE | {"short_factor": [1.0]}},
+            "short_factor needs 4 numbers, got 1",
+        ),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling must not be 0"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must list all 3 layers"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types must list the kind of each of 3"),
     ],
 )
 def test_broken_numbers_are_named(change: dict[str, Any], message: str) -> None:
-    config = SIZES | {"model_type": "llama"} | change
+    config = SIZES | {"model_type": "llama", "num_key_value_heads": 2} | change
     with pytest.raises(DataError, match=message):
         family_for(config).to_architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"model_type": "gpt2", "attn_pdrop": 0.0, "embd_pdrop": 0.0}, "resid_pdrop=0.1"),
+        ({"model_type": "seed_oss"}, "attention_dropout=0.1"),
+        ({"model_type": "starcoder2", "residual_dropout": 0.2}, "residual_dropout=0.2"),
+    ],
+)
+def test_dropout_is_refused_in_training_alone(config: dict[str, Any], setting: str) -> None:
+    family = family_for(config)
+    own = {"n_embd": 64, "n_layer": 3, "n_head": 8} if family.name == "gpt2" else {"num_key_value_heads": 2}
+    family.to_architecture(SIZES | own | config)
+    with pytest.raises(UsageError, match=f"{setting} is not supported for {family.name}: training runs without"):
+        family.check_training(config)
+    family.check_training({**config, **{key: 0.0 for key, fixed in family.fixed.items() if fixed.training}})

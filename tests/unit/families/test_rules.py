@@ -44,16 +44,21 @@ def sized(family: Family, **sizes: Any) -> Architecture:
 
 
 def rules() -> Iterator[tuple[str, Architecture, Rule]]:
-    """Every rule in every shape that it takes, once: families share most of theirs."""
-    seen = set()
+    """Every rule once: those that differ in nothing but names are one."""
+    seen: set[object] = set()
     for family in all_families().values():
-        for groups in (1, 2, 4, 8):
-            for tied in (False, True):
-                arch = sized(family, tie_embeddings=tied, num_query_groups=groups)
+        switches = {name: True for name, key in family.keys.items() if key.kind is bool and "." not in name}
+        for tied in (False, True):
+            for groups in (1, 2, 4, 8):
+                arch = sized(family, **switches | {"tie_embeddings": tied}, num_query_groups=groups)
                 for rule in family.rules:
-                    case = (rule, *rule.part_shapes(arch), *rule.blocks(arch))
-                    if rule.holds(arch) and case not in seen:
-                        seen.add(case)
+                    names = [part.name for part in rule.parts]
+                    sections = tuple(names.index(name) for name in names)
+                    symbols = tuple(part.symbols for part in rule.parts)
+                    how = (rule.shard, rule.strands, rule.interleaved, rule.transposed, rule.stacked, rule.of_expert)
+                    kind = (symbols, sections, how, groups if rule.shard == "heads" else 0)
+                    if rule.holds(arch) and kind not in seen:
+                        seen.add(kind)
                         yield f"{family.name}-{rule.canonical}-g{groups}", arch, rule
 
 

@@ -18,6 +18,10 @@ def test_parameters_of_a_layer() -> None:
     assert matmul_parameters_per_layer(SMALL) == 512 + 512 + 512 + 1152
 
 
+def test_an_mlp_without_a_gate_has_two_matrices() -> None:
+    assert matmul_parameters_per_layer(replace(SMALL, gated=False)) == 512 + 512 + 512 + 768
+
+
 def test_one_batch_counted_by_hand() -> None:
     # two samples, of 6 and of 4 tokens
     layers = 2 * 3 * 2688 * 10
@@ -41,3 +45,6 @@ def test_packing_costs_less_than_one_long_sample_and_a_window_bounds_it() -> Non
     assert flops_per_batch(SMALL, 10, 52) < flops_per_batch(SMALL, 10, 100)
     windowed = replace(SMALL, sliding_window=2)
     assert flops_per_batch(windowed, 10, 100) == flops_per_batch(SMALL, 10, 40)
+    mixed = replace(windowed, full_attention_layers=(1,))
+    of_windows, of_all = (flops_per_batch(shape, 10, 100) for shape in (windowed, SMALL))
+    assert flops_per_batch(mixed, 10, 100) == pytest.approx((2 * of_windows + of_all) / 3)
