@@ -5,6 +5,9 @@ Run it with `make docs`; tests/unit/test_docs.py fails while a page differs from
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,6 @@ from isthmus.families.registry import all_families
 REFERENCE = Path(__file__).resolve().parent / "reference"
 _MADE = "<!-- Made by docs/generate.py from the code; change it there and run `make docs`. -->"
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-_WINDOW = {
-    "never": "no sliding window",
-    "always": "sliding window in all layers (`sliding_window`)",
-    "by_layer": "sliding window in all layers or in none; a mix is refused",
-}
 
 
 def config_page() -> str:
@@ -86,29 +84,43 @@ def _one_line(text: str) -> str:
 
 
 def families_page() -> str:
-    """What of each family is built and what is refused."""
+    """What of each family is built, what of it is proven by which test, and what is refused."""
+    cases = Counter(family for family, _, _ in _logits_cases().values())
     lines = [
         "# Families",
         "",
         _MADE,
         "",
-        "A model folder is of the family that the `model_type` of its `config.json` names. Any other is refused, and",
-        "so is a setting that asks for something that is not built: a model is trained as its config describes it or",
-        "not at all.",
+        "A model folder is of the family that the `model_type` of its `config.json` names. A setting that asks for",
+        "something that is not built is refused: a model is taken as its config describes it or not at all.",
         "",
-        "| `model_type` | class | attention | biases and norms |",
-        "| --- | --- | --- | --- |",
-        *(_family_row(family) for family in all_families().values()),
+        "| `model_type` | class | what is its own | import, export | logits | training |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *(_family_row(family, cases[family.name]) for family in all_families().values()),
         "",
-        "For all of them: grouped-query attention, `head_dim` of any width, tied or untied embeddings, a vocabulary of",
-        "any size (rows that tensor parallelism adds never leave the run), weights in one safetensors file or many, in",
-        "float64, float32, float16 or bfloat16.",
+        "What the last three columns stand for, each run by `make test`:",
         "",
-        "Rotary positions: `default`, `linear` and `llama3`, with every constant taken from the config, read from",
-        "`rope_parameters` as well as from `rope_theta` and `rope_scaling`. Exports carry both spellings. Other kinds",
-        "(`dynamic`, `yarn`, `longrope`) and heads that are rotated in part are refused.",
+        "- **import, export**: a random model that transformers saved goes through `torch_dist` and through legacy",
+        "  files of two tensor-parallel ranks and two stages (and two expert-parallel ranks), and through a live model over",
+        "  ranks, and comes back with the same names, types and bytes and a config of the same meaning.",
+        "- **logits**: so many configs of tiny random models give transformers' logits within 1e-4 in float32; where a",
+        "  config is about a feature, turning it off is seen to change them.",
+        "- **training**: the gradient of every tensor is transformers' own, to 2e-5 of its largest entry.",
         "",
-        "## What else is refused",
+        "For all of them: grouped-query attention where the class has it, heads of any width, tied or untied",
+        "embeddings, a vocabulary of any size (rows that tensor parallelism adds never leave the run), weights in one safetensors",
+        "file or many, in float64, float32, float16 or bfloat16.",
+        "",
+        "Rotary positions: `default`, `linear`, `llama3`, `yarn` and `longrope`, with every constant taken from the",
+        "config, read from `rope_parameters` as well as from `rope_theta` and `rope_scaling`. Exports carry both",
+        "spellings. `dynamic` is refused.",
+        "",
+        "Layers that predict further tokens (`num_nextn_predict_layers`) are kept through conversions; a model that",
+        "has them is not trained yet.",
+        "",
+        "## What is refused",
+        "",
+        "Dropout is refused of a model that is to be trained; it has no bearing on a conversion.",
         "",
         "| setting | families | allowed | because |",
         "| --- | --- | --- | --- |",
@@ -121,13 +133,17 @@ def families_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _family_row(family: Family) -> str:
-    has = [
-        name for trait, name in (("qkv_bias", "bias on query, key and value"), ("qk_norm", "norm on query and key"))
-        if family.traits.get(trait)
-    ]  # fmt: skip
-    extras = ", ".join(has) or "no biases"
-    return f"| `{family.name}` | `{family.hf_architecture}` | {_WINDOW[family.sliding_window]} | {extras} |"
+def _family_row(family: Family, cases: int) -> str:
+    about = (importlib.import_module(f"isthmus.families.{family.name}").__doc__ or "").strip().split("\n\n")[0]
+    logits = f"{cases} configs" if cases > 1 else f"{cases} config"
+    return f"| `{family.name}` | `{family.hf_architecture}` | {_one_line(about)} | yes | {logits} | yes |"
+
+
+def _logits_cases() -> dict[str, tuple[str, Any, Any]]:
+    """Those of the test, so that the page claims what is run."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    found: dict[str, tuple[str, Any, Any]] = importlib.import_module("parity.test_logits").CASES
+    return found
 
 
 def _refusals() -> Iterator[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -78,20 +81,13 @@ def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
 
 
 def _gradients_as_in_files(network: Any) -> dict[str, Tensor]:
-    """Gradients by the names of files, where each expert has tensors of its own; in memory transformers fuses them."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in network.named_parameters():
-        if parameter.grad is None:
-            continue
-        prefix, _, kind = name.rpartition("experts.")
-        if kind not in ("gate_up_proj", "down_proj") or network.config.model_type == "gpt_oss":
-            found[name] = parameter.grad
-            continue
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-        for expert, grad in enumerate(parameter.grad):
-            for part, share in zip(parts, grad.chunk(len(parts)), strict=True):
-                found[f"{prefix}experts.{expert}.{part}.weight"] = share
-    return found
+    """Gradients by the names of files: in memory transformers fuses experts, and takes them apart when it saves."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        network.save_pretrained(folder)
+        return {name: tensor.clone() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
 
 
 def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from isthmus.families.registry import all_families
 from ranks.tiny import SIZES, VOCAB, build_model_folder
 from ranks.world import World
 
@@ -166,6 +167,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"final_logit_softcapping": None},
     ),
 }
+
+
+def test_every_family_has_a_case() -> None:
+    assert {family for family, _, _ in CASES.values()} == set(all_families())
 
 
 @pytest.mark.parametrize("case", CASES)
