@@ -150,7 +150,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     ),
     "gpt2": ("gpt2", {}, {"n_inner": 48}),
     "gpt2-narrow-untied": ("gpt2", {"n_inner": 48, "tie_word_embeddings": False}, {"n_inner": 40}),
-    "olmo2": ("olmo2", {}, None),
+    "olmo2": ("olmo2", {"rms_norm_eps": 0.5}, {"rms_norm_eps": 1e-5}),
     "glm4": ("glm4", {}, {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}}),
     "cohere": ("cohere", {}, {"logit_scale": 0.25}),
     "cohere-biases": ("cohere", {"attention_bias": True, "logit_scale": 1.0}, {"attention_bias": False}),

@@ -32,8 +32,17 @@ OTHERS: list[tuple[str, dict[str, int]]] = [
     ("gemma2", {"pp": 2}),
     ("gemma3_text", {"tp": 2}),
 ]
-WITH_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe"]
-WITH_EXPERTS += ["gpt_oss"]
+WITH_EXPERTS = [
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "gpt_oss",
+]
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"tp": 2}, id="tp2"),

@@ -14,6 +14,14 @@ from ranks.test_layouts import furthest
 from ranks.tiny import VOCAB, build_model_folder
 from ranks.world import World
 
+CAPPED = {"sliding_window": 5, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+MULTIPLIERS = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
+LONGROPE = {
+    "head_dim": 8,
+    "original_max_position_embeddings": 12,
+    "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0] * 4},
+}
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen2_moe": {"decoder_sparse_step": 2},
@@ -56,3 +64,40 @@ def test_twenty_steps_by_hand(family: str, settings: dict[str, Any], one: World,
     print(family, differences)
     assert max(differences.values()) < 1e-5
     assert min(theirs["grad_norm"]) < CLIP_GRAD < max(theirs["grad_norm"])
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "layout"),
+    [
+        pytest.param("gpt2", {}, {"tp": 2}, id="gpt2"),
+        pytest.param("gpt2", {"tie_word_embeddings": False}, {"tp": 2, "sp": False}, id="gpt2-whole-lines"),
+        pytest.param("gpt_neox", {}, {"tp": 2}, id="gpt_neox"),
+        pytest.param("gemma", {}, {"pp": 2}, id="gemma"),
+        pytest.param("gemma2", CAPPED, {"tp": 2, "recompute": "full"}, id="gemma2"),
+        pytest.param("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2}, {"tp": 2}, id="gemma3_text"),
+        pytest.param("phi3", LONGROPE, {"tp": 2}, id="phi3"),
+        pytest.param("olmo2", {}, {"tp": 2}, id="olmo2"),
+        pytest.param("olmo2", {"num_key_value_heads": 1}, {"tp": 2, "sp": False}, id="olmo2-one-group"),
+        pytest.param("granite", MULTIPLIERS, {"pp": 2}, id="granite"),
+        pytest.param("starcoder2", {"sliding_window": 5}, {"tp": 2}, id="starcoder2"),
+        pytest.param("glm4", {}, {"tp": 2}, id="glm4"),
+        pytest.param("cohere", {"attention_bias": True}, {"tp": 2, "recompute": "selective"}, id="cohere"),
+        pytest.param("smollm3", {}, {"pp": 2, "recompute": "full"}, id="smollm3"),
+        pytest.param("seed_oss", {"attention_out_bias": True, "mlp_bias": True}, {"tp": 2}, id="seed_oss"),
+    ],
+)
+def test_the_first_steps_over_two_ranks_are_those_by_hand(
+    family: str,
+    settings: dict[str, Any],
+    layout: dict[str, Any],
+    one: World,
+    two: World,
+    samples: Path,
+    tmp_path: Path,
+) -> None:
+    model = build_model_folder(tmp_path / "model", family, **settings)
+    ours = two.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2, steps=3, **layout)
+    theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
+    differences = {curve: furthest(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
+    print(family, differences)
+    assert max(differences.values()) < 1e-5

@@ -112,6 +112,30 @@ def test_any_layout_goes_on_from_any_other(
     assert max(differences.values()) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("family", "writer", "reader"),
+    [
+        pytest.param("gpt2", TP2, PP2, id="gpt2"),  # learned positions, biases
+        pytest.param("olmo2", TP2, ONE, id="olmo2"),  # norms behind blocks and over all heads
+        pytest.param("gemma2", PP2, TP2, id="gemma2"),  # norms on both sides
+    ],
+)
+def test_parts_that_other_families_have_go_on_too(
+    family: str,
+    writer: tuple[int, dict[str, Any]],
+    reader: tuple[int, dict[str, Any]],
+    worlds: dict[int, World],
+    samples: Path,
+    tmp_path: Path,
+) -> None:
+    model = build_model_folder(tmp_path / "model", family)
+    settings = {"model": model, "samples": samples, "micro_batch_size": 4, "steps": 4}
+    whole = worlds[writer[0]].run("ranks.tasks.train", save_at=[2], root=tmp_path / "root", **settings, **writer[1])
+    saved = tmp_path / "root/iter_0000002"
+    rest = worlds[reader[0]].run("ranks.tasks.train", resume=saved, **settings, **reader[1])
+    assert max(furthest(rest[curve], whole[curve][2:]) for curve in CURVES) < TOLERANCE
+
+
 def test_the_learning_rate_is_that_of_the_config_not_of_the_checkpoint(
     one: World, models: dict[str, Path], samples: Path, halves: Callable[..., tuple[dict[str, Any], Path]]
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from isthmus.convert.canonical import Destination, own_placements
 from isthmus.convert.grid import Grid
 from isthmus.convert.manifest import Digests, write_manifest
-from isthmus.convert.megatron_args import flags_to_give, megatron_args
+from isthmus.convert.megatron_args import flags_to_give, megatron_args, without_switch
 from isthmus.convert.source import Meta
 from isthmus.convert.stored import HF_PART, Format, Stored, open_stored
 from isthmus.convert.stream import Progress, stream
@@ -40,6 +40,8 @@ class Converted:
     time_s: float
     megatron_flags: list[str]
     """What Megatron-LM has to be told on its command line, since it does not take it from a checkpoint."""
+    megatron_lacks: list[str]
+    """What the model computes and Megatron-LM has no switch for; Isthmus has."""
     notes: str | None = None
     """What was decided about the source's tensors on the way in."""
 
@@ -124,6 +126,7 @@ def convert(
         num_bytes=files.total_bytes,
         time_s=time.monotonic() - start_s,
         megatron_flags=flags_to_give(stored.arch) if target != "hf" else [],
+        megatron_lacks=without_switch(stored.arch) if target != "hf" else [],
         notes="; ".join(stored.said) or None,
     )
 
