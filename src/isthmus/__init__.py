@@ -1,6 +1,7 @@
 """Isthmus: train Hugging Face models on Megatron-Core, and get Hugging Face models back.
 
-``isthmus.sft(config)`` and ``isthmus.pretrain(config)`` are what the commands of the same name run;
+``isthmus.sft(config)``, ``isthmus.pretrain(config)`` and ``isthmus.convert(source, destination)`` are what the commands
+of the same name run;
 ``isthmus.load_model(hf_dir, ...)`` gives the live Megatron-Core model. They are imported on first use, since
 importing torch takes longer than everything the command line does by itself; ``__init__.pyi`` has their types.
 """
@@ -17,10 +18,12 @@ _LAZY = {
     "pretrain": ("isthmus.recipes.pretrain", "run"),
     "load_model": ("isthmus.recipes.session", "load_model"),
 }
-__all__ = ["__version__", *_LAZY]
+__all__ = ["__version__", "convert", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "convert":  # the package of this name, which can be called
+        return importlib.import_module("isthmus.convert")
     if name not in _LAZY:
         raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
     module, attribute = _LAZY[name]

@@ -1,6 +1,7 @@
+from isthmus.convert.transfer import convert as convert
 from isthmus.recipes.pretrain import run as pretrain
 from isthmus.recipes.session import load_model as load_model
 from isthmus.recipes.sft import run as sft
 
 __version__: str
-__all__ = ["__version__", "load_model", "pretrain", "sft"]
+__all__ = ["__version__", "convert", "load_model", "pretrain", "sft"]

@@ -52,8 +52,8 @@ class Converted:
 
 @torch.no_grad()
 def convert(
-    source: Path,
-    destination: Path,
+    source: Path | str,
+    destination: Path | str,
     to: Format | None = None,
     *,
     dtype: torch.dtype | None = None,
@@ -82,7 +82,7 @@ def convert(
         NoSpace, IOFailure: the destination exists or cannot be written; nothing of it is left.
     """
     start_s = time.monotonic()
-    stored = open_stored(source, hf_like, bin=bin)
+    stored = open_stored(Path(source), hf_like, bin=bin)
     target: Format = to or ("torch_dist" if stored.format == "hf" else "hf")
     if target != "torch" and (grid is not None or spelling is not None):
         raise UsageError(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import isthmus
 from isthmus.convert import transfer
 from isthmus.convert.archive import read_archive
 from isthmus.convert.from_torch_dist import TorchDistFolder, checkpoint_folder
@@ -69,6 +70,12 @@ def test_there_and_back_are_the_same_bytes(family: str, dtype: torch.dtype, tied
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
     assert verify(source, tmp_path / "back").num_tensors == len(before)
     assert verify(source, tmp_path / "megatron").formats == ("hf", "torch_dist")
+
+
+def test_from_python(qwen3: Path, tmp_path: Path) -> None:
+    done = isthmus.convert(str(qwen3), str(tmp_path / "out"))
+    assert (done.source_format, done.destination_format) == ("hf", "torch_dist")
+    assert isthmus.convert.transfer.convert is convert  # type: ignore[attr-defined]
 
 
 def test_the_other_dtype(qwen3: Path, tmp_path: Path) -> None:
