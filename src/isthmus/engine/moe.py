@@ -56,6 +56,13 @@ class Router(MegatronModule):
 class Experts(SequentialMLP):
     """This rank's experts, one after the other, each with the tokens that chose it."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for expert in self.local_experts:
+            if expert.linear_fc2.bias is not None:
+                # Megatron-Core marks it to be summed over tp; here each rank sees all tokens, and all of its gradient.
+                expert.linear_fc2.bias.sequence_parallel = False
+
     def forward(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weigh and add up what the experts of this rank make of their tokens.
 
