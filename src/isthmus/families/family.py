@@ -218,7 +218,7 @@ class Family:
         if not known:
             config |= {key: fixed.allowed[0] for key, fixed in self.fixed.items() if fixed.allowed[0] is not None}
         window = (arch.sliding_window, arch.full_attention_layers)
-        if not known or self._window(known, arch.num_layers) != window:
+        if not known or self._window(known, self.keys["num_layers"].read(known)) != window:
             config |= write_window(self.sliding_window, *window, arch.num_layers)
         if arch.position == "rope":
             context = {"max_position_embeddings": arch.max_position_embeddings}

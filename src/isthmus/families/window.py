@@ -31,7 +31,7 @@ def read_window(
     window = hf.get("sliding_window", default)
     if style == "always":
         return (None, ()) if window is None else (int(window), ())
-    if style == "by_layer" and not hf.get("use_sliding_window", False):
+    if style == "never" or (style == "by_layer" and not hf.get("use_sliding_window", False)):
         window = None
     kinds = hf.get("layer_types")
     if kinds is None:
@@ -42,7 +42,7 @@ def read_window(
         raise UsageError(f"layer_types: {', '.join(unknown)} is not built; known are {_FULL} and {_SLIDING}.")
     if _SLIDING not in kinds:
         return None, ()
-    if window is None or style == "never":
+    if window is None:
         raise UsageError(
             f"layer_types: {list(kinds).count(_SLIDING)} of {num_layers} layers slide, but no window is given. "
             "Set sliding_window, or make them full_attention."

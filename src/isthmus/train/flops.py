@@ -5,13 +5,25 @@ from __future__ import annotations
 from isthmus.families.architecture import Architecture
 
 
-def matmul_parameters_per_layer(architecture: Architecture) -> int:
-    """Weights of one decoder layer that a token is multiplied with; norms and biases are left out."""
-    a = architecture
-    heads_width = a.num_attention_heads * a.kv_channels
-    qkv = a.hidden_size * (heads_width + 2 * a.num_query_groups * a.kv_channels)
-    matrices = 3 if a.gated else 2  # gate, up and down, or up and down
-    return qkv + heads_width * a.hidden_size + matrices * a.hidden_size * a.ffn_hidden_size
+def matmul_parameters(architecture: Architecture, layer: int) -> int:
+    """Weights of a decoder layer (from 0) that a token is multiplied with; norms and biases are left out."""
+    a, moe = architecture, architecture.moe
+    matrices = 3 if a.gated else 2
+    if moe is None or not a.is_moe(layer):
+        return _attention_parameters(a) + matrices * a.hidden_size * a.ffn_hidden_size
+    visited = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
+    scored = moe.num_experts + moe.shared_gate
+    return _attention_parameters(a) + a.hidden_size * (matrices * visited + scored)
+
+
+def _attention_parameters(a: Architecture) -> int:
+    width = a.num_attention_heads * a.kv_channels
+    if (mla := a.mla) is None:
+        return a.hidden_size * (2 * width + 2 * a.num_query_groups * a.kv_channels)
+    queries = a.hidden_size * width if mla.q_lora_rank is None else mla.q_lora_rank * (a.hidden_size + width)
+    down = a.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    up = mla.kv_lora_rank * a.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return queries + down + up + a.hidden_size * a.num_attention_heads * mla.v_head_dim
 
 
 def flops_per_batch(
@@ -20,10 +32,10 @@ def flops_per_batch(
     """Floating-point operations of one forward and backward pass.
 
     A matrix product of a token with P weights is 2 P operations; the backward pass is twice the forward pass
-    (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B). Attention is counted causal: a sample of
-    L tokens has L^2 / 2 query-key pairs, each 2 D operations for the score and 2 D for the value, per head; samples
-    packed into one sequence do not attend to each other. What recomputation does again is not counted, nor are
-    padding, softmax, norms and the optimizer.
+    (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B). Of a mixture of experts those count that a
+    token visits. Attention is counted causal: a sample of L tokens has L^2 / 2 query-key pairs, each 2 D operations for
+    the score and 2 D for the value, per head; samples packed into one sequence do not attend to each other. What
+    recomputation does again is not counted, nor are padding, softmax, norms and the optimizer.
 
     Args:
         architecture: the model's shape.
@@ -32,10 +44,13 @@ def flops_per_batch(
         learned_tokens: tokens whose logits are computed; None: all of them.
     """
     a = architecture
-    layers = 2.0 * a.num_layers * matmul_parameters_per_layer(a) * num_tokens
-    full = sum_squared_lengths / 2
-    windows = (a.window(layer) for layer in range(a.num_layers))
-    pairs = sum(full if window is None else min(full, float(window) * num_tokens) for window in windows)
-    attention = 4.0 * a.num_attention_heads * a.kv_channels * pairs
+    value_width = a.kv_channels if a.mla is None else a.mla.v_head_dim
+    layers = attention = 0.0
+    for layer in range(a.num_layers):
+        window = a.window(layer)
+        pairs = sum_squared_lengths / 2
+        pairs = pairs if window is None else min(pairs, float(window) * num_tokens)
+        layers += 2.0 * matmul_parameters(a, layer) * num_tokens
+        attention += 2.0 * a.num_attention_heads * (a.kv_channels + value_width) * pairs
     head = 2.0 * a.hidden_size * a.vocab_size * (num_tokens if learned_tokens is None else learned_tokens)
     return 3.0 * (layers + attention + head)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from isthmus.families.architecture import Architecture
-from isthmus.train.flops import flops_per_batch, matmul_parameters_per_layer
+from isthmus.families.architecture import Architecture, Mla, Moe
+from isthmus.train.flops import flops_per_batch, matmul_parameters
 
 SMALL = Architecture(
     family="llama", num_layers=3, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2,
@@ -15,11 +15,32 @@ SMALL = Architecture(
 
 def test_parameters_of_a_layer() -> None:
     # q 16x32, k and v 16x16 each, output 32x16, three feed-forward matrices 16x24
-    assert matmul_parameters_per_layer(SMALL) == 512 + 512 + 512 + 1152
+    assert matmul_parameters(SMALL, 0) == 512 + 512 + 512 + 1152
 
 
 def test_an_mlp_without_a_gate_has_two_matrices() -> None:
-    assert matmul_parameters_per_layer(replace(SMALL, gated=False)) == 512 + 512 + 512 + 768
+    assert matmul_parameters(replace(SMALL, gated=False), 0) == 512 + 512 + 512 + 768
+
+
+def test_parameters_of_a_layer_with_experts() -> None:
+    moe = Moe(num_experts=6, top_k=2, ffn_hidden_size=5, shared_ffn_hidden_size=7, shared_gate=True, dense_layers=(0,))
+    mixed = replace(SMALL, moe=moe)
+    assert matmul_parameters(mixed, 0) == matmul_parameters(SMALL, 0)
+    # two experts 5 wide and one 7 wide, each of three matrices; scores of 6 experts and of the shared one
+    assert matmul_parameters(mixed, 1) == 512 + 512 + 512 + 3 * 16 * (2 * 5 + 7) + 16 * 7
+
+
+def test_parameters_of_latent_attention() -> None:
+    mla = Mla(kv_lora_rank=9, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=5, q_lora_rank=11)
+    latent = replace(SMALL, mla=mla)
+    # queries 16 to 11 to 32, keys and values 16 to 9 + 2 and 9 to 4 (6 + 5), output 4 5 to 16
+    attention = 16 * 11 + 11 * 32 + 16 * 11 + 9 * 44 + 20 * 16
+    assert matmul_parameters(latent, 0) == attention + 1152
+    direct = replace(SMALL, mla=replace(mla, q_lora_rank=None))
+    assert matmul_parameters(direct, 0) == attention - 11 * 48 + 16 * 32 + 1152
+    # scores of 8 channels, values of 5
+    without = 3 * (2 * 3 * matmul_parameters(latent, 0) * 10 + 2 * 16 * 50 * 10)
+    assert flops_per_batch(latent, 10, 52) == without + 3 * 3 * 4 * (2 * 8 + 2 * 5) * 52 / 2
 
 
 def test_one_batch_counted_by_hand() -> None:
@@ -45,6 +66,6 @@ def test_packing_costs_less_than_one_long_sample_and_a_window_bounds_it() -> Non
     assert flops_per_batch(SMALL, 10, 52) < flops_per_batch(SMALL, 10, 100)
     windowed = replace(SMALL, sliding_window=2)
     assert flops_per_batch(windowed, 10, 100) == flops_per_batch(SMALL, 10, 40)
-    mixed = replace(windowed, full_attention_layers=(1,))
-    of_windows, of_all = (flops_per_batch(shape, 10, 100) for shape in (windowed, SMALL))
-    assert flops_per_batch(mixed, 10, 100) == pytest.approx((2 * of_windows + of_all) / 3)
+    every_other = replace(windowed, full_attention_layers=(1,))
+    mixed = 2 * flops_per_batch(windowed, 10, 100) + flops_per_batch(SMALL, 10, 100)
+    assert flops_per_batch(every_other, 10, 100) == pytest.approx(mixed / 3)
