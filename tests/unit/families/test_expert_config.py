@@ -372,7 +372,6 @@ def test_layers_ahead_are_those_that_have_tensors() -> None:
         ("deepseek-v3", {"num_key_value_heads": 8}, "num_key_value_heads=8: with latent attention"),
         ("ernie-4.5-21b-a3b", {"use_bias": True}, "use_bias=True"),
         ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
-        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
