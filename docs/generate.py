@@ -17,9 +17,17 @@ REFERENCE = Path(__file__).resolve().parent / "reference"
 _MADE = "<!-- Made by docs/generate.py from the code; change it there and run `make docs`. -->"
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _WINDOW = {
-    "never": "no sliding window",
+    "never": "",
     "always": "sliding window in all layers (`sliding_window`)",
-    "by_layer": "sliding window in all layers or in none; a mix is refused",
+    "by_layer": "sliding window in the layers that the config names (`use_sliding_window`)",
+    "pattern": "sliding window in the layers that the config names, or in all but every nth",
+}
+_PARTS = {
+    "mla.kv_lora_rank": "latent keys and values",
+    "qkv_bias": "bias on query, key and value",
+    "proj_bias": "bias on the output",
+    "qk_norm": "norm on query and key",
+    "attention_sinks": "sinks",
 }
 
 
@@ -96,7 +104,7 @@ def families_page() -> str:
         "so is a setting that asks for something that is not built: a model is trained as its config describes it or",
         "not at all.",
         "",
-        "| `model_type` | class | attention | biases and norms |",
+        "| `model_type` | class | attention | feed-forward blocks |",
         "| --- | --- | --- | --- |",
         *(_family_row(family) for family in all_families().values()),
         "",
@@ -104,9 +112,15 @@ def families_page() -> str:
         "any size (rows that tensor parallelism adds never leave the run), weights in one safetensors file or many, in",
         "float64, float32, float16 or bfloat16.",
         "",
-        "Rotary positions: `default`, `linear` and `llama3`, with every constant taken from the config, read from",
-        "`rope_parameters` as well as from `rope_theta` and `rope_scaling`. Exports carry both spellings. Other kinds",
-        "(`dynamic`, `yarn`, `longrope`) and heads that are rotated in part are refused.",
+        "What an entry says *if asked* is there when the model's config says so.",
+        "",
+        "Rotary positions: `default`, `linear`, `llama3`, `yarn` and `longrope`, with every constant taken from the",
+        "config, read from `rope_parameters` as well as from `rope_theta` and `rope_scaling`. Exports carry both",
+        "spellings. Other kinds (`dynamic`) are refused.",
+        "",
+        "Experts are routed as each family's own code does it, and no token is dropped. What balances them in",
+        "pretraining (auxiliary losses, updates of the bias by which experts are chosen) is not computed: a bias stays",
+        "what it is. Layers that predict ahead (`num_nextn_predict_layers`) are converted and not trained.",
         "",
         "## What else is refused",
         "",
@@ -122,22 +136,33 @@ def families_page() -> str:
 
 
 def _family_row(family: Family) -> str:
-    has = [
-        name for trait, name in (("qkv_bias", "bias on query, key and value"), ("qk_norm", "norm on query and key"))
-        if family.traits.get(trait)
-    ]  # fmt: skip
-    extras = ", ".join(has) or "no biases"
-    return f"| `{family.name}` | `{family.hf_architecture}` | {_WINDOW[family.sliding_window]} | {extras} |"
+    attention = [_WINDOW[family.sliding_window]]
+    for path, words in _PARTS.items():
+        if family.traits.get(path):
+            attention.append(words)
+        elif path in family.keys:
+            attention.append(words if path.startswith("mla.") else f"{words} if asked")
+    blocks = "dense"
+    if "moe.num_experts" in family.keys:
+        shared = ", shared ones" if "moe.shared_ffn_hidden_size" in family.keys else ""
+        some = "moe.dense_layers" in {*family.keys, *family.derived}
+        blocks = f"experts{shared}{'; dense in some layers' if some else ''}"
+    ahead = ", layers ahead" if "mtp_layers" in family.keys else ""
+    said = ", ".join(filter(None, attention)) or "plain"
+    return f"| `{family.name}` | `{family.hf_architecture}` | {said} | {blocks}{ahead} |"
 
 
 def _refusals() -> Iterator[str]:
     everyone = all_families().values()
-    for key in dict.fromkeys(key for family in everyone for key in family.fixed):
-        holders = [family for family in everyone if key in family.fixed]
-        fixed = holders[0].fixed[key]
-        who = "all" if len(holders) == len(everyone) else ", ".join(family.name for family in holders)
-        allowed = ", ".join("absent" if value is None else f"`{str(value).lower()}`" for value in fixed.allowed)
-        yield f"| `{key}` | {who} | {allowed} | {fixed.why} |"
+    said: dict[tuple[str, str], list[str]] = {}
+    for family in everyone:
+        for key, fixed in family.fixed.items():
+            allowed = ", ".join("absent" if value is None else f"`{str(value).lower()}`" for value in fixed.allowed)
+            training = " (to be trained)" if fixed.training else ""
+            said.setdefault((key, f"{allowed}{training} | {fixed.why}"), []).append(family.name)
+    for (key, rest), names in sorted(said.items()):
+        who = "all" if len(names) == len(everyone) else ", ".join(names)
+        yield f"| `{key}` | {who} | {rest} |"
 
 
 if __name__ == "__main__":
