@@ -67,9 +67,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}, None),
     "qwen3-untied": ("qwen3", {"tie_word_embeddings": False}, None),
     "mixtral": ("mixtral", {}, {"num_experts_per_tok": 1}),
-    "qwen3_moe-plain": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
+    "qwen3_moe-plain": ("qwen3_moe", {"attention_bias": True}, {"norm_topk_prob": True}),
     "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}, {"norm_topk_prob": False}),
-    "olmoe": ("olmoe", {}, {"norm_topk_prob": True}),
+    "olmoe": ("olmoe", {"attention_bias": True}, {"attention_bias": False}),
     "deepseek_v2-lite": (
         "deepseek_v2",
         {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},

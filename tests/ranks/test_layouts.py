@@ -100,6 +100,21 @@ def test_experts_train_as_in_one_process(
     assert spread["valid_after"] == pytest.approx(truth["valid_after"], rel=TOLERANCE)
 
 
+def test_experts_go_on_under_another_layout(one: World, two: World, samples: Path, tmp_path: Path) -> None:
+    """And with activations that are computed again."""
+    settings = {
+        "model": build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2),
+        "samples": samples,
+        "steps": 4,
+        "micro_batch_size": 2,
+    }
+    truth = two.run("ranks.tasks.train", **settings, tp=2, save_at=[2], root=tmp_path / "checkpoints")
+    for recompute in ("selective", "full"):
+        resume = tmp_path / "checkpoints" / "iter_0000002"
+        run = one.run("ranks.tasks.train", **settings, resume=resume, recompute=recompute)
+        assert max(furthest(run[curve], truth[curve][2:]) for curve in CURVES) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
 @pytest.mark.parametrize(
     "layout",

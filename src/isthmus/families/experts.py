@@ -114,7 +114,7 @@ SPARSE_STEP = Derived(
     read=_read_sparse_step,
     write=lambda dense, arch: {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)},
 )
-"""Every so manieth layer has experts, except those that are named."""
+"""Every nth layer has experts, except those that are named."""
 
 
 def _read_interval(hf: Mapping[str, Any]) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def _write_interval(dense: Sequence[int], arch: Architecture) -> dict[str, Any]:
 
 
 INTERVAL = Derived(read=_read_interval, write=_write_interval)
-"""Every so manieth layer between a first and a last one has experts."""
+"""Every nth layer between a first and a last one has experts."""
 
 
 def _unspeakable(dense: Sequence[int], arch: Architecture) -> UsageError:

@@ -18,7 +18,8 @@ FAMILY = Family(
         "moe.num_experts": Key("num_local_experts", default=8),
         "moe.top_k": Key("num_experts_per_tok", default=2),
     },
-    fixed=decoder.FIXED | {"router_jitter_noise": Fixed((0.0,), "training runs without noise; set it to 0")},
+    fixed=decoder.FIXED
+    | {"router_jitter_noise": Fixed((0.0,), "training runs without noise; set it to 0", training=True)},
     traits={"moe.normalize": True},
     sliding_window="always",
     rope_defaults={"rope_theta": 1e6},

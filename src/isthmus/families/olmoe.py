@@ -1,6 +1,7 @@
 """OLMoE: queries and keys are normalised over all heads together, 64 small experts."""
 
 from isthmus.families import decoder, experts
+from isthmus.families.decoder import flag
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rule import copy
 
@@ -14,14 +15,15 @@ FAMILY = Family(
     | {
         "max_position_embeddings": Key("max_position_embeddings", default=4096),
         "norm_epsilon": Key("rms_norm_eps", kind=float, default=1e-5),
+        "qkv_bias": flag("attention_bias"),
+        "proj_bias": flag("attention_bias"),
         "moe.ffn_hidden_size": Key("intermediate_size"),
         "moe.num_experts": Key("num_experts", default=64),
         "moe.top_k": Key("num_experts_per_tok", default=8),
-        "moe.normalize": Key("norm_topk_prob", kind=bool, default=False),
+        "moe.normalize": flag("norm_topk_prob"),
     },
     fixed=decoder.FIXED
     | {
-        "attention_bias": Fixed((False,), "it would put a bias on the output projection too"),
         "clip_qkv": Fixed((None,), "queries, keys and values are not clipped"),
     },
     traits={"qk_norm": True, "qk_norm_over": "projection"},
@@ -29,6 +31,8 @@ FAMILY = Family(
         *decoder.EMBEDDING,
         *decoder.INPUT_NORM,
         *decoder.ATTENTION,
+        *decoder.QKV_BIAS,
+        *decoder.PROJ_BIAS,
         copy(_ATTENTION + "q_layernorm.weight", _HF_ATTENTION + "q_norm.weight", "N*D", init="ones"),
         copy(_ATTENTION + "k_layernorm.weight", _HF_ATTENTION + "k_norm.weight", "G*D", init="ones"),
         *experts.NORM,

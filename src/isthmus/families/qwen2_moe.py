@@ -1,8 +1,7 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B: shared experts that a gate of their own weighs."""
 
-from dataclasses import replace
-
 from isthmus.families import decoder, experts
+from isthmus.families.decoder import flag
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rule import copy, under
 
@@ -13,12 +12,12 @@ FAMILY = Family(
     | {
         "num_query_groups": decoder.kv_heads(default=16),
         "max_position_embeddings": Key("max_position_embeddings", default=32768),
-        "qkv_bias": Key("qkv_bias", kind=bool, default=True),
+        "qkv_bias": flag("qkv_bias", default=True),
         "moe.num_experts": Key("num_experts", default=60),
         "moe.top_k": Key("num_experts_per_tok", default=4),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1408),
         "moe.shared_ffn_hidden_size": Key("shared_expert_intermediate_size", default=5632),
-        "moe.normalize": Key("norm_topk_prob", kind=bool, default=False),
+        "moe.normalize": flag("norm_topk_prob"),
     },
     fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "windows are not built for this family")},
     traits={"moe.shared_gate": True},
@@ -27,7 +26,7 @@ FAMILY = Family(
         *decoder.EMBEDDING,
         *decoder.INPUT_NORM,
         *decoder.ATTENTION,
-        *(replace(rule, when="qkv_bias") for rule in decoder.QKV_BIAS),
+        *decoder.QKV_BIAS,
         *experts.NORM,
         *experts.DENSE,
         *experts.ROUTER,

@@ -1,6 +1,7 @@
 """Qwen3 with experts (30B-A3B, 235B-A22B): norms on queries and keys, experts in all layers but those named."""
 
 from isthmus.families import decoder, experts
+from isthmus.families.decoder import flag
 from isthmus.families.family import Family, Fixed, Key
 
 FAMILY = Family(
@@ -10,14 +11,15 @@ FAMILY = Family(
     | {
         "num_query_groups": decoder.kv_heads(default=4),
         "max_position_embeddings": Key("max_position_embeddings", default=32768),
+        "qkv_bias": flag("attention_bias"),
+        "proj_bias": flag("attention_bias"),
         "moe.num_experts": Key("num_experts", default=128, aliases=("num_local_experts",)),
         "moe.top_k": Key("num_experts_per_tok", default=8),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=768),
-        "moe.normalize": Key("norm_topk_prob", kind=bool, default=False),
+        "moe.normalize": flag("norm_topk_prob"),
     },
     fixed=decoder.FIXED
     | {
-        "attention_bias": Fixed((False,), "it would put a bias on the output projection too"),
         "use_sliding_window": Fixed((False,), "windows are not built for this family"),
     },
     traits={"qk_norm": True},
@@ -26,6 +28,8 @@ FAMILY = Family(
         *decoder.EMBEDDING,
         *decoder.INPUT_NORM,
         *decoder.ATTENTION,
+        *decoder.QKV_BIAS,
+        *decoder.PROJ_BIAS,
         *decoder.QK_NORM,
         *experts.NORM,
         *experts.DENSE,

@@ -53,8 +53,8 @@ def blueprint(config: RunConfig) -> Blueprint:
     architecture = weights.arch
     if architecture.mtp_layers:
         raise UsageError(
-            f"{config.model.path}: its weights have {architecture.mtp_layers} layers that predict ahead "
-            "(num_nextn_predict_layers), which are converted but not trained. Leave their tensors out of the folder."
+            f"{config.model.path}: its weights have layers that predict ahead (num_nextn_predict_layers="
+            f"{architecture.mtp_layers}), which are converted but not trained. Leave their tensors out of the folder."
         )
     _, world_size, _ = world_from_environment()
     parallel = config.parallel

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from isthmus.engine import main_grad
-from isthmus.engine.activation import GELU, GeGLU, SiLU, SwiGLU
+from isthmus.engine.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
 from isthmus.engine.linear import _LinearIntoMainGrad
 from isthmus.engine.norm import LayerNorm, ProjectionNorm, RMSNorm
 from unit.engine.recorder import Recorder
@@ -143,6 +144,15 @@ def test_swiglu() -> None:
     module = SwiGLU(config(torch.float64))
     assert torch.allclose(module(x), x[..., :6] / (1 + torch.exp(-x[..., :6])) * x[..., 6:])
     assert torch.autograd.gradcheck(module, (x,))
+
+
+def test_clamped_swiglu_is_that_of_gpt_oss() -> None:
+    gate, up = torch.randn(2, 50, 6, generator=torch.Generator().manual_seed(0)) * 8
+    theirs = SimpleNamespace(alpha=1.702, limit=7.0)
+    wanted = GptOssExperts._apply_gate(theirs, torch.stack((gate, up), -1).flatten(-2))  # they take turns
+    ours = ClampedSwiGLU(config(torch.float32))(torch.cat((gate, up), -1))
+    assert torch.allclose(ours, wanted)
+    assert min((gate > 7).sum(), (up > 7).sum(), (up < -7).sum()) > 5
 
 
 def test_swiglu_leaves_its_input_and_the_gradient_it_is_given_alone() -> None:

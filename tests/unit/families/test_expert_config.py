@@ -363,7 +363,6 @@ def test_layers_ahead_are_those_that_have_tensors() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("mixtral-8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 .* without noise"),
         ("olmoe-1b-7b", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method=noaux_tc is not supported; greedy or group_limited"),
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
@@ -372,12 +371,19 @@ def test_layers_ahead_are_those_that_have_tensors() -> None:
         ("deepseek-v3", {"num_key_value_heads": 8}, "num_key_value_heads=8: with latent attention"),
         ("ernie-4.5-21b-a3b", {"use_bias": True}, "use_bias=True"),
         ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
-        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         architecture(name, **change)
+
+
+def test_noise_is_refused_in_training_alone() -> None:
+    config = CONFIGS["mixtral-8x7b"] | {"router_jitter_noise": 0.1}
+    family = family_for(config)
+    family.to_architecture(config)
+    with pytest.raises(UsageError, match=r"router_jitter_noise=0\.1 .* without noise"):
+        family.check_training(config)
 
 
 @pytest.mark.parametrize(

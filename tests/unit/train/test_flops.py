@@ -18,6 +18,10 @@ def test_parameters_of_a_layer() -> None:
     assert matmul_parameters(SMALL, 0) == 512 + 512 + 512 + 1152
 
 
+def test_an_mlp_without_a_gate_has_two_matrices() -> None:
+    assert matmul_parameters(replace(SMALL, gated=False), 0) == 512 + 512 + 512 + 768
+
+
 def test_parameters_of_a_layer_with_experts() -> None:
     moe = Moe(num_experts=6, top_k=2, ffn_hidden_size=5, shared_ffn_hidden_size=7, shared_gate=True, dense_layers=(0,))
     mixed = replace(SMALL, moe=moe)
