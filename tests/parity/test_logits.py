@@ -189,7 +189,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "rope_parameters"}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
 def test_bf16_rounds_no_worse_than_transformers(family: str, one: World, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family)
     found = one.run("parity.tasks.rounding", model=model, lengths=[97, 40], vocab_size=VOCAB)

@@ -173,7 +173,6 @@ class Architecture:
 
     # Ends.
     tie_embeddings: bool = False
-    output_bias: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     """What attention and feed-forward block add to the residual stream is multiplied by it."""
