@@ -115,6 +115,9 @@ def families_page() -> str:
         "config, read from `rope_parameters` as well as from `rope_theta` and `rope_scaling`. Exports carry both",
         "spellings. `dynamic` is refused.",
         "",
+        "Experts are routed as each family's own code does it, and no token is dropped. What balances them in",
+        "pretraining (auxiliary losses, updates of the bias by which experts are chosen) is not computed.",
+        "",
         "Layers that predict further tokens (`num_nextn_predict_layers`) are kept through conversions; a model that",
         "has them is not trained yet.",
         "",
@@ -148,12 +151,14 @@ def _logits_cases() -> dict[str, tuple[str, Any, Any]]:
 
 def _refusals() -> Iterator[str]:
     everyone = all_families().values()
-    for key in dict.fromkeys(key for family in everyone for key in family.fixed):
-        holders = [family for family in everyone if key in family.fixed]
-        fixed = holders[0].fixed[key]
-        who = "all" if len(holders) == len(everyone) else ", ".join(family.name for family in holders)
-        allowed = ", ".join("absent" if value is None else f"`{str(value).lower()}`" for value in fixed.allowed)
-        yield f"| `{key}` | {who} | {allowed} | {fixed.why} |"
+    said: dict[tuple[str, str], list[str]] = {}
+    for family in everyone:
+        for key, fixed in family.fixed.items():
+            allowed = ", ".join("absent" if value is None else f"`{str(value).lower()}`" for value in fixed.allowed)
+            said.setdefault((key, f"{allowed} | {fixed.why}"), []).append(family.name)
+    for (key, rest), names in said.items():
+        who = "all" if len(names) == len(everyone) else ", ".join(names)
+        yield f"| `{key}` | {who} | {rest} |"
 
 
 if __name__ == "__main__":
