@@ -61,6 +61,39 @@ def test_loading(repository: Path, tmp_path: Path) -> None:
     assert rows["isthmus-training"]["weight_bytes"] == rows["from-pretrained-own"]["weight_bytes"]
 
 
+def test_conversion(repository: Path, tmp_path: Path) -> None:
+    contestants = ["cp", "hf-to-torch_dist", "verify"]
+    arguments = ["--models", "1.5gb", "--only", ",".join(contestants), "--work", str(tmp_path)]
+    result = run(repository, tmp_path / "convert.json", "convert.py", *arguments)
+    rows = {row["contestant"]: row for row in result["rows"]}
+    assert list(rows) == contestants
+    assert all(row["time_s"] > row["import_s"] >= 0 and row["gb_per_s"] > 0 for row in rows.values())
+    assert rows["hf-to-torch_dist"]["time_vs_cp"] == pytest.approx(
+        rows["hf-to-torch_dist"]["time_s"] / rows["cp"]["time_s"], rel=1e-4
+    )
+    assert [(claim["wanted"], claim["holds"]) for claim in result["claims"] if "memory" in claim["claim"]] == [
+        ("<= 1.0", True)
+    ] * 2
+    assert not list(tmp_path.glob("isthmus-bench-*"))
+
+
+def test_the_costs_of_conversion_are_told_apart(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("convert_benchmark", repository / "benchmarks" / "convert.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = [(311, 1.5e9), (278, 6.0e9), (20001, 13e6)]
+    rows = [
+        {"contestant": "verify", "tensors": n, "bytes": size, "import_s": 0.1, "time_s": 0.1 + n * 2e-4 + size * 7e-10}
+        for n, size in sizes
+    ]
+    cost = module.costs(rows)["verify"]
+    assert (cost["ms_per_tensor"], cost["s_per_gb"]) == pytest.approx((0.2, 0.7))
+    assert cost["projected_deepseek_v3"] == pytest.approx({"one_disk_s": 508, "16_workers_s": 18 + 490 / 16})
+    assert "verify" not in module.costs(rows[:2])
+
+
 def test_an_unknown_contestant_is_refused(repository: Path) -> None:
     command = [sys.executable, str(repository / "benchmarks" / "load_weights.py"), "--only", "isthmos"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

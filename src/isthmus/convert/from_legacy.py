@@ -13,12 +13,12 @@ from torch import Tensor
 
 from isthmus.convert.archive import read_archive
 from isthmus.convert.coverage import told
-from isthmus.convert.grid import Grid, RankFile
+from isthmus.convert.grid import Cuts, Grid, RankFile
 from isthmus.engine.names import live_names
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
-from isthmus.families.shard import Index, held, local_shape, overlap
+from isthmus.families.shard import Index, overlap
 from isthmus.hf.reader import TensorReader
 from isthmus.hf.tensors import TensorInfo
 
@@ -105,10 +105,12 @@ class LegacyWeights:
         if (total := sum(map(sum, layers))) != arch.num_layers:
             misshapen.append(f"it has {total} layers, not {arch.num_layers}")
         used: set[tuple[RankFile, int, str]] = set()
+        stages = [[file for file in folder.ranks if file.pp == stage] for stage in range(self._grid.pp)]
+        cuts = Cuts(self._grid, arch)
         for name, placed in family.placements(arch).items() if not misshapen else ():
             parts = self._parts.setdefault(name, [])
             for stage, chunk, local in self._grid.place(name, arch, layers):
-                for file in (file for file in folder.ranks if file.pp == stage):
+                for file in stages[stage]:
                     if (here := self._grid.on_rank(local, file, arch)) is None:
                         continue
                     shards = folder.ranks[file][chunk]
@@ -119,12 +121,12 @@ class LegacyWeights:
                     used.add((file, chunk, spelled))
                     shard = shards[spelled]
                     padded = shard.shape[0] * self._grid.tp if placed.rule.shard == "vocab" else arch.vocab_size
-                    layout = self._grid.layout(file, max(padded, arch.vocab_size))
-                    if shard.shape != (wanted := local_shape(placed.rule, arch, layout)):
+                    wanted, rectangles = cuts.of(placed.rule, file, max(padded, arch.vocab_size))
+                    if shard.shape != wanted:
                         rank = self._grid.folder(file)
                         misshapen.append(f"{name} is {list(shard.shape)} in {rank}, not {list(wanted)}")
                         continue
-                    parts.append((shard, held(placed.rule, arch, layout)))
+                    parts.append((shard, rectangles))
             if not placed.rule.alias:
                 self._placements[name] = placed
         left = [

@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from isthmus.convert.archive import read_archive
 from isthmus.convert.canonical import own_placements, spelling_of
 from isthmus.convert.coverage import told
-from isthmus.convert.pickles import load_index
+from isthmus.convert.index import NAME, Chunk, ChunkKey, FilePart, TensorEntry, load_index
 from isthmus.engine.names import TRACKER, Place, is_model_key
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
@@ -31,7 +30,7 @@ def checkpoint_folder(path: Path) -> Path | None:
     Raises:
         DataError: the tracker file names a checkpoint that is not there.
     """
-    if (path / ".metadata").is_file() or any(path.glob("mp_rank_*")):
+    if (path / NAME).is_file() or any(path.glob("mp_rank_*")):
         return path
     tracker = path / TRACKER
     if not tracker.is_file():
@@ -55,25 +54,24 @@ class TorchDistFolder:
             DataError: the index cannot be read or contradicts itself, or a file is missing or cut short.
         """
         self.path = path
-        if not (path / ".metadata").is_file():
+        if not (path / NAME).is_file():
             raise MissingInput(
                 f"{path} holds no .metadata, so it is no torch_dist checkpoint. Choose a folder that is."
             )
-        index = load_index(path / ".metadata")
+        index = load_index(path / NAME)
         try:
-            self.tensors: dict[str, TensorStorageMetadata] = {
-                key: entry for key, entry in index.state_dict_metadata.items() if hasattr(entry, "chunks")
+            self.tensors: dict[str, TensorEntry] = {
+                key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorEntry)
             }
-            self._stored: Mapping[MetadataIndex, Any] = index.storage_data
+            self._stored: Mapping[ChunkKey, FilePart] = index.storage_data
             self._check_files()
             for key, meta in self.tensors.items():
                 if is_model_key(key):
                     self._check_chunks(key, meta)
         except (AttributeError, TypeError, IndexError, ValueError) as error:
-            raise DataError(
-                f"{path / '.metadata'} is not the index of a checkpoint ({error}). Fetch it again."
-            ) from None
-        self._infos: dict[MetadataIndex, TensorInfo] = {}
+            raise DataError(f"{path / NAME} is not the index of a checkpoint ({error}). Fetch it again.") from None
+        self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
+        self._infos: dict[ChunkKey, TensorInfo] = {}
         self._reader = TensorReader()
 
     def __str__(self) -> str:
@@ -101,22 +99,32 @@ class TorchDistFolder:
         meta, depth = self.tensors[place.key], len(place.index)
         tail = tuple(meta.size)[depth + 1 :]
         found = torch.empty((rows.stop - rows.start, *tail), dtype=meta.properties.dtype)
-        for chunk in meta.chunks:
+        for chunk in self._chunks_at(place):
             starts, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            before = [at - start for at, start in zip(place.index, starts, strict=False)]
-            if any(not 0 <= at < size for at, size in zip(before, sizes, strict=False)):
-                continue
             low, high = max(rows.start, starts[depth]), min(rows.stop, starts[depth] + sizes[depth])
             if low >= high:
                 continue
             inner = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))[depth + 1 :]
             target = found[(slice(low - rows.start, high - rows.start), *inner)]
+            before = [at - start for at, start in zip(place.index, starts, strict=False)]
             index = (*(slice(at, at + 1) for at in before), slice(low - starts[depth], high - starts[depth]))
             self._reader.read(self._info(place.key, chunk), index, into=target[(None,) * depth])
         return found
 
-    def _info(self, key: str, chunk: ChunkStorageMetadata) -> TensorInfo:
-        place = MetadataIndex(key, chunk.offsets)
+    def _chunks_at(self, place: Place) -> list[Chunk]:
+        """The chunks of a tensor that hold something of it at the index of the place."""
+        which = place.key, len(place.index)
+        if which not in self._chunks:
+            found: dict[tuple[int, ...], list[Chunk]] = {}
+            for chunk in self.tensors[place.key].chunks:
+                axes = list(zip(chunk.offsets, chunk.sizes, strict=True))[: len(place.index)]
+                for index in itertools.product(*(range(start, start + size) for start, size in axes)):
+                    found.setdefault(index, []).append(chunk)
+            self._chunks[which] = found
+        return self._chunks[which][place.index]
+
+    def _info(self, key: str, chunk: Chunk) -> TensorInfo:
+        place = ChunkKey(key, chunk.offsets)
         if place not in self._infos:
             if place not in self._stored:
                 raise DataError(f"{self}: a chunk of {key} is in none of its files. Fetch it again.")
@@ -135,9 +143,8 @@ class TorchDistFolder:
         for entry in self._stored.values():
             places.setdefault(entry.relative_path, []).append((entry.offset, entry.offset + entry.length))
         for name, spans in places.items():
-            as_path = PurePosixPath(name)
-            if as_path.is_absolute() or ".." in as_path.parts or (self.path / name).is_symlink():
-                raise UnsafeInput(f"{self.path / '.metadata'} names {name!r}, which may lie outside. Do not use it.")
+            if not (self.path / name).resolve().is_relative_to(self.path.resolve()):
+                raise UnsafeInput(f"{self.path / NAME} names {name!r}, which lies outside. Do not use it.")
             size = (self.path / name).stat().st_size if (self.path / name).is_file() else -1
             if size < (end := max(stop for _, stop in spans)):
                 found = "is missing" if size < 0 else f"has {size} bytes"
@@ -146,7 +153,7 @@ class TorchDistFolder:
                 if start < stop:
                     raise DataError(f"{self.path / name}: two tensors overlap, one ends at {stop}, one is at {start}.")
 
-    def _check_chunks(self, key: str, meta: TensorStorageMetadata) -> None:
+    def _check_chunks(self, key: str, meta: TensorEntry) -> None:
         """Every element lies in one chunk: counted on the grid that the edges of all chunks draw."""
         if not isinstance(meta.properties.dtype, torch.dtype):
             raise TypeError(f"{key} is of type {meta.properties.dtype!r}")
@@ -164,7 +171,7 @@ class TorchDistFolder:
         if (cells != 1).any():
             held = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
             raise DataError(
-                f"{self.path / '.metadata'}: the chunks of {key} hold {held} elements of {math.prod(meta.size)}, "
+                f"{self.path / NAME}: the chunks of {key} hold {held} elements of {math.prod(meta.size)}, "
                 "with gaps or twice. Fetch it again."
             )
 

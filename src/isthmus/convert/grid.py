@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from isthmus.engine.names import expert_of, layer_of, renumbered
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.shard import Layout, check_expert_sizes, check_tp_size
+from isthmus.families.rule import Rule, Shape
+from isthmus.families.shard import Index, Layout, check_expert_sizes, check_tp_size, held, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +136,20 @@ class Grid:
             return local
         rank, number = divmod(expert, arch.moe.num_experts // self.ep)
         return renumbered(local, expert=number) if rank == file.ep else None
+
+
+class Cuts:
+    """Shapes of tensors in each rank's file, and what of the whole they hold: the same for all layers and experts."""
+
+    def __init__(self, grid: Grid, arch: Architecture) -> None:
+        """Nothing is known yet."""
+        self._grid, self._arch = grid, arch
+        self._known: dict[tuple[int, RankFile, int], tuple[Shape, list[tuple[Index, Index]]]] = {}
+
+    def of(self, rule: Rule, file: RankFile, padded_vocab_size: int) -> tuple[Shape, list[tuple[Index, Index]]]:
+        """See :func:`~isthmus.families.shard.local_shape` and :func:`~isthmus.families.shard.held`."""
+        which = id(rule), file, padded_vocab_size
+        if which not in self._known:
+            layout = self._grid.layout(file, padded_vocab_size)
+            self._known[which] = local_shape(rule, self._arch, layout), held(rule, self._arch, layout)
+        return self._known[which]

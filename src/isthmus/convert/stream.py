@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+import torch
+
 from isthmus.convert.canonical import row_slices
 from isthmus.convert.source import Meta
 
@@ -43,10 +45,13 @@ def stream(
                 done += moved
                 progress(done, total_bytes)
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    # Threads of torch's own beside these would fight for the same cores.
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
             for finished in as_completed([pool.submit(whole, name) for name in tensors]):
                 finished.result()
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(before)

@@ -13,12 +13,12 @@ from torch import Tensor
 from isthmus.convert.archive import read_archive
 from isthmus.convert.canonical import own_placements, spelling_of
 from isthmus.convert.from_legacy import FILE
-from isthmus.convert.grid import Grid
+from isthmus.convert.grid import Cuts, Grid
 from isthmus.convert.to_torch_dist import save_without_data
 from isthmus.engine.names import is_linear, transformer_engine_name
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Family
-from isthmus.families.shard import Index, held, local_shape, overlap
+from isthmus.families.family import Family, Placement
+from isthmus.families.shard import Index, overlap
 from isthmus.hf.staged import disk_errors
 from isthmus.hf.tensors import TensorInfo
 from isthmus.hf.writer import TensorWriter
@@ -58,33 +58,33 @@ class LegacyFiles:
         self._parts: dict[str, list[tuple[TensorInfo, list[tuple[Index, Index]]]]] = {
             name: [] for name in own_placements(family, arch)
         }
-        kinds, layers, placements = spelling_of(arch), grid.layers_of(arch), family.placements(arch)
+        kinds, layers, cuts = spelling_of(arch), grid.layers_of(arch), Cuts(grid, arch)
+        stages: list[list[tuple[Placement, int, str]]] = [[] for _ in range(grid.pp)]
+        for name, placed in family.placements(arch).items():
+            for stage, chunk, local in grid.place(name, arch, layers):
+                stages[stage].append((placed, chunk, local))
         padded = padded_vocab_size(arch, grid)
         for file in grid.files():
             states: dict[str, dict[str, Any]] = {grid.chunk(number): {} for number in range(grid.vpp)}
-            filled: list[tuple[str, str, str]] = []
-            for name, placed in placements.items():
-                for stage, chunk, local in grid.place(name, arch, layers):
-                    here = grid.on_rank(local, file, arch) if stage == file.pp else None
-                    if here is None:
-                        continue
-                    live = transformer_engine_name(here, kinds) if spelling == "te" else here
-                    shape = local_shape(placed.rule, arch, grid.layout(file, padded))
-                    dtype = dtypes[placed.canonical] if not placed.rule.alias else dtypes[_EMBEDDING]
-                    states[grid.chunk(chunk)][live] = torch.empty(shape, dtype=dtype)
-                    if is_linear(name) and "{expert}" not in placed.rule.canonical:
-                        states[grid.chunk(chunk)][f"{live.removesuffix('weight')}_extra_state"] = None
-                    filled.append((grid.chunk(chunk), live, _EMBEDDING if placed.rule.alias else name))
+            filled: list[tuple[str, str, str, list[tuple[Index, Index]]]] = []
+            for placed, chunk, local in stages[file.pp]:
+                if (here := grid.on_rank(local, file, arch)) is None:
+                    continue
+                live = transformer_engine_name(here, kinds) if spelling == "te" else here
+                name = _EMBEDDING if placed.rule.alias else placed.canonical
+                shape, rectangles = cuts.of(placed.rule, file, padded)
+                states[grid.chunk(chunk)][live] = torch.empty(shape, dtype=dtypes[name])
+                if is_linear(placed.canonical) and not placed.rule.of_expert:
+                    states[grid.chunk(chunk)][f"{live.removesuffix('weight')}_extra_state"] = None
+                filled.append((grid.chunk(chunk), live, name, rectangles))
             path = Path(grid.folder(file)) / FILE
             with disk_errors(folder / path):
                 (folder / path).parent.mkdir()
                 save_without_data({**common, **states}, folder / path)
             opened = read_archive(folder / path)
-            for chunk_name, live, name in filled:
+            for chunk_name, live, name, rectangles in filled:
                 info = opened[chunk_name][live]
-                place = TensorInfo(info.dtype, info.shape, path, info.offset)
-                rectangles = held(placements[name].rule, arch, grid.layout(file, padded))
-                self._parts[name].append((place, rectangles))
+                self._parts[name].append((TensorInfo(info.dtype, info.shape, path, info.offset), rectangles))
         self.total_bytes = sum(
             sum(_nbytes(info, here) for _, here in rectangles)
             for parts in self._parts.values()

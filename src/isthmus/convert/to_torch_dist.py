@@ -18,19 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, Metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from isthmus.convert.archive import read_archive
 from isthmus.convert.canonical import own_placements, spelling_of
+from isthmus.convert.index import (
+    NAME,
+    Chunk,
+    ChunkKey,
+    FilePart,
+    Index,
+    ObjectEntry,
+    Properties,
+    TensorEntry,
+    save_index,
+)
 from isthmus.engine.names import Place
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -81,8 +82,7 @@ class TorchDistFiles:
         """
         self._frames: dict[tuple[torch.dtype, tuple[int, ...]], _Frame] = {}
         self._folder = folder
-        self._results: list[WriteResult] = []
-        self._index: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._index = Index({}, {})
         self._infos: dict[str, list[TensorInfo]] = {}
         self._sizes = [0] * FILES
         self._around: list[tuple[int, int, bytes]] = []
@@ -105,7 +105,7 @@ class TorchDistFiles:
                             os.pwrite(descriptor, content, offset)
                 finally:
                     os.close(descriptor)
-            self._write_index()
+            save_index(self._index, folder / NAME)
             (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
             torch.save(dict(common), folder / "common.pt")
         self._writer = TensorWriter(folder)
@@ -137,28 +137,24 @@ class TorchDistFiles:
         info = TensorInfo(dtype, stored, Path(self._file(file)), data)
         self._around += [(file, start, frame.before), (file, data + info.nbytes, frame.behind)]
         self._sizes[file] = data + info.nbytes + len(frame.behind)
-        chunk = ChunkStorageMetadata(offsets=torch.Size((*place.index, *(0 for _ in shape))), sizes=torch.Size(stored))
-        properties = TensorProperties(dtype=dtype)
+        chunk = Chunk(offsets=torch.Size((*place.index, *(0 for _ in shape))), sizes=torch.Size(stored))
         size = torch.Size((*place.sizes, *shape))
-        known = self._index.setdefault(place.key, TensorStorageMetadata(properties, size, []))
-        assert isinstance(known, TensorStorageMetadata)
+        known = self._index.state_dict_metadata.setdefault(place.key, TensorEntry(Properties(dtype), size, []))
+        assert isinstance(known, TensorEntry)
         known.chunks.append(chunk)
-        self._enter(MetadataIndex(place.key, chunk.offsets), file, start)
+        self._enter(ChunkKey(place.key, chunk.offsets), file, start)
         return info
 
     def _lay_object(self, key: str) -> None:
-        """An empty object; Megatron-Core takes the first element of a list."""
-        content = io.BytesIO()
-        torch.save([None], content)
+        """Enter an empty object into the index."""
         start = self._sizes[0]
-        self._around.append((0, start, content.getvalue()))
-        self._sizes[0] += len(content.getvalue())
-        self._index[key] = BytesStorageMetadata()
-        self._enter(MetadataIndex(key), 0, start)
+        self._around.append((0, start, _EMPTY))
+        self._sizes[0] += len(_EMPTY)
+        self._index.state_dict_metadata[key] = ObjectEntry()
+        self._enter(ChunkKey(key), 0, start)
 
-    def _enter(self, index: MetadataIndex, file: int, start: int) -> None:
-        length = self._sizes[file] - start
-        self._results.append(WriteResult(index, length, _StorageInfo(self._file(file), start, length)))
+    def _enter(self, key: ChunkKey, file: int, start: int) -> None:
+        self._index.storage_data[key] = FilePart(self._file(file), start, self._sizes[file] - start)
 
     def _frame(self, dtype: torch.dtype, shape: tuple[int, ...]) -> _Frame:
         if (dtype, shape) not in self._frames:
@@ -172,10 +168,15 @@ class TorchDistFiles:
             path.unlink()
         return self._frames[dtype, shape]
 
-    def _write_index(self) -> None:
-        writer = FileSystemWriter(self._folder, thread_count=1, sync_files=True, overwrite=False)
-        writer.set_up_storage_writer(True)
-        writer.finish(Metadata(self._index), [self._results])
+
+def _saved(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+_EMPTY = _saved([None])
+"""An empty object: Megatron-Core takes the first element of a list."""
 
 
 def save_without_data(content: Any, path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +21,15 @@ from isthmus.convert.source import Meta
 from isthmus.convert.stored import Stored, open_stored
 from isthmus.convert.stream import Progress, stream
 from isthmus.errors import CheckFailed, DataError, MissingInput
+from isthmus.families.architecture import Architecture
 from isthmus.families.family import Placement
+from isthmus.families.rule import Shape
 from isthmus.families.shard import pieces_of
+from isthmus.hf.tensors import byte_view
 
 _SHOWN = 4
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +89,21 @@ def verify(
         for chunk, sums, digests in zip(chunks, wanted, found, strict=True):
             if sums:
                 digests.update(name, chunk)
-        differing.take(placements[name], a, rows, *chunks)
+        differing.take(placements[name], a.arch, rows, *chunks)
         return chunks[0].nbytes
 
     total = sum(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in metas.values())
     stream(metas, compare, total, progress)
     for side, sums, digests in zip(sides, wanted, found, strict=True):
         _check_sums(side, sums, digests.found())
-    num_tensors = len(a.family.hf_shapes(a.arch))
-    if faults := differing.told():
+    shapes = a.family.hf_shapes(a.arch)
+    if faults := differing.told(shapes):
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckFailed(
-            f"{first} and {second} differ in {len(faults)} of {num_tensors} tensors: "
+            f"{first} and {second} differ in {len(faults)} of {len(shapes)} tensors: "
             f"{'; '.join(faults[:_SHOWN])}{more}."
         )
-    return Verified((a.format, b.format), a.family.name, num_tensors, total, tuple(bool(sums) for sums in wanted))
+    return Verified((a.format, b.format), a.family.name, len(shapes), total, tuple(bool(sums) for sums in wanted))
 
 
 class _Differing:
@@ -103,31 +111,32 @@ class _Differing:
 
     def __init__(self) -> None:
         self._types: dict[str, str] = {}
-        self._elements: dict[str, tuple[int, int, float]] = {}
+        self._elements: dict[str, tuple[int, float]] = {}
+        self._lock = threading.Lock()
 
-    def take(self, placed: Placement, side: Stored, rows: slice, one: Tensor, other: Tensor) -> None:
+    def take(self, placed: Placement, arch: Architecture, rows: slice, one: Tensor, other: Tensor) -> None:
         """Compare some rows of a tensor, bit by bit."""
         if one.dtype != other.dtype:
             self._types |= dict.fromkeys(placed.hf, f"is {_short(one.dtype)} and {_short(other.dtype)}")
-        elif not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
-            shapes = side.family.hf_shapes(side.arch)
-            here = (slice(0, rows.stop - rows.start),)
-            for piece in pieces_of(placed.rule, side.arch, (rows,), here, placed.expert):
-                ours, theirs = piece.view(one).contiguous(), piece.view(other).contiguous()
-                if torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
-                    continue
-                name = placed.hf[piece.part]
-                count, _, widest = self._elements.get(name, (0, 0, 0.0))
-                gap = (ours.double() - theirs.double()).abs().max().item()
-                unlike = int((ours != theirs).sum())
-                self._elements[name] = (count + unlike, torch.Size(shapes[name]).numel(), max(widest, gap))
+            return
+        # By numpy, which does it eight times as fast as torch.equal.
+        if np.array_equal(byte_view(one), byte_view(other)):
+            return
+        here = (slice(0, rows.stop - rows.start),)
+        with self._lock:  # experts may lie in one tensor
+            for piece in pieces_of(placed.rule, arch, (rows,), here, placed.expert):
+                ours, theirs = (piece.view(chunk).contiguous() for chunk in (one, other))
+                if unlike := int((ours.view(_BITS[ours.itemsize]) != theirs.view(_BITS[ours.itemsize])).sum()):
+                    count, widest = self._elements.get(placed.hf[piece.part], (0, 0.0))
+                    gap = (ours.double() - theirs.double()).abs().max().item()
+                    self._elements[placed.hf[piece.part]] = (count + unlike, max(widest, gap))
 
-    def told(self) -> list[str]:
+    def told(self, shapes: Mapping[str, Shape]) -> list[str]:
         """One entry for each tensor."""
         told = [f"{name} {kinds}" for name, kinds in self._types.items()]
         return told + [
-            f"{name} in {count} of {size} elements, by {widest:.3g} at most"
-            for name, (count, size, widest) in self._elements.items()
+            f"{name} in {count} of {math.prod(shapes[name])} elements, by {widest:.3g} at most"
+            for name, (count, widest) in self._elements.items()
         ]
 
 

@@ -116,8 +116,9 @@ def pieces_of(rule: Rule, arch: Architecture, mine: Index, local: Index, expert:
         local: where the rectangle lies in the tensor that the pieces are to fill.
         expert: the number of the expert in the whole layer.
     """
-    rows, *columns = _bounded(mine, rule.canonical_shape(arch))
-    local_rows, *local_columns = _bounded(local, rule.canonical_shape(arch))
+    shape = rule.canonical_shape(arch)
+    rows, *columns = _bounded(mine, shape)
+    local_rows, *local_columns = _bounded(local, shape)
     shift = local_rows.start - rows.start
     found: list[Piece] = []
     for b in rule.blocks(arch):

@@ -123,7 +123,7 @@ class TensorWriter:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{info.file}: a tensor of shape {tuple(tensor.shape)} is not a slice of shape {shape}")
         stage = self._stage
-        with disk_errors(self.folder / info.file):
+        try:
             descriptor = self._descriptor(info.file)
             for part, rows in row_chunks(bounds, info.dtype.itemsize, stage.limit_bytes):
                 chunk = tensor[rows] if part else tensor
@@ -133,6 +133,9 @@ class TensorWriter:
                 for offset, length in byte_runs(info.shape, part, info.dtype.itemsize):
                     _write_all(descriptor, view[done : done + length], info.offset + offset)
                     done += length
+        except OSError:
+            with disk_errors(self.folder / info.file):
+                raise
         return (tensor.numel() if steps is None else tensor[steps].numel()) * info.dtype.itemsize
 
     def close(self, *, sync: bool = True) -> None:

@@ -1,0 +1,117 @@
+"""One contestant's turn at converting a model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401  # before the clock starts
+from rounds import CpuWatch, peak_rss_gib, rss_gib, turn_files
+
+SOURCES = {
+    "cp": ("hf",),
+    "hf-to-torch_dist": ("hf",),
+    "torch_dist-to-hf": ("torch_dist",),
+    "hf-to-legacy-tp8": ("hf",),
+    "legacy-tp8-to-hf": ("legacy-tp8",),
+    "verify": ("hf", "torch_dist"),
+    "transformers": ("hf",),
+}
+"""Folders that each reads; they lie beside each other."""
+
+
+def copy(source: Path, target: Path) -> float:
+    """``cp -r``; no import."""
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    return 0.0
+
+
+def isthmus_conversion(source: Path, target: Path, to: Any) -> float:
+    """What ``isthmus convert`` does; it syncs its files itself. Returns the seconds that its imports took."""
+    started_s = time.perf_counter()
+    from isthmus.convert.grid import Grid
+    from isthmus.convert.transfer import convert
+
+    import_s = time.perf_counter() - started_s
+    convert(source, target, to, grid=Grid(tp=8) if to == "torch" else None)
+    return import_s
+
+
+def isthmus_verification(first: Path, second: Path) -> float:
+    """What ``isthmus verify`` does, the checksums of the checkpoint included."""
+    started_s = time.perf_counter()
+    from isthmus.convert.verify import verify
+
+    import_s = time.perf_counter() - started_s
+    verify(first, second)
+    return import_s
+
+
+def transformers_copy(source: Path, target: Path) -> float:
+    """``from_pretrained``, then ``save_pretrained``: how a folder is rewritten with transformers."""
+    started_s = time.perf_counter()
+    from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401  # the class is imported lazily
+
+    import_s = time.perf_counter() - started_s
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model.save_pretrained(target)
+    return import_s
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """The turn that ``spec`` asks for; what it has written is removed afterwards, unless it is to be kept.
+
+    The clock starts with torch imported, nothing left to write to the disk and the sources in the page cache. It stops
+    when everything is on the disk.
+    """
+    folder, name = Path(spec["folder"]), spec["contestant"]
+    sources, target = [folder / source for source in SOURCES[name]], folder / "written"
+    for source in sources:
+        _read(source)
+    os.sync()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of importing torch
+    torch_gib = rss_gib()
+    watch, started_s = CpuWatch(), time.perf_counter()
+    if name == "cp":
+        import_s = copy(sources[0], target)
+    elif name == "verify":
+        import_s = isthmus_verification(*sources)
+    elif name == "transformers":
+        import_s = transformers_copy(sources[0], target)
+    else:
+        to = {"torch_dist": "torch_dist", "legacy-tp8": "torch", "hf": "hf"}[name.partition("-to-")[2]]
+        import_s = isthmus_conversion(sources[0], target, to)
+    if name != "verify":
+        os.sync()
+    time_s, cpu = time.perf_counter() - started_s, watch.shares()
+    peak_gib = peak_rss_gib()
+    if "keep_as" in spec:
+        target.rename(folder / spec["keep_as"])
+    shutil.rmtree(target, ignore_errors=True)
+    return cpu | {
+        "time_s": time_s,
+        "import_s": import_s,
+        "torch_rss_gib": torch_gib,
+        "memory_added_gib": peak_gib - torch_gib,
+        "line": f"{time_s:7.2f} s, of which imports {import_s:.2f}; {peak_gib - torch_gib:.3f} GiB more than torch",
+    }
+
+
+def _read(folder: Path) -> None:
+    """Read every file, so that its pages are in the cache."""
+    buffer = bytearray(1 << 22)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+
+if __name__ == "__main__":
+    spec, answer = turn_files()
+    Path(answer).write_text(json.dumps(run(spec)))
