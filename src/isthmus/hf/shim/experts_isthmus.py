@@ -1,0 +1,113 @@
+"""Feed-forward blocks: ordinary ones, and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .configuration_isthmus import IsthmusConfig
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The activation of gpt-oss."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Mlp(nn.Module):
+    """A feed-forward block, or one expert."""
+
+    def __init__(self, config: IsthmusConfig, width: int, *, bias: bool) -> None:
+        super().__init__()
+        self.act = config.hidden_act
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias) if config.gated_mlp else None
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., H], as is its result."""
+        up = self.up_proj(x)
+        if self.gate_proj is None:
+            return self.down_proj(ACTIVATIONS[self.act](up))
+        gate = self.gate_proj(x)
+        return self.down_proj(
+            clamped_swiglu(gate, up) if self.act == "clamped_swiglu" else ACTIVATIONS[self.act](gate) * up
+        )
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token and weighs them, in float32."""
+
+    def __init__(self, config: IsthmusConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.router_bias else None
+        self.e_score_correction_bias: Tensor
+        if config.router_expert_bias:
+            self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` [T, H] -> weights float32 [T, K] and numbers int64 [T, K] of the chosen experts."""
+        config = self.config
+        logits = F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        if config.scoring_func == "softmax_of_chosen":
+            best, chosen = logits.topk(config.num_experts_per_tok, dim=-1)
+            return best.softmax(-1) * config.routed_scaling_factor, chosen
+        scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
+        merits = scores + self.e_score_correction_bias.float() if config.router_expert_bias else scores
+        if config.n_group > 1:
+            merits = self._in_best_groups(merits)
+        chosen = merits.topk(config.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if config.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=config.norm_topk_min)
+        return weights * config.routed_scaling_factor, chosen
+
+    def _in_best_groups(self, merits: Tensor) -> Tensor:
+        groups = merits.unflatten(-1, (self.config.n_group, -1))
+        best_two = groups.topk(2, dim=-1).values.sum(-1) if self.config.group_score == "top2" else None
+        of_group = groups.amax(-1) if best_two is None else best_two
+        best = of_group.topk(self.config.topk_group, dim=-1).indices
+        shut = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, best, False)
+        return groups.masked_fill(shut[..., None], -torch.inf).flatten(-2)
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward block of experts, of which each token visits a few; none is dropped."""
+
+    def __init__(self, config: IsthmusConfig) -> None:
+        super().__init__()
+        width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
+        self.gate = Router(config)
+        experts = (Mlp(config, width, bias=config.expert_mlp_bias) for _ in range(config.num_experts))
+        self.experts = nn.ModuleList(experts)
+        self.shared_experts = Mlp(config, shared, bias=False) if shared else None
+        weighted = shared and config.shared_expert_gate
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if weighted else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [B, S, H], as is its result."""
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens)
+        out = torch.zeros_like(tokens)
+        for number in chosen.unique().tolist():
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            share = weights[rows, places, None].to(tokens.dtype)
+            out = out.index_add(0, rows, self.experts[number](tokens[rows]) * share)
+        if self.shared_experts is not None:
+            shared = self.shared_experts(tokens)
+            if self.shared_expert_gate is not None:
+                shared = shared * self.shared_expert_gate(tokens).sigmoid()
+            out = out + shared
+        return out.view_as(x)
