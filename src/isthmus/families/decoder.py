@@ -9,13 +9,14 @@ _LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."
 _ATTENTION = _LAYER + "self_attention."
 _HF_ATTENTION = _HF_LAYER + "self_attn."
+_HAS_BIAS = "normalization=LayerNorm and norm_bias"
 
 
 def norm(canonical: str, hf: str, *symbols: str) -> tuple[Rule, ...]:
-    """Weight and bias of a LayerNorm."""
+    """Weight and, of a LayerNorm that has one, bias of a norm."""
     return (
         copy(f"{canonical}.weight", f"{hf}.weight", *(symbols or ("H",)), init="ones"),
-        copy(f"{canonical}.bias", f"{hf}.bias", *(symbols or ("H",)), init="zeros", when="norm_bias"),
+        copy(f"{canonical}.bias", f"{hf}.bias", *(symbols or ("H",)), init="zeros", when=_HAS_BIAS),
     )
 
 

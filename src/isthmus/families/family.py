@@ -73,7 +73,10 @@ class Key:
     def write(self, value: Any, arch: Architecture) -> Any:
         """What the config says for ``value``."""
         if self.choices is not None:
-            return next(word for word, meaning in self.choices.items() if meaning == value)
+            words = [word for word, meaning in self.choices.items() if meaning == value]
+            if not words:
+                raise UsageError(f"config.json has no word for {value} under {self.hf}; {_either(self.choices)} is.")
+            return words[0]
         return value if self.encode is None or value is None else self.encode(value, arch)
 
 
@@ -134,6 +137,8 @@ class Family:
     """What the family calls ``rope_theta`` and ``partial_rotary_factor``, where it does not call them so."""
     ignorable: tuple[str, ...] = ()
     """Endings of Hugging Face names that may be present and are not weights."""
+    auto_map: Mapping[str, str] = field(default_factory=dict)
+    """Classes that travel with an export as files, where transformers has none of its own."""
 
     def to_architecture(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Architecture:
         """Read a Hugging Face config.
@@ -200,12 +205,16 @@ class Family:
         """Write a Hugging Face config of ``arch``.
 
         What ``base`` (the config a model came with) says already in its own way is left as it is, down to the keys it
-        leaves out; whatever else it holds is carried along. ``dtype`` is a torch name such as ``bfloat16``.
+        leaves out; whatever else it holds is carried along, of another family's config what all of them have alike.
+        ``dtype`` is a torch name such as ``bfloat16``; None keeps that of ``base``.
         """
         known = dict(base or {})
         # Remote code is not carried along: the tensors are those of the plain architecture.
         known.pop("auto_map", None)
         config = known | {"architectures": [self.hf_architecture], "model_type": self.name}
+        if known.get("model_type", self.name) != self.name:
+            config = {key: value for key, value in config.items() if key in _ALIKE}
+            known = {}
         for name, key in self.keys.items():
             value = field_of(arch, name)
             if not known or key.read(known) != value:
@@ -223,9 +232,10 @@ class Family:
         if arch.position == "rope":
             context = {"max_position_embeddings": arch.max_position_embeddings}
             config |= write_rotary(arch, context | known, self.rope_defaults, self.rope_names)
-        if dtype is not None:
-            config |= {"dtype": dtype, "torch_dtype": dtype}
-        return config
+        if self.auto_map:
+            config["auto_map"] = dict(self.auto_map)
+        dtype = dtype or config.get("dtype", config.get("torch_dtype"))
+        return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}
 
     def placements(self, arch: Architecture) -> dict[str, Placement]:
         """Every tensor of the whole model by canonical name, in the order of the rules, layer after layer."""
@@ -263,6 +273,7 @@ class Family:
 
 
 _TYPE_WORDS = {int: "positive whole number", float: "number that is not negative", bool: "boolean"}
+_ALIKE = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 _INNER: Mapping[str, Callable[..., Any]] = {"moe": Moe, "mla": Mla}
 
 

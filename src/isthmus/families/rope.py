@@ -53,9 +53,9 @@ def read_rotary(
         DataError: a number is missing, is not positive, or does not fit a head.
     """
     hf = {**hf, **{plain: hf[own] for plain, own in names.items() if hf.get(own) is not None}}
-    window_theta = None
+    own: dict[str, Any] = {}
     if _WINDOW_THETA in defaults:
-        hf, window_theta = _by_layer(hf, defaults)
+        hf, own["window_rotary_base"] = _by_layer(hf, defaults)
     base, scaling = read_rope(hf, defaults)
     share = _first(_said(hf, defaults).get(_SHARE), hf.get(_SHARE), defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
@@ -66,12 +66,7 @@ def read_rotary(
     for name in _LISTS:
         if scaling is not None and (factors := getattr(scaling, name)) and len(factors) != width // 2:
             raise DataError(f"config.json: {name} needs {width // 2} numbers, got {len(factors)}.")
-    return {
-        "rotary_base": base,
-        "rope_scaling": scaling,
-        "rotary_percent": float(share),
-        "window_rotary_base": window_theta,
-    }
+    return {"rotary_base": base, "rope_scaling": scaling, "rotary_percent": float(share), **own}
 
 
 def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], float]:

@@ -75,9 +75,9 @@ class Rule:
     dtype: Literal["float32"] | None = None
     """Kept in this type by Megatron-Core whatever the model's is."""
     when: str | None = None
-    """The rule holds only where this field of the Architecture (``moe.shared_gate`` looks inside) is true."""
+    """The rule holds only where this is so, see :func:`is_so`."""
     unless: str | None = None
-    """The rule holds only where this field of the Architecture is false."""
+    """The rule holds only where this is not so."""
     layers: Layers = "all"
     """The rule holds only in layers of this kind."""
     alias: bool = False
@@ -85,7 +85,7 @@ class Rule:
 
     def holds(self, arch: Architecture) -> bool:
         """Whether a model of this architecture has the tensor."""
-        return (self.when is None or _true(arch, self.when)) and (self.unless is None or not _true(arch, self.unless))
+        return (self.when is None or is_so(arch, self.when)) and (self.unless is None or not is_so(arch, self.unless))
 
     @property
     def of_expert(self) -> bool:
@@ -174,8 +174,18 @@ def field_of(arch: Architecture, path: str) -> Any:
     return reduce(lambda value, name: None if value is None else getattr(value, name), path.split("."), arch)
 
 
-def _true(arch: Architecture, path: str) -> bool:
-    return bool(field_of(arch, path))
+def is_so(arch: Architecture, condition: str) -> bool:
+    """Whether a condition on fields of the Architecture holds, such as ``mlp_bias and form=post|sandwich``.
+
+    A field alone must be true, one with words behind it must be one of these; ``moe.shared_gate`` looks inside.
+    """
+
+    def holds(term: str) -> bool:
+        path, _, words = term.partition("=")
+        value = field_of(arch, path)
+        return value in words.split("|") if words else bool(value)
+
+    return all(holds(term) for term in condition.split(" and "))
 
 
 def copy(canonical: str, hf: str, *symbols: str, **how: Any) -> Rule:
@@ -204,3 +214,8 @@ def under(rules: tuple[Rule, ...], renamed: Mapping[str, str]) -> tuple[Rule, ..
     return tuple(
         replace(rule, parts=tuple(Part(name(part.name), part.symbols) for part in rule.parts)) for rule in rules
     )
+
+
+def where(condition: str, *rules: Rule) -> tuple[Rule, ...]:
+    """The same rules, which hold only where this is so besides."""
+    return tuple(replace(rule, when=" and ".join(filter(None, (rule.when, condition)))) for rule in rules)

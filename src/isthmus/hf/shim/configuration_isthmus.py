@@ -142,7 +142,7 @@ class IsthmusConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]  # t
         self.head_dim = head_dim or hidden_size // num_attention_heads
         self.max_position_embeddings = max_position_embeddings
         self.position_embedding_type = position_embedding_type
-        rotary = dict(rope_scaling or rope_parameters or {"rope_type": "default"})
+        rotary = dict(rope_parameters or rope_scaling or {"rope_type": "default"})
         rotary["rope_theta"] = rotary.get("rope_theta") or rope_theta or 10000.0
         rotary.setdefault("partial_rotary_factor", kwargs.pop("partial_rotary_factor", 1.0))
         self.rope_parameters = rotary
