@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,15 @@ def convert(
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16; default: as it is.")] = None,
     hf_like: HfLike = None,
     bin: Bin = False,
+    hf_family: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="model_type to write with --to hf; isthmus brings its own modelling files."),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="REPO_ID", help="Upload the Hugging Face folder to this repository in the end."),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="A repository that --push makes is open to all.")] = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:
@@ -55,10 +65,22 @@ def convert(
     grid = Grid(**asked) if asked else None
     target: Any = to
     names: Any = spelling
+    if push is not None:
+        from isthmus.hf.hub import check_name
+
+        check_name(push)
+        target = target or "hf"
+        if target != "hf":
+            raise UsageError(f"--push uploads a Hugging Face folder, and this writes {target}. Leave one of them out.")
     with progress_bar("converting") as progress:
         done = run(
-            source, destination, target,
-            dtype=chosen, hf_like=hf_like, grid=grid, spelling=names, bin=bin, progress=progress,
+            source, destination, target, dtype=chosen, hf_like=hf_like, hf_family=hf_family,
+            grid=grid, spelling=names, bin=bin, progress=progress,
         )  # fmt: skip
     show(done, as_json=json)
+    if push is not None:
+        from isthmus.hf.hub import push as upload
+
+        address = upload(destination, push, private=not public, say=lambda told: print(told, file=sys.stderr))
+        print(f"pushed to {address}", file=sys.stderr)
     return 0

@@ -103,14 +103,18 @@ def _stopped_early(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def show(result: Any, *, as_json: bool) -> None:
-    """Print a recipe's result to stdout."""
+    """Print a recipe's result to stdout, the items of a list below each other."""
     values: dict[str, Any] = result.as_dict()
     if as_json:
         print(json.dumps(values), flush=True)
         return
     width = max(map(len, values), default=0)
     for name, value in values.items():
-        if value is not None:
-            text = f"{value:,.6g}" if isinstance(value, float) else str(value)
-            sys.stdout.write(f"{name.replace('_', ' '):<{width}}  {text}\n")
+        if value is None or value == []:
+            continue
+        label = name.replace("_", " ")
+        for item in value if isinstance(value, list) else [value]:
+            text = f"{item:,.6g}" if isinstance(item, float) else str(item)
+            sys.stdout.write(f"{label:<{width}}  {text}\n")
+            label = ""
     sys.stdout.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,13 @@ from isthmus.convert.to_legacy import LegacyFiles, LiveSpelling, padded_vocab_si
 from isthmus.convert.to_torch_dist import TorchDistFiles, common_content
 from isthmus.engine.names import TRACKER
 from isthmus.errors import UsageError
+from isthmus.families.family import Family
+from isthmus.families.registry import all_families
+from isthmus.families.restate import restate
 from isthmus.hf.folder import write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
+
+FLAG = "trust_remote_code=True"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,8 @@ class Converted:
     """What Megatron-LM has to be told on its command line, since it does not take it from a checkpoint."""
     megatron_lacks: list[str]
     """What the model computes and Megatron-LM has no switch for; Isthmus has."""
-    notes: str | None = None
-    """What was decided about the source's tensors on the way in."""
+    notes: list[str]
+    """What was decided about the source's tensors on the way in, and what users of the destination have to know."""
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -58,6 +63,7 @@ def convert(
     *,
     dtype: torch.dtype | None = None,
     hf_like: Path | None = None,
+    hf_family: str | None = None,
     grid: Grid | None = None,
     spelling: LiveSpelling | None = None,
     bin: bool = False,
@@ -71,6 +77,8 @@ def convert(
         to: ``hf``, ``torch_dist`` or ``torch`` (legacy); None is ``torch_dist`` for a Hugging Face folder, else ``hf``.
         dtype: of the tensors; None keeps what each of them has.
         hf_like: see :func:`~isthmus.convert.stored.open_stored`.
+        hf_family: of the Hugging Face folder to write; None is that of the source. ``isthmus`` can say any model
+            that is built here except latent attention, and brings its modelling files along.
         grid: ranks of a legacy checkpoint; the other formats have none.
         spelling: names in a legacy checkpoint; None is ``te``, what Megatron-LM takes by default.
         bin: see :func:`~isthmus.convert.stored.open_stored`.
@@ -89,6 +97,12 @@ def convert(
             f"{target} has neither layout nor spelling: it is read under any. "
             "Leave --tp, --pp, --vpp, --ep, --etp and --spelling out, or --to torch."
         )
+    if hf_family is not None:
+        if target != "hf":
+            raise UsageError(
+                f"--hf-family is for Hugging Face folders, and this writes {target}. Leave it out, or --to hf."
+            )
+        stored = _restated(stored, hf_family)
     grid = grid or Grid()
     grid.check(stored.arch)
     placements = own_placements(stored.family, stored.arch)
@@ -127,8 +141,27 @@ def convert(
         time_s=time.monotonic() - start_s,
         megatron_flags=flags_to_give(stored.arch) if target != "hf" else [],
         megatron_lacks=without_switch(stored.arch) if target != "hf" else [],
-        notes="; ".join(stored.said) or None,
+        notes=[*stored.said, *(notes_on(stored.family) if target == "hf" else [])],
     )
+
+
+def notes_on(family: Family) -> list[str]:
+    """What whoever loads an exported folder of the family has to know."""
+    if not family.auto_map:
+        return []
+    return [
+        f"transformers has no class for this model: its modelling files lie in the folder, and {FLAG} runs them.",
+        f"Load it with AutoModelForCausalLM.from_pretrained(DST, {FLAG}). "
+        "Without that transformers refuses the folder; so do programs that never run a model's own code, as llama.cpp.",
+    ]
+
+
+def _restated(stored: Stored, hf_family: str) -> Stored:
+    """The same model, to be written as one of another family."""
+    if hf_family not in all_families():
+        raise UsageError(f"--hf-family {hf_family} is not known. Known are {', '.join(all_families())}.")
+    family = all_families()[hf_family]
+    return replace(stored, family=family, arch=restate(stored.arch, stored.family, family))
 
 
 def _lay_out(
@@ -161,9 +194,7 @@ def _write_beside(
     inner = folder if target == "hf" else folder / HF_PART
     inner.mkdir(exist_ok=True)
     dtype = str(_main_dtype(dtypes)).removeprefix("torch.")
-    said = stored.like.config.get("dtype", stored.like.config.get("torch_dtype"))
-    # What the config said stays as it said it, unless the tensors are of another type now.
-    config = stored.family.to_hf_config(stored.arch, stored.like.config, dtype=None if said == dtype else dtype)
+    config = stored.family.to_hf_config(stored.arch, stored.like.config, dtype=dtype)
     write_model_files(inner, stored.like, config)
     if target != "hf":
         (folder / TRACKER).write_text("release", encoding="utf-8")

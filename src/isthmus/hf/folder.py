@@ -19,9 +19,11 @@ from isthmus.hf.tensors import TensorInfo, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
+_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SMALL_FILES = (
     *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template*", "*.jinja", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+    *("chat_template*", "*.jinja", GENERATION_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
@@ -136,13 +138,26 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def write_model_files(folder: Path, source: ModelFolder | None, hf_config: Mapping[str, Any]) -> None:
     """Write ``config.json`` into ``folder`` and copy the small files of ``source`` there, byte for byte.
 
+    A config whose classes are our own (``auto_map``) is followed by their files, and one whose source has no
+    ``generation_config.json`` by one of the same meaning: later versions of transformers do not look into the config.
+
     Raises:
         OSError: the disk refuses; ``hf.staged.disk_errors`` turns it into an error for the user.
     """
-    text = json.dumps(hf_config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    for path in source.small_files() if source else ():
+    _write_json(folder / "config.json", hf_config)
+    generation = {key: hf_config[key] for key in _GENERATION if hf_config.get(key) is not None}
+    if generation:
+        _write_json(folder / GENERATION_FILE, generation)
+    for path in [*(source.small_files() if source else ()), *(_modelling_files() if "auto_map" in hf_config else ())]:
         shutil.copyfile(path, folder / path.name)
+
+
+def _modelling_files() -> list[Path]:
+    return sorted(path for path in (Path(__file__).parent / "shim").glob("*.py") if path.name != "__init__.py")
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _is_small(name: str) -> bool:

@@ -1,0 +1,67 @@
+"""Uploads a model folder to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+
+from isthmus.errors import IOFailure, UsageError
+
+
+def check_name(repo_id: str) -> None:
+    """Refuse what is no name of a repository.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UsageError(f"--push {repo_id}: {_one_line(error)} Give NAMESPACE/NAME.") from None
+
+
+def push(folder: Path, repo_id: str, *, private: bool, say: Callable[[str], None]) -> str:
+    """Upload a whole folder; the repository is made if there is none.
+
+    Args:
+        folder: stays as it is, whatever happens.
+        repo_id: ``namespace/name``.
+        private: whether a repository that is made is; one that exists stays as it is.
+        say: told what will be uploaded, before anything is.
+
+    Returns:
+        The repository's address.
+
+    Raises:
+        IOFailure: no token, no network, no right to write there, or the upload broke off.
+    """
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    kind = "a private repository" if private else "a repository open to all"
+    say(f"pushing {len(files)} files, {size / 2**30:,.2f} GiB, from {folder} to {repo_id} ({kind}, if it is new)")
+    api = HfApi()
+    try:
+        address = str(api.create_repo(repo_id, private=private, exist_ok=True))
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload the model")
+    except Exception as error:  # besides its own it has those of its HTTP library, which is another in each version
+        raise IOFailure(
+            f"{folder} is complete, but was not pushed to {repo_id}: {_reason(error)}. "
+            f"When that is mended: hf upload {repo_id} {folder}"
+        ) from error
+    return address
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, LocalTokenNotFoundError):
+        return "nobody is logged in here (hf auth login, or HF_TOKEN)"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    return _one_line(error).rstrip(".")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
