@@ -10,6 +10,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isthmus.data.store import SampleStore
+from isthmus.families.isthmus import FAMILY as ISTHMUS
+from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
+from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
+
+# As if transformers had the class: tests of the files that travel with an export take it away again.
+AutoConfig.register("isthmus", IsthmusConfig)
+AutoModelForCausalLM.register(IsthmusConfig, IsthmusForCausalLM)
 
 VOCAB = 77
 """No multiple of any number of ranks, so that the embedding is padded."""
@@ -64,6 +71,19 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"head_dim": 8},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    # GPT-2 with experts, which transformers has no class for.
+    "isthmus": {
+        "position_embedding_type": "learned",
+        "normalization": "LayerNorm",
+        "hidden_act": "gelu",
+        "gated_mlp": False,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "mlp_only_layers": [2],
+        "auto_map": dict(ISTHMUS.auto_map),
+        **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "expert_mlp_bias"), True),
+    },
     "deepseek_v3": _LATENT | {"n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
 }
 """Sizes of families that have some."""

@@ -137,14 +137,12 @@ FAMILY = Family(
         "activation": Key("hidden_act", default="silu", choices=_ACTIVATIONS),
         "gated": flag("gated_mlp", default=True),
         "mlp_bias": flag("mlp_bias"),
-        "output_bias": flag("lm_head_bias"),
         "embedding_multiplier": _number("embedding_multiplier", 1.0),
         "residual_multiplier": _number("residual_multiplier", 1.0),
         "logits_multiplier": _number("logits_multiplier", 1.0),
         "logits_softcap": _number("logits_softcap", None),
     },
     derived={"unrotated_layers": _layers("unrotated_layers"), "moe": Derived(_read_moe, _write_moe)},
-    fixed={"quantization_config": decoder.FIXED["quantization_config"]},
     sliding_window="pattern",
     rope_defaults={"partial_rotary_factor": 1.0},
     rules=(
@@ -193,7 +191,6 @@ FAMILY = Family(
         *where("form=post|sandwich", *norm(_LAYER + "post_mlp_layernorm", _HF_LAYER + "post_mlp_layernorm")),
         *norm("decoder.final_layernorm", "model.norm"),
         *decoder.HEAD[1:],
-        copy("output_layer.bias", "lm_head.bias", "V", shard="vocab", init="zeros", when="output_bias"),
     ),
     ignorable=decoder.IGNORABLE,
 )

@@ -61,7 +61,6 @@ class IsthmusConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]  # t
         router_float32: the router's weights are float32 whatever the model's type is.
         expert_mlp_bias: experts have biases.
         tie_word_embeddings: logits come from the embedding.
-        lm_head_bias: logits have a bias.
         embedding_multiplier: what embeddings are multiplied by.
         residual_multiplier: what a block adds to the residual stream is multiplied by it.
         logits_multiplier: what logits are multiplied by.
@@ -124,7 +123,6 @@ class IsthmusConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]  # t
         router_float32: bool = False,
         expert_mlp_bias: bool = False,
         tie_word_embeddings: bool = False,
-        lm_head_bias: bool = False,
         embedding_multiplier: float = 1.0,
         residual_multiplier: float = 1.0,
         logits_multiplier: float = 1.0,
@@ -183,7 +181,6 @@ class IsthmusConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]  # t
         self.router_bias = router_bias
         self.router_float32 = router_float32
         self.expert_mlp_bias = expert_mlp_bias
-        self.lm_head_bias = lm_head_bias
         self.embedding_multiplier = embedding_multiplier
         self.residual_multiplier = residual_multiplier
         self.logits_multiplier = logits_multiplier

@@ -236,7 +236,7 @@ class IsthmusForCausalLM(IsthmusPreTrainedModel, GenerationMixin):
     def __init__(self, config: IsthmusConfig) -> None:
         super().__init__(config)
         self.model = IsthmusModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
