@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jinja2
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from isthmus.data.templates import default_template
@@ -49,7 +49,9 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
     if bare and (rebuilt := read_sentencepiece(path)) is not None:
         return Tokenizer(rebuilt, differs_from_files=True)
     try:
-        inner = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        inner = AutoTokenizer.from_pretrained(
+            path, config=_stand_in(path), trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:  # each kind of tokenizer fails in its own way
         reason = str(error).strip().split("\n")[0]
         if "trust_remote_code" in str(error):
@@ -60,6 +62,20 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
             raise IOFailure(f"{path}: the tokenizer cannot be read: {reason}.") from error
         raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {reason}") from error
     return Tokenizer(inner)
+
+
+def _stand_in(path: Path) -> PreTrainedConfig | None:
+    """A config without content for a model that transformers has no class for: its code need not run for a tokenizer.
+
+    None leaves it to transformers to read the folder's.
+    """
+    try:
+        said = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        unknown = said["model_type"] not in CONFIG_MAPPING
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    kept: dict[str, Any] = {"tokenizer_class": said.get("tokenizer_class")}
+    return PreTrainedConfig(**kept) if unknown else None
 
 
 class Tokenizer:

@@ -69,6 +69,7 @@ class IsthmusConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]  # t
     """
 
     model_type = "isthmus"
+    _auto_class = "AutoConfig"
     keys_to_ignore_at_inference = ("past_key_values",)
 
     def __init__(

@@ -174,6 +174,8 @@ class IsthmusPreTrainedModel(PreTrainedModel):  # type: ignore[misc, unused-igno
 class IsthmusModel(IsthmusPreTrainedModel):
     """Embedding, layers and the last norm."""
 
+    _auto_class = "AutoModel"  # save_pretrained writes these files again
+
     def __init__(self, config: IsthmusConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -231,6 +233,7 @@ class IsthmusModel(IsthmusPreTrainedModel):
 class IsthmusForCausalLM(IsthmusPreTrainedModel, GenerationMixin):
     """The model with logits."""
 
+    _auto_class = "AutoModelForCausalLM"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  # transformers changes it
 
     def __init__(self, config: IsthmusConfig) -> None:
