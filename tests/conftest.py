@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 # Set before anything imports torch or transformers. Tests share few cores with each other, and reach no hub.
@@ -10,9 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# Where transformers keeps the code of models that bring some: each process has its own.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="isthmus-tests-")
 
 import pytest
 
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

@@ -45,6 +45,17 @@ def _layered(local_theta: float) -> dict[str, Any]:
     return {"sliding_window": 20, "layer_types": _kinds("sfss"), "rope_parameters": rope}
 
 
+MIXED = {
+    **{"position_embedding_type": "rope", "layer_form": "sandwich", "norm_bias": False, "norm_zero_centered": True},
+    **{"qk_norm": True, "attention_softcap": 1.0, "attention_sinks": True, "sliding_window": 7},
+    **{"layer_types": _kinds("sfsf"), "unrotated_layers": [1], "residual_multiplier": 0.5, "gated_mlp": True},
+    **{"scoring_func": "sigmoid", "router_expert_bias": True, "n_group": 3, "topk_group": 2, "norm_topk_prob": True},
+    **{"router_bias": True, "logits_softcap": 3.0, "embedding_multiplier": 4.0, "tie_word_embeddings": True},
+    **{"rotary_interleaved": True, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+}
+"""What no family of transformers has together."""
+
+
 # Each case with the settings that turn off what it is about: logits without it must be visibly others.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "llama-untied": ("llama", {"tie_word_embeddings": False}, None),
@@ -102,6 +113,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"topk_group": 2},
     ),
     "glm4_moe-plain": ("glm4_moe", {"n_shared_experts": 2, "norm_topk_prob": False}, {"norm_topk_prob": True}),
+    "isthmus": ("isthmus", {}, {"num_experts_per_tok": 1}),
+    "isthmus-all-at-once": (
+        "isthmus",
+        MIXED,
+        MIXED | {"residual_multiplier": 1.0, "attention_softcap": None, "unrotated_layers": []},
+    ),
+    "isthmus-side-by-side": (
+        "isthmus",
+        {"layer_form": "parallel_two_norms", "num_experts_per_tok": 1, "hidden_act": "gelu_pytorch_tanh"},
+        {"layer_form": "parallel_two_norms", "num_experts_per_tok": 2, "hidden_act": "gelu_pytorch_tanh"},
+    ),
     "gpt_oss": ("gpt_oss", {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}),
     "gpt_oss-all-windows": (
         "gpt_oss",

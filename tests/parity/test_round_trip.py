@@ -42,6 +42,7 @@ WITH_EXPERTS = [
     "ernie4_5_moe",
     "glm4_moe",
     "gpt_oss",
+    "isthmus",
 ]
 LAYOUTS = [
     pytest.param(1, {}, id="one"),

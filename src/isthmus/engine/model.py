@@ -54,7 +54,7 @@ def transformer_config(
         rotary_interleaved=architecture.rotary_interleaved,
         qk_layernorm=architecture.qk_norm,
         add_qkv_bias=architecture.qkv_bias,
-        add_bias_linear=architecture.mlp_bias,  # those of attention are said in its spec
+        add_bias_linear=False,  # each spec says its own
         gated_linear_unit=architecture.gated,
         activation_func=F.silu if architecture.activation == "silu" else F.gelu,
         use_te_activation_func=True,  # the switch that lets a spec bring its activation; no TransformerEngine in it
@@ -97,6 +97,7 @@ def _expert_settings(architecture: Architecture) -> dict[str, Any]:
         # A list says that layers are not alike, and each has its own keys in a checkpoint.
         "moe_layer_freq": 1 if all(layers) else layers,
         "moe_router_dtype": "fp32",
+        "moe_router_pre_softmax": True,  # its router is not built; without the switch it refuses a top_k of 1
     }
 
 

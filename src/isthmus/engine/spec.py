@@ -95,7 +95,7 @@ def layer_spec(architecture: Architecture, *, moe: bool) -> ModuleSpec:
         "mlp": ModuleSpec(
             module=MoeBlock if moe else MLP,
             params={"moe": architecture.moe} if moe else {},
-            submodules=mlp_modules(architecture),
+            submodules=mlp_modules(architecture, moe=moe),
         ),
         "mlp_bda": get_bias_dropout_add,
         "sharded_state_dict_keys_map": fused,
@@ -118,7 +118,7 @@ def attention_spec(architecture: Architecture) -> ModuleSpec:
         return ModuleSpec(module=LatentAttention, params={"architecture": architecture})
     provider = TorchProvider()
     each_head = architecture.qk_norm and architecture.qk_norm_over == "head"
-    qk_norm = provider.layer_norm(rms_norm=architecture.normalization == "RMSNorm", for_qk=True) if each_head else None
+    qk_norm = norm_spec(architecture) if each_head else None
     return ModuleSpec(
         module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "architecture": architecture},
@@ -134,12 +134,14 @@ def attention_spec(architecture: Architecture) -> ModuleSpec:
     )
 
 
-def mlp_modules(architecture: Architecture) -> MLPSubmodules:
-    """The parts of a feed-forward block, or of one expert."""
+def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
+    """The parts of a feed-forward block, or of one expert, whose biases :class:`~isthmus.engine.moe.MoeBlock` knows."""
     provider = TorchProvider()
+    kinds = (provider.column_parallel_linear(), provider.row_parallel_linear())
+    fc1, fc2 = kinds if moe else (with_bias(kind, architecture.mlp_bias) for kind in kinds)
     return MLPSubmodules(
-        linear_fc1=provider.column_parallel_linear(),
-        linear_fc2=provider.row_parallel_linear(),
+        linear_fc1=fc1,
+        linear_fc2=fc2,
         activation_func=activation_spec(architecture),
     )
 
