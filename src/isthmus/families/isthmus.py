@@ -142,6 +142,7 @@ FAMILY = Family(
         "logits_multiplier": _number("logits_multiplier", 1.0),
         "logits_softcap": _number("logits_softcap", None),
     },
+    fixed={"pruned_heads": decoder.FIXED["pruned_heads"]},
     derived={"unrotated_layers": _layers("unrotated_layers"), "moe": Derived(_read_moe, _write_moe)},
     sliding_window="pattern",
     rope_defaults={"partial_rotary_factor": 1.0},
