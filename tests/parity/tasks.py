@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import tempfile
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from isthmus.cli.main import main
 from isthmus.data.batches import Batches, MicroBatch
 from isthmus.data.store import SampleStore
 from isthmus.engine.attention import Segments
@@ -50,6 +53,17 @@ def rounding(*, model: str, lengths: list[int], vocab_size: int) -> dict[str, fl
     decoder = load_model(model, precision="bf16")
     ours = torch.cat([model_logits(decoder, sample) for sample in samples])
     return {"theirs": (theirs - exact).pow(2).mean().sqrt().item(), "ours": (ours - exact).pow(2).mean().sqrt().item()}
+
+
+def commands(*, lines: list[list[str]]) -> list[dict[str, Any]]:
+    """Command lines one after the other: exit code, and what each printed to standard output and error."""
+    done = []
+    for words in lines:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(words)
+        done.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
+    return done
 
 
 def twice(*, models: list[str], tokens: list[int]) -> list[list[float]]:

@@ -9,6 +9,7 @@ import typer
 
 from isthmus.cli.train import Debug, Json, show
 from isthmus.cli.transfer import Bin, HfLike, progress_bar
+from isthmus.errors import UsageError
 
 
 def verify(
@@ -16,13 +17,29 @@ def verify(
     second: Annotated[Path, typer.Argument(metavar="B", help="The one to compare it with.")],
     hf_like: HfLike = None,
     bin: Bin = False,
+    logits: Annotated[
+        bool,
+        typer.Option("--logits", help="Run both in float32 on the same tokens as well, and compare what they say."),
+    ] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0.0, metavar="X", help="Difference of a logit that counts as none; 1e-4.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Length of a sample of --logits; 64.")] = None,
+    layer_by_layer: Annotated[
+        bool, typer.Option("--layer-by-layer", help="Hold the weights of one layer at a time, as if memory were short.")
+    ] = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:
     """Compare two models bit by bit, in whichever formats; exit code 1 if they differ."""
+    if not logits and (tolerance is not None or tokens is not None or layer_by_layer):
+        raise UsageError("--tolerance, --tokens and --layer-by-layer are about --logits. Give that as well.")
+    from isthmus.convert.logits import TOLERANCE, LogitsCheck
     from isthmus.convert.verify import verify as run
 
+    check = LogitsCheck(tolerance=TOLERANCE if tolerance is None else tolerance, tokens=tokens, by_layer=layer_by_layer)
     with progress_bar("comparing") as progress:
-        found = run(first, second, hf_like=hf_like, bin=bin, progress=progress)
+        asked = check if logits else None
+        found = run(first, second, hf_like=hf_like, bin=bin, logits=asked, progress=progress)
     show(found, as_json=json)
     return 0

@@ -24,12 +24,12 @@ class WovenWeights:
             DataError, MissingInput: it does not, see :func:`~isthmus.convert.coverage.check_coverage`.
         """
         check_coverage(source, family, arch)
-        self._source, self._arch = source, arch
+        self.source, self._arch = source, arch
         self._placements = own_placements(family, arch)
 
     def __str__(self) -> str:
         """For messages."""
-        return str(self._source)
+        return str(self.source)
 
     def dtype(self, canonical: str) -> torch.dtype:
         """See :class:`~isthmus.convert.canonical.CanonicalWeights`.
@@ -37,7 +37,7 @@ class WovenWeights:
         Raises:
             UsageError: tensors that become one differ in their dtype.
         """
-        found = {name: self._source.tensors[name].dtype for name in self._placements[canonical].hf}
+        found = {name: self.source.tensors[name].dtype for name in self._placements[canonical].hf}
         if len(set(found.values())) > 1:
             told = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in found.items())
             raise UsageError(f"{self}: {told}, and they become one tensor. Choose its type: --dtype.")
@@ -47,9 +47,9 @@ class WovenWeights:
         """See :class:`~isthmus.convert.canonical.CanonicalWeights`."""
         placed = self._placements[canonical]
         height = rows.stop - rows.start
-        metas = [self._source.tensors[name].dtype for name in placed.hf]
+        metas = [self.source.tensors[name].dtype for name in placed.hf]
         widest = max(metas, key=lambda dtype: dtype.itemsize)
         found = torch.empty((height, *placed.rule.canonical_shape(self._arch)[1:]), dtype=widest)
         for piece in pieces_of(placed.rule, self._arch, (rows,), (slice(0, height),), placed.expert):
-            self._source.read(placed.hf[piece.part], piece.hf, into=piece.view(found))
+            self.source.read(placed.hf[piece.part], piece.hf, into=piece.view(found))
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from isthmus.convert.canonical import own_placements
 from isthmus.convert.from_torch_dist import checkpoint_folder
+from isthmus.convert.logits import LogitsCheck, LogitsCompared, compare_logits
 from isthmus.convert.manifest import Digests, read_manifest
 from isthmus.convert.pytorch_bin import has_bin
 from isthmus.convert.source import Meta
 from isthmus.convert.stored import Stored, open_stored
 from isthmus.convert.stream import Progress, stream
-from isthmus.errors import CheckFailed, DataError, MissingInput
+from isthmus.errors import CheckFailed, DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Placement
 from isthmus.families.rule import Shape
@@ -42,10 +43,18 @@ class Verified:
     num_bytes: int
     checksums: tuple[bool, ...]
     """Whether each side brought checksums of its own; they were checked then."""
+    logits: LogitsCompared | None = None
+    """What both sides said of the same tokens, if that was asked for."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name."""
-        return asdict(self)
+        """All fields by name, those of the logits beside the others."""
+        fields = asdict(self)
+        logits = fields.pop("logits") or {}
+        return fields | {
+            "logits_max_abs": logits.get("max_abs"),
+            "logits_mean_kl_nats": logits.get("mean_kl_nats"),
+            "logits_run": logits.get("how"),
+        }
 
 
 @torch.no_grad()
@@ -55,6 +64,7 @@ def verify(
     *,
     hf_like: Path | None = None,
     bin: bool = False,
+    logits: LogitsCheck | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Verified:
     """Compare two models; they are the same if their configs mean the same and every tensor has the same bits.
@@ -64,19 +74,40 @@ def verify(
         second: the same.
         hf_like: config of a checkpoint that brings none.
         bin: of a Hugging Face folder that has ``pytorch_model*.bin``, read these instead of safetensors.
+        logits: run both models as well, even if they differ, and compare what they say.
         progress: called with bytes compared and bytes in all.
 
     Raises:
         CheckFailed: they differ; the message says where.
         DataError: one of them is not what its checksums say.
-        MissingInput, DataError, UnsafeInput, UsageError: one of them cannot be read.
+        MissingInput, DataError, UnsafeInput, UsageError: one of them cannot be read, or run.
     """
     if bin and not has_bin(first) and not has_bin(second):
         raise MissingInput(f"neither {first} nor {second} holds pytorch_model*.bin. Leave --bin out.")
-    sides = [_open(path, hf_like, bin) for path in (first, second)]
-    a, b = sides
-    if faults := _configs(a, b):
-        raise CheckFailed(f"{first} and {second} are not the same model: {'; '.join(faults)}.")
+    a, b = (_open(path, hf_like, bin) for path in (first, second))
+    faults = [f"they are not the same model: {'; '.join(unlike)}"] if (unlike := _configs(a, b)) else []
+    verified = None
+    if not unlike or (logits is not None and _shapes(a) == _shapes(b)):
+        verified, differing = _tensors(a, b, progress)
+        faults += [differing] if differing else []
+    compared = None
+    if logits is not None:
+        try:
+            compared = compare_logits(a, b, logits, progress)
+        except UsageError as error:
+            if not faults:
+                raise
+            faults.append(f"their logits were not compared: {str(error).rstrip('.')}")
+    if faults or (compared is not None and not compared.same):
+        told = [*faults, *([str(compared)] if compared is not None else [])]
+        raise CheckFailed(f"{first} and {second}: {'; '.join(told)}.")
+    assert verified is not None
+    return replace(verified, logits=compared)
+
+
+def _tensors(a: Stored, b: Stored, progress: Progress) -> tuple[Verified, str]:
+    """Compare the tensors of two models that have the same ones; in words how they differ, if they do."""
+    sides = (a, b)
     placements = own_placements(a.family, a.arch)
     metas = {
         name: Meta(a.weights.dtype(name), placed.rule.canonical_shape(a.arch)) for name, placed in placements.items()
@@ -97,13 +128,16 @@ def verify(
     for side, sums, digests in zip(sides, wanted, found, strict=True):
         _check_sums(side, sums, digests.found())
     shapes = a.family.hf_shapes(a.arch)
-    if faults := differing.told(shapes):
-        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise CheckFailed(
-            f"{first} and {second} differ in {len(faults)} of {len(shapes)} tensors: "
-            f"{'; '.join(faults[:_SHOWN])}{more}."
-        )
-    return Verified((a.format, b.format), a.family.name, len(shapes), total, tuple(bool(sums) for sums in wanted))
+    same = Verified((a.format, b.format), a.family.name, len(shapes), total, tuple(bool(sums) for sums in wanted))
+    if not (faults := differing.told(shapes)):
+        return same, ""
+    more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    return same, f"they differ in {len(faults)} of {len(shapes)} tensors: {'; '.join(faults[:_SHOWN])}{more}"
+
+
+def _shapes(side: Stored) -> dict[str, Shape]:
+    placements = own_placements(side.family, side.arch)
+    return {name: placed.rule.canonical_shape(side.arch) for name, placed in placements.items()}
 
 
 class _Differing:
@@ -163,7 +197,23 @@ def _configs(a: Stored, b: Stored) -> list[str]:
         return [f"family {a.family.name} and {b.family.name}"]
     # How weights would be drawn anew is no part of a model that has them.
     ours, theirs = (asdict(replace(side.arch, init_std=0.0)) for side in (a, b))
-    return [f"{name}={ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+    return list(_unlike(ours, theirs))
+
+
+def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Fields that differ, down to those of a field both have, such as ``rope_scaling.factor``."""
+    for name, one in ours.items():
+        other = theirs[name]
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from _unlike(one, other, f"{within}{name}.")
+        elif one != other:
+            yield f"{within}{name}={_said(one)} and {_said(other)}"
+
+
+def _said(value: Any) -> Any:
+    return (
+        {name: said for name, said in value.items() if said not in (None, ())} if isinstance(value, Mapping) else value
+    )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -125,7 +125,8 @@ class Decoder(GPTModel):
         self.architecture = architecture
         self.frequencies: Tensor
         self.register_buffer("frequencies", frequency_sets(architecture), persistent=False)
-        self.to(torch.cuda.current_device())
+        device = torch.cuda.current_device()
+        self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # some may get memory later
         self._mark_sharded_parameters()
         if first and architecture.position == "learned":
             positions = self.embedding.position_embeddings.to(config.params_dtype).weight

@@ -66,6 +66,24 @@ def test_what_cannot_be(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("words", [["--tolerance", "1"], ["--tokens", "8"], ["--layer-by-layer"]])
+def test_settings_of_logits_need_logits(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", model, model, *words]) == 2
+    assert "are about --logits" in capsys.readouterr().err
+
+
+def test_a_config_that_differs_is_named_down_to_the_number(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 10000.0}
+    for folder, factor in (("two", 2.0), ("four", 4.0)):
+        build_model_folder(tmp_path / folder, "qwen2", rope_parameters=rope | {"factor": factor})
+    assert main(["verify", str(tmp_path / "two"), str(tmp_path / "four")]) == 1
+    assert "not the same model: rope_scaling.factor=2.0 and 4.0." in capsys.readouterr().err
+    assert main(["verify", model, str(tmp_path / "two")]) == 1
+    assert "rope_scaling=None and {'kind': 'linear', 'factor': 2.0" in capsys.readouterr().err
+
+
 def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 66
     assert "is not there" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""Random tokens to run models on, long enough to reach what only shows later in a sequence where that is cheap."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+
+TOKENS = 64
+_CHEAP_MULTIPLICATIONS = 10**12
+_CHEAP_BYTES = 1 << 28
+
+
+def sample_lengths(
+    a: Architecture, b: Architecture, parameters: int, tokens: int | None
+) -> tuple[tuple[int, int], str]:
+    """How long two samples are that both models can be run on.
+
+    Args:
+        a: one model.
+        b: the other.
+        parameters: of the larger one.
+        tokens: what the user wants; None is 64.
+
+    Returns:
+        The lengths, of which the second is beyond any window or original context if that is cheap, and in words what is
+        not reached.
+
+    Raises:
+        UsageError: there are fewer positions than that.
+    """
+    limits = [arch.max_position_embeddings for arch in (a, b) if arch.position == "learned"]
+    if limits and tokens is not None and tokens > min(limits):
+        raise UsageError(f"--tokens {tokens}: there are {min(limits)} positions. Use {min(limits)} or fewer.")
+    short = min([tokens or TOKENS, *limits])
+    span = max(_span(arch) for arch in (a, b))
+    long = min([span + short, *limits])
+    if short > span or long == short:
+        return (short, short), ""
+    scores = long * max(arch.num_attention_heads for arch in (a, b))
+    if parameters * long <= _CHEAP_MULTIPLICATIONS and 4 * long * max(a.vocab_size, scores) <= _CHEAP_BYTES:
+        return (short, long), ""
+    return (short, short), f"; --tokens {long} would reach beyond the window or original context of {span}"
+
+
+def _span(arch: Architecture) -> int:
+    """Tokens after which attention, or the angle of positions, may no longer be what it was before."""
+    windows = [window for layer in range(arch.num_layers) if (window := arch.window(layer)) is not None]
+    scaling = arch.rope_scaling
+    contexts = [scaling.original_max_position_embeddings] if scaling is not None and scaling.kind != "linear" else []
+    return max([*windows, *contexts], default=0)
+
+
+def random_samples(vocab_size: int, lengths: tuple[int, int]) -> list[Tensor]:
+    """Random tokens, int64 [B, S]; samples of one length go through the weights together."""
+    generator = torch.Generator().manual_seed(0)
+    samples = [torch.randint(0, vocab_size, (1, length), generator=generator) for length in lengths]
+    return [torch.cat(samples)] if lengths[0] == lengths[1] else samples

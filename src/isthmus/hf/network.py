@@ -1,0 +1,198 @@
+"""A Hugging Face model run by transformers' own code, its weights read from wherever they are kept.
+
+Whole, it is loaded by ``from_pretrained``. A layer at a time, the same loader is given the tensors of one layer: it
+knows which tensors of a file become which parameter, such as experts that are one parameter in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers.utils import logging
+
+from isthmus.errors import DataError, UsageError
+
+_EXACT = {"dtype": torch.float32, "attn_implementation": "eager"}
+
+
+class Source(Protocol):
+    """Named tensors that can be read one by one."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """All tensors by name."""
+
+    def read(self, name: str) -> Tensor:
+        """One of them."""
+
+
+class HfNetwork:
+    """A decoder in float32 on the CPU, for looking at its logits and at what its layers make of their input."""
+
+    def __init__(self, config: Mapping[str, Any], source: Source, *, by_layer: bool) -> None:
+        """Build the model, and load it unless it is to run layer by layer.
+
+        Args:
+            config: what ``config.json`` says, without a quantisation that ``source`` has undone.
+            source: the weights.
+            by_layer: nothing is read before ``fill``, and the caller has seen to it that parameters get no memory.
+
+        Raises:
+            UsageError: transformers does not know the model, or cannot run it in this way.
+            DataError: the weights are not those that transformers wants.
+        """
+        self._source = source
+        kind = str(config.get("model_type"))
+        if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UsageError(f"this version of transformers has no model of type {kind}. Leave --logits out.")
+        settings = CONFIG_MAPPING[kind].from_dict(dict(config))
+        with _silence():
+            self.module = AutoModelForCausalLM.from_config(settings, **_EXACT) if by_layer else self._loaded(settings)
+        self.module.eval()
+        self._prefix = self._layers_name(settings.num_hidden_layers)
+        self.layers: Sequence[nn.Module] = list(self.module.get_submodule(self._prefix))
+        self._files: dict[str, list[str]] = {}
+        if by_layer:
+            self._find_files()
+
+    @property
+    def parts(self) -> list[list[str]]:
+        """Names of parameters: those before the layers, those of each layer, those behind the layers."""
+        found: list[list[str]] = [[] for _ in range(len(self.layers) + 2)]
+        behind = False
+        for name in self.module.state_dict():
+            if name.startswith(f"{self._prefix}."):
+                found[1 + int(name.removeprefix(f"{self._prefix}.").partition(".")[0])].append(name)
+                behind = True
+            else:
+                found[-1 if behind else 0].append(name)
+        return found
+
+    def fill(self, names: Sequence[str]) -> None:
+        """Give memory and weights to these parameters.
+
+        Raises:
+            DataError: transformers cannot make them of the tensors.
+        """
+        tied = self.module.all_tied_weights_keys
+        lent = {name: tied[name] for name in names if name in tied and name not in self._files}
+        wanted = dict.fromkeys([*names, *lent.values()])
+        before = {name: self.module.get_parameter(name) for name in lent.values() if name not in names}
+        with _silence():
+            self._load([file for name in wanted for file in self._files.get(name, [])])
+        for name, parameter in {**{name: self.module.get_parameter(lent[name]) for name in lent}, **before}.items():
+            module, _, own = name.rpartition(".")
+            self.module.get_submodule(module).register_parameter(own, parameter)
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Logits [B * S, V] of int64 [B, S]."""
+        logits: Tensor = self.module(input_ids=input_ids, use_cache=False).logits
+        return logits.flatten(0, 1)
+
+    @staticmethod
+    def hidden(states: Any) -> Tensor:
+        """Hidden states [B * S, H] in what a layer takes or returns."""
+        found: Tensor = states[0] if isinstance(states, tuple) else states
+        return found.flatten(0, 1)
+
+    def _layers_name(self, number: int) -> str:
+        lists = [(name, module) for name, module in self.module.named_modules() if isinstance(module, nn.ModuleList)]
+        names = [name for name, module in lists if len(module) == number]
+        outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+        if len(outer) != 1:
+            raise UsageError(
+                f"{type(self.module).__name__}: which modules are its layers is not clear. Leave --logits out."
+            )
+        return outer[0]
+
+    def _loaded(self, settings: Any) -> Any:
+        network: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+        unread = {name: _Unread(self._source, name) for name in self._source.tensors}
+        try:
+            found = network.from_pretrained(
+                None, config=settings, state_dict=unread, output_loading_info=True, **_EXACT
+            )
+        except (RuntimeError, ValueError) as error:
+            raise DataError(f"{self._source} is refused by transformers: {' '.join(str(error).split())}") from error
+        module, said = found
+        self._check_missing(said["missing_keys"])
+        return module
+
+    def _check_missing(self, names: set[str]) -> None:
+        if names:
+            some = ", ".join(sorted(names)[:4])
+            raise DataError(
+                f"{self._source}: transformers finds no tensor for {some}. Mend config.json or the weights."
+            )
+
+    def _find_files(self) -> None:
+        """Which tensors each parameter is made of, by transformers' own table."""
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        except ImportError:
+            raise _cannot_by_layer() from None
+        self._mapping: Any = get_model_conversion_mapping(self.module)
+        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
+        parameters, prefix = self.module.state_dict(), self.module.base_model_prefix
+        for name in self._source.tensors:
+            target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
+            self._files.setdefault(target, []).append(name)
+            made = next((entry.target_patterns for entry in converters if pattern in entry.source_patterns), [])
+            for other in made[1:]:  # comes with the first
+                self._files.setdefault(target.replace(made[0], other), [])
+        tied = self.module.all_tied_weights_keys
+        absent = {name for name in parameters if name not in self._files and tied.get(name) not in self._files}
+        self._check_missing(absent)
+
+    def _load(self, files: Sequence[str]) -> None:
+        try:
+            from transformers.core_model_loading import convert_and_load_state_dict_in_model
+            from transformers.modeling_utils import LoadStateDictConfig
+        except ImportError:
+            raise _cannot_by_layer() from None
+        said, _ = convert_and_load_state_dict_in_model(
+            model=self.module,
+            state_dict={name: _Unread(self._source, name) for name in files},
+            load_config=LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping),
+        )
+        if faults := [*said.mismatched_keys, *said.conversion_errors.values(), *said.error_msgs]:
+            raise DataError(f"{self._source} is refused by transformers: {faults[0]}.")
+
+
+class _Unread:
+    """A tensor in the place of a slice of a safetensors file: read when transformers takes hold of it."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self._source, self._name = source, name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._source.read(self._name)[index]
+
+
+def _cannot_by_layer() -> UsageError:
+    return UsageError(
+        "this version of transformers does not load a layer at a time, and the model does not fit into memory whole. "
+        "Use transformers 5 as in constraints/, or more memory."
+    )
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """No progress bars and no advice: what matters is checked here."""
+    library: Any = logging
+    shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
+    library.disable_progress_bar()
+    library.set_verbosity_error()
+    try:
+        yield
+    finally:
+        library.set_verbosity(level)
+        if shown:
+            library.enable_progress_bar()

@@ -1,0 +1,254 @@
+"""``isthmus verify --logits``: models that are the same agree in every family, and no planted fault goes unseen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isthmus.convert.grid import Grid
+from isthmus.convert.transfer import convert
+from isthmus.families.registry import all_families
+from ranks.tiny import SIZES, build_model_folder
+from ranks.world import World
+
+Tensors = dict[str, torch.Tensor]
+Done = dict[str, dict[str, Any]]
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LAYER = "model.layers.{}."
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to the Hugging Face side of a pair whose other side is a Megatron checkpoint."""
+
+    family: str
+    layer: int
+    """The first one after which hidden states differ."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the model before the fault."""
+    tensors: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    config: dict[str, Any] = field(default_factory=dict)
+    megatron: bool = False
+    """The config is that of the other side."""
+
+
+def changed(name: str, new: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: new(tensors[name]).contiguous()}
+
+
+def exchanged(one: str, other: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {one: tensors[other], other: tensors[one]}
+
+
+def without(word: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if word not in name}
+
+
+def rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "rope_theta": theta}
+
+
+FAULTS = {
+    "two heads swapped": Fault(
+        "qwen3",
+        1,
+        tensors=changed(
+            "model.layers.1.self_attn.q_proj.weight", lambda w: torch.cat((w[32:48], w[16:32], w[:16], w[48:]))
+        ),
+    ),
+    "gate and up exchanged": Fault(
+        "qwen3",
+        2,
+        tensors=exchanged("model.layers.2.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.weight"),
+    ),
+    "rows permuted": Fault("qwen3", 3, tensors=changed("model.layers.3.mlp.gate_proj.weight", lambda w: w.flip(0))),
+    "zeroed": Fault("qwen3", 1, tensors=changed("model.layers.1.self_attn.v_proj.weight", torch.zeros_like)),
+    "final norm zeroed": Fault("qwen3", 4, tensors=changed("model.norm.weight", torch.zeros_like)),
+    "q and k norm of ones": Fault(
+        "qwen3", 2, tensors=changed("model.layers.2.self_attn.k_norm.weight", torch.ones_like)
+    ),
+    "q and k norm dropped": Fault(
+        "qwen3", 0, tensors=without("_norm"), config={"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    ),
+    "wrong rope base": Fault("qwen3", 0, config=rope(500.0)),
+    "wrong rope base in Megatron": Fault("qwen3", 0, config=rope(500.0), megatron=True),
+    "wrong rope scaling": Fault(
+        "llama", 0, {"rope_parameters": LLAMA3}, config={"rope_parameters": LLAMA3 | {"factor": 4.0}}
+    ),
+    "rope scaling lost in Megatron": Fault(
+        "llama", 0, {"rope_parameters": LLAMA3}, config={**rope(10000.0), "rope_scaling": None}, megatron=True
+    ),
+    "wrong norm eps": Fault("qwen2", 0, {"rms_norm_eps": 1e-6}, config={"rms_norm_eps": 1e-5}),
+    "wrong norm eps in Megatron": Fault(
+        "qwen2", 0, {"rms_norm_eps": 1e-6}, config={"rms_norm_eps": 1e-5}, megatron=True
+    ),
+    "an expert's rows permuted": Fault(
+        "qwen3_moe", 1, tensors=changed("model.layers.1.mlp.experts.3.gate_proj.weight", lambda w: w.flip(0))
+    ),
+    "two experts exchanged": Fault(
+        "mixtral",
+        2,
+        tensors=exchanged(
+            "model.layers.2.block_sparse_moe.experts.0.w2.weight", "model.layers.2.block_sparse_moe.experts.1.w2.weight"
+        ),
+    ),
+    "router bias lost": Fault(
+        "deepseek_v3", 2, tensors=changed("model.layers.2.mlp.gate.e_score_correction_bias", torch.zeros_like)
+    ),
+    "experts not normalised": Fault("qwen3_moe", 0, {"norm_topk_prob": True}, config={"norm_topk_prob": False}),
+}
+PLANTED = [
+    pytest.param(
+        name,
+        marks=[] if fault.family in all_families() else pytest.mark.skip(reason=f"no family {fault.family} yet"),
+    )
+    for name, fault in FAULTS.items()
+]
+
+
+def pair(folder: Path, family: str, **settings: Any) -> list[str]:
+    """A model in both formats."""
+    source = build_model_folder(folder / "hf", family, **settings)
+    convert(source, folder / "megatron")
+    return [str(source), str(folder / "megatron")]
+
+
+def plant(fault: Fault, folder: Path) -> list[str]:
+    paths = pair(folder, fault.family, **fault.settings)
+    source = Path(paths[0])
+    save_file(fault.tensors(load_file(source / "model.safetensors")), source / "model.safetensors", {"format": "pt"})
+    config = json.dumps(json.loads((source / "config.json").read_text()) | fault.config)
+    if not fault.megatron:
+        (source / "config.json").write_text(config)
+        return paths
+    (folder / "wrong").mkdir()
+    (folder / "wrong/config.json").write_text(config)
+    return [*paths, "--hf-like", str(folder / "wrong")]
+
+
+def run(world: World, lines: dict[str, list[str]]) -> Done:
+    """All in one task: a world is started anew after a few."""
+    done = world.run("parity.tasks.commands", lines=[["verify", *words, "--logits"] for words in lines.values()])
+    return dict(zip(lines, done, strict=True))
+
+
+@pytest.fixture(scope="module")
+def planted(one: World, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    known = {name: fault for name, fault in FAULTS.items() if fault.family in all_families()}
+    return run(one, {name: plant(fault, tmp_path_factory.mktemp("fault")) for name, fault in known.items()})
+
+
+@pytest.fixture(scope="module")
+def clean(one: World, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    pairs = {family: pair(tmp_path_factory.mktemp(family), family) for family in all_families()}
+    return run(one, {family: [*paths, "--layer-by-layer", "--json"] for family, paths in pairs.items()})
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_seen(name: str, planted: Done) -> None:
+    fault, done = FAULTS[name], planted[name]
+    print(done["err"])
+    assert done["code"] == 1 and done["err"].count("\n") == 1
+    assert "their logits differ by" in done["err"]
+    told = f"the first layer after which hidden states differ is {fault.layer} (of 0 to 3)"
+    assert ("look at the final norm" if fault.layer == 4 else told) in done["err"]
+    config = not fault.config or "they are not the same model" in done["err"]
+    assert config and (fault.config or "they differ in" in done["err"])
+
+
+@pytest.mark.parametrize("family", all_families())
+def test_a_family_agrees_with_itself_layer_by_layer(family: str, clean: Done) -> None:
+    done = clean[family]
+    assert done["code"] == 0, done["err"]
+    told = json.loads(done["out"])
+    print(family, told)
+    assert told["formats"] == ["hf", "torch_dist"]
+    assert 0 < told["logits_max_abs"] < 1e-5 and 0 <= told["logits_mean_kl_nats"] < 1e-9
+    assert "transformers and Megatron-Core, 2 samples of 64 tokens, layer by layer" in told["logits_run"]
+
+
+def test_all_weights_at_once_or_layer_by_layer_give_the_same_figures(one: World, tmp_path: Path) -> None:
+    hf, megatron = pair(tmp_path, "qwen3_moe", tie_word_embeddings=True)
+    convert(Path(hf), tmp_path / "legacy", "torch", grid=Grid(tp=2, pp=2))
+    other, legacy = str(shutil.copytree(hf, tmp_path / "other")), str(tmp_path / "legacy")
+    figures = {
+        name: json.loads(done["out"])
+        for name, done in run(
+            one,
+            {
+                "whole": [hf, megatron, "--json"],
+                "by layer": [hf, megatron, "--json", "--layer-by-layer"],
+                "legacy": [legacy, hf, "--json"],
+                "both in transformers": [hf, other, "--json"],
+                "both in Megatron-Core": [megatron, legacy, "--json"],
+            },
+        ).items()
+    }
+    assert figures["whole"]["logits_max_abs"] == figures["by layer"]["logits_max_abs"] > 0
+    assert figures["legacy"]["logits_max_abs"] == figures["whole"]["logits_max_abs"]
+    for name in ("both in transformers", "both in Megatron-Core"):
+        assert figures[name]["logits_max_abs"] == 0 and name in figures[name]["logits_run"]
+
+
+def test_samples_tolerance_and_what_cannot_be_compared(one: World, tmp_path: Path) -> None:
+    window = pair(tmp_path / "window", "mistral", sliding_window=70)
+    half = tmp_path / "half"
+    convert(Path(window[0]), half, "hf", dtype=torch.bfloat16)
+    wider = build_model_folder(tmp_path / "wider", "mistral", sliding_window=70, vocab_size=SIZES["vocab_size"] + 1)
+    nan = tmp_path / "nan"
+    shutil.copytree(window[0], nan)
+    tensors = load_file(nan / "model.safetensors")
+    tensors["lm_head.weight"][3] = torch.nan
+    save_file(tensors, nan / "model.safetensors", {"format": "pt"})
+    done = run(
+        one,
+        {
+            "window": [*window, "--json"],
+            "shorter": [*window, "--json", "--tokens", "8"],
+            "strict": [*window, "--tolerance", "1e-12"],
+            "rounded": [window[0], str(half), "--tolerance", "1"],
+            "vocabulary": [window[0], str(wider)],
+            "no number": [str(nan), window[1]],
+        },
+    )
+    assert "2 samples of 64 and 134 tokens" in json.loads(done["window"]["out"])["logits_run"]
+    assert "2 samples of 8 and 78 tokens" in json.loads(done["shorter"]["out"])["logits_run"]
+    assert done["strict"]["code"] == 1 and "their logits differ" in done["strict"]["err"]
+    assert "they differ in" not in done["strict"]["err"]
+    assert done["rounded"]["code"] == 1 and "their logits agree, by 0.0" in done["rounded"]["err"]
+    assert done["vocabulary"]["code"] == 1
+    assert "vocab_size=77 and 78" in done["vocabulary"]["err"] and "not compared" in done["vocabulary"]["err"]
+    assert done["no number"]["code"] == 1 and "their logits differ by nan" in done["no number"]["err"]
+
+
+def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
+    deep = {"num_hidden_layers": 40, "hidden_size": 128, "intermediate_size": 3072, "head_dim": 32}
+    big, small = pair(tmp_path / "big", "llama", dtype=torch.bfloat16, **deep), pair(tmp_path / "small", "llama")
+    size = 2 * (Path(big[0]) / "model.safetensors").stat().st_size
+    code = (
+        "import sys\n"
+        "from isthmus.cli.main import main\n"
+        "def peak():\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith('VmHWM'))\n"
+        "words = ['--logits', '--layer-by-layer', '--tokens', '16']\n"
+        "assert main(['verify', *sys.argv[1:3], *words]) == 0\n"
+        "before = peak()\n"
+        "assert main(['verify', *sys.argv[3:5], *words]) == 0\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *small, *big], capture_output=True, text=True, check=True)
+    peak = int(done.stdout.splitlines()[-1])
+    print(f"{size >> 20} MiB of weights, {peak >> 20} MiB more at the peak")
+    assert peak < size / 4

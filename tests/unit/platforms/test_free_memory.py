@@ -1,0 +1,33 @@
+"""Free memory is what a container's share has left, where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from isthmus.platforms.free_memory import free_bytes, give_back
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Path:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 50000\n")
+    return tmp_path
+
+
+def test_the_share_of_a_container(group: Path) -> None:
+    assert free_bytes(group) == 350000
+
+
+@pytest.mark.parametrize("limit", ["max", str(1 << 60), "nonsense", None])
+def test_the_machine_where_there_is_no_less(limit: str | None, group: Path) -> None:
+    (group / "memory.max").unlink() if limit is None else (group / "memory.max").write_text(f"{limit}\n")
+    available = psutil.virtual_memory().available
+    assert abs(free_bytes(group) - available) < available / 4
+
+
+def test_giving_back_is_harmless() -> None:
+    give_back()
