@@ -25,11 +25,13 @@ def alone() -> Iterator[None]:
     """Megatron-Core's process groups for one rank on the CPU, for as long as the block lasts.
 
     Raises:
-        UsageError: this process is one of several ranks.
+        UsageError: this process is one of several ranks, or uses a GPU.
     """
     _, ranks, _ = world_from_environment()
     if ranks > 1:
         raise UsageError(f"this process is one of {ranks} ranks, and a model is run by one. Start it alone.")
+    if torch.cuda.is_initialized():
+        raise UsageError("this process uses a GPU, and models are compared on the CPU. Start another for it.")
     joined_before = dist.is_initialized()
     open_groups(ParallelSizes(), detect("cpu"), seed=0)
     try:
