@@ -263,9 +263,10 @@ class Family:
     def hf_shapes(self, arch: Architecture) -> dict[str, Shape]:
         """Name and shape of every tensor in the Hugging Face model, in the order of the rules."""
         found: dict[str, Shape] = {}
-        # One rule speaks for thousands of tensors.
-        shapes_of = {id(rule): rule.hf_shapes(arch) for rule in self.rules if rule.holds(arch)}
+        shapes_of: dict[int, dict[str, Shape]] = {}  # one rule speaks for thousands of tensors
         for placement in self.placements(arch).values():
+            if id(placement.rule) not in shapes_of:
+                shapes_of[id(placement.rule)] = placement.rule.hf_shapes(arch)
             shapes = shapes_of[id(placement.rule)]
             names = zip(placement.rule.parts, placement.hf, strict=True)
             found |= {name: shapes[part.name] for part, name in names}
