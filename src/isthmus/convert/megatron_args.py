@@ -178,6 +178,7 @@ def model_args(arch: Architecture) -> dict[str, Any]:
         "window_attn_skip_freq": windows if len(set(windows)) > 1 else None,
         "init_method_std": arch.init_std,
         "squared_relu": False,
+        "swiglu": False,
         **(_activation(arch) or {}),
         **_position_args(arch),
         "untie_embeddings_and_output_weights": not arch.tie_embeddings,
