@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ def _prepare(megatron_lm: str) -> None:
     cpu_adapter.install()
     import torch
 
-    torch.cuda.is_available = lambda: True  # its first line asks
-    torch.cuda.device_count = lambda: 1
+    # What it asks before it starts: one GPU of the last but one generation.
+    cuda: Any = torch.cuda
+    cuda.is_available, cuda.device_count = lambda: True, lambda: 1
+    cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0, name="none", total_memory=1 << 36)
     sys.path.append(megatron_lm)
     if importlib.util.find_spec("triton") is None:
         kernels: Any = types.ModuleType(_KERNELS)
@@ -59,11 +62,10 @@ def _logits(ids: Path, out: Path, flags: list[str]) -> None:
     import torch
 
     sys.argv = ["logits", *flags]
-    from functools import partial
-
     from gpt_builders import gpt_builder
     from megatron.core import mpu
     from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from megatron.training.checkpointing import load_checkpoint
     from megatron.training.initialize import initialize_megatron
@@ -71,17 +73,32 @@ def _logits(ids: Path, out: Path, flags: list[str]) -> None:
     from model_provider import model_provider
 
     initialize_megatron()
-    model = get_model(partial(model_provider, gpt_builder), ModelType.encoder_or_decoder, wrap_with_ddp=False)
-    load_checkpoint(model, None, None)
+    chunks = get_model(partial(model_provider, gpt_builder), ModelType.encoder_or_decoder, wrap_with_ddp=False)
+    load_checkpoint(chunks, None, None)
     tokens = torch.load(ids)
-    length = tokens.size(1)
+    lines, length = tokens.shape
     mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), diagonal=1)
     positions = torch.arange(length).expand_as(tokens)
+
+    def forward(_data: object, model: Any) -> tuple[Any, Any]:
+        model.eval()
+        logits = model(tokens, positions, mask)
+        return logits, lambda output, non_loss_data: gather_from_tensor_model_parallel_region(output)
+
+    stages = mpu.get_pipeline_model_parallel_world_size()
     with torch.no_grad():
-        model[0].eval()
-        found = gather_from_tensor_model_parallel_region(model[0](tokens, positions, mask))
-    if mpu.get_tensor_model_parallel_rank() == 0:
-        torch.save(found.float(), out)
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[None] * len(chunks),
+            model=chunks,
+            num_microbatches=stages,  # as many as interleaved chunks of layers ask for
+            seq_length=length,
+            micro_batch_size=lines,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0:
+        torch.save(found[0].float(), out)
 
 
 if __name__ == "__main__":

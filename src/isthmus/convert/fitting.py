@@ -92,7 +92,8 @@ def _flat(arch: Architecture) -> dict[str, Any]:
             moe = replace(moe, normalize_min=0.0)  # the chosen of a softmax never sum up to so little
         if moe.num_groups == 1:
             moe = replace(moe, group_top_k=1, group_score="max")
-        arch = replace(arch, moe=moe)
+        # Where every layer has experts nothing is as wide as an ordinary block.
+        arch = replace(arch, moe=moe, ffn_hidden_size=arch.ffn_hidden_size if moe.dense_layers else 0)
     found: dict[str, Any] = {}
     for name, value in asdict(arch).items():
         if isinstance(value, dict):
