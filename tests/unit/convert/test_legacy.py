@@ -13,7 +13,7 @@ from isthmus.convert.from_legacy import FILE
 from isthmus.convert.grid import Grid
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify import verify
-from isthmus.errors import DataError, MissingInput, UnsafeInput, UsageError
+from isthmus.errors import DataError, UnsafeInput, UsageError
 from isthmus.families.registry import all_families
 from ranks.tiny import build_model_folder
 

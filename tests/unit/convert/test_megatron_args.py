@@ -1,4 +1,4 @@
-"""What Megatron-LM is told of a model, and what a checkpoint of its says: both ways, and what there are no words for."""
+"""What Megatron-LM is told of a model and what a checkpoint of its says, both ways, and what there are no words for."""
 
 from __future__ import annotations
 
