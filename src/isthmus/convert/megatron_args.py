@@ -67,7 +67,6 @@ _NO_SWITCH: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("biases in these linear layers alone", lambda arch: has_biases(arch) is None),
     ("this activation ({0.activation})", lambda arch: _activation(arch) is None),
     ("this way to choose experts", lambda arch: arch.moe is not None and _routing(arch.moe) is None),
-    ("a bias of the output layer", lambda arch: arch.output_bias),
     ("embedding_multiplier={0.embedding_multiplier:g}", lambda arch: arch.embedding_multiplier != 1),
     ("residual_multiplier={0.residual_multiplier:g}", lambda arch: arch.residual_multiplier != 1),
     ("logits_multiplier={0.logits_multiplier:g}", lambda arch: arch.logits_multiplier != 1),
