@@ -220,7 +220,9 @@ def test_bf16_rounds_no_worse_than_transformers(family: str, one: World, tmp_pat
 
 
 @pytest.mark.parametrize("length", [24, 17])
-@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2-untied", "qwen2_moe-shared", "deepseek_v3", "gpt_oss", "isthmus"])
+@pytest.mark.parametrize(
+    "case", ["qwen3-tied", "qwen2-untied", "qwen2_moe-shared", "deepseek_v3", "gpt_oss", "isthmus"]
+)
 def test_logits_of_a_model_over_two_ranks(case: str, length: int, two: World, tmp_path: Path) -> None:
     family, settings, _ = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)

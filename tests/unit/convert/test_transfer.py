@@ -237,6 +237,7 @@ def test_a_checkpoint_of_another_model_is_refused(converted: Path, tmp_path: Pat
 
 def test_a_checkpoint_that_says_nothing_of_its_model(converted: Path, qwen3: Path, tmp_path: Path) -> None:
     shutil.rmtree(converted / "hf")
+    torch.save({"iteration": 0}, converted / "release" / "common.pt")
     with pytest.raises(MissingInput, match="--hf-like"):
         convert(converted, tmp_path / "out")
     convert(converted, tmp_path / "out", hf_like=qwen3)
