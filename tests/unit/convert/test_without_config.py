@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from isthmus.convert.grid import Grid
 from isthmus.convert.transfer import convert
@@ -114,3 +115,35 @@ def test_the_optimizer_in_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
         index.state_dict_metadata[f"optimizer.state.exp_avg.{key}"] = entry
     save_index(index, path)
     verify(model, checkpoint)
+
+
+def test_layers_ahead_share_the_embedding_in_what_megatron_lm_writes(tmp_path: Path) -> None:
+    from isthmus.convert.index import load_index, save_index
+
+    model = build_model_folder(tmp_path / "hf", "deepseek_v3")
+    full = _with_a_layer_ahead(model, tmp_path / "ahead")
+    checkpoint = bare(full, tmp_path / "there")
+    path = checkpoint / "release" / ".metadata"
+    index = load_index(path)
+    for name in ("embed_tokens", "output_layer"):
+        del index.state_dict_metadata[f"mtp.layers.0.{name}.weight"]
+    save_index(index, path)
+    verify(full, checkpoint)
+
+
+def _with_a_layer_ahead(model: Path, folder: Path) -> Path:
+    """The model with one more layer behind its last, which uses the model's embedding and head."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors = load_file(folder / "model.safetensors")
+    last, ahead = f"model.layers.{config['num_hidden_layers'] - 1}.", f"model.layers.{config['num_hidden_layers']}."
+    tensors |= {name.replace(last, ahead): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
+    tensors[f"{ahead}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{ahead}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    norm = tensors["model.norm.weight"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{ahead}{name}.weight"] = norm.clone()
+    tensors[f"{ahead}eh_proj.weight"] = torch.randn(norm.numel(), 2 * norm.numel())
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder

@@ -1,9 +1,9 @@
 """Keys of torch_dist checkpoints in TransformerEngine's spelling, which cannot be built without it.
 
-The lists are those that ``sharded_state_dict`` of Megatron-Core 0.16.1 yields for the modules that
-``get_gpt_layer_with_transformer_engine_spec`` names (``megatron/core/models/gpt/gpt_layer_specs.py``): a norm is part of
-the projection behind it (``TELayerNormColumnParallelLinear``), except before experts, and in latent attention before
-the projections to its narrow vectors. Layers that are all alike are stacked; the experts of a layer always are.
+The lists are those that ``sharded_state_dict`` of Megatron-Core 0.16.1 yields for what
+``get_gpt_layer_with_transformer_engine_spec`` names (``megatron/core/models/gpt/gpt_layer_specs.py``): a norm is part
+of the projection behind it (``TELayerNormColumnParallelLinear``), except before experts; in latent attention it is the
+norms of the narrow vectors that are. Layers that are all alike are stacked; the experts of a layer always are.
 """
 
 from __future__ import annotations
