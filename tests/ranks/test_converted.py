@@ -45,6 +45,34 @@ def test_one_checkpoint_for_every_layout(
     assert found["tensors"] >= 4 * 8
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"),
+    [
+        pytest.param("llama", 1, {}, id="llama"),
+        pytest.param("qwen3", 4, {"tp": 2, "pp": 2}, id="qwen3-tp2-pp2"),
+        pytest.param("gpt2", 2, {"tp": 2}, id="gpt2-tp2"),
+        pytest.param("mixtral", 1, {}, id="mixtral"),
+        pytest.param("qwen2_moe", 2, {"pp": 2}, id="qwen2_moe-pp2"),
+    ],
+)
+def test_megatron_cores_own_layers_load_it(
+    family: str, ranks: int, layout: dict[str, Any], worlds: dict[int, World], tmp_path: Path
+) -> None:
+    model = build_model_folder(tmp_path / "hf", family)
+    convert(model, tmp_path / "megatron")
+    # The norm before experts is there under the names of both kinds of layers, so that either leaves one over.
+    strict = "raise_unexpected" if "mixtral" in family or "moe" in family else "raise_all"
+    found = worlds[ranks].run(
+        "ranks.megatron_core_own.load_into_its_own_model",
+        model=model,
+        checkpoint_folder=tmp_path / "megatron" / "release",
+        strict=strict,
+        **layout,
+    )
+    assert found["furthest"] == 0
+    assert found["tensors"] >= 4 * 6
+
+
 @LAYOUTS
 @TIED
 def test_legacy_files_load_strictly(

@@ -35,6 +35,10 @@ def convert(
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16; default: as it is.")] = None,
     hf_like: HfLike = None,
     bin: Bin = False,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Rows of the embedding that are no padding, where nothing says it."),
+    ] = None,
     hf_family: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="model_type to write with --to hf; isthmus brings its own modelling files."),
@@ -75,7 +79,7 @@ def convert(
     with progress_bar("converting") as progress:
         done = run(
             source, destination, target, dtype=chosen, hf_like=hf_like, hf_family=hf_family,
-            grid=grid, spelling=names, bin=bin, progress=progress,
+            grid=grid, spelling=names, bin=bin, vocab_size=vocab_size, progress=progress,
         )  # fmt: skip
     show(done, as_json=json)
     if push is not None:

@@ -91,6 +91,17 @@ class Grid:
         stage = f"_{file.pp:03d}" if self.pp > 1 else ""
         return f"mp_rank_{file.tp:02d}{stage}" + (f"_{file.ep:03d}" if self.ep > 1 else "")
 
+    def flags(self) -> list[str]:
+        """What Megatron-LM's command line has to say for these ranks."""
+        sizes = {
+            "--tensor-model-parallel-size": self.tp,
+            "--pipeline-model-parallel-size": self.pp,
+            "--num-virtual-stages-per-pipeline-rank": self.vpp,
+            "--expert-model-parallel-size": self.ep,
+        }
+        told = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+        return told if self.expert_tp == self.tp else [*told, f"--expert-tensor-parallel-size {self.expert_tp}"]
+
     def layout(self, file: RankFile, padded_vocab_size: int) -> Layout:
         """How the tensors of a file are cut."""
         return Layout(

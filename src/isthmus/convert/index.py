@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.serialization
 
+from isthmus.convert.archive import Opaque
 from isthmus.errors import DataError, UnsafeInput
 
 NAME = ".metadata"
@@ -126,6 +127,11 @@ _PLAIN: Mapping[tuple[str, str], Any] = {
     ("builtins", "set"): set,
     ("builtins", "tuple"): tuple,
 }
+_PLANS = {
+    ("torch.distributed.checkpoint.planner", name)
+    for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+}
+"""Megatron-LM keeps the plan that it wrote by, to write by it again; it is passed over."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -134,6 +140,8 @@ class _Unpickler(pickle.Unpickler):
         found = _RECORDS.get((module, name)) or _PLAIN.get((module, name))
         if found is None and module == "torch":
             found = _DTYPES.get(name)
+        if (module, name) in _PLANS:
+            found = Opaque
         if found is None:
             raise UnsafeInput(f"it names {module}.{name}, which no checkpoint needs")
         return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from isthmus.convert.canonical import CanonicalWeights
+from isthmus.convert.fitting import fit
+from isthmus.convert.from_args import architecture_of
 from isthmus.convert.from_hf import WovenWeights
 from isthmus.convert.from_legacy import LegacyFolder, LegacyWeights
 from isthmus.convert.from_torch_dist import TorchDistFolder, TorchDistWeights, checkpoint_folder
@@ -31,19 +33,29 @@ class Stored:
     family: Family
     arch: Architecture
     weights: CanonicalWeights
-    like: ModelFolder
-    """Where its config, tokenizer and other small files are."""
+    like: ModelFolder | None
+    """Where its config, tokenizer and other small files are; None if it has none and its arguments describe it."""
     said: tuple[str, ...] = ()
     """What was decided on the way in, a line each, for the user."""
 
 
-def open_stored(path: Path, hf_like: Path | None = None, *, bin: bool = False) -> Stored:
+def open_stored(
+    path: Path,
+    hf_like: Path | None = None,
+    *,
+    bin: bool = False,
+    vocab_size: int | None = None,
+    alike: Stored | None = None,
+) -> Stored:
     """Open a Hugging Face folder or a Megatron checkpoint, and check that its tensors are those of its config.
 
     Args:
         path: the model folder, or a checkpoint, or a folder of checkpoints with a tracker file.
-        hf_like: a Hugging Face folder (weights are not needed) whose config describes a checkpoint that brings none.
+        hf_like: a Hugging Face folder (weights are not needed) whose config describes a checkpoint that brings none;
+            without it the arguments of the training that wrote the checkpoint do.
         bin: read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors.
+        vocab_size: rows of the embedding that are not padding, of a checkpoint that only its arguments describe.
+        alike: what it may be the same model as: what its arguments leave open is taken from there.
 
     Raises:
         MissingInput, DataError, UnsafeInput, UsageError: it is neither, or damaged, or not what its config says.
@@ -54,6 +66,8 @@ def open_stored(path: Path, hf_like: Path | None = None, *, bin: bool = False) -
     if checkpoint is None:
         if hf_like is not None:
             raise UsageError(f"{path} is a Hugging Face folder and has a config; leave --hf-like out.")
+        if vocab_size is not None:
+            raise UsageError(f"{path} is a Hugging Face folder and has a config; leave --vocab-size out.")
         like = ModelFolder.open(path)
         family = family_for(like.config)
         opened = open_weights(like, family, bin=bin)
@@ -61,14 +75,42 @@ def open_stored(path: Path, hf_like: Path | None = None, *, bin: bool = False) -
         return Stored(path, "hf", family, opened.arch, woven, like, opened.said)
     if bin:
         raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders; leave it out.")
+    legacy = any(checkpoint.glob("mp_rank_*"))
+    folder = LegacyFolder(checkpoint) if legacy else TorchDistFolder(checkpoint)
     beside = [folder / HF_PART for folder in (path, checkpoint.parent)]
     config = hf_like or next((folder for folder in beside if (folder / "config.json").is_file()), None)
-    if config is None:
-        raise MissingInput(f"{path} does not say which model it is. Give the model's folder: --hf-like DIR.")
-    like = ModelFolder.open(config)
-    family = family_for(like.config)
-    arch = family.to_architecture(like.config)
-    if any(checkpoint.glob("mp_rank_*")):
-        return Stored(path, "torch", family, arch, LegacyWeights(LegacyFolder(checkpoint), family, arch), like)
-    weights = TorchDistWeights(TorchDistFolder(checkpoint), family, arch)
-    return Stored(path, "torch_dist", family, arch, weights, like)
+    known = None if config is None else ModelFolder.open(config)
+    if known is None:
+        family, arch, said = _from_args(folder, vocab_size, alike)
+    elif vocab_size is not None:
+        raise UsageError(f"{known} says how large the vocabulary is; leave --vocab-size out.")
+    else:
+        family = family_for(known.config)
+        arch, said = family.to_architecture(known.config), ()
+    if isinstance(folder, LegacyFolder):
+        return Stored(path, "torch", family, arch, LegacyWeights(folder, family, arch), known, said)
+    return Stored(path, "torch_dist", family, arch, TorchDistWeights(folder, family, arch), known, said)
+
+
+def _from_args(
+    folder: LegacyFolder | TorchDistFolder, vocab_size: int | None, alike: Stored | None
+) -> tuple[Family, Architecture, tuple[str, ...]]:
+    """The family whose config says what the checkpoint's arguments do, and what the user has to know of that."""
+    if (args := folder.args) is None:
+        raise MissingInput(f"{folder} does not say which model it is. Give the model's folder: --hf-like DIR.")
+    arch, said = architecture_of(args, vocab_size)
+    if alike is not None and said:
+        arch = replace(arch, vocab_size=min(arch.vocab_size, alike.arch.vocab_size))
+    found = fit(arch, first=alike.family.name if alike is not None else None)
+    others = f"; {', '.join(found.others)} would say the same" if found.others else ""
+    tokenizer = args.get("tokenizer_model") or args.get("tokenizer_type") or "of the training"
+    return (
+        found.family,
+        found.arch,
+        (
+            f"no config came with the checkpoint: by its args it is a {found.family.name} model{others}. "
+            "Another is chosen with --hf-like DIR.",
+            *said,
+            f"there is no tokenizer in the checkpoint: copy the one it was trained with ({tokenizer}).",
+        ),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -67,6 +68,7 @@ def convert(
     grid: Grid | None = None,
     spelling: LiveSpelling | None = None,
     bin: bool = False,
+    vocab_size: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Convert a model on the disk into another format.
@@ -82,6 +84,7 @@ def convert(
         grid: ranks of a legacy checkpoint; the other formats have none.
         spelling: names in a legacy checkpoint; None is ``te``, what Megatron-LM takes by default.
         bin: see :func:`~isthmus.convert.stored.open_stored`.
+        vocab_size: see :func:`~isthmus.convert.stored.open_stored`.
         progress: called with bytes done and bytes in all.
 
     Raises:
@@ -90,7 +93,7 @@ def convert(
         NoSpace, IOFailure: the destination exists or cannot be written; nothing of it is left.
     """
     start_s = time.monotonic()
-    stored = open_stored(Path(source), hf_like, bin=bin)
+    stored = open_stored(Path(source), hf_like, bin=bin, vocab_size=vocab_size)
     target: Format = to or ("torch_dist" if stored.format == "hf" else "hf")
     if target != "torch" and (grid is not None or spelling is not None):
         raise UsageError(
@@ -110,6 +113,9 @@ def convert(
         name: dtype if dtype is not None and placed.rule.dtype is None else stored.weights.dtype(name)
         for name, placed in placements.items()
     }
+    lacks = without_switch(stored.arch) if target != "hf" else []
+    told = f"Megatron-LM 0.16.1 has no switch for {', '.join(lacks)}: this checkpoint trains in Isthmus only."
+    isthmus_only = [told] if lacks else []
     digests = Digests()
     with StagedFolder(destination) as staged:
         files = _lay_out(stored, staged.path, target, dtypes, grid, spelling or "te")
@@ -139,9 +145,11 @@ def convert(
         num_tensors=len(stored.family.hf_shapes(stored.arch)) if target == "hf" else len(placements),
         num_bytes=files.total_bytes,
         time_s=time.monotonic() - start_s,
-        megatron_flags=flags_to_give(stored.arch) if target != "hf" else [],
-        megatron_lacks=without_switch(stored.arch) if target != "hf" else [],
-        notes=[*stored.said, *(notes_on(stored.family) if target == "hf" else [])],
+        megatron_flags=[]
+        if lacks or target == "hf"
+        else _megatron_flags(stored, Path(destination), target, grid, spelling),
+        megatron_lacks=lacks,
+        notes=[*stored.said, *isthmus_only, *(notes_on(stored.family) if target == "hf" else [])],
     )
 
 
@@ -162,6 +170,20 @@ def _restated(stored: Stored, hf_family: str) -> Stored:
         raise UsageError(f"--hf-family {hf_family} is not known. Known are {', '.join(all_families())}.")
     family = all_families()[hf_family]
     return replace(stored, family=family, arch=restate(stored.arch, stored.family, family))
+
+
+def _megatron_flags(
+    stored: Stored, destination: Path, target: Format, grid: Grid, spelling: LiveSpelling | None
+) -> list[str]:
+    """What Megatron-LM has to be told to load the checkpoint and to build its model."""
+    flags = [f"--load {shlex.quote(str(destination))}", "--use-checkpoint-args", *flags_to_give(stored.arch)]
+    if target == "torch":
+        flags += grid.flags()
+        flags += ["--transformer-impl local"] if spelling == "local" else []
+    if stored.like is not None and any(path.name.startswith("tokenizer") for path in stored.like.small_files()):
+        tokenizer = shlex.quote(str(destination / HF_PART))
+        flags += ["--tokenizer-type HuggingFaceTokenizer", f"--tokenizer-model {tokenizer}"]
+    return flags
 
 
 def _lay_out(
@@ -194,7 +216,8 @@ def _write_beside(
     inner = folder if target == "hf" else folder / HF_PART
     inner.mkdir(exist_ok=True)
     dtype = str(_main_dtype(dtypes)).removeprefix("torch.")
-    config = stored.family.to_hf_config(stored.arch, stored.like.config, dtype=dtype)
+    base = None if stored.like is None else stored.like.config
+    config = stored.family.to_hf_config(stored.arch, base, dtype=dtype)
     write_model_files(inner, stored.like, config)
     if target != "hf":
         (folder / TRACKER).write_text("release", encoding="utf-8")

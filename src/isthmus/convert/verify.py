@@ -84,7 +84,7 @@ def verify(
     """
     if bin and not has_bin(first) and not has_bin(second):
         raise MissingInput(f"neither {first} nor {second} holds pytorch_model*.bin. Leave --bin out.")
-    a, b = (_open(path, hf_like, bin) for path in (first, second))
+    a, b = _open_both(first, second, hf_like, bin)
     faults = [f"they are not the same model: {'; '.join(unlike)}"] if (unlike := _configs(a, b)) else []
     verified = None
     if not unlike or (logits is not None and _shapes(a) == _shapes(b)):
@@ -186,10 +186,17 @@ def _check_sums(side: Stored, wanted: Mapping[str, str], found: Mapping[str, str
         )
 
 
-def _open(path: Path, hf_like: Path | None, bin: bool) -> Stored:
+def _open_both(first: Path, second: Path, hf_like: Path | None, bin: bool) -> tuple[Stored, Stored]:
+    """Both sides; what the arguments of one leave open, since it has no config, is what the other has."""
+    one = _open(first, hf_like, bin)
+    other = _open(second, hf_like, bin, one)
+    return (one if one.like is not None else _open(first, hf_like, bin, other)), other
+
+
+def _open(path: Path, hf_like: Path | None, bin: bool, alike: Stored | None = None) -> Stored:
     """``--hf-like`` and ``--bin`` speak for the side that needs them."""
     megatron = path.exists() and checkpoint_folder(path) is not None
-    return open_stored(path, hf_like if megatron else None, bin=bin and has_bin(path))
+    return open_stored(path, hf_like if megatron else None, bin=bin and has_bin(path), alike=alike)
 
 
 def _configs(a: Stored, b: Stored) -> list[str]:

@@ -63,7 +63,8 @@ class Spelling:
 
     def possible_places(self, canonical: str) -> list[Place]:
         """All places where Megatron-Core may have saved a tensor, the usual one first."""
-        names = list(dict.fromkeys([*self._spelled(canonical), canonical, *_renamed(canonical, FUSED_NORMS)]))
+        names = [*self._spelled(canonical), canonical, *_renamed(canonical, FUSED_NORMS), *_lent(canonical)]
+        names = list(dict.fromkeys(names))
         return [self._place(name, stacked=stacked) for stacked in (self.alike, not self.alike) for name in names]
 
     def extra_states(self, canonical: Iterable[str]) -> list[str]:
@@ -111,7 +112,7 @@ def live_names(canonical: str) -> list[str]:
     """
     if (expert := _EXPERT.fullmatch(canonical)) is not None:
         return [canonical, f"{expert[1]}{expert[3]}.{expert[4]}{expert[2]}"]
-    names = [canonical, *_renamed(canonical, FUSED_NORMS), *_renamed(canonical, LATENT_NORMS)]
+    names = [canonical, *_renamed(canonical, FUSED_NORMS), *_renamed(canonical, LATENT_NORMS), *_lent(canonical)]
     return list(dict.fromkeys(names))
 
 
@@ -151,6 +152,15 @@ def is_linear(canonical: str) -> bool:
 def is_model_key(key: str) -> bool:
     """Whether a key of a checkpoint is a tensor of the model, and not of the optimizer or of the run."""
     return key.startswith(("decoder.", "embedding.", "output_layer.", "mtp.")) and "._extra_state" not in key
+
+
+def _lent(canonical: str) -> tuple[str, ...]:
+    """The model's own tensors, which serve the layers ahead in a checkpoint where these have none."""
+    ahead = re.fullmatch(r"mtp\.layers\.\d+\.(embed_tokens|output_layer)\.weight", canonical)
+    if ahead is None:
+        return ()
+    embedding = "embedding.word_embeddings.weight"
+    return (embedding,) if ahead[1] == "embed_tokens" else ("output_layer.weight", embedding)
 
 
 def _renamed(canonical: str, names: dict[str, str]) -> list[str]:

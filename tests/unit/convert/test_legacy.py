@@ -13,7 +13,7 @@ from isthmus.convert.from_legacy import FILE
 from isthmus.convert.grid import Grid
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify import verify
-from isthmus.errors import DataError, MissingInput, UnsafeInput, UsageError
+from isthmus.errors import DataError, UnsafeInput, UsageError
 from isthmus.families.registry import all_families
 from ranks.tiny import build_model_folder
 
@@ -181,11 +181,10 @@ def test_arguments_as_a_training_leaves_them(model: Path, tmp_path: Path) -> Non
     verify(model, tmp_path / "legacy")
 
 
-def test_a_folder_of_ranks_alone_takes_its_config_from_elsewhere(model: Path, tmp_path: Path) -> None:
+def test_a_folder_of_ranks_alone_is_described_by_its_args_or_by_a_config_elsewhere(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2))
     (tmp_path / "legacy" / "release").rename(tmp_path / "ranks")
-    with pytest.raises(MissingInput, match="--hf-like"):
-        verify(tmp_path / "ranks", model)
+    assert verify(tmp_path / "ranks", model).formats == ("torch", "hf")
     assert verify(tmp_path / "ranks", model, hf_like=model).formats == ("torch", "hf")
 
 

@@ -109,21 +109,30 @@ def test_the_arguments_that_megatron_lm_reads(converted: Path) -> None:
 
 
 def test_flags_that_megatron_lm_has_to_be_told(qwen3: Path, tmp_path: Path) -> None:
-    done = convert(qwen3, tmp_path / "out")
-    assert (done.megatron_flags, done.megatron_lacks) == (["--qk-layernorm"], [])
+    (qwen3 / "tokenizer.json").write_text("{}")
+    assert convert(qwen3, tmp_path / "out dir").megatron_flags == [
+        f"--load '{tmp_path}/out dir'",
+        "--use-checkpoint-args",
+        "--norm-epsilon 1e-06",
+        "--qk-layernorm",
+        "--tokenizer-type HuggingFaceTokenizer",
+        f"--tokenizer-model '{tmp_path}/out dir/hf'",
+    ]
+    assert convert(qwen3, tmp_path / "out").megatron_lacks == []
 
 
 def test_what_megatron_lm_has_no_switch_for(tmp_path: Path) -> None:
     done = convert(build_model_folder(tmp_path / "hf", "gemma2", num_hidden_layers=2), tmp_path / "out")
-    assert done.megatron_flags == ["--window-size 4095,0", "--window-attn-skip-freq [1,0]"]
-    assert {"norms in the form sandwich", "scores that are capped", "a gated GELU"} < set(done.megatron_lacks)
+    assert done.megatron_flags == []
+    assert {"layers of the form 'sandwich'", "attention_softcap=50"} < set(done.megatron_lacks)
+    assert "trains in Isthmus only" in done.notes[-1]
     args = vars(read_archive(tmp_path / "out" / "release" / "common.pt")["args"])
     assert args["apply_layernorm_1p"] and not args["swiglu"]
 
 
 def test_gpt2_is_what_megatron_lm_has_always_had(tmp_path: Path) -> None:
     done = convert(build_model_folder(tmp_path / "hf", "gpt2", num_hidden_layers=2), tmp_path / "out")
-    assert (done.megatron_flags, done.megatron_lacks) == ([], [])
+    assert (done.megatron_flags[2:], done.megatron_lacks) == ([], [])
     args = vars(read_archive(tmp_path / "out" / "release" / "common.pt")["args"])
     assert (args["position_embedding_type"], args["normalization"]) == ("learned_absolute", "LayerNorm")
     assert args["add_bias_linear"] and not args["swiglu"]
@@ -228,6 +237,7 @@ def test_a_checkpoint_of_another_model_is_refused(converted: Path, tmp_path: Pat
 
 def test_a_checkpoint_that_says_nothing_of_its_model(converted: Path, qwen3: Path, tmp_path: Path) -> None:
     shutil.rmtree(converted / "hf")
+    torch.save({"iteration": 0}, converted / "release" / "common.pt")
     with pytest.raises(MissingInput, match="--hf-like"):
         convert(converted, tmp_path / "out")
     convert(converted, tmp_path / "out", hf_like=qwen3)

@@ -1,0 +1,97 @@
+"""Run in a rank: Megatron-Core's own GPT of its own local layers, built from what a checkpoint says of its model."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from isthmus.engine.model import live_tensors
+from isthmus.platforms.detect import detect
+from isthmus.recipes.session import blueprint, open_session
+from ranks.tasks import _plain_config
+
+
+def load_into_its_own_model(
+    *, model: str, checkpoint_folder: str, strict: str, tp: int = 1, pp: int = 1
+) -> dict[str, Any]:
+    """Load a converted checkpoint into it.
+
+    Args:
+        model: the model folder that was converted.
+        checkpoint_folder: what it was converted to.
+        strict: how, a value of ``StrictHandling``.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+
+    Returns:
+        How far the tensors of any rank are from those that Isthmus loads from the model folder, and how many there are.
+    """
+    config = _plain_config(model, tp, pp)
+    ours = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False).model
+    wanted = live_tensors(ours)
+    args = dist_checkpointing.load_common_state_dict(checkpoint_folder)["args"]
+    own = _own_model(args, tp, pp)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.zero_()
+    state = dist_checkpointing.load(
+        {"model": own.sharded_state_dict()}, checkpoint_folder, strict=StrictHandling(strict)
+    )
+    own.load_state_dict(state["model"])
+    found = live_tensors(own)
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    furthest = max((tensor - wanted[name]).abs().max().item() for name, tensor in found.items())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (furthest, len(found)))
+    return {"furthest": max(far for far, _ in every), "tensors": sum(count for _, count in every)}
+
+
+def _own_model(args: Namespace, tp: int, pp: int) -> GPTModel:
+    """As Megatron-LM's ``gpt_builders.py`` makes it of the arguments."""
+    said = {
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(TransformerConfig)
+        if hasattr(args, field.name)
+    }
+    said |= {
+        "num_moe_experts": args.num_experts,
+        "gated_linear_unit": args.swiglu,
+        "activation_func": F.silu if args.swiglu else F.gelu,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_tensor_parallel_size": tp,
+        "pipeline_dtype": torch.float32,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "transformer_impl": "local",
+    }
+    config = TransformerConfig(**said)
+    if args.num_experts:
+        spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=-(-args.padded_vocab_size // tp) * tp,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+    )

@@ -1,0 +1,149 @@
+"""Checkpoints that nothing but their arguments describes: what Megatron-LM writes, and ours without the config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from isthmus.convert.grid import Grid
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify import verify
+from isthmus.errors import CheckFailed, UsageError
+from ranks.tiny import VOCAB, build_model_folder
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "torch_dist": {},
+    "te": {"to": "torch", "grid": Grid(tp=2, pp=2, vpp=2)},
+    "local": {"to": "torch", "grid": Grid(tp=4), "spelling": "local"},
+}
+
+
+def bare(model: Path, folder: Path, **how: Any) -> Path:
+    """A checkpoint of the model with nothing beside it."""
+    convert(model, folder, **how)
+    shutil.rmtree(folder / "hf")
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+def change_args(checkpoint: Path, **changed: Any) -> None:
+    file = checkpoint / "release" / "common.pt"
+    common = torch.load(file, weights_only=False)
+    vars(common["args"]).update(changed)
+    torch.save(common, file)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen2_moe", "deepseek_v3"])
+def test_the_arguments_are_enough(family: str, layout: str, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", family)
+    done = convert(bare(model, tmp_path / "there", **LAYOUTS[layout]), tmp_path / "back")
+    assert (done.family, len(done.notes)) == (family, 2)
+    assert "by its args" in done.notes[0] and "no tokenizer" in done.notes[1]
+    verify(model, tmp_path / "back")
+    verify(model, tmp_path / "there")
+    verify(tmp_path / "there", model)
+
+
+def test_a_mistral_without_a_window_may_be_a_llama(tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=None)
+    checkpoint = bare(model, tmp_path / "there")
+    done = convert(checkpoint, tmp_path / "back")
+    assert done.family == "llama" and "mistral" in done.notes[0]
+    assert verify(checkpoint, model).family == "mistral"
+    with pytest.raises(CheckFailed, match="family"):
+        verify(model, tmp_path / "back")
+
+
+def test_padding_that_nothing_tells_is_kept_unless_it_is_said(tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", "llama")
+    checkpoint = bare(model, tmp_path / "there", to="torch", grid=Grid(tp=4))
+    file = checkpoint / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(file, weights_only=False)
+    state["args"].vocab_size = None
+    torch.save(state, file)
+    done = convert(checkpoint, tmp_path / "padded")
+    assert "how many of the 80 rows" in done.notes[1]
+    assert json.loads((tmp_path / "padded" / "config.json").read_text())["vocab_size"] == 80
+    convert(checkpoint, tmp_path / "exact", vocab_size=VOCAB)
+    verify(model, tmp_path / "exact")
+    verify(model, checkpoint)
+
+
+def test_the_vocabulary_is_said_once(tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", "llama")
+    convert(model, tmp_path / "there")
+    for source in (model, tmp_path / "there"):
+        with pytest.raises(UsageError, match="--vocab-size"):
+            convert(source, tmp_path / "out", vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"), [({"rotary_base": 20000}, "rotary_base"), ({"layernorm_epsilon": 1e-4}, "norm_epsilon")]
+)
+def test_verify_tells_arguments_that_mean_another_model(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", "qwen3")
+    checkpoint = bare(model, tmp_path / "there")
+    change_args(checkpoint, **changed)
+    with pytest.raises(CheckFailed, match=words):
+        verify(model, checkpoint)
+
+
+def test_a_model_that_is_not_built_is_refused(tmp_path: Path) -> None:
+    checkpoint = bare(build_model_folder(tmp_path / "hf", "qwen3"), tmp_path / "there")
+    change_args(checkpoint, swiglu=False, squared_relu=True)
+    with pytest.raises(UsageError, match=r"squared_relu=True.*--hf-like"):
+        convert(checkpoint, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_the_optimizer_in_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    from isthmus.convert.index import TensorEntry, load_index, save_index
+
+    model = build_model_folder(tmp_path / "hf", "llama")
+    checkpoint = bare(model, tmp_path / "there")
+    path = checkpoint / "release" / ".metadata"
+    index = load_index(path)
+    tensors = {key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorEntry)}
+    for key, entry in tensors.items():
+        index.state_dict_metadata[f"optimizer.state.exp_avg.{key}"] = entry
+    save_index(index, path)
+    verify(model, checkpoint)
+
+
+def test_layers_ahead_share_the_embedding_in_what_megatron_lm_writes(tmp_path: Path) -> None:
+    from isthmus.convert.index import load_index, save_index
+
+    model = build_model_folder(tmp_path / "hf", "deepseek_v3")
+    full = _with_a_layer_ahead(model, tmp_path / "ahead")
+    checkpoint = bare(full, tmp_path / "there")
+    path = checkpoint / "release" / ".metadata"
+    index = load_index(path)
+    for name in ("embed_tokens", "output_layer"):
+        del index.state_dict_metadata[f"mtp.layers.0.{name}.weight"]
+    save_index(index, path)
+    verify(full, checkpoint)
+
+
+def _with_a_layer_ahead(model: Path, folder: Path) -> Path:
+    """The model with one more layer behind its last, which uses the model's embedding and head."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors = load_file(folder / "model.safetensors")
+    last, ahead = f"model.layers.{config['num_hidden_layers'] - 1}.", f"model.layers.{config['num_hidden_layers']}."
+    tensors |= {name.replace(last, ahead): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
+    tensors[f"{ahead}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{ahead}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    norm = tensors["model.norm.weight"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{ahead}{name}.weight"] = norm.clone()
+    tensors[f"{ahead}eh_proj.weight"] = torch.randn(norm.numel(), 2 * norm.numel())
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder

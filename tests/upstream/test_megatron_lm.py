@@ -1,0 +1,179 @@
+"""Against Megatron-LM as it was released (core_v0.16.1): it loads what we write, and we read what it trained.
+
+Its repository is no package: name a checkout in ``MEGATRON_LM``. ``einops`` has to be importable. Each case starts
+Megatron-LM's own ``pretrain_gpt.py`` or its own loader and model on the CPU, see ``driver.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from isthmus.convert.grid import Grid
+from isthmus.convert.transfer import convert
+from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder
+
+MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: name a checkout of core_v0.16.1 in MEGATRON_LM"),
+    pytest.mark.skipif(find_spec("einops") is None, reason="Megatron-LM imports einops: pip install einops"),
+]
+DRIVER = Path(__file__).with_name("driver.py")
+MACHINE = shlex.split(
+    "--transformer-impl local --distributed-backend gloo --attention-backend unfused --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-persist-layer-norm --no-bias-swiglu-fusion --no-rope-fusion"
+)
+"""What Megatron-LM needs where there is neither a GPU nor TransformerEngine."""
+DATA = shlex.split(
+    f"--seq-length {SEQ_LENGTH} --max-position-embeddings 128 --mock-data --tokenizer-type NullTokenizer "
+    f"--vocab-size {VOCAB - 1} --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --train-iters 3 --log-interval 1 "
+    "--eval-iters 0 --eval-interval 100"
+)
+_LLAMA = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 "
+)
+MODELS = {
+    "llama": _LLAMA + "--group-query-attention --num-query-groups 2 --rotary-base 500000 --norm-epsilon 1e-6",
+    "mixtral": _LLAMA + "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24",
+    "gpt2": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0",
+}
+LIMIT = 1e-4
+
+
+def megatron_lm(what: str, *words: Any, ranks: int = 1) -> str:
+    """Run it; what it printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    done = subprocess.run(
+        [*command, str(DRIVER), what, MEGATRON_LM, *map(str, words)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> Path:
+    tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    torch.save(tokens, tmp_path / "ids.pt")
+    return tmp_path / "ids.pt"
+
+
+def megatron_logits(ids: Path, *flags: str, ranks: int = 1) -> torch.Tensor:
+    out = ids.with_name("logits.pt")
+    printed = megatron_lm("logits", ids, out, *flags, *DATA, *MACHINE, "--exit-on-missing-checkpoint", ranks=ranks)
+    assert "load_return" not in printed, "a strict load failed and Megatron-LM went on without"
+    found: torch.Tensor = torch.load(out)
+    return found[..., :VOCAB]
+
+
+@torch.no_grad()
+def hf_logits(ids: Path, folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logits: torch.Tensor = model(torch.load(ids)).logits
+    return logits
+
+
+def gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("mistral", {"sliding_window": 5}),
+        ("gpt2", {}),
+        ("starcoder2", {}),
+        ("smollm3", {}),
+        ("mixtral", {}),
+        ("qwen2_moe", {"mlp_only_layers": [1]}),
+        ("glm4_moe", {}),
+    ],
+)
+@pytest.mark.parametrize("to", ["torch_dist", "torch"])
+def test_it_loads_what_we_write(
+    family: str, settings: dict[str, Any], to: Any, ids: Path, tmp_path: Path, record_property: Any
+) -> None:
+    model = build_model_folder(tmp_path / "hf", family, **settings)
+    done = convert(model, tmp_path / "there", to, spelling="local" if to == "torch" else None)
+    assert done.megatron_lacks == []
+    flags = [word for flag in done.megatron_flags for word in shlex.split(flag)]
+    found = gap(megatron_logits(ids, *flags), hf_logits(ids, model))
+    record_property("gap", found)
+    assert found <= LIMIT
+
+
+def test_a_flag_that_is_left_out_shows(ids: Path, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=5)
+    flags = convert(model, tmp_path / "there").megatron_flags
+    assert flags.pop() == "--window-size 4,0"
+    found = megatron_logits(ids, *(word for flag in flags for word in shlex.split(flag)))
+    assert gap(found, hf_logits(ids, model)) > 100 * LIMIT
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"),
+    [
+        ("llama", 1, ""),
+        ("llama", 2, "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
+        ("llama", 4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --ckpt-format torch"),
+        (
+            "llama",
+            4,
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --ckpt-format torch "
+            "--use-distributed-optimizer",
+        ),
+        ("gpt2", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --ckpt-format torch"),
+        ("mixtral", 2, "--expert-model-parallel-size 2"),
+        ("mixtral", 2, "--expert-model-parallel-size 2 --ckpt-format torch"),
+    ],
+)
+def test_we_read_what_it_trained(
+    family: str, ranks: int, layout: str, ids: Path, tmp_path: Path, record_property: Any
+) -> None:
+    built = [*shlex.split(MODELS[family]), *layout.split(), "--make-vocab-size-divisible-by", "8"]
+    saved = tmp_path / "saved"
+    megatron_lm("train", *built, *DATA, *MACHINE, "--save", saved, "--save-interval", 3, ranks=ranks)
+    assert convert(saved, tmp_path / "hf").family == family
+    theirs = megatron_logits(ids, "--load", str(saved), "--no-load-optim", "--no-load-rng", *built, ranks=ranks)
+    found = gap(theirs, hf_logits(ids, tmp_path / "hf"))
+    record_property("gap", found)
+    assert found <= LIMIT
+
+
+@pytest.mark.parametrize(("to", "layout"), [("torch_dist", {}), ("torch", {"tp": 2})])
+def test_there_trained_on_and_back(
+    to: Any, layout: dict[str, int], ids: Path, tmp_path: Path, record_property: Any
+) -> None:
+    model = build_model_folder(tmp_path / "hf", "qwen3")
+    how = {"grid": Grid(**layout), "spelling": "local"} if to == "torch" else {}
+    done = convert(model, tmp_path / "there", to, **how)  # type: ignore[arg-type]
+    flags = [word for flag in done.megatron_flags for word in shlex.split(flag)]
+    saved, ranks = tmp_path / "saved", layout.get("tp", 1)
+    megatron_lm("train", *flags, *DATA, *MACHINE, "--save", saved, "--save-interval", 3, ranks=ranks)
+    convert(saved, tmp_path / "back")
+    given = [flags[0], str(saved), *flags[2:]]
+    theirs = megatron_logits(ids, *given, "--no-load-optim", "--no-load-rng", ranks=ranks)
+    back = hf_logits(ids, tmp_path / "back")
+    found = gap(theirs, back)
+    record_property("gap", found)
+    assert found <= LIMIT
+    assert gap(back, hf_logits(ids, model)) > LIMIT, "nothing was learned"
