@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from faults.command import Stem, environment
 from isthmus.convert.transfer import convert
@@ -78,27 +80,20 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def middle_of(folder: Path, name: str) -> tuple[Path, int]:
-    """File and byte in the middle of a tensor, which has another name in each format."""
-    from isthmus.convert.stored import open_stored
-
-    weights: Any = open_stored(folder).weights
-    if folder.name == "hf":
-        info = weights._source.tensors["model.layers.1.mlp.down_proj.weight"]
-    elif folder.name == "torch":
-        info = weights._parts[name][0][0].info
-    else:
-        place = weights._places[name]
-        (chunk,) = weights._folder._chunks_at(place)
-        info = weights._folder._info(place.key, chunk)
-    return info.file, info.offset + info.nbytes // 2
+def place_of(folder: Path, tensor: torch.Tensor) -> tuple[Path, int]:
+    """File and first byte of a tensor, whatever the format."""
+    wanted = tensor.numpy().tobytes()
+    (path,) = (path for path in folder.rglob("*") if path.is_file() and wanted in path.read_bytes())
+    return path, path.read_bytes().index(wanted)
 
 
 @pytest.mark.parametrize("target", ["hf", "torch_dist", "torch"])
 def test_one_flipped_bit_is_told_from_a_difference(target: str, written: Path, model: Path, isthmus: Stem) -> None:
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     wanted = json.loads((written / target / "checksums.json").read_text())["tensors"][name]
-    flip(*middle_of(written / target, name))
+    tensor = load_file(model / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    path, at = place_of(written / target, tensor)
+    flip(path, at + tensor.nbytes // 2)
     line = isthmus("verify", model, written / target).error(65)
     found = line.partition(f"{name} with {wanted} and has ")[2][:16]
     assert len(found) == 16 and found != wanted and str(written / target) in line
