@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from isthmus.cli.train import Debug, Json, show
-from isthmus.cli.transfer import Bin, HfLike, progress_bar
+from isthmus.cli.transfer import Bin, HfLike, cleared_away, progress_bar
 from isthmus.errors import UsageError
 
 FORMATS = ("hf", "torch_dist", "torch")
@@ -76,7 +76,7 @@ def convert(
         target = target or "hf"
         if target != "hf":
             raise UsageError(f"--push uploads a Hugging Face folder, and this writes {target}. Leave one of them out.")
-    with progress_bar("converting") as progress:
+    with cleared_away(), progress_bar("converting") as progress:
         done = run(
             source, destination, target, dtype=chosen, hf_like=hf_like, hf_family=hf_family,
             grid=grid, spelling=names, bin=bin, vocab_size=vocab_size, progress=progress,

@@ -29,9 +29,13 @@ _HARMLESS = ("megatron.", "numpy.", "transformer_engine.", "signal", "types", "e
 _PLAIN: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): Namespace,
     ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "defaultdict"): dict,
+    ("collections", "defaultdict"): lambda *_: {},
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
+    ("builtins", "dict"): dict,
+    ("builtins", "int"): int,
+    ("builtins", "long"): int,  # as protocol 2 calls it
+    ("builtins", "list"): list,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "bytearray"): bytearray,
@@ -155,6 +159,8 @@ class Places(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """What a name in the pickle stands for."""
+        if module == "__builtin__":  # as protocol 2, which torch.save uses, calls it
+            module = "builtins"
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
         if module == "torch" and name in _DTYPES:

@@ -65,7 +65,7 @@ def read_manifest(folder: Path) -> Mapping[str, str]:
     if algorithm != _ALGORITHM:
         raise DataError(f"{path} has sums of the kind {algorithm!r}, {_ALGORITHM} is read. Convert again.")
     for name, wanted in files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise UnsafeInput(f"{path} names {name!r}, which lies outside of the folder. Do not use this checkpoint.")
         found = file_digest(folder / name) if (folder / name).is_file() else "nothing"
         if found != wanted:

@@ -27,7 +27,7 @@ def opened_network(side: Stored, *, by_layer: bool) -> Iterator[Network]:
         DataError: the weights are not what transformers wants.
     """
     empty = without_memory() if by_layer else nullcontext()
-    if isinstance(side.weights, WovenWeights):
+    if isinstance(side.weights, WovenWeights) and side.like is not None:
         from isthmus.hf.network import HfNetwork
 
         with empty:

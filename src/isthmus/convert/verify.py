@@ -176,7 +176,9 @@ class _Differing:
 
 def _check_sums(side: Stored, wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
     faults = [
-        f"{name} with {sum_} and has {found.get(name)}" for name, sum_ in wanted.items() if found.get(name) != sum_
+        f"{name} with {wanted.get(name)} and has {found.get(name)}"
+        for name in {**wanted, **found}
+        if wanted.get(name) != found.get(name)
     ]
     if faults:
         more = f" (and {len(faults) - _SHOWN} more tensors)" if len(faults) > _SHOWN else ""

@@ -87,6 +87,20 @@ def _gap(index: Any) -> None:
     object.__setattr__(chunk, "sizes", torch.Size((70, 32)))
 
 
+def _twice(index: Any) -> None:
+    chunks = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks
+    chunks.append(chunks[0])
+
+
+def _none(index: Any) -> None:
+    index.state_dict_metadata["decoder.final_layernorm.weight"].chunks.clear()
+
+
+def _out_of_it(index: Any) -> None:
+    (chunk,) = index.state_dict_metadata["decoder.final_layernorm.weight"].chunks
+    object.__setattr__(chunk, "offsets", torch.Size((8,)))
+
+
 def _no_dtype(index: Any) -> None:
     index.state_dict_metadata["embedding.word_embeddings.weight"].properties.dtype = "float"
 
@@ -100,6 +114,9 @@ def _no_properties(index: Any) -> None:
     [
         (_overlap, r"__0_\d\.distcp: two tensors overlap, one ends at \d+, one is at \d+"),
         (_gap, "the chunks of embedding.word_embeddings.weight hold 2240 elements of 2464"),
+        (_twice, "the chunks of decoder.layers.mlp.linear_fc2.weight hold 3072 elements of 1536"),
+        (_none, "the chunks of decoder.final_layernorm.weight hold 0 elements of 32"),
+        (_out_of_it, "the chunks of decoder.final_layernorm.weight hold 32 elements of 32"),
         (_no_dtype, "embedding.word_embeddings.weight is of type 'float'"),
         (_no_properties, "is not the index of a checkpoint .*properties"),
     ],

@@ -1,70 +1,137 @@
-"""Keys of torch_dist checkpoints in TransformerEngine's spelling, which cannot be built without it.
-
-The lists are those that ``sharded_state_dict`` of Megatron-Core 0.16.1 yields for what
-``get_gpt_layer_with_transformer_engine_spec`` names (``megatron/core/models/gpt/gpt_layer_specs.py``): a norm is part
-of the projection behind it (``TELayerNormColumnParallelLinear``), except before experts; in latent attention it is the
-norms of the narrow vectors that are. Layers that are all alike are stacked; the experts of a layer always are.
-"""
+"""Where tensors lie in a torch_dist checkpoint, spelled out for each kind of model."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from isthmus.convert.from_torch_dist import TorchDistFolder
-from isthmus.convert.transfer import convert
-from ranks.tiny import build_model_folder
+from isthmus.engine.names import Place, Spelling, live_names, transformer_engine_name
 
-ENDS = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
-ATTENTION = {"self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight"} | {
-    "self_attention.linear_proj.weight"
-}
-DENSE = {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
-MOE = {"pre_mlp_layernorm.weight", "mlp.router.weight"} | {
-    "mlp.experts.experts.linear_fc1.weight",
-    "mlp.experts.experts.linear_fc2.weight",
-}
-SHARED = {"mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"}
-LATENT = {
-    "input_layernorm.weight",
-    "self_attention.linear_q_down_proj.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.linear_q_up_proj.weight",
-    "self_attention.linear_kv_down_proj.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight",
-    "self_attention.linear_kv_up_proj.weight",
-    "self_attention.linear_proj.weight",
-}
-STACKED = {
-    "llama": ATTENTION | DENSE,
-    "qwen3": ATTENTION | DENSE | {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"},
-    "mixtral": ATTENTION | MOE,
-    "qwen2_moe": ATTENTION | MOE | SHARED | {"self_attention.linear_qkv.bias", "mlp.shared_experts.gate_weight"},
-}
+DENSE = Spelling(num_layers=4)
+ALL_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset(range(4)))
+SOME_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset({1, 2, 3}))
+LATENT = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset({1, 2, 3, 4}), latent=True)
+"""As DeepSeek-V3 with one layer that predicts ahead."""
+L2, M2 = "decoder.layers.2.", "decoder.layers.2.mlp."
+EXPERT = f"{M2}experts.local_experts.5.linear_fc1.weight"
+FUSED_INPUT = "self_attention.linear_qkv.layer_norm_weight"
+FUSED_MLP = "mlp.linear_fc1.layer_norm_weight"
 
 
-@pytest.mark.parametrize("family", STACKED)
-def test_layers_that_are_alike(family: str, tmp_path: Path) -> None:
-    wanted = ENDS | {f"decoder.layers.{name}" for name in STACKED[family]}
-    keys = _keys(family, tmp_path)
-    assert wanted <= keys
-    # Megatron-Core's own layers look for the norm before experts here.
-    left = {"decoder.layers.mlp.linear_fc1.layer_norm_weight"} if "moe" in family or family == "mixtral" else set()
-    assert keys - wanted == left
+@pytest.mark.parametrize("spelling", [DENSE, ALL_EXPERTS, SOME_EXPERTS, LATENT])
+@pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "output_layer.weight"])
+def test_what_is_in_no_layer(spelling: Spelling, name: str) -> None:
+    assert spelling.places(name) == [Place(name)]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_layers_that_differ(family: str, tmp_path: Path) -> None:
-    moe = LATENT | MOE | SHARED | ({"mlp.router.expert_bias"} if family == "deepseek_v3" else set())
-    wanted = ENDS | {f"decoder.layers.0.{name}" for name in LATENT | DENSE}
-    wanted |= {f"decoder.layers.{layer}.{name}" for layer in (1, 2, 3) for name in moe}
-    keys = _keys(family, tmp_path)
-    assert wanted <= keys
-    # Those of Megatron-Core's own layers have all their norms under their own names.
-    assert all("layernorm" in key for key in keys - wanted)
+@pytest.mark.parametrize(
+    ("spelling", "canonical", "places"),
+    [
+        (DENSE, f"{M2}linear_fc1.weight", [Place("decoder.layers.mlp.linear_fc1.weight", (2,), (4,))]),
+        (DENSE, f"{L2}input_layernorm.weight", [Place(f"decoder.layers.{FUSED_INPUT}", (2,), (4,))]),
+        (DENSE, f"{L2}pre_mlp_layernorm.weight", [Place(f"decoder.layers.{FUSED_MLP}", (2,), (4,))]),
+        (DENSE, "decoder.final_layernorm.weight", [Place("decoder.final_layernorm.weight")]),
+        (
+            ALL_EXPERTS,
+            f"{L2}pre_mlp_layernorm.weight",  # TransformerEngine's layers and the plain ones do not agree
+            [
+                Place("decoder.layers.pre_mlp_layernorm.weight", (2,), (4,)),
+                Place(f"decoder.layers.{FUSED_MLP}", (2,), (4,)),
+            ],
+        ),
+        (ALL_EXPERTS, EXPERT, [Place("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 5), (4, 8))]),
+        (ALL_EXPERTS, f"{M2}router.weight", [Place("decoder.layers.mlp.router.weight", (2,), (4,))]),
+        (SOME_EXPERTS, EXPERT, [Place(f"{M2}experts.experts.linear_fc1.weight", (5,), (8,))]),
+        (SOME_EXPERTS, f"{L2}input_layernorm.weight", [Place(f"{L2}{FUSED_INPUT}")]),
+        (
+            SOME_EXPERTS,
+            "decoder.layers.0.pre_mlp_layernorm.weight",
+            [Place(f"decoder.layers.0.{FUSED_MLP}")],
+        ),
+        (
+            SOME_EXPERTS,
+            f"{L2}pre_mlp_layernorm.weight",
+            [Place(f"{L2}pre_mlp_layernorm.weight"), Place(f"{L2}{FUSED_MLP}")],
+        ),
+        (LATENT, f"{L2}input_layernorm.weight", [Place(f"{L2}input_layernorm.weight")]),
+        (LATENT, f"{L2}pre_mlp_layernorm.weight", [Place(f"{L2}pre_mlp_layernorm.weight")]),
+        (
+            LATENT,
+            f"{L2}self_attention.kv_layernorm.weight",
+            [
+                Place(f"{L2}self_attention.linear_kv_up_proj.layer_norm_weight"),
+                Place(f"{L2}self_attention.kv_layernorm.weight"),
+            ],
+        ),
+        (
+            LATENT,
+            "decoder.layers.0.pre_mlp_layernorm.weight",
+            [Place(f"decoder.layers.0.{FUSED_MLP}"), Place("decoder.layers.0.pre_mlp_layernorm.weight")],
+        ),
+        (
+            LATENT,
+            "mtp.layers.0.transformer_layer.mlp.experts.local_experts.7.linear_fc2.weight",
+            [Place("mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc2.weight", (7,), (8,))],
+        ),
+        (
+            LATENT,
+            "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
+            [Place("mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight")],
+        ),
+    ],
+)
+def test_places(spelling: Spelling, canonical: str, places: list[Place]) -> None:
+    assert spelling.places(canonical) == places
+    possible = spelling.possible_places(canonical)
+    assert possible[: len(places)] == places
 
 
-def _keys(family: str, folder: Path) -> set[str]:
-    convert(build_model_folder(folder / "hf", family, tie_word_embeddings=False), folder / "there")
-    return set(TorchDistFolder(folder / "there" / "release").tensors)
+def test_a_tensor_is_looked_for_under_every_name_that_it_may_have() -> None:
+    found = [place.key for place in DENSE.possible_places(f"{L2}input_layernorm.weight")]
+    assert found == [
+        f"decoder.layers.{FUSED_INPUT}",
+        "decoder.layers.input_layernorm.weight",
+        f"{L2}{FUSED_INPUT}",
+        f"{L2}input_layernorm.weight",
+    ]
+    assert [place.key for place in SOME_EXPERTS.possible_places(EXPERT)] == [
+        f"{M2}experts.experts.linear_fc1.weight",
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+    ]
+
+
+def test_empty_states_lie_beside_linear_layers_one_for_each_part() -> None:
+    names = [
+        "embedding.word_embeddings.weight",
+        f"{L2}input_layernorm.weight",
+        f"{L2}self_attention.linear_qkv.weight",
+        f"{L2}self_attention.linear_qkv.bias",
+        f"{M2}router.weight",
+        f"{M2}shared_experts.linear_fc1.weight",
+        EXPERT,
+        "output_layer.weight",
+    ]
+    assert ALL_EXPERTS.extra_states(names) == [
+        "decoder.layers.self_attention.linear_qkv._extra_state/shard_2_4",
+        "decoder.layers.mlp.shared_experts.linear_fc1._extra_state/shard_2_4",
+        "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_2.5_4.8",
+    ]
+    assert SOME_EXPERTS.extra_states(names) == [
+        f"{L2}self_attention.linear_qkv._extra_state/shard_0_1",
+        f"{M2}shared_experts.linear_fc1._extra_state/shard_0_1",
+        f"{M2}experts.experts.linear_fc1._extra_state/shard_5_8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "canonical", "live"),
+    [
+        (DENSE, f"{L2}pre_mlp_layernorm.bias", f"{L2}mlp.linear_fc1.layer_norm_bias"),
+        (ALL_EXPERTS, f"{L2}pre_mlp_layernorm.weight", f"{L2}pre_mlp_layernorm.weight"),
+        (ALL_EXPERTS, EXPERT, f"{M2}experts.linear_fc1.weight5"),
+        (LATENT, f"{L2}self_attention.q_layernorm.weight", f"{L2}self_attention.linear_q_up_proj.layer_norm_weight"),
+        (LATENT, f"{L2}self_attention.linear_q_proj.weight", f"{L2}self_attention.linear_q_proj.weight"),
+    ],
+)
+def test_live_names(spelling: Spelling, canonical: str, live: str) -> None:
+    assert transformer_engine_name(canonical, spelling) == live
+    assert {canonical, live} <= set(live_names(canonical))

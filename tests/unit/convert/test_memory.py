@@ -1,0 +1,64 @@
+"""However large the model and its largest tensor, a conversion holds some chunks of rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranks.tiny import build_model_folder
+
+_CODE = """
+import json, sys
+from pathlib import Path
+import torch
+from isthmus.convert import canonical
+from isthmus.convert.grid import Grid
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify import verify
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+def peak(do):
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = status("VmRSS")
+    do()
+    return status("VmHWM") - before
+
+def peaks(model, out):
+    return {
+        "hf to torch_dist": peak(lambda: convert(model, out / "dist")),
+        "torch_dist to legacy": peak(lambda: convert(out / "dist", out / "tp2", "torch", grid=Grid(tp=2))),
+        "legacy to legacy": peak(lambda: convert(out / "tp2", out / "tp4", "torch", grid=Grid(tp=4))),
+        "legacy to hf": peak(lambda: convert(out / "tp4", out / "hf")),
+        "verify": peak(lambda: verify(model, out / "tp4")),
+    }
+
+canonical.CHUNK_BYTES = int(sys.argv[4])
+model, small, out = map(Path, sys.argv[1:4])
+peaks(small, out / "small")  # what the libraries themselves take is not counted
+print(json.dumps(peaks(model, out / "large")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured the Linux way")
+def test_memory_is_that_of_a_few_chunks(tmp_path: Path) -> None:
+    # Half of it are two tables of 40 MB; layers have matrices of 12 MB that tensor parallelism cuts by columns.
+    sizes = {"vocab_size": 40000, "hidden_size": 256, "intermediate_size": 12000, "num_hidden_layers": 2}
+    model = build_model_folder(tmp_path / "model", "llama", tie_word_embeddings=False, **sizes)
+    small = build_model_folder(tmp_path / "small", "llama")
+    size, table = (model / "model.safetensors").stat().st_size, 40000 * 256 * 4
+    (tmp_path / "out" / "small").mkdir(parents=True)
+    (tmp_path / "out" / "large").mkdir()
+    words = [model, small, tmp_path / "out", 1 << 18]
+    done = subprocess.run([sys.executable, "-c", _CODE, *map(str, words)], capture_output=True, text=True, check=True)
+    # Threads keep buffers of 4 MiB for casts and columns; there is room for those, and for no table.
+    bound = 24 << 20
+    assert bound < table < size / 3
+    for name, peak in json.loads(done.stdout).items():
+        assert peak < bound, name
