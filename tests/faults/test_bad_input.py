@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from faults.command import Ended, Stem, listing
 
@@ -127,7 +128,9 @@ def test_data_file_that_is_not_there(refused: Run, tmp_path: Path) -> None:
 
 
 def test_data_file_is_missed_before_the_weights_are_read(refused: Run, copied: Path, tmp_path: Path) -> None:
-    (copied / "model.safetensors").write_bytes(b"")
+    weights = load_file(copied / "model.safetensors")
+    weights.pop("model.norm.weight")  # no header says that it is missing
+    save_file(weights, copied / "model.safetensors")
     assert "nothing.json" in refused(code=66, model=copied, data=tmp_path / "nothing.json")
 
 
@@ -146,7 +149,7 @@ def test_layouts_that_do_not_fit(refused: Run) -> None:
 
 
 def test_pp_of_a_model_with_one_layer(refused: Run, copied: Path) -> None:
-    edit_config(copied, num_hidden_layers=1)
+    edit_config(copied, num_hidden_layers=1, layer_types=["full_attention"])
     line = refused("parallel.pp=2", code=2, model=copied)
     assert line.endswith("Use 1.")
 
