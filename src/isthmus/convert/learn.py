@@ -4,9 +4,10 @@ logits in transformers and here.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from isthmus.errors import IsthmusError, UsageError
 from isthmus.families.family import Family
 from isthmus.families.guess import Guesses, Picks, Stage
 from isthmus.families.learned import read_family
-from isthmus.families.roles import recognise
+from isthmus.families.roles import Structure, recognise
 from isthmus.families.settings import FIRST, SECOND, Settings, Shrunken
 from isthmus.families.shard import whole
 from isthmus.hf.folder import ModelFolder
@@ -81,7 +82,7 @@ def _learn(folder: ModelFolder, say: Say) -> Family:
     with tempfile.TemporaryDirectory(prefix="isthmus-learn-") as scratch:
         copy, sizes = _build(Path(scratch, "first"), settings, FIRST)
         shapes = {name: tuple(info.shape) for name, info in copy.folder.tensors.items()}
-        structure = recognise(shapes, _symbols(settings, copy.folder.config, sizes))
+        structure = _recognise(settings, shapes, _symbols(settings, copy.folder.config, sizes))
         say(f"a copy of {len(shapes)} tensors: layers are {structure.layers}*, each with {_count(shapes)} tensors")
         live = _live(settings, copy)
         settings.check_meanings(live)
@@ -134,6 +135,19 @@ def _symbols(settings: Settings, config: Mapping[str, Any], small: Shrunken) -> 
         "G": said.get("num_query_groups") or heads,
         "D": said.get("kv_channels") or hidden // heads,
     }
+
+
+def _recognise(settings: Settings, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]) -> Structure:
+    """The structure of a copy, with as many heads of keys as its config says, or with one, or one for each query's."""
+    try:
+        return recognise(shapes, sizes)
+    except UsageError as error:
+        for groups in (1, sizes["N"]):
+            with contextlib.suppress(UsageError):
+                found = recognise(shapes, {**sizes, "G": groups})
+                settings.use_groups(groups)
+                return found
+        raise error
 
 
 def _count(shapes: Mapping[str, Any]) -> int:
@@ -301,5 +315,7 @@ def _check_config(family: Family, config: Mapping[str, Any], effective: Mapping[
     Raises:
         UsageError: it does not.
     """
-    if family.to_architecture(config) != (meant := family.to_architecture(effective)):
-        raise UsageError(f"config.json leaves something out that transformers takes otherwise: {meant}.")
+    ours, meant = family.to_architecture(config), family.to_architecture(effective)
+    if apart := [each.name for each in fields(ours) if getattr(ours, each.name) != getattr(meant, each.name)]:
+        told = ", ".join(f"{name} ({getattr(ours, name)}, there {getattr(meant, name)})" for name in apart)
+        raise UsageError(f"config.json leaves out what transformers takes otherwise: {told}. Write it there.")

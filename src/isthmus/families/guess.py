@@ -76,9 +76,6 @@ class Guesses:
         window = self.settings.window(chosen["window"])
         if chosen["unrotated"]:
             window["unrotated"] = chosen["unrotated"]
-        groups = chosen["groups"]
-        if groups is not None:
-            keys["num_query_groups"] = groups
         return {
             "format": FORMAT,
             "name": self.settings.effective["model_type"],
@@ -144,7 +141,6 @@ class Guesses:
                 "scale of scores": [None] if "attention_scale" in self.settings.keys(self.live) else [None, 1.0],
                 "window": self._windows(),
                 "unrotated": [None, "full_attention"] if len(set(self.settings.layer_types)) > 1 else [None],
-                "groups": [None],
             }
             for found in _product(choices):
                 yield {"attention": matrices, **found}

@@ -105,6 +105,7 @@ class Settings:
             if isinstance(value, Mapping) and value and not _NO_BEARING.fullmatch(name) and name not in _ROPE:
                 raise UsageError(f"config.json: {name} is an object with settings of its own, which is not understood.")
         self.sizes = {name: found for name, words in _SIZES.items() if (found := self._first(words)) is not None}
+        self.one_group = False
         self.epsilon = self._first(_EPSILON)
         self.activation = self._first(_ACTIVATION)
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
@@ -140,7 +141,7 @@ class Settings:
         for name, key in self.sizes.items():
             if name == "num_layers":
                 config[key] = layers
-            elif config[key] is not None or name == "ffn_hidden_size":
+            elif config[key] is not None or name in ("ffn_hidden_size", "kv_channels"):
                 config[key] = getattr(small, name)
         if self.epsilon is not None:
             config[self.epsilon] = small.numbers["epsilon"]
@@ -195,10 +196,19 @@ class Settings:
             found["init_std"] = {"hf": init, "kind": "float", "default": self.defaults.get(init, 0.02)}
         return found
 
+    def use_groups(self, groups: int) -> None:
+        """The copy has so many heads of keys whatever its config says: one, or as many as there are heads of queries.
+
+        What would have said it is a number as any other then.
+        """
+        self.sizes.pop("num_query_groups", None)
+        self.one_group = groups == 1
+
     def derived(self) -> dict[str, str]:
         """The sizes that no setting says, from those that do."""
         formulas = _FORMULAS | {"ffn_hidden_size": "4*{hidden_size}"}
-        return {name: text.format(**self.sizes) for name, text in formulas.items() if name not in self.sizes}
+        found = {name: text.format(**self.sizes) for name, text in formulas.items() if name not in self.sizes}
+        return found | {"num_query_groups": "1"} if self.one_group else found
 
     def fixed(self, live: Container[str]) -> dict[str, Any]:
         """Everything else that the config says, which holds for models that say the same."""
