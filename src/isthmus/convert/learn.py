@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from isthmus import __version__
+from isthmus.convert.from_torch_dist import checkpoint_folder
 from isthmus.convert.online import import_weights
 from isthmus.engine.groups import ParallelSizes, open_groups
-from isthmus.errors import IsthmusError, UsageError
+from isthmus.errors import IsthmusError, NoSpace, UsageError
 from isthmus.families.family import Family
 from isthmus.families.guess import Guesses, Picks, Stage
-from isthmus.families.learned import read_family
+from isthmus.families.learned import read_family, write_family
+from isthmus.families.registry import all_families
 from isthmus.families.roles import Structure, recognise
 from isthmus.families.settings import FIRST, SECOND, Settings, Shrunken
 from isthmus.families.shard import whole
 from isthmus.hf.folder import ModelFolder
 from isthmus.hf.shrunken import VERSION, architecture_of, build_copy, copy_logits, effective_config, silenced
+from isthmus.hf.staged import disk_errors
 from isthmus.platforms.detect import detect
 
 TOLERANCE = 1e-4
@@ -56,28 +59,66 @@ class Copy:
         return cls(folder, samples, copy_logits(path, samples))
 
 
-def learn(folder: ModelFolder, say: Say = lambda line: None) -> Family:
+def learn(path: Path, say: Say = lambda line: None) -> Family:
     """Find the family of a model, and prove it.
 
     Args:
-        folder: the model; of its files only the config is looked at.
+        path: the model's folder; only its config is looked at.
         say: told what was decided and why, line by line.
 
     Raises:
-        UsageError: transformers has no code for it, something in it has no place in a decoder that is built, or no
-            mapping gives its logits; with the reason, and how near the nearest came.
+        UsageError: there is nothing to learn; or transformers has no code for the model, something in it has no place
+            in a decoder that is built, or no mapping gives its logits: the reason, and how near the nearest came.
+        MissingInput, DataError: there is no model folder.
     """
+    if path.is_dir() and checkpoint_folder(path) is not None:
+        raise UsageError(f"{path} is a Megatron checkpoint; --learn is for Hugging Face folders. Leave it out.")
+    folder = ModelFolder.open(path)
+    model_type = folder.config.get("model_type")
+    if model_type in all_families():
+        raise UsageError(f"{path}: model_type {model_type!r} has a family. Leave --learn out.")
     try:
-        return _learn(folder, say)
+        return prove(folder.config, say)
     except UsageError as error:
-        raise UsageError(f"{folder}: model_type {folder.config.get('model_type')!r} was not learned: {error}") from None
+        raise UsageError(f"{path}: model_type {model_type!r} was not learned: {error}") from None
 
 
-def _learn(folder: ModelFolder, say: Say) -> Family:
-    architecture = architecture_of(folder.config)
-    effective = effective_config(folder.config)
-    settings = Settings(folder.config, effective, effective_config({"model_type": folder.config["model_type"]}))
-    say(f"{folder.config['model_type']} is {architecture} of transformers {VERSION}")
+def keep(family: Family, folder: Path) -> Path:
+    """Write a learned family into a folder that ``ISTHMUS_FAMILIES`` can name.
+
+    Raises:
+        NoSpace, IOFailure: it is there already, or the disk refuses.
+    """
+    path = kept_path(family.name, folder)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(write_family(family))
+    return path
+
+
+def kept_path(model_type: str, folder: Path) -> Path:
+    """Where a learned family is kept.
+
+    Raises:
+        NoSpace: something is there.
+    """
+    path = folder / f"{model_type}.json"
+    if path.exists():
+        raise NoSpace(f"{path} exists already. Remove it, or keep the family in another folder.")
+    return path
+
+
+def prove(config: Mapping[str, Any], say: Say = lambda line: None) -> Family:
+    """The family of a model with this config, whether it has one already or not.
+
+    Raises:
+        UsageError: see :func:`learn`.
+    """
+    architecture = architecture_of(config)
+    effective = effective_config(config)
+    settings = Settings(effective, effective_config({"model_type": config["model_type"]}))
+    say(f"{config['model_type']} is {architecture} of transformers {VERSION}")
     open_groups(ParallelSizes(), detect(), seed=0)
     with tempfile.TemporaryDirectory(prefix="isthmus-learn-") as scratch:
         copy, sizes = _build(Path(scratch, "first"), settings, FIRST)
@@ -104,7 +145,7 @@ def _learn(folder: ModelFolder, say: Say) -> Family:
         "candidates_tried": search.tried,
     }
     family = read_family(data)
-    _check_config(family, folder.config, effective)
+    _check_config(family, config, effective)
     return family
 
 

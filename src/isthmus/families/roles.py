@@ -56,6 +56,14 @@ _FORMS: Mapping[int, tuple[tuple[Form, tuple[str, ...]], ...]] = {
     4: (("sandwich", NORM_ROLES),),
 }
 
+_TWO_NORMS = (r"input|ln_?1|att|norm_?1", r"post_attention|ln_?2|mlp|feed|ff|norm_?2")
+_FOUR_NORMS = (
+    r"input|ln_?1|^pre_(self_)?att",
+    r"post_(self_)?att",
+    r"pre_(mlp|feed|ff)|ln_?2",
+    r"post_(mlp|feed|ff)",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
@@ -242,15 +250,7 @@ def _norms(modules: Sequence[str]) -> Iterator[Norms]:
 
 def _unlikely(order: Sequence[str]) -> int:
     """How badly names fit the places they would stand at."""
-    if len(order) == 4:
-        hints = (
-            r"input|ln_?1|^pre_(self_)?att",
-            r"post_(self_)?att|post_attention",
-            r"pre_(mlp|feed|ff)|ln_?2",
-            r"post_(mlp|feed|ff)",
-        )
-    else:
-        hints = (r"input|ln_?1|att|norm_?1", r"post_attention|ln_?2|mlp|feed|ff|norm_?2")
+    hints = _FOUR_NORMS if len(order) == len(NORM_ROLES) else _TWO_NORMS
     return sum(not re.search(hint, name) for hint, name in zip(hints, order, strict=False))
 
 

@@ -87,18 +87,17 @@ _MOST_LAYERS = 16
 class Settings:
     """A config, and which of its settings says what."""
 
-    def __init__(self, config: Mapping[str, Any], effective: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(self, effective: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Find the sizes.
 
         Args:
-            config: config.json as it is.
-            effective: the same with everything that transformers adds where it is silent.
+            effective: the config with everything that transformers adds where it is silent.
             defaults: what transformers has for a config that says nothing at all.
 
         Raises:
             UsageError: a size has no name that is known, or the config is not that of a plain decoder.
         """
-        self.config, self.effective, self.defaults = config, effective, defaults
+        self.effective, self.defaults = effective, defaults
         if effective.get("is_encoder_decoder"):
             raise UsageError("it has an encoder; only decoders are built.")
         for name, value in effective.items():
@@ -190,7 +189,7 @@ class Settings:
             if key in live:
                 found[name] = {"hf": key, "kind": "float", "default": self.defaults.get(key)}
                 found[name] |= {"as": meaning} if meaning else {}
-        if self.epsilon in live:
+        if self.epsilon is not None and self.epsilon in live:
             found["norm_epsilon"] = {"hf": self.epsilon, "kind": "float", "default": self.defaults[self.epsilon]}
         if (init := self._first(_INIT)) is not None:
             found["init_std"] = {"hf": init, "kind": "float", "default": self.defaults.get(init, 0.02)}
@@ -278,7 +277,7 @@ def _every(number: int, layers: int) -> list[str]:
 
 def _shrunken_rotary(told: Mapping[str, Any], small: Shrunken) -> dict[str, Any]:
     """Frequencies that differ from those of any default, and lengths that a short sample exceeds."""
-    found = {
+    found: dict[str, Any] = {
         name: _shrunken_rotary(value, small) if isinstance(value, Mapping) else value for name, value in told.items()
     }
     if found.get("rope_theta") is not None:

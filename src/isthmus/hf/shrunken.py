@@ -33,7 +33,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     if model_type not in CONFIG_MAPPING:
         own = " The code that comes with it (auto_map) is not run." if "auto_map" in config else ""
         raise UsageError(f"transformers {VERSION} has no code for model_type {model_type!r}.{own}")
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
     if name is None:
         raise UsageError(f"model_type {model_type!r} is no causal language model in transformers {VERSION}.")
     return str(name if isinstance(name, str) else name[0])
@@ -67,6 +67,8 @@ def build_copy(folder: Path, config: Mapping[str, Any], seed: int) -> None:
             for tensor in [*model.parameters(), *_saved_buffers(model)]:
                 _draw(tensor)
             model.save_pretrained(folder)
+        # Some models change their config while they are built; what counts is what was asked for.
+        CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).save_pretrained(folder)
     except Exception as error:  # whatever the code of a model does with sizes that it was not made for
         raise UsageError(f"transformers builds no small copy of it: {_told(error)}.") from None
 
