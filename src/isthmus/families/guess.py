@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isthmus.families.learned import FORMAT
-from isthmus.families.roles import Matrices, Norms, Role, Structure
+from isthmus.families.roles import Experts, Matrices, Norms, Role, Structure
 from isthmus.families.settings import Settings
 
 Picks = Mapping[str, Any]
@@ -21,6 +21,7 @@ Picks = Mapping[str, Any]
 _ATTENTION, _FEED_FORWARD = ("q", "k", "v", "qkv", "o"), ("gate", "up", "gate_up", "fc1", "fc2")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+_TURNS = "in turns"
 _LAYER = "decoder.layers.{layer}."
 _SELF = _LAYER + "self_attention."
 
@@ -57,9 +58,11 @@ class Guesses:
 
     def silent(self, stage: Stage) -> Callable[[str], bool]:
         """Which tensors are zero in the stage's copy, by name."""
-        likeliest = self.structure.matrices[0].modules
-        modules = "|".join(re.escape(likeliest[role]) for role in stage.silent)
-        pattern = re.compile(rf"{re.escape(self.structure.layers)}\d+\.({modules})\.(weight|bias)")
+        experts = self.structure.experts
+        seen = [self.structure.matrices, *((experts.matrices, experts.shared) if experts else ())]
+        modules = [ways[0].modules[role] for ways in seen for role in stage.silent if ways and role in ways[0].modules]
+        names = "|".join(re.escape(module).replace(r"\{expert\}", r"\d+") for module in modules)
+        pattern = re.compile(rf"{re.escape(self.structure.layers)}\d+\.({names})(\.weight|\.bias)?")
         return lambda name: pattern.fullmatch(name) is not None
 
     def data(self, picks: Picks) -> dict[str, Any]:
@@ -100,7 +103,7 @@ class Guesses:
                 value += " as [in, out]" if picks[name].transposed else ""
             elif value is None:
                 continue
-            lines.append(f"{name}: {value}")
+            lines.append(value if name in ("attention", "feed-forward") else f"{name}: {value}")
         return lines
 
     def _likeliest(self) -> dict[str, Any]:
@@ -123,10 +126,25 @@ class Guesses:
         said = self.settings.effective.get(self.settings.activation or "")
         activations = list(dict.fromkeys([_ACTIVATIONS.get(str(said), "silu"), "silu", "gelu", "gelu_tanh"]))
         for matrices in _parts(self.structure.matrices, _FEED_FORWARD):
-            orders = ["gate above up", "up above gate", "in turns"] if "gate_up" in matrices.modules else [None]
-            choices = {"norms": self.structure.norms, "activation": activations, "gate and up": orders}
+            choices = {"norms": self.structure.norms, "activation": activations, "gate and up": _orders(matrices)}
+            if self.structure.experts is not None:
+                choices = self._expert_choices(self.structure.experts) | choices
             for picks in _product(choices):
                 yield {"feed-forward": matrices, **picks}
+
+    def _expert_choices(self, experts: Experts) -> dict[str, Sequence[Any]]:
+        scores = ["softmax", "sigmoid", "softmax_of_chosen"]
+        if experts.expert_bias is not None:
+            scores = ["sigmoid", "softmax"]
+        said = bool(self.settings.effective.get("norm_topk_prob"))
+        return {
+            "groups of experts": ["top2", "max"] if "moe.num_groups" in self.settings.sizes else [None],
+            "scores of experts": scores,
+            "weights are normalised": [said, not said],
+            "experts": experts.matrices,
+            "experts' gate and up": _orders(experts.matrices[0]),
+            "shared experts": experts.shared or [None],
+        }
 
     def _attention(self, picks: Picks) -> Iterator[Picks]:
         chosen: Matrices = picks["feed-forward"]
@@ -172,6 +190,13 @@ class Guesses:
             found |= {"qk_norm": True, "qk_norm_over": over}
         if structure.sinks is not None:
             found["attention_sinks"] = True
+        if structure.experts is not None:
+            found |= {"moe.score": chosen["scores of experts"], "moe.normalize": chosen["weights are normalised"]}
+            found |= {"moe.expert_bias": structure.experts.expert_bias is not None}
+            found |= {"moe.router_bias": structure.experts.router_bias is not None}
+            found |= {"moe.shared_gate": structure.experts.shared_gate is not None}
+            if chosen["groups of experts"] is not None:
+                found["moe.group_score"] = chosen["groups of experts"]
         if structure.positions is not None:
             found["position"] = "learned"
         else:
@@ -193,7 +218,11 @@ class Guesses:
         for place, module in chosen["norms"].modules.items():
             rules += self._norm(_LAYER + place, hf + module)
         rules += self._attention_rules(chosen, hf)
-        rules += self._feed_forward_rules(chosen, hf)
+        dense = {} if structure.experts is None else {"layers": "dense"}
+        if chosen["feed-forward"].modules:
+            rules += self._feed_forward_rules(chosen, hf, dense)
+        if structure.experts is not None:
+            rules += self._expert_rules(structure.experts, chosen, hf)
         rules += self._norm("decoder.final_layernorm", structure.final_norm)
         output = structure.embedding if structure.head is None else structure.head
         tied = {"when": "tie_embeddings", "alias": True} if structure.head is None else {}
@@ -233,27 +262,69 @@ class Guesses:
             rules.append(_copy(canonical, f"{hf}{self.structure.sinks}", "N", shard="rows"))
         return rules
 
-    def _feed_forward_rules(self, chosen: Picks, hf: str) -> list[dict[str, Any]]:
+    def _feed_forward_rules(self, chosen: Picks, hf: str, where: Mapping[str, Any]) -> list[dict[str, Any]]:
         matrices: Matrices = chosen["feed-forward"]
-        modules, turned = matrices.modules, {"transposed": True} if matrices.transposed else {}
-        first = [modules[role] for role in ("gate", "up", "gate_up", "fc1") if role in modules]  # type: ignore[index]
-        if "gate_up" in modules:
-            first = first * 2
-        rules = []
-        for end, tail, how in (("weight", ["H"], turned), ("bias", [], {"init": "zeros"})):
-            if end == "bias" and not self._biased(modules, _FEED_FORWARD):
-                continue
-            parts = [[f"{hf}{module}.{end}", "F", *tail] for module in first]
-            shard = "rows" if "fc1" in modules else "gate_up"
-            rules.append({"canonical": f"{_LAYER}mlp.linear_fc1.{end}", "parts": parts, "shard": shard, **how})
-            if chosen["gate and up"] == "in turns":
-                rules[-1]["interleaved"] = True
-        rules.append(
-            _copy(f"{_LAYER}mlp.linear_fc2.weight", f"{hf}{modules['fc2']}.weight", "H", "F", shard="cols", **turned)
-        )
+        modules = matrices.modules
+        rules = _two_matrices(f"{_LAYER}mlp.", hf, matrices, ".weight", "F", chosen["gate and up"], **where)
         if self._biased(modules, _FEED_FORWARD):
-            rules.append(_copy(f"{_LAYER}mlp.linear_fc2.bias", f"{hf}{modules['fc2']}.bias", "H", init="zeros"))
+            unturned = replace(matrices, transposed=False)
+            rules += _two_matrices(f"{_LAYER}mlp.", hf, unturned, ".bias", "F", chosen["gate and up"], **where)
         return rules
+
+    def _expert_rules(self, experts: Experts, chosen: Picks, hf: str) -> list[dict[str, Any]]:
+        mlp, where = f"{_LAYER}mlp.", {"layers": "moe"}
+        rules = [_copy(f"{mlp}router.weight", hf + experts.router, "E", "H", **where)]
+        if experts.router_bias is not None:
+            rules.append(_copy(f"{mlp}router.bias", hf + experts.router_bias, "E", init="zeros", **where))
+        if experts.expert_bias is not None:
+            name, stacked = experts.expert_bias
+            how: dict[str, Any] = {"init": "zeros", "dtype": "float32", **where} | (
+                {"stacked": True} if stacked else {}
+            )
+            rules.append(_copy(f"{mlp}router.expert_bias", hf + name, "E", **how))
+        each = f"{mlp}experts.local_experts.{{expert}}."
+        lying: dict[str, Any] = {"stacked": True, **where} if experts.stacked else {**where}
+        rules += _two_matrices(each, hf, chosen["experts"], "", "X", chosen["experts' gate and up"], **lying)
+        if chosen["shared experts"] is not None:
+            shared = f"{mlp}shared_experts."
+            order = _orders(chosen["shared experts"])[0]
+            rules += _two_matrices(shared, hf, chosen["shared experts"], ".weight", "S", order, **where)
+        if experts.shared_gate is not None:
+            rules.append(_copy(f"{mlp}shared_experts.gate_weight", hf + experts.shared_gate, "1", "H", **where))
+        return rules
+
+
+def _two_matrices(
+    canonical: str, hf: str, matrices: Matrices, end: str, width: str, order: str | None, **how: Any
+) -> list[dict[str, Any]]:
+    """The rules of the matrices of a feed-forward block, or of their biases (``end``), behind ``canonical`` names."""
+    modules: Mapping[Any, str] = matrices.modules
+    kind = "bias" if end == ".bias" else "weight"
+    how = {
+        **how,
+        **({"transposed": True} if matrices.transposed else {}),
+        **({"init": "zeros"} if kind == "bias" else {}),
+    }
+    names = (
+        [modules["gate_up"]] * 2
+        if "gate_up" in modules
+        else [modules[r] for r in ("gate", "up", "fc1") if r in modules]
+    )
+    tail = [] if kind == "bias" else ["H"]
+    first = {
+        "canonical": f"{canonical}linear_fc1.{kind}",
+        "parts": [[f"{hf}{name}{end}", width, *tail] for name in names],
+    }
+    first |= {"shard": "rows" if "fc1" in modules else "gate_up", **how} | (
+        {"interleaved": True} if order == _TURNS else {}
+    )
+    tail, cut = ([], {}) if kind == "bias" else ([width], {"shard": "cols"})
+    return [first, _copy(f"{canonical}linear_fc2.{kind}", f"{hf}{modules['fc2']}{end}", "H", *tail, **cut, **how)]
+
+
+def _orders(matrices: Matrices) -> list[str | None]:
+    """How gate and up can lie in one tensor."""
+    return ["gate above up", _TURNS] if "gate_up" in matrices.modules else [None]
 
 
 def _parts(all_of_them: Sequence[Matrices], roles: Sequence[str]) -> Iterator[Matrices]:

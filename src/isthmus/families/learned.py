@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from isthmus.errors import DataError
+from isthmus.families import experts
 from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rule import Init, Layers, Part, Rule, Shard
@@ -58,19 +60,35 @@ def load_family(path: Path) -> Family:
         DataError: it is not one, or says something that is not known.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}.") from None
-    try:
-        return read_family(data)
+        return _parsed(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not text: {error}.") from None
     except DataError as error:
         raise DataError(f"{path} is no family that is understood: {error} Learn it again.") from None
 
 
+@cache
+def _parsed(text: str) -> Family:
+    """The same family for the same text, so that two models of it are seen to be of one family."""
+    try:
+        return read_family(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"it is not JSON: {error}.") from None
+
+
 def write_family(family: Family) -> str:
-    """The text of the file that :func:`load_family` reads; only of a family that came from data."""
+    """The text of the file that :func:`load_family` reads, a line for each entry; of a family that came from data."""
     assert family.data is not None
-    return json.dumps(family.data, indent=1, ensure_ascii=False) + "\n"
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {_laid_out(value)}" for key, value in family.data.items()) + "\n}\n"
+
+
+def _laid_out(value: Any) -> str:
+    if isinstance(value, dict) and value:
+        lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n }"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n ]"
+    return json.dumps(value)
 
 
 def read_family(data: Mapping[str, Any]) -> Family:
@@ -149,10 +167,18 @@ def formula(text: str, absent: Mapping[str, Any]) -> Callable[[Mapping[str, Any]
 
 
 def _key(told: Mapping[str, Any], absent: Mapping[str, Any]) -> Key:
-    if unknown := sorted(told.keys() - {"hf", "kind", "default", "null", "optional", "as"}):
+    if unknown := sorted(told.keys() - {"hf", "kind", "default", "null", "optional", "as", "of"}):
         raise DataError(f"{', '.join(unknown)} of a key is not known.")
     given = {name: told[name] for name in ("default", "optional") if name in told}
     meaning = told.get("as")
+    if meaning == "first_dense":
+        layers = formula(_text(told["of"]), absent)
+        dense = experts.first_dense(default=told.get("default", 0))
+        return replace(dense, hf=_text(told["hf"]), decode=lambda number, hf: tuple(range(min(number, layers(hf)))))
+    if meaning == "number_of_experts":
+        width = formula(_text(told["of"]), absent)
+        shared = experts.shared_width(_text(told["hf"]), default=told.get("default", 0))
+        return replace(shared, decode=lambda number, hf: number * width(hf))
     if meaning is not None:
         _one_of(meaning, tuple(_MEANINGS))
         given["decode"] = lambda value, _hf: _MEANINGS[meaning](value)
@@ -168,9 +194,19 @@ def _without_window(
     return lambda hf: read_window(style, hf, window.get("default"), num_layers(hf), window.get("every"))[1]
 
 
+class _Each(tuple[Any, ...]):
+    """Contains lists, one element for each layer, that are all alike."""
+
+    def __contains__(self, value: Any) -> bool:
+        """Whether all elements are the first of this."""
+        return isinstance(value, list) and all(each == self[0] for each in value)
+
+
 def _fixed(told: Mapping[str, Any]) -> Fixed:
-    if unknown := sorted(told.keys() - {"is", "absent", "training"}):
+    if unknown := sorted(told.keys() - {"is", "each", "absent", "training"}):
         raise DataError(f"{', '.join(unknown)} of a fixed setting is not known.")
+    if "each" in told:
+        return Fixed(_Each((told["each"],)), WHY, absent=told["absent"], strict=True)
     if told.get("training", False):
         return Fixed((told["is"],), "training runs without dropout; set it to 0", training=True, absent=told["absent"])
     return Fixed((told["is"],), WHY, absent=told["absent"], strict=True)

@@ -31,6 +31,7 @@ _SHAPES: Mapping[Role, tuple[str, str]] = {
 }
 _ATTENTION: tuple[tuple[Role, ...], ...] = (("q", "k", "v", "o"), ("qkv", "o"))
 _FEED_FORWARD: tuple[tuple[Role, ...], ...] = (("gate", "up", "fc2"), ("gate_up", "fc2"), ("fc1", "fc2"))
+_GATED = _FEED_FORWARD[:2]
 _NAMES: Mapping[Role, str] = {
     "q": r"\bq_|\bq\b|query|\bwq\b",
     "k": r"\bk_|\bk\b|key\b|\bwk\b",
@@ -44,6 +45,7 @@ _NAMES: Mapping[Role, str] = {
     "fc2": r"fc2|c_proj|fc_out|4h_to|down|\bw2\b",
 }
 _LAYER_NUMBER = re.compile(r"(.+?\.)(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.+?\.)(\d+)\.(.+)")
 _OF_QUERIES, _OF_KEYS = re.compile(r"(?:^|[._])q(?:uery)?(?:[._]|$)"), re.compile(r"(?:^|[._])k(?:ey)?(?:[._]|$)")
 NORM_ROLES = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 _FORMS: Mapping[int, tuple[tuple[Form, tuple[str, ...]], ...]] = {
@@ -82,8 +84,25 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The tensors of a layer that is a mixture of experts."""
+
+    router: str
+    """Names, from the layer's on, of the weight [E, H], and of what else the router has."""
+    router_bias: str | None
+    expert_bias: tuple[str, bool] | None
+    """With whether it has an axis of length 1 before the others."""
+    matrices: tuple[Matrices, ...]
+    """Ways to see those of one expert: names of tensors, with ``{expert}`` unless they are stacked."""
+    stacked: bool
+    shared: tuple[Matrices, ...]
+    """Ways to see those of the shared experts: modules; empty if there are none."""
+    shared_gate: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
-    """The tensors of a decoder whose layers are alike."""
+    """The tensors of a decoder whose layers are alike, but for some of them having experts."""
 
     layers: str
     """What the names of layers begin with, up to the number: ``model.layers.``."""
@@ -101,6 +120,9 @@ class Structure:
     """Modules that normalise queries and keys."""
     qk_norm_symbols: tuple[str, str]
     sinks: str | None
+    experts: Experts | None
+    dense_layers: tuple[int, ...]
+    """Those without experts, where others have some."""
 
 
 def recognise(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Structure:
@@ -113,8 +135,17 @@ def recognise(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Structu
     Raises:
         UsageError: a tensor has no role in any decoder that is built.
     """
-    prefix, layer, outer = _split(tensors)
+    prefix, layers, outer = _split(tensors)
     sizes = {**sizes, "W": (sizes["N"] + 2 * sizes["G"]) * sizes["D"], "2": 2, "1": 1}
+    of_experts = {number: _of_experts(layer, sizes) for number, layer in layers.items()}
+    plain_layers = {number: _without(layer, of_experts[number]) for number, layer in layers.items()}
+    dense = tuple(number for number in sorted(layers) if not of_experts[number])
+    with_experts = [number for number in sorted(layers) if of_experts[number]]
+    _check_alike(of_experts, with_experts)
+    _check_alike(plain_layers, list(dense))
+    _check_alike(plain_layers, with_experts)
+    experts = _experts(of_experts[with_experts[0]], sizes) if with_experts else None
+    layer = plain_layers[dense[0] if dense else with_experts[0]]
     vectors = {_module(name): shape[0] for name, shape in layer.items() if len(shape) == 1 and _is(name, "weight")}
     matrices = {_module(name): shape for name, shape in layer.items() if len(shape) == 2 and _is(name, "weight")}
     biases = {_module(name): shape for name, shape in layer.items() if len(shape) == 1 and _is(name, "bias")}
@@ -134,7 +165,8 @@ def recognise(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Structu
         raise UsageError("some norms have a bias and some have none, which is not built.")
     if any(module in biases for module in heads):
         raise UsageError(f"{sorted(heads)[0]}: norms of queries and keys with a bias are not built.")
-    assignments = tuple(_assignments(matrices, biases, sizes))
+    blocks = _FEED_FORWARD if dense else ((),)
+    assignments = tuple(_assignments(matrices, biases, sizes, tuple(itertools.product(_ATTENTION, blocks))))
     if not assignments:
         found = ", ".join(f"{module} {list(shape)}" for module, shape in matrices.items())
         raise UsageError(f"the matrices of a layer are not those of attention and a feed-forward block: {found}.")
@@ -151,11 +183,13 @@ def recognise(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Structu
         qk_norm=qk_norm,
         qk_norm_symbols=symbols,
         sinks=sinks[0] if sinks else None,
+        experts=experts,
+        dense_layers=dense if experts is not None else (),
     )
 
 
-def _split(tensors: Mapping[str, Shape]) -> tuple[str, dict[str, Shape], dict[str, Shape]]:
-    """What layers are called, the tensors of one of them, and those outside."""
+def _split(tensors: Mapping[str, Shape]) -> tuple[str, dict[int, dict[str, Shape]], dict[str, Shape]]:
+    """What layers are called, the tensors of each, and those outside."""
     layers: dict[int, dict[str, Shape]] = {}
     outer: dict[str, Shape] = {}
     prefixes: set[str] = set()
@@ -168,14 +202,75 @@ def _split(tensors: Mapping[str, Shape]) -> tuple[str, dict[str, Shape], dict[st
         layers.setdefault(int(found[2]), {})[found[3]] = shape
     if len(prefixes) != 1:
         raise UsageError(f"layers go by {len(prefixes)} names ({', '.join(sorted(prefixes))}), one was wanted.")
-    first = layers[min(layers)]
-    for number, layer in sorted(layers.items()):
-        if layer != first:
-            other = sorted(dict(layer.items() ^ first.items()))[0]
-            raise UsageError(
-                f"layer {number} has other tensors than layer {min(layers)} ({other}); alike they are built."
-            )
-    return prefixes.pop(), first, outer
+    return prefixes.pop(), layers, outer
+
+
+def _check_alike(layers: Mapping[int, Mapping[str, Shape]], numbers: Sequence[int]) -> None:
+    for number in numbers:
+        if layers[number] != layers[numbers[0]]:
+            other = sorted(dict(layers[number].items() ^ layers[numbers[0]].items()))[0]
+            raise UsageError(f"layer {number} has other tensors than layer {numbers[0]} ({other}), which is not built.")
+
+
+def _of_experts(layer: Mapping[str, Shape], sizes: Mapping[str, int]) -> dict[str, Shape]:
+    """The tensors of a layer that only a mixture of experts has."""
+    if "E" not in sizes:
+        return {}
+    number = sizes["E"]
+    found = {
+        name: shape
+        for name, shape in layer.items()
+        if (len(shape) == 3 and shape[0] == number) or (_EXPERT.fullmatch(name) and "norm" not in name)
+    }
+    if not found:
+        return {}
+    around = ((number, sizes["H"]), (number,), (1, number), (1, sizes["H"]))
+    wide = sizes.get("S", 0)
+    of_shared = ((wide, sizes["H"]), (sizes["H"], wide), (2 * wide, sizes["H"]))
+    return found | {name: shape for name, shape in layer.items() if shape in around or (wide and shape in of_shared)}
+
+
+def _without(layer: Mapping[str, Shape], left_out: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: shape for name, shape in layer.items() if name not in left_out}
+
+
+def _experts(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Experts:
+    """What each of these tensors is in a mixture of experts."""
+    number, hidden = sizes["E"], sizes["H"]
+    one = {**sizes, "F": sizes["X"]}
+    stacked = {name: shape[1:] for name, shape in tensors.items() if len(shape) == 3}
+    single = {}
+    for name, shape in tensors.items():
+        if (found := _EXPERT.fullmatch(name)) is not None and len(shape) < 3:
+            single[f"{found[1]}{{expert}}.{found[3]}"] = shape
+    if bool(stacked) == bool(single):
+        raise UsageError("experts lie one by one in some tensors and together in others, which is not built.")
+    routers = [name for name, shape in tensors.items() if shape == (number, hidden)]
+    vectors = [name for name, shape in tensors.items() if shape in ((number,), (1, number))]
+    corrections = [name for name in vectors if "correction" in name or "expert_bias" in name]
+    biases = [name for name in vectors if name not in corrections]
+    gates = [name for name, shape in tensors.items() if shape == (1, hidden)]
+    if len(routers) != 1 or max(map(len, (corrections, biases, gates))) > 1:
+        told = ", ".join([*routers, *vectors, *gates])
+        raise UsageError(f"routers of this kind are not built: {told or 'no weight'}.")
+    known = {*routers, *vectors, *gates, *stacked} | {name for name in tensors if _EXPERT.fullmatch(name)}
+    wide = {_module(name): shape for name, shape in tensors.items() if name not in known and _is(name, "weight")}
+    shared = tuple(_assignments(wide, {}, {**sizes, "F": sizes.get("S", 0)}, tuple((way,) for way in _GATED)))
+    if wide and not shared:
+        raise UsageError(f"shared experts of this kind are not built: {', '.join(wide)}.")
+    each = stacked or single
+    ways = tuple(_assignments(each, {}, one, tuple((way,) for way in _GATED)))
+    if not ways:
+        raise UsageError("experts of this kind are not built: " + ", ".join(f"{k} {list(v)}" for k, v in each.items()))
+    return Experts(
+        router=routers[0],
+        router_bias=next(iter(biases), None),
+        expert_bias=(corrections[0], len(tensors[corrections[0]]) == 2) if corrections else None,
+        matrices=ways,
+        stacked=bool(stacked),
+        shared=shared,
+        shared_gate=next(iter(gates), None),
+    )
 
 
 def _outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[str, str | None, str | None, str]:
@@ -212,12 +307,15 @@ def _qk_norm(heads: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[tuple[
 
 
 def _assignments(
-    matrices: Mapping[str, Shape], biases: Mapping[str, Shape], sizes: Mapping[str, int]
+    matrices: Mapping[str, Shape],
+    biases: Mapping[str, Shape],
+    sizes: Mapping[str, int],
+    ways: Sequence[tuple[tuple[Role, ...], ...]],
 ) -> Iterator[Matrices]:
     """All ways to give each matrix a role that fits its shape and its bias, the likeliest names first."""
     found: list[tuple[int, Matrices]] = []
-    for transposed, attention, feed_forward in itertools.product((False, True), _ATTENTION, _FEED_FORWARD):
-        roles = (*attention, *feed_forward)
+    for transposed, way in itertools.product((False, True), ways):
+        roles = tuple(itertools.chain(*way))
         if len(roles) != len(matrices):
             continue
         fits = [
@@ -227,7 +325,7 @@ def _assignments(
         for modules in itertools.product(*fits):
             if len(set(modules)) == len(modules):
                 given = dict(zip(roles, modules, strict=True))
-                unlikely = sum(not re.search(_NAMES[role], module.split(".")[-1]) for role, module in given.items())
+                unlikely = sum(not re.search(_NAMES[role], _last(module)) for role, module in given.items())
                 found.append((unlikely, Matrices(given, transposed)))
     yield from (matrices for _, matrices in sorted(found, key=lambda pair: pair[0]))
 
@@ -252,6 +350,11 @@ def _unlikely(order: Sequence[str]) -> int:
     """How badly names fit the places they would stand at."""
     hints = _FOUR_NORMS if len(order) == len(NORM_ROLES) else _TWO_NORMS
     return sum(not re.search(hint, name) for hint, name in zip(hints, order, strict=False))
+
+
+def _last(module: str) -> str:
+    """The piece of a name that tells the matrix from others."""
+    return module.removesuffix(".weight").rpartition(".")[2]
 
 
 def _module(name: str) -> str:

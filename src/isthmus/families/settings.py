@@ -20,6 +20,24 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
 }
+_EXPERT_SIZES: Mapping[str, tuple[str, ...]] = {
+    "moe.num_experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    "moe.top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk"),
+    "moe.ffn_hidden_size": ("moe_intermediate_size",),
+    "moe.shared_ffn_hidden_size": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "moe.num_groups": ("n_group",),
+    "moe.group_top_k": ("topk_group",),
+    "moe.dense_layers": ("first_k_dense_replace",),
+}
+_NUMBER_OF_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_NEUTRAL: Mapping[str, int] = {
+    "moe.num_groups": 1,
+    "moe.group_top_k": 1,
+    "moe.dense_layers": 0,
+    "moe.shared_ffn_hidden_size": 0,
+}
+"""Where a config says this, the setting turns nothing on."""
+_OFF = {word: value for name, value in _NEUTRAL.items() for word in _EXPERT_SIZES[name]} | {"decoder_sparse_step": 1}
 _EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _MULTIPLIERS: Mapping[str, tuple[str, str | None]] = {
     "embedding_multiplier": ("embedding_multiplier", None),
@@ -30,6 +48,7 @@ _MULTIPLIERS: Mapping[str, tuple[str, str | None]] = {
     "logit_scale": ("logits_multiplier", None),
     "attn_logit_softcapping": ("attention_softcap", None),
     "final_logit_softcapping": ("logits_softcap", None),
+    "routed_scaling_factor": ("moe.scaling_factor", None),
 }
 """Field of the Architecture that a setting says, and how."""
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
@@ -60,6 +79,8 @@ class Shrunken:
     max_position_embeddings: int
     more_layers: int
     sliding_window: int
+    experts: Mapping[str, int]
+    """Of mixtures of experts."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Of epsilon, theta and multipliers: values that show in the logits."""
 
@@ -67,17 +88,24 @@ class Shrunken:
 _FIRST = {"epsilon": 1e-2, "rope_theta": 1000.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.6}
 _FIRST |= {"attention_multiplier": 0.4, "query_pre_attn_scalar": 6, "logits_scaling": 3.0, "logit_scale": 0.5}
 _FIRST |= {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}
+_FIRST |= {"routed_scaling_factor": 1.4}
 _SECOND = {name: value * 2 for name, value in _FIRST.items()}
+_FEW = {"moe.num_experts": 6, "moe.top_k": 2, "moe.ffn_hidden_size": 20, "moe.shared_ffn_hidden_size": 28}
+_FEW |= {"moe.num_groups": 2, "moe.group_top_k": 1, "moe.dense_layers": 1}
+_MORE = {"moe.num_experts": 8, "moe.top_k": 3, "moe.ffn_hidden_size": 28, "moe.shared_ffn_hidden_size": 36}
+_MORE |= {"moe.num_groups": 4, "moe.group_top_k": 2, "moe.dense_layers": 2}
+_SHARED = 2
+"""Shared experts of a copy, where they are counted."""
 FIRST = (
-    Shrunken(64, 4, 2, 24, 88, 101, 96, 0, 7, _FIRST),
-    Shrunken(64, 4, 2, 16, 88, 101, 96, 0, 7, _FIRST),
-    Shrunken(64, 4, 4, 16, 88, 101, 96, 0, 7, _FIRST),
+    Shrunken(64, 4, 2, 24, 88, 101, 96, 0, 7, _FEW, _FIRST),
+    Shrunken(64, 4, 2, 16, 88, 101, 96, 0, 7, _FEW, _FIRST),
+    Shrunken(64, 4, 4, 16, 88, 101, 96, 0, 7, _FEW, _FIRST),
 )
 """The copy that mappings are tried on: heads with a width of their own if the model can have them, groups if it can."""
 SECOND = (
-    Shrunken(96, 6, 3, 32, 136, 83, 112, 1, 5, _SECOND),
-    Shrunken(96, 6, 3, 16, 136, 83, 112, 1, 5, _SECOND),
-    Shrunken(96, 6, 6, 16, 136, 83, 112, 1, 5, _SECOND),
+    Shrunken(96, 6, 3, 32, 136, 83, 112, 1, 5, _MORE, _SECOND),
+    Shrunken(96, 6, 3, 16, 136, 83, 112, 1, 5, _MORE, _SECOND),
+    Shrunken(96, 6, 6, 16, 136, 83, 112, 1, 5, _MORE, _SECOND),
 )
 """The other one, on which the mapping that was found has to hold as well."""
 _LAYERS = 4
@@ -105,6 +133,9 @@ class Settings:
                 raise UsageError(f"config.json: {name} is an object with settings of its own, which is not understood.")
         self.sizes = {name: found for name, words in _SIZES.items() if (found := self._first(words)) is not None}
         self.one_group = False
+        self.shared: str | None = None
+        if self.effective.get(self._first(_EXPERT_SIZES["moe.num_experts"]) or ""):
+            self._find_experts()
         self.epsilon = self._first(_EPSILON)
         self.activation = self._first(_ACTIVATION)
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
@@ -115,6 +146,19 @@ class Settings:
         for name in self._layer_lists():
             if name != "layer_types" and len({str(each) for each in effective[name]}) > 1:
                 raise UsageError(f"config.json: {name} differs by layer, and what it means is not known.")
+
+    def _find_experts(self) -> None:
+        """The sizes of mixtures of experts."""
+        for name, words in _EXPERT_SIZES.items():
+            found = next((word for word in words if self.effective.get(word) is not None), None)
+            if found is not None and self.effective[found] != _NEUTRAL.get(name):
+                self.sizes[name] = found
+        if "moe.top_k" not in self.sizes:
+            told = " or ".join(_EXPERT_SIZES["moe.top_k"])
+            raise UsageError(f"config.json has no word that is known for the experts of a token: {told}.")
+        counted = [name for name in _NUMBER_OF_SHARED if self.effective.get(name)]
+        if counted and "moe.shared_ffn_hidden_size" not in self.sizes:
+            self.shared = counted[0]
 
     @property
     def num_layers(self) -> int:
@@ -140,8 +184,12 @@ class Settings:
         for name, key in self.sizes.items():
             if name == "num_layers":
                 config[key] = layers
+            elif name in small.experts:
+                config[key] = small.experts[name]
             elif config[key] is not None or name in ("ffn_hidden_size", "kv_channels"):
                 config[key] = getattr(small, name)
+        if self.shared is not None:
+            config[self.shared] = _SHARED
         if self.epsilon is not None:
             config[self.epsilon] = small.numbers["epsilon"]
         if config.get("sliding_window") is not None:
@@ -158,7 +206,7 @@ class Settings:
 
     def numbers(self) -> list[str]:
         """Settings that are numbers and no sizes, whose bearing on the logits can be tried."""
-        known = {*self.sizes.values(), *_ROPE, *_INIT}
+        known = {*self.sizes.values(), self.shared, *_ROPE, *_INIT}
         return [
             name
             for name, value in self.effective.items()
@@ -175,7 +223,8 @@ class Settings:
         Raises:
             UsageError: naming them.
         """
-        known = {*_MULTIPLIERS, *_WINDOW, self.epsilon}
+        off = [name for name, value in _OFF.items() if self.effective.get(name) == value]
+        known = {*_MULTIPLIERS, *_WINDOW, *off, self.epsilon}
         if strange := [name for name in self.numbers() if name in live and name not in known]:
             told = ", ".join(f"{name}={self.effective[name]}" for name in strange)
             raise UsageError(f"config.json: {told} changes the logits, and what it means is not known.")
@@ -185,6 +234,17 @@ class Settings:
         found: dict[str, Any] = {}
         for name, key in self.sizes.items():
             found[name] = {"hf": key} | self._absence(name, key)
+        if "moe.num_experts" in self.sizes and "moe.ffn_hidden_size" not in self.sizes:
+            found["moe.ffn_hidden_size"] = found["ffn_hidden_size"]
+        if "moe.dense_layers" in self.sizes:
+            found["moe.dense_layers"] |= {"as": "first_dense", "of": self.sizes["num_layers"]}
+        if self.shared is not None:
+            found["moe.shared_ffn_hidden_size"] = {
+                "hf": self.shared,
+                "as": "number_of_experts",
+                "of": found["moe.ffn_hidden_size"]["hf"],
+                "default": self.defaults.get(self.shared) or 0,
+            }
         for key, (name, meaning) in _MULTIPLIERS.items():
             if key in live:
                 found[name] = {"hf": key, "kind": "float", "default": self.defaults.get(key)}
@@ -203,6 +263,26 @@ class Settings:
         self.sizes.pop("num_query_groups", None)
         self.one_group = groups == 1
 
+    def symbols(self, small: Shrunken) -> dict[str, int]:
+        """The sizes of a small copy by symbol, see :func:`isthmus.families.rule.dims`."""
+        config = self.shrunken(small)
+        said = {name: config.get(key) for name, key in self.sizes.items()}
+        heads, hidden = small.num_attention_heads, small.hidden_size
+        found = {
+            "V": small.vocab_size,
+            "H": hidden,
+            "F": said.get("ffn_hidden_size") or 4 * hidden,
+            "P": small.max_position_embeddings,
+            "N": heads,
+            "G": said.get("num_query_groups") or heads,
+            "D": said.get("kv_channels") or hidden // heads,
+        }
+        if (number := said.get("moe.num_experts")) is not None:
+            width = said.get("moe.ffn_hidden_size") or found["F"]
+            shared = said.get("moe.shared_ffn_hidden_size") or (_SHARED * width if self.shared is not None else 0)
+            found |= {"E": number, "X": width} | ({"S": shared} if shared else {})
+        return found
+
     def derived(self) -> dict[str, str]:
         """The sizes that no setting says, from those that do."""
         formulas = _FORMULAS | {"ffn_hidden_size": "4*{hidden_size}"}
@@ -219,6 +299,9 @@ class Settings:
             if name in handled or name in dead or _NO_BEARING.fullmatch(name) or isinstance(value, Mapping):
                 continue
             absent = self.defaults.get(name)
+            if name in self._layer_lists():
+                found[name] = {"each": value[0], "absent": absent}
+                continue
             if not _DROPOUT.fullmatch(name):
                 found[name] = {"is": value, "absent": absent}
             elif isinstance(value, int | float):
