@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from isthmus.cli.train import Debug, Json, show
 from isthmus.cli.transfer import Bin, HfLike, cleared_away, progress_bar
 from isthmus.errors import UsageError
+
+if TYPE_CHECKING:
+    from isthmus.families.family import Family
 
 FORMATS = ("hf", "torch_dist", "torch")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -42,6 +45,14 @@ def convert(
     hf_family: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="model_type to write with --to hf; isthmus brings its own modelling files."),
+    ] = None,
+    learn: Annotated[
+        bool,
+        typer.Option("--learn", help="Find out how a model type without a family lies, and prove it on small copies."),
+    ] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep what --learn found; ISTHMUS_FAMILIES=DIR makes it known from then on."),
     ] = None,
     push: Annotated[
         str | None,
@@ -76,15 +87,39 @@ def convert(
         target = target or "hf"
         if target != "hf":
             raise UsageError(f"--push uploads a Hugging Face folder, and this writes {target}. Leave one of them out.")
+    if keep is not None and not learn:
+        raise UsageError("--keep is for what --learn finds. Add --learn, or leave it out.")
+    learned = _learned(source, keep, quiet=json) if learn else None
     with cleared_away(), progress_bar("converting") as progress:
         done = run(
-            source, destination, target, dtype=chosen, hf_like=hf_like, hf_family=hf_family,
-            grid=grid, spelling=names, bin=bin, vocab_size=vocab_size, progress=progress,
+            source, destination, target, dtype=chosen, hf_like=hf_like, hf_family=hf_family, grid=grid,
+            spelling=names, bin=bin, vocab_size=vocab_size, family=learned, progress=progress,
         )  # fmt: skip
     show(done, as_json=json)
+    if learned is not None and keep is not None:
+        from isthmus.convert.learn import keep as write
+
+        print(f"kept as {write(learned, keep)}", file=sys.stderr)
     if push is not None:
         from isthmus.hf.hub import push as upload
 
         address = upload(destination, push, private=not public, say=lambda told: print(told, file=sys.stderr))
         print(f"pushed to {address}", file=sys.stderr)
     return 0
+
+
+def _learned(source: Path, keep: Path | None, *, quiet: bool) -> Family:
+    """The family of a model that has none, found and proven before anything is written; shown unless ``quiet``."""
+    from rich.console import Console
+
+    from isthmus.convert.learn import kept_path, learn
+    from isthmus.families.learned import write_family
+
+    console = Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
+    with console.status("learning"):
+        family = learn(source, console.print)
+    if keep is not None:
+        kept_path(family.name, keep)
+    if not quiet:
+        print(write_family(family), end="", flush=True)
+    return family

@@ -16,6 +16,7 @@ from isthmus.convert.hf_weights import open_weights
 from isthmus.errors import MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
+from isthmus.families.learned import FILE
 from isthmus.families.registry import family_for
 from isthmus.hf.folder import ModelFolder
 
@@ -46,6 +47,7 @@ def open_stored(
     bin: bool = False,
     vocab_size: int | None = None,
     alike: Stored | None = None,
+    family: Family | None = None,
 ) -> Stored:
     """Open a Hugging Face folder or a Megatron checkpoint, and check that its tensors are those of its config.
 
@@ -56,6 +58,7 @@ def open_stored(
         bin: read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors.
         vocab_size: rows of the embedding that are not padding, of a checkpoint that only its arguments describe.
         alike: what it may be the same model as: what its arguments leave open is taken from there.
+        family: of a Hugging Face folder, where it was learned; None finds it by the config.
 
     Raises:
         MissingInput, DataError, UnsafeInput, UsageError: it is neither, or damaged, or not what its config says.
@@ -69,7 +72,7 @@ def open_stored(
         if vocab_size is not None:
             raise UsageError(f"{path} is a Hugging Face folder and has a config; leave --vocab-size out.")
         like = ModelFolder.open(path)
-        family = family_for(like.config)
+        family = family or family_for(like.config)
         opened = open_weights(like, family, bin=bin)
         woven = WovenWeights(opened.source, family, opened.arch)
         return Stored(path, "hf", family, opened.arch, woven, like, opened.said)
@@ -77,15 +80,15 @@ def open_stored(
         raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders; leave it out.")
     legacy = any(checkpoint.glob("mp_rank_*"))
     folder = LegacyFolder(checkpoint) if legacy else TorchDistFolder(checkpoint)
-    beside = [folder / HF_PART for folder in (path, checkpoint.parent)]
-    config = hf_like or next((folder for folder in beside if (folder / "config.json").is_file()), None)
+    around = (path, checkpoint.parent)
+    config = hf_like or next((at / HF_PART for at in around if (at / HF_PART / "config.json").is_file()), None)
     known = None if config is None else ModelFolder.open(config)
     if known is None:
         family, arch, said = _from_args(folder, vocab_size, alike)
     elif vocab_size is not None:
         raise UsageError(f"{known} says how large the vocabulary is; leave --vocab-size out.")
     else:
-        family = family_for(known.config)
+        family = family_for(known.config, next((at / FILE for at in around if (at / FILE).is_file()), None))
         arch, said = family.to_architecture(known.config), ()
     if isinstance(folder, LegacyFolder):
         return Stored(path, "torch", family, arch, LegacyWeights(folder, family, arch), known, said)

@@ -24,6 +24,7 @@ from isthmus.convert.to_torch_dist import TorchDistFiles, common_content
 from isthmus.engine.names import TRACKER
 from isthmus.errors import UsageError
 from isthmus.families.family import Family
+from isthmus.families.learned import FILE, write_family
 from isthmus.families.registry import all_families
 from isthmus.families.restate import restate
 from isthmus.hf.folder import write_model_files
@@ -69,6 +70,7 @@ def convert(
     spelling: LiveSpelling | None = None,
     bin: bool = False,
     vocab_size: int | None = None,
+    family: Family | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Convert a model on the disk into another format.
@@ -85,6 +87,7 @@ def convert(
         spelling: names in a legacy checkpoint; None is ``te``, what Megatron-LM takes by default.
         bin: see :func:`~isthmus.convert.stored.open_stored`.
         vocab_size: see :func:`~isthmus.convert.stored.open_stored`.
+        family: see :func:`~isthmus.convert.stored.open_stored`; it lies beside a checkpoint afterwards.
         progress: called with bytes done and bytes in all.
 
     Raises:
@@ -93,7 +96,7 @@ def convert(
         NoSpace, IOFailure: the destination exists or cannot be written; nothing of it is left.
     """
     start_s = time.monotonic()
-    stored = open_stored(Path(source), hf_like, bin=bin, vocab_size=vocab_size)
+    stored = open_stored(Path(source), hf_like, bin=bin, vocab_size=vocab_size, family=family)
     target: Format = to or ("torch_dist" if stored.format == "hf" else "hf")
     if target != "torch" and (grid is not None or spelling is not None):
         raise UsageError(
@@ -219,9 +222,13 @@ def _write_beside(
     base = None if stored.like is None else stored.like.config
     config = stored.family.to_hf_config(stored.arch, base, dtype=dtype)
     write_model_files(inner, stored.like, config)
+    small = [path for path in inner.iterdir() if path.suffix != ".safetensors"]
     if target != "hf":
         (folder / TRACKER).write_text("release", encoding="utf-8")
-    write_manifest(folder, digests.found(), (path for path in inner.iterdir() if path.suffix != ".safetensors"))
+        if stored.family.data is not None:
+            (folder / FILE).write_text(write_family(stored.family), encoding="utf-8")
+            small.append(folder / FILE)
+    write_manifest(folder, digests.found(), small)
 
 
 def _main_dtype(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:

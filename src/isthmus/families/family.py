@@ -90,6 +90,8 @@ class Fixed:
     """It has no bearing on tensors and logits, and is refused only of a model that is to be trained."""
     absent: Any = None
     """What absence means, where it does not mean the first."""
+    strict: bool = False
+    """Null is a value like any other, and allowed only if it is listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,8 @@ class Family:
     """Endings of Hugging Face names that may be present and are not weights."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
     """Classes that travel with an export as files, where transformers has none of its own."""
+    data: Mapping[str, Any] | None = None
+    """The file that it was read from, see ``families/learned.py``; None for a module of this package."""
 
     def to_architecture(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Architecture:
         """Read a Hugging Face config.
@@ -191,7 +195,9 @@ class Family:
     def _refuse(self, hf: Mapping[str, Any], *, training: bool) -> None:
         for key, fixed in self.fixed.items():
             value = hf.get(key, fixed.absent)
-            if fixed.training == training and value is not None and value not in fixed.allowed:
+            if fixed.training != training or (value is None and not fixed.strict):
+                continue
+            if value not in fixed.allowed:
                 raise UsageError(f"config.json: {key}={_short(value)} is not supported for {self.name}: {fixed.why}.")
 
     def _window(self, hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:

@@ -1,16 +1,25 @@
-"""Finds the families: each module of this package that defines ``FAMILY`` is one; nothing has to be registered."""
+"""Finds the families: each module of this package that defines ``FAMILY`` is one; nothing has to be registered.
+
+Learned ones (``isthmus convert --learn``) are files of data, beside a checkpoint or in a folder of the user's.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from isthmus import families
-from isthmus.errors import UsageError
+from isthmus.errors import DataError, UsageError
 from isthmus.families.family import Family
+from isthmus.families.learned import load_family
+
+KEPT = "ISTHMUS_FAMILIES"
+"""The environment's name for a folder of learned families, ``<model_type>.json`` each."""
 
 
 @cache
@@ -24,15 +33,38 @@ def all_families() -> dict[str, Family]:
     return dict(sorted(found.items()))
 
 
-def family_for(hf_config: Mapping[str, Any]) -> Family:
+def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Family:
     """The family of a Hugging Face config.
+
+    Args:
+        hf_config: the config.
+        beside: a learned family that a checkpoint was converted with, which goes before all others.
 
     Raises:
         UsageError: the ``model_type`` is not among the known ones.
+        DataError: the file of a learned family cannot be understood, or is another's.
     """
     model_type = hf_config.get("model_type")
-    family = all_families().get(model_type) if isinstance(model_type, str) else None
-    if family is None:
+    name = model_type if isinstance(model_type, str) else ""
+    if beside is None and name in all_families():
+        return all_families()[name]
+    path = beside or _kept(name)
+    if path is None:
         known = ", ".join(all_families())
-        raise UsageError(f"config.json: model_type {model_type!r} is not a known family. Known are {known}.")
+        raise UsageError(
+            f"config.json: model_type {model_type!r} is not a known family. Known are {known}. "
+            "For another, isthmus convert --learn tries to find out how its tensors lie."
+        )
+    family = load_family(path)
+    if family.name != name:
+        raise DataError(f"{path} is the family of {family.name}, and config.json says {model_type!r}.")
     return family
+
+
+def _kept(model_type: str) -> Path | None:
+    """The user's file for a model type, if there is one."""
+    folder = os.environ.get(KEPT)
+    if not folder or not model_type.replace("-", "_").isidentifier():
+        return None
+    path = Path(folder, f"{model_type}.json")
+    return path if path.is_file() else None

@@ -1,0 +1,350 @@
+"""An unknown model type, tried by structure: a mapping is taken only if a small random copy of the model gives the same
+logits in transformers and here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus import __version__
+from isthmus.convert.from_torch_dist import checkpoint_folder
+from isthmus.convert.online import import_weights
+from isthmus.engine.groups import ParallelSizes, open_groups
+from isthmus.errors import IsthmusError, NoSpace, UsageError
+from isthmus.families.family import Family
+from isthmus.families.guess import Guesses, Picks, Stage
+from isthmus.families.learned import read_family, write_family
+from isthmus.families.registry import all_families
+from isthmus.families.roles import Structure, recognise
+from isthmus.families.settings import FIRST, SECOND, Settings, Shrunken
+from isthmus.families.shard import whole
+from isthmus.hf.folder import ModelFolder
+from isthmus.hf.shrunken import VERSION, architecture_of, build_copy, copy_logits, effective_config, silenced
+from isthmus.hf.staged import disk_errors
+from isthmus.platforms.detect import detect
+
+TOLERANCE = 1e-4
+"""How far the logits may be apart, in float32; those of a copy are of the order of one."""
+MOST_CANDIDATES = 500
+_LENGTHS = (37, 23)
+"""Tokens of the samples: more than any window and any original length of a copy."""
+_LEAST_EFFECT = 1e-3
+"""How much every tensor of a copy has to matter to its logits, or nothing would be proven about it."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A small model on the disk, and what transformers makes of some samples."""
+
+    folder: ModelFolder
+    samples: list[Tensor]
+    logits: list[Tensor]
+
+    @classmethod
+    def open(cls, path: Path) -> Copy:
+        """Run a saved copy."""
+        folder = ModelFolder.open(path)
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = folder.config["vocab_size"]
+        samples = [torch.randint(3, vocabulary, (length,), generator=generator) for length in _LENGTHS]
+        return cls(folder, samples, copy_logits(path, samples))
+
+
+def learn(path: Path, say: Say = lambda line: None) -> Family:
+    """Find the family of a model, and prove it.
+
+    Args:
+        path: the model's folder; only its config is looked at.
+        say: told what was decided and why, line by line.
+
+    Raises:
+        UsageError: there is nothing to learn; or transformers has no code for the model, something in it has no place
+            in a decoder that is built, or no mapping gives its logits: the reason, and how near the nearest came.
+        MissingInput, DataError: there is no model folder.
+    """
+    if path.is_dir() and checkpoint_folder(path) is not None:
+        raise UsageError(f"{path} is a Megatron checkpoint; --learn is for Hugging Face folders. Leave it out.")
+    folder = ModelFolder.open(path)
+    model_type = folder.config.get("model_type")
+    if model_type in all_families():
+        raise UsageError(f"{path}: model_type {model_type!r} has a family. Leave --learn out.")
+    try:
+        return prove(folder.config, say)
+    except UsageError as error:
+        raise UsageError(f"{path}: model_type {model_type!r} was not learned: {error}") from None
+
+
+def keep(family: Family, folder: Path) -> Path:
+    """Write a learned family into a folder that ``ISTHMUS_FAMILIES`` can name.
+
+    Raises:
+        NoSpace, IOFailure: it is there already, or the disk refuses.
+    """
+    path = kept_path(family.name, folder)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(write_family(family))
+    return path
+
+
+def kept_path(model_type: str, folder: Path) -> Path:
+    """Where a learned family is kept.
+
+    Raises:
+        NoSpace: something is there.
+    """
+    path = folder / f"{model_type}.json"
+    if path.exists():
+        raise NoSpace(f"{path} exists already. Remove it, or keep the family in another folder.")
+    return path
+
+
+def prove(config: Mapping[str, Any], say: Say = lambda line: None) -> Family:
+    """The family of a model with this config, whether it has one already or not.
+
+    Raises:
+        UsageError: see :func:`learn`.
+    """
+    architecture = architecture_of(config)
+    effective = effective_config(config)
+    settings = Settings(effective, effective_config({"model_type": config["model_type"]}))
+    say(f"{config['model_type']} is {architecture} of transformers {VERSION}")
+    open_groups(ParallelSizes(), detect(), seed=0)
+    with tempfile.TemporaryDirectory(prefix="isthmus-learn-") as scratch:
+        copy, sizes = _build(Path(scratch, "first"), settings, FIRST)
+        shapes = {name: tuple(info.shape) for name, info in copy.folder.tensors.items()}
+        structure = _recognise(settings, shapes, settings.symbols(sizes))
+        say(f"a copy of {len(shapes)} tensors, the layers' in {structure.layers}*")
+        live = _live(settings, copy)
+        settings.check_meanings(live)
+        say(f"numbers of its config that change the logits: {', '.join(sorted(live)) or 'none but sizes'}")
+        search = _Search(Guesses(settings, structure, live, architecture), copy, Path(scratch), say)
+        picks, first = search.run()
+        data = search.guesses.data(picks)
+        other, _ = _build(Path(scratch, "second"), settings, SECOND)
+        second = difference(read_family(data), other)
+        if not second <= TOLERANCE:
+            raise UsageError(f"what fits one small copy is {second:.1e} off on one of other sizes.")
+        for each in (copy, other):
+            _check_effects(read_family(data), each)
+        say(f"proven: logits agree to {first:.1e} and, with other sizes, to {second:.1e}; all tensors matter to them")
+    data["proof"] = {
+        "transformers": VERSION,
+        "isthmus": __version__,
+        "max_abs_difference": [first, second],
+        "candidates_tried": search.tried,
+    }
+    family = read_family(data)
+    _check_config(family, config, effective)
+    return family
+
+
+def _build(folder: Path, settings: Settings, choice: tuple[Shrunken, ...]) -> tuple[Copy, Shrunken]:
+    """The first of these sizes that the model can be built and run with."""
+    failure = None
+    for number, small in enumerate(choice):
+        place = folder.with_name(f"{folder.name}-{number}")
+        try:
+            build_copy(place, settings.shrunken(small), seed=number + 1)
+            return Copy.open(place), small
+        except UsageError as error:
+            failure = error
+    assert failure is not None
+    raise failure
+
+
+def _recognise(settings: Settings, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]) -> Structure:
+    """The structure of a copy, with as many heads of keys as its config says, or with one, or one for each query's."""
+    try:
+        return recognise(shapes, sizes)
+    except UsageError as error:
+        for groups in (1, sizes["N"]):
+            with contextlib.suppress(UsageError):
+                found = recognise(shapes, {**sizes, "G": groups})
+                settings.use_groups(groups)
+                return found
+        raise error
+
+
+def _live(settings: Settings, copy: Copy) -> set[str]:
+    """The numbers of the config that change what transformers computes."""
+    found = set()
+    for name in settings.numbers():
+        value = copy.folder.config.get(name)
+        if value is None:
+            continue
+        tried = [value + 1, value * 2] if isinstance(value, int) else [value * 0.1, value * 10, value + 0.5]
+        ran = False
+        for other in tried:
+            try:
+                logits = copy_logits(copy.folder.path, copy.samples, **{name: other})
+            except UsageError:
+                continue
+            ran = True
+            if furthest(logits, copy.logits) > 0:
+                found.add(name)
+                break
+        if not ran:
+            found.add(name)
+    return found
+
+
+class _Search:
+    """Tries candidates stage by stage, and goes back a stage where nothing fits."""
+
+    def __init__(self, guesses: Guesses, copy: Copy, scratch: Path, say: Say) -> None:
+        self.guesses, self._say = guesses, say
+        self._copies = [
+            Copy.open(silenced(copy.folder.path, guesses.silent(stage), scratch / f"stage-{number}"))
+            if stage.silent
+            else copy
+            for number, stage in enumerate(guesses.stages)
+        ]
+        self.tried = 0
+        self._nearest: list[float] = [float("inf")] * len(guesses.stages)
+        self._refusals: list[str] = []
+
+    def run(self) -> tuple[Picks, float]:
+        """The first candidate with which every stage agrees, and the largest difference in the last.
+
+        Raises:
+            UsageError: there is none among as many as are tried.
+        """
+        found = next(self._from(0, {}), None)
+        if found is None:
+            raise UsageError(self._why())
+        return found
+
+    def _from(self, number: int, picks: Picks) -> Iterator[tuple[Picks, float]]:
+        stage: Stage = self.guesses.stages[number]
+        for option in stage.options(picks):
+            if self.tried >= MOST_CANDIDATES:
+                return
+            candidate = {**picks, **option}
+            apart = self._apart(candidate, self._copies[number])
+            self._nearest[number] = min(self._nearest[number], apart)
+            if not apart <= TOLERANCE:
+                continue
+            for line in self.guesses.told(option):
+                self._say(f"{stage.name}: {line}")
+            self._say(f"{stage.name}: agrees to {apart:.1e} ({self.tried} candidates tried)")
+            if number + 1 == len(self.guesses.stages):
+                yield candidate, apart
+            else:
+                yield from self._from(number + 1, candidate)
+                self._say(f"{stage.name}: nothing that follows agrees, the next is tried")
+
+    def _apart(self, picks: Picks, copy: Copy) -> float:
+        self.tried += 1
+        try:
+            return difference(read_family(self.guesses.data(picks)), copy)
+        except (IsthmusError, ValueError, AssertionError, RuntimeError) as error:
+            self._refusals.append(str(error))
+            return float("inf")
+
+    def _why(self) -> str:
+        number = next(n for n in reversed(range(len(self._nearest))) if self._nearest[n] < float("inf") or n == 0)
+        # A stage that was passed and has nothing behind it failed in the next one.
+        reached = min(number, len(self._nearest) - 1)
+        near = self._nearest[reached]
+        stage = self.guesses.stages[reached].name
+        limit = f", the most that are tried; {MOST_CANDIDATES}" if self.tried >= MOST_CANDIDATES else ""
+        if near == float("inf"):
+            return f"no mapping of its {stage} can be built: {next(iter(self._refusals), '')}{limit}"
+        told = ", ".join(f"{key}={value}" for key, value in self._named().items())
+        return (
+            f"none of {self.tried} mappings{limit} gives its logits: in the {stage} the nearest is {near:.1e} off, "
+            f"{TOLERANCE:.0e} is allowed ({told}). It computes something that is not built here."
+        )
+
+    def _named(self) -> dict[str, Any]:
+        settings = self.guesses.settings
+        named = (settings.activation, settings.epsilon)
+        return {key: settings.effective[key] for key in named if key is not None}
+
+
+@torch.no_grad()
+def difference(family: Family, copy: Copy) -> float:
+    """The largest difference between transformers' logits and those of a decoder that the family fills.
+
+    Raises:
+        IsthmusError, ValueError: the family does not fit the copy's tensors, or is no model that can be built.
+    """
+    return furthest(_logits(_filled(family, copy), copy), copy.logits)
+
+
+def _filled(family: Family, copy: Copy) -> Any:
+    from isthmus.engine.model import build_model, live_tensors, transformer_config
+
+    arch = family.to_architecture(copy.folder.config)
+    model = build_model(arch, transformer_config(arch, ParallelSizes(), dtype=torch.float32)).eval()
+    live = live_tensors(model)
+    if unread := sorted(family.placements(arch).keys() - live.keys() - {"output_layer.weight"}):
+        raise ValueError(f"{unread[0]} is no tensor of this decoder")
+    import_weights(live, family, arch, copy.folder, layout=whole(arch))
+    return model
+
+
+def _logits(model: Any, copy: Copy) -> list[Tensor]:
+    from isthmus.engine.attention import Segments
+
+    device = next(model.parameters()).device
+    line, lengths = torch.cat(copy.samples).to(device), [len(sample) for sample in copy.samples]
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    return list(model(line, positions, Segments(tuple(lengths))).float().cpu().split(lengths))
+
+
+def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest difference between samples' logits; infinite where one is no number."""
+    apart = max((mine - other).abs().max().item() for mine, other in zip(ours, theirs, strict=True))
+    return apart if apart == apart else float("inf")
+
+
+@torch.no_grad()
+def _check_effects(family: Family, copy: Copy) -> None:
+    """Refuse a proof in which some tensor could be anything.
+
+    Raises:
+        UsageError: a tensor hardly matters to the logits of the copy.
+    """
+    from isthmus.engine.model import live_tensors
+
+    model = _filled(family, copy)
+    effects: dict[str, float] = {}
+    for name, tensor in live_tensors(model).items():
+        # An expert that no token of the samples visits is like the others of its layer, which stand for it.
+        alike = re.sub(r"local_experts\.\d+\.", "local_experts.*.", name)
+        if effects.get(alike, 0.0) >= _LEAST_EFFECT:
+            continue
+        kept = tensor.clone()
+        tensor.copy_(tensor.roll(1))
+        effects[alike] = max(effects.get(alike, 0.0), furthest(_logits(model, copy), copy.logits))
+        tensor.copy_(kept)
+    for name, effect in effects.items():
+        if effect < _LEAST_EFFECT:
+            raise UsageError(
+                f"{name} changes the logits of a small copy by {effect:.1e} only, which proves nothing of it."
+            )
+
+
+def _check_config(family: Family, config: Mapping[str, Any], effective: Mapping[str, Any]) -> None:
+    """The config has to mean the same to the family as with all that transformers adds to it.
+
+    Raises:
+        UsageError: it does not.
+    """
+    ours, meant = family.to_architecture(config), family.to_architecture(effective)
+    if apart := [each.name for each in fields(ours) if getattr(ours, each.name) != getattr(meant, each.name)]:
+        told = ", ".join(f"{name} ({getattr(ours, name)}, there {getattr(meant, name)})" for name in apart)
+        raise UsageError(f"config.json leaves out what transformers takes otherwise: {told}. Write it there.")
