@@ -85,6 +85,8 @@ class Rule:
 
     def holds(self, arch: Architecture) -> bool:
         """Whether a model of this architecture has the tensor."""
+        if self.layers == "moe" and arch.moe is None:
+            return False
         return (self.when is None or is_so(arch, self.when)) and (self.unless is None or not is_so(arch, self.unless))
 
     @property
