@@ -4,7 +4,7 @@ logits in transformers and here.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -165,16 +165,21 @@ def _build(folder: Path, settings: Settings, choice: tuple[Shrunken, ...]) -> tu
 
 
 def _recognise(settings: Settings, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]) -> Structure:
-    """The structure of a copy, with as many heads of keys as its config says, or with one, or one for each query's."""
-    try:
-        return recognise(shapes, sizes)
-    except UsageError as error:
-        for groups in (1, sizes["N"]):
-            with contextlib.suppress(UsageError):
-                found = recognise(shapes, {**sizes, "G": groups})
-                settings.use_groups(groups)
-                return found
-        raise error
+    """The structure of a copy with the sizes that its config says; or, where that does not fit, with the usual ones."""
+    heads, hidden = sizes["N"], sizes["H"]
+    usual = ((sizes["G"], 1, heads), (sizes["D"], hidden // heads), (sizes["F"], 4 * hidden))
+    failure: UsageError | None = None
+    for groups, width, wide in itertools.product(*usual):
+        found = {**sizes, "G": groups, "D": width, "F": wide}
+        try:
+            structure = recognise(shapes, found)
+        except UsageError as error:
+            failure = failure or error
+            continue
+        settings.correct(sizes, found)
+        return structure
+    assert failure is not None
+    raise failure
 
 
 def _live(settings: Settings, copy: Copy) -> set[str]:

@@ -255,13 +255,17 @@ class Settings:
             found["init_std"] = {"hf": init, "kind": "float", "default": self.defaults.get(init, 0.02)}
         return found
 
-    def use_groups(self, groups: int) -> None:
-        """The copy has so many heads of keys whatever its config says: one, or as many as there are heads of queries.
+    def correct(self, sizes: Mapping[str, int], found: Mapping[str, int]) -> None:
+        """Some sizes of a copy are not what its config says: the setting of that name is a number as any other then.
 
-        What would have said it is a number as any other then.
+        Args:
+            sizes: from :meth:`symbols`.
+            found: what its tensors say.
         """
-        self.sizes.pop("num_query_groups", None)
-        self.one_group = groups == 1
+        for symbol, name in (("G", "num_query_groups"), ("D", "kv_channels"), ("F", "ffn_hidden_size")):
+            if sizes[symbol] != found[symbol]:
+                self.sizes.pop(name, None)
+        self.one_group = found["G"] == 1
 
     def symbols(self, small: Shrunken) -> dict[str, int]:
         """The sizes of a small copy by symbol, see :func:`isthmus.families.rule.dims`."""
@@ -337,7 +341,9 @@ class Settings:
         return {"default": self.defaults[key]} if self.defaults.get(key) is not None else {}
 
     def _first(self, names: tuple[str, ...]) -> str | None:
-        return next((name for name in names if name in self.effective), None)
+        """The one of these names that the config has; a name of the class's own goes before what somebody added."""
+        present = [name for name in names if name in self.effective]
+        return next((name for name in present if name in self.defaults), next(iter(present), None))
 
     def _layer_lists(self) -> list[str]:
         return [
