@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.learned import formula
+from isthmus.families.learned import WHY, formula
 
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -297,7 +297,7 @@ class Settings:
         """Everything else that the config says, which holds for models that say the same."""
         keyed = {told["hf"] for told in self.keys(live).values()}
         handled = {*keyed, *_ROPE, *_WINDOW, "sliding_window_pattern"}
-        dead = {name for name in self.numbers() if name not in live}
+        dead = self.without_bearing(live)
         found: dict[str, Any] = {}
         for name, value in sorted(self.effective.items()):
             if name in handled or name in dead or _NO_BEARING.fullmatch(name) or isinstance(value, Mapping):
@@ -311,6 +311,10 @@ class Settings:
             elif isinstance(value, int | float):
                 found[name] = {"is": 0.0, "absent": absent, "training": True}
         return found
+
+    def without_bearing(self, live: Container[str]) -> list[str]:
+        """Numbers that the config has and that change nothing."""
+        return sorted(name for name in self.numbers() if name not in live)
 
     def window(self, style: str) -> dict[str, Any]:
         """How the config says which layers see how far."""
@@ -358,6 +362,22 @@ class Settings:
         return next(
             (count for count in range(_LAYERS, _MOST_LAYERS) if {*(kinds * count)[:count]} == {*kinds}), _MOST_LAYERS
         )
+
+
+def refuse_unseen(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse a config with settings that were not there when the family was learned, so that nobody knows of them.
+
+    Args:
+        data: the family, see ``families/learned.py``.
+        config: of another model, perhaps.
+
+    Raises:
+        UsageError: naming them.
+    """
+    seen = {told["hf"] for told in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
+    handled = {*_ROPE, *_WINDOW, "sliding_window_pattern"}
+    if unseen := [key for key in config if key not in seen | handled and not _NO_BEARING.fullmatch(key)]:
+        raise UsageError(f"config.json: {', '.join(unseen)} is not supported for {data['name']}: {WHY}.")
 
 
 def _every(number: int, layers: int) -> list[str]:

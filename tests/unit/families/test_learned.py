@@ -96,6 +96,8 @@ def test_there_and_back_through_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv(KEPT, str(tmp_path))
     assert family_for(CONFIG) is read
     assert family_for(CONFIG | {"model_type": "llama"}).data is None
+    with pytest.raises(UsageError, match="clip is not supported for strange: the family was learned"):
+        family_for(CONFIG | {"clip": 8.0})
     with pytest.raises(DataError, match="is the family of strange"):
         family_for(CONFIG | {"model_type": "stranger"}, path)
     with pytest.raises(UsageError, match="not a known family"):
@@ -108,7 +110,7 @@ def test_there_and_back_through_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_it_holds_for_models_that_say_the_same(changes: dict[str, Any], told: str) -> None:
     family = read_family(_data())
-    with pytest.raises(UsageError, match=f"{told} is not supported for strange: it is what the family was learned"):
+    with pytest.raises(UsageError, match=f"{told} is not supported for strange: the family was learned"):
         family.to_architecture(CONFIG | changes)
     larger = family.to_architecture(CONFIG | {"hidden_size": 128, "num_hidden_layers": 3, "rms_norm_eps": 1e-3})
     assert (larger.kv_channels, larger.num_layers, larger.norm_epsilon) == (32, 3, 1e-3)
