@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import os
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from isthmus.cli.main import main
+from isthmus.convert.learn import prove
 from isthmus.data.batches import Batches, MicroBatch
 from isthmus.data.store import SampleStore
 from isthmus.engine.attention import Segments
-from isthmus.families.registry import family_for
+from isthmus.families.registry import KEPT, family_for
 from isthmus.families.shard import weave
+from isthmus.hf.shrunken import effective_config
 from isthmus.recipes.session import load_model, model_logits
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH
@@ -43,6 +47,37 @@ def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int
     if other is not None:
         result["other"] = _furthest(alone, _transformers(other, samples))
     return result
+
+
+def learned(*, models: list[str], lengths: list[int], vocab_size: int) -> list[dict[str, Any]]:
+    """Convert models of unknown types as a user would, then load each by the family that was kept; see ``logits``.
+
+    Beside a model ``m``, ``m-there`` is the checkpoint and ``m-families`` the folder of the family.
+    """
+    done = commands(lines=[["convert", m, f"{m}-there", "--learn", "--keep", f"{m}-families"] for m in models])
+    for model, result in zip(models, done, strict=True):
+        if result["code"] == 0:
+            os.environ[KEPT] = f"{model}-families"
+            result |= logits(model=model, other=None, lengths=lengths, vocab_size=vocab_size)
+            del os.environ[KEPT]
+    return done
+
+
+def learned_and_written(*, configs: list[dict[str, Any]]) -> list[list[str]]:
+    """What differs between a family's own module and what is learned of it from its config alone."""
+    return [_apart(config) for config in configs]
+
+
+def _apart(config: dict[str, Any]) -> list[str]:
+    effective = effective_config(config)
+    families = prove(config), family_for(config)
+    ours, theirs = (family.to_architecture(effective) for family in families)
+    apart = [field.name for field in fields(ours) if getattr(ours, field.name) != getattr(theirs, field.name)]
+    first, second = (
+        {name: (place.hf, place.rule.blocks(theirs), place.rule.shard) for name, place in placed.items()}
+        for placed in (family.placements(theirs) for family in families)
+    )
+    return apart + [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
 
 
 def rounding(*, model: str, lengths: list[int], vocab_size: int) -> dict[str, float]:

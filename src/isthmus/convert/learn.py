@@ -4,7 +4,7 @@ logits in transformers and here.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -165,16 +165,21 @@ def _build(folder: Path, settings: Settings, choice: tuple[Shrunken, ...]) -> tu
 
 
 def _recognise(settings: Settings, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]) -> Structure:
-    """The structure of a copy, with as many heads of keys as its config says, or with one, or one for each query's."""
-    try:
-        return recognise(shapes, sizes)
-    except UsageError as error:
-        for groups in (1, sizes["N"]):
-            with contextlib.suppress(UsageError):
-                found = recognise(shapes, {**sizes, "G": groups})
-                settings.use_groups(groups)
-                return found
-        raise error
+    """The structure of a copy with the sizes that its config says; or, where that does not fit, with the usual ones."""
+    heads, hidden = sizes["N"], sizes["H"]
+    usual = ((sizes["G"], 1, heads), (sizes["D"], hidden // heads), (sizes["F"], 4 * hidden))
+    failure: UsageError | None = None
+    for groups, width, wide in itertools.product(*usual):
+        found = {**sizes, "G": groups, "D": width, "F": wide}
+        try:
+            structure = recognise(shapes, found)
+        except UsageError as error:
+            failure = failure or error
+            continue
+        settings.correct(sizes, found)
+        return structure
+    assert failure is not None
+    raise failure
 
 
 def _live(settings: Settings, copy: Copy) -> set[str]:
@@ -184,7 +189,8 @@ def _live(settings: Settings, copy: Copy) -> set[str]:
         value = copy.folder.config.get(name)
         if value is None:
             continue
-        tried = [value + 1, value * 2] if isinstance(value, int) else [value * 0.1, value * 10, value + 0.5]
+        # Far below, far above and a little off: bounds that no number here reaches show when they are tightened.
+        tried = [value + 1, value * 2, 1] if isinstance(value, int) else [value * 1e-3, value * 10, value + 0.5]
         ran = False
         for other in tried:
             try:
@@ -212,8 +218,8 @@ class _Search:
             for number, stage in enumerate(guesses.stages)
         ]
         self.tried = 0
-        self._nearest: list[float] = [float("inf")] * len(guesses.stages)
-        self._refusals: list[str] = []
+        self._nearest: dict[int, float] = {}
+        self._refusals: dict[int, str] = {}
 
     def run(self) -> tuple[Picks, float]:
         """The first candidate with which every stage agrees, and the largest difference in the last.
@@ -232,8 +238,8 @@ class _Search:
             if self.tried >= MOST_CANDIDATES:
                 return
             candidate = {**picks, **option}
-            apart = self._apart(candidate, self._copies[number])
-            self._nearest[number] = min(self._nearest[number], apart)
+            apart = self._apart(candidate, number)
+            self._nearest[number] = min(self._nearest.get(number, apart), apart)
             if not apart <= TOLERANCE:
                 continue
             for line in self.guesses.told(option):
@@ -245,26 +251,24 @@ class _Search:
                 yield from self._from(number + 1, candidate)
                 self._say(f"{stage.name}: nothing that follows agrees, the next is tried")
 
-    def _apart(self, picks: Picks, copy: Copy) -> float:
+    def _apart(self, picks: Picks, number: int) -> float:
         self.tried += 1
         try:
-            return difference(read_family(self.guesses.data(picks)), copy)
+            return difference(read_family(self.guesses.data(picks)), self._copies[number])
         except (IsthmusError, ValueError, AssertionError, RuntimeError) as error:
-            self._refusals.append(str(error))
+            self._refusals[number] = str(error)
             return float("inf")
 
     def _why(self) -> str:
-        number = next(n for n in reversed(range(len(self._nearest))) if self._nearest[n] < float("inf") or n == 0)
-        # A stage that was passed and has nothing behind it failed in the next one.
-        reached = min(number, len(self._nearest) - 1)
-        near = self._nearest[reached]
-        stage = self.guesses.stages[reached].name
-        limit = f", the most that are tried; {MOST_CANDIDATES}" if self.tried >= MOST_CANDIDATES else ""
+        """What did not agree, in the last stage that was reached."""
+        number = max(self._nearest)
+        stage, near = self.guesses.stages[number].name, self._nearest[number]
+        count = f"{self.tried} mappings{', the most that are tried,' if self.tried >= MOST_CANDIDATES else ''}"
         if near == float("inf"):
-            return f"no mapping of its {stage} can be built: {next(iter(self._refusals), '')}{limit}"
+            return f"none of {count} can be built in the {stage}: {self._refusals[number]}"
         told = ", ".join(f"{key}={value}" for key, value in self._named().items())
         return (
-            f"none of {self.tried} mappings{limit} gives its logits: in the {stage} the nearest is {near:.1e} off, "
+            f"none of {count} gives its logits: in the {stage} the nearest is {near:.1e} off, "
             f"{TOLERANCE:.0e} is allowed ({told}). It computes something that is not built here."
         )
 

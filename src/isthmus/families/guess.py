@@ -87,6 +87,7 @@ class Guesses:
             "derived": derived,
             "traits": traits,
             "fixed": self.settings.fixed(self.live),
+            "without_bearing": self.settings.without_bearing(self.live),
             "window": window,
             "rope": {"defaults": {} if self.structure.positions else self.settings.rope_defaults(), "names": {}},
             "rules": self._rules(chosen),

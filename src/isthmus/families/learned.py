@@ -50,7 +50,7 @@ _WORDS: Mapping[str, tuple[Any, ...]] = {
     "unless": ("tie_embeddings",),
 }
 _FIELDS = {field.name for field in fields(Architecture)} | {f"moe.{field.name}" for field in fields(Moe)}
-WHY = "it is what the family was learned and proven with; learn it again for this model (isthmus convert --learn)"
+WHY = "the family was learned from a config that says otherwise; learn it for this model (isthmus convert --learn)"
 
 
 def load_family(path: Path) -> Family:
@@ -101,9 +101,12 @@ def read_family(data: Mapping[str, Any]) -> Family:
         if data["format"] != FORMAT:
             raise DataError(f"its format is {data['format']!r}, {FORMAT} is read.")
         known = {"format", "name", "hf_architecture", "keys", "derived", "traits", "fixed", "window", "rope", "rules"}
+        known |= {"without_bearing"}
         if unknown := sorted(data.keys() - known - {"ignorable", "proof"}):
             raise DataError(f"{', '.join(unknown)} is not known.")
         window = dict(data["window"])
+        for name in data["without_bearing"]:
+            _text(name)
         style = _one_of(window.get("style"), get_args(Window))
         absent = {told["hf"]: told.get("default") for told in data["keys"].values()}
         derived = {

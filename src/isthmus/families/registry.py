@@ -17,6 +17,7 @@ from isthmus import families
 from isthmus.errors import DataError, UsageError
 from isthmus.families.family import Family
 from isthmus.families.learned import load_family
+from isthmus.families.settings import refuse_unseen
 
 KEPT = "ISTHMUS_FAMILIES"
 """The environment's name for a folder of learned families, ``<model_type>.json`` each."""
@@ -41,7 +42,7 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
         beside: a learned family that a checkpoint was converted with, which goes before all others.
 
     Raises:
-        UsageError: the ``model_type`` is not among the known ones.
+        UsageError: the ``model_type`` is not among the known ones, or a learned family knows of no such model.
         DataError: the file of a learned family cannot be understood, or is another's.
     """
     model_type = hf_config.get("model_type")
@@ -58,6 +59,7 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
     family = load_family(path)
     if family.name != name:
         raise DataError(f"{path} is the family of {family.name}, and config.json says {model_type!r}.")
+    refuse_unseen(family.data or {}, hf_config)
     return family
 
 

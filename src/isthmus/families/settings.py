@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.learned import formula
+from isthmus.families.learned import WHY, formula
 
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -255,13 +255,17 @@ class Settings:
             found["init_std"] = {"hf": init, "kind": "float", "default": self.defaults.get(init, 0.02)}
         return found
 
-    def use_groups(self, groups: int) -> None:
-        """The copy has so many heads of keys whatever its config says: one, or as many as there are heads of queries.
+    def correct(self, sizes: Mapping[str, int], found: Mapping[str, int]) -> None:
+        """Some sizes of a copy are not what its config says: the setting of that name is a number as any other then.
 
-        What would have said it is a number as any other then.
+        Args:
+            sizes: from :meth:`symbols`.
+            found: what its tensors say.
         """
-        self.sizes.pop("num_query_groups", None)
-        self.one_group = groups == 1
+        for symbol, name in (("G", "num_query_groups"), ("D", "kv_channels"), ("F", "ffn_hidden_size")):
+            if sizes[symbol] != found[symbol]:
+                self.sizes.pop(name, None)
+        self.one_group = found["G"] == 1
 
     def symbols(self, small: Shrunken) -> dict[str, int]:
         """The sizes of a small copy by symbol, see :func:`isthmus.families.rule.dims`."""
@@ -293,7 +297,7 @@ class Settings:
         """Everything else that the config says, which holds for models that say the same."""
         keyed = {told["hf"] for told in self.keys(live).values()}
         handled = {*keyed, *_ROPE, *_WINDOW, "sliding_window_pattern"}
-        dead = {name for name in self.numbers() if name not in live}
+        dead = self.without_bearing(live)
         found: dict[str, Any] = {}
         for name, value in sorted(self.effective.items()):
             if name in handled or name in dead or _NO_BEARING.fullmatch(name) or isinstance(value, Mapping):
@@ -307,6 +311,10 @@ class Settings:
             elif isinstance(value, int | float):
                 found[name] = {"is": 0.0, "absent": absent, "training": True}
         return found
+
+    def without_bearing(self, live: Container[str]) -> list[str]:
+        """Numbers that the config has and that change nothing."""
+        return sorted(name for name in self.numbers() if name not in live)
 
     def window(self, style: str) -> dict[str, Any]:
         """How the config says which layers see how far."""
@@ -337,7 +345,9 @@ class Settings:
         return {"default": self.defaults[key]} if self.defaults.get(key) is not None else {}
 
     def _first(self, names: tuple[str, ...]) -> str | None:
-        return next((name for name in names if name in self.effective), None)
+        """The one of these names that the config has; a name of the class's own goes before what somebody added."""
+        present = [name for name in names if name in self.effective]
+        return next((name for name in present if name in self.defaults), next(iter(present), None))
 
     def _layer_lists(self) -> list[str]:
         return [
@@ -352,6 +362,22 @@ class Settings:
         return next(
             (count for count in range(_LAYERS, _MOST_LAYERS) if {*(kinds * count)[:count]} == {*kinds}), _MOST_LAYERS
         )
+
+
+def refuse_unseen(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse a config with settings that were not there when the family was learned, so that nobody knows of them.
+
+    Args:
+        data: the family, see ``families/learned.py``.
+        config: of another model, perhaps.
+
+    Raises:
+        UsageError: naming them.
+    """
+    seen = {told["hf"] for told in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
+    handled = {*_ROPE, *_WINDOW, "sliding_window_pattern"}
+    if unseen := [key for key in config if key not in seen | handled and not _NO_BEARING.fullmatch(key)]:
+        raise UsageError(f"config.json: {', '.join(unseen)} is not supported for {data['name']}: {WHY}.")
 
 
 def _every(number: int, layers: int) -> list[str]:

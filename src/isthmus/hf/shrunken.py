@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from isthmus.errors import UsageError
 from isthmus.hf.folder import SINGLE_FILE
-from isthmus.hf.tiny import _no_progress_bars
+from isthmus.hf.tiny import no_progress_bars
 
 VERSION: str = transformers_version
 
@@ -61,7 +61,7 @@ def build_copy(folder: Path, config: Mapping[str, Any], seed: int) -> None:
     """
     try:
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-        with torch.random.fork_rng(devices=[]), _no_progress_bars():
+        with torch.random.fork_rng(devices=[]), no_progress_bars():
             torch.manual_seed(seed)
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
             for tensor in [*model.parameters(), *_saved_buffers(model)]:
@@ -85,7 +85,7 @@ def copy_logits(folder: Path, samples: list[Tensor], **changes: Any) -> list[Ten
         UsageError: with these settings it cannot be built or run.
     """
     try:
-        with _no_progress_bars(), torch.inference_mode():
+        with no_progress_bars(), torch.inference_mode():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, **changes)
             model: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=torch.float32, local_files_only=True

@@ -116,7 +116,7 @@ def build_tiny_qwen3(
         model: Any = Qwen3ForCausalLM(config)
         model.to(dtype)
     model.generation_config.do_sample = False
-    with _no_progress_bars():
+    with no_progress_bars():
         model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     return folder
@@ -125,7 +125,7 @@ def build_tiny_qwen3(
 def generate(model_folder: Path | str, prompt: str | list[dict[str, Any]], *, max_new_tokens: int = 64) -> str:
     """What the model says to a prompt (text, or chat messages), always the likeliest token."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
-    with _no_progress_bars():
+    with no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True)
     if isinstance(prompt, str):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -145,7 +145,7 @@ def generate(model_folder: Path | str, prompt: str | list[dict[str, Any]], *, ma
 
 def logits(model_folder: Path | str, input_ids: torch.Tensor) -> torch.Tensor:
     """Logits of a Hugging Face model in float32: ids [B, S] -> [B, S, V]."""
-    with _no_progress_bars():
+    with no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, local_files_only=True)
     with torch.inference_mode():
         result: torch.Tensor = model.eval()(input_ids=input_ids).logits
@@ -153,7 +153,7 @@ def logits(model_folder: Path | str, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Small files need no bars, and bars of several ranks would write over each other."""
     bars: Any = logging
     shown = bars.is_progress_bar_enabled()

@@ -55,6 +55,8 @@ def test_dtype(model: str, tmp_path: Path) -> None:
         (["--to", "torch", "--vpp", "2"], 2, "needs more than one pipeline stage"),
         (["--dtype", "int8"], 2, "Use fp32, bf16, fp16"),
         (["--hf-like", "MODEL"], 2, "leave --hf-like out"),
+        (["--learn"], 2, "model_type 'qwen2' has a family. Leave --learn out"),
+        (["--keep", "families"], 2, "Add --learn"),
     ],
 )
 def test_what_cannot_be(

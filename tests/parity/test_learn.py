@@ -1,0 +1,109 @@
+"""Model types without a family: what is built is learned, proven and comes back byte for byte; all else is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from isthmus.cli.main import main
+from isthmus.families.registry import KEPT, all_families
+from ranks.tiny import SIZES, VOCAB, build_model_folder
+from ranks.world import World
+
+LENGTHS = [40, 3]
+WITH_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}
+ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("stablelm", {"head_dim": 8, "use_qkv_bias": True}),
+    "exaone4": ("exaone4", {"sliding_window": 5}),
+    "cohere2": ("cohere2", {"sliding_window": 5}),
+    "helium": ("helium", {"head_dim": 8}),
+    "gpt_bigcode": ("gpt_bigcode", {"n_head": 4, "n_embd": 32, "n_layer": 4, "n_inner": 48, "n_positions": 64}),
+    "granitemoe": ("granitemoe", WITH_EXPERTS | {"attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    "dots1": (
+        "dots1",
+        {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "head_dim": 8},
+    ),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a square of relu": ("arcee", {}, "in the feed-forward block the nearest is"),
+    "norms behind the rotation": ("hunyuan_v1_dense", {}, "in the attention the nearest is"),
+    "a bias at the end": ("phi", {"head_dim": 8}, "lm_head.bias [101] has no place"),
+    "norms without weights": ("olmo", {"eos_token_id": 1}, "one last norm with weights was wanted"),
+    "a number nobody knows": ("phimoe", WITH_EXPERTS, "router_jitter_noise=0.01 changes the logits"),
+    "two kinds of attention": ("qwen3_next", {"num_hidden_layers": 4}, "layer_types has linear_attention"),
+}
+BY_HAND = ["gemma2", "gpt_neox", "gpt2", "olmo2", "mixtral"]
+
+
+@pytest.fixture(scope="module")
+def learned(one: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """By case, the model's folder and what became of it."""
+    folder = tmp_path_factory.mktemp("learned")
+    models = [
+        build_model_folder(folder / case, kind, dtype=torch.bfloat16, **settings)
+        for case, (kind, settings) in ACCEPTED.items()
+    ]
+    done = one.run("parity.tasks.learned", models=[str(m) for m in models], lengths=LENGTHS, vocab_size=VOCAB)
+    return dict(zip(ACCEPTED, zip(models, done, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_learned_and_brought_back(
+    case: str,
+    learned: dict[str, tuple[Path, dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, found = learned[case]
+    print(found["err"])
+    assert found["code"] == 0 and "proven: logits agree to" in found["err"]
+    print(case, found["theirs"], found["packed"])
+    assert found["theirs"] < 1e-4 and found["packed"] < 1e-5
+    kind = ACCEPTED[case][0]
+    assert kind not in all_families() and json.loads(found["out"].partition("\nsource ")[0])["name"] == kind
+    # The way back needs nothing but the checkpoint.
+    there, back = f"{model}-there", tmp_path / "back"
+    assert main(["convert", there, str(back)]) == 0
+    assert (back / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert _meaning(back) == _meaning(model)
+    assert main(["verify", str(model), there]) == 2
+    assert "isthmus convert --learn" in capsys.readouterr().err
+    monkeypatch.setenv(KEPT, f"{model}-families")
+    assert main(["verify", str(model), there]) == 0
+
+
+def _meaning(folder: Path) -> dict[str, Any]:
+    """The config as transformers reads it, but for its place and keys of older releases that an export repeats."""
+    told = AutoConfig.from_pretrained(folder).to_dict()
+    return {key: told[key] for key in told if key not in ("_name_or_path", "rope_theta", "rope_scaling", "torch_dtype")}
+
+
+def test_what_is_not_proven_is_refused(one: World, tmp_path: Path) -> None:
+    lines = []
+    for case, (kind, settings, _) in REFUSED.items():
+        folder = tmp_path / case
+        folder.mkdir()
+        config = AutoConfig.for_model(kind, **{**SIZES, **settings}).to_dict()
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        lines.append(["convert", str(folder), f"{folder}-there", "--learn", "--keep", f"{folder}-families"])
+    done = one.run("parity.tasks.commands", lines=lines)
+    for (kind, _, reason), found in zip(REFUSED.values(), done, strict=True):
+        line = found["err"].splitlines()[-1]
+        print(line)
+        assert found["code"] == 2
+        assert reason in line and f"model_type '{kind}' was not learned" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(REFUSED)
+
+
+def test_what_is_learned_is_what_was_written_by_hand(one: World) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    configs = [AutoConfig.for_model(kind, **sizes).to_dict() for kind in BY_HAND]
+    found = one.run("parity.tasks.learned_and_written", configs=configs)
+    assert dict(zip(BY_HAND, found, strict=True)) == {kind: [] for kind in BY_HAND}
