@@ -39,11 +39,11 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def cleared_away() -> Iterator[None]:
-    """SIGTERM and a hang-up end the block as Ctrl-C does, so that nothing half-written stays."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
+    """Ctrl-C, SIGTERM and a hang-up end the block, and nothing disturbs it while it clears away what it has written."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(*_: object) -> None:
-        for number in numbers:  # batch systems send it twice
+        for number in numbers:  # batch systems send it twice, and so do users
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
