@@ -5,19 +5,15 @@ logits in transformers and here.
 from __future__ import annotations
 
 import itertools
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from isthmus import __version__
+from isthmus.convert.copies import Copy, check_effects, difference, furthest
 from isthmus.convert.from_torch_dist import checkpoint_folder
-from isthmus.convert.online import import_weights
 from isthmus.engine.groups import ParallelSizes, open_groups
 from isthmus.errors import IsthmusError, NoSpace, UsageError
 from isthmus.families.family import Family
@@ -25,8 +21,8 @@ from isthmus.families.guess import Guesses, Picks, Stage
 from isthmus.families.learned import read_family, write_family
 from isthmus.families.registry import all_families
 from isthmus.families.roles import Structure, recognise
-from isthmus.families.settings import FIRST, SECOND, Settings, Shrunken
-from isthmus.families.shard import whole
+from isthmus.families.settings import Settings
+from isthmus.families.small import FIRST, SECOND, Shrunken
 from isthmus.hf.folder import ModelFolder
 from isthmus.hf.shrunken import VERSION, architecture_of, build_copy, copy_logits, effective_config, silenced
 from isthmus.hf.staged import disk_errors
@@ -35,29 +31,7 @@ from isthmus.platforms.detect import detect
 TOLERANCE = 1e-4
 """How far the logits may be apart, in float32; those of a copy are of the order of one."""
 MOST_CANDIDATES = 500
-_LENGTHS = (37, 23)
-"""Tokens of the samples: more than any window and any original length of a copy."""
-_LEAST_EFFECT = 1e-3
-"""How much every tensor of a copy has to matter to its logits, or nothing would be proven about it."""
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A small model on the disk, and what transformers makes of some samples."""
-
-    folder: ModelFolder
-    samples: list[Tensor]
-    logits: list[Tensor]
-
-    @classmethod
-    def open(cls, path: Path) -> Copy:
-        """Run a saved copy."""
-        folder = ModelFolder.open(path)
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = folder.config["vocab_size"]
-        samples = [torch.randint(3, vocabulary, (length,), generator=generator) for length in _LENGTHS]
-        return cls(folder, samples, copy_logits(path, samples))
 
 
 def learn(path: Path, say: Say = lambda line: None) -> Family:
@@ -120,7 +94,6 @@ def prove(config: Mapping[str, Any], say: Say = lambda line: None) -> Family:
     effective = effective_config(config)
     settings = Settings(effective, effective_config({"model_type": config["model_type"]}))
     say(f"{config['model_type']} is {architecture} of transformers {VERSION}")
-    open_groups(ParallelSizes(), detect(), seed=0)
     with tempfile.TemporaryDirectory(prefix="isthmus-learn-") as scratch:
         copy, sizes = _build(Path(scratch, "first"), settings, FIRST)
         shapes = {name: tuple(info.shape) for name, info in copy.folder.tensors.items()}
@@ -129,6 +102,7 @@ def prove(config: Mapping[str, Any], say: Say = lambda line: None) -> Family:
         live = _live(settings, copy)
         settings.check_meanings(live)
         say(f"numbers of its config that change the logits: {', '.join(sorted(live)) or 'none but sizes'}")
+        open_groups(ParallelSizes(), detect(), seed=0)
         search = _Search(Guesses(settings, structure, live, architecture), copy, Path(scratch), say)
         picks, first = search.run()
         data = search.guesses.data(picks)
@@ -137,7 +111,7 @@ def prove(config: Mapping[str, Any], say: Say = lambda line: None) -> Family:
         if not second <= TOLERANCE:
             raise UsageError(f"what fits one small copy is {second:.1e} off on one of other sizes.")
         for each in (copy, other):
-            _check_effects(read_family(data), each)
+            check_effects(read_family(data), each)
         say(f"proven: logits agree to {first:.1e} and, with other sizes, to {second:.1e}; all tensors matter to them")
     data["proof"] = {
         "transformers": VERSION,
@@ -276,70 +250,6 @@ class _Search:
         settings = self.guesses.settings
         named = (settings.activation, settings.epsilon)
         return {key: settings.effective[key] for key in named if key is not None}
-
-
-@torch.no_grad()
-def difference(family: Family, copy: Copy) -> float:
-    """The largest difference between transformers' logits and those of a decoder that the family fills.
-
-    Raises:
-        IsthmusError, ValueError: the family does not fit the copy's tensors, or is no model that can be built.
-    """
-    return furthest(_logits(_filled(family, copy), copy), copy.logits)
-
-
-def _filled(family: Family, copy: Copy) -> Any:
-    from isthmus.engine.model import build_model, live_tensors, transformer_config
-
-    arch = family.to_architecture(copy.folder.config)
-    model = build_model(arch, transformer_config(arch, ParallelSizes(), dtype=torch.float32)).eval()
-    live = live_tensors(model)
-    if unread := sorted(family.placements(arch).keys() - live.keys() - {"output_layer.weight"}):
-        raise ValueError(f"{unread[0]} is no tensor of this decoder")
-    import_weights(live, family, arch, copy.folder, layout=whole(arch))
-    return model
-
-
-def _logits(model: Any, copy: Copy) -> list[Tensor]:
-    from isthmus.engine.attention import Segments
-
-    device = next(model.parameters()).device
-    line, lengths = torch.cat(copy.samples).to(device), [len(sample) for sample in copy.samples]
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    return list(model(line, positions, Segments(tuple(lengths))).float().cpu().split(lengths))
-
-
-def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference between samples' logits; infinite where one is no number."""
-    apart = max((mine - other).abs().max().item() for mine, other in zip(ours, theirs, strict=True))
-    return apart if apart == apart else float("inf")
-
-
-@torch.no_grad()
-def _check_effects(family: Family, copy: Copy) -> None:
-    """Refuse a proof in which some tensor could be anything.
-
-    Raises:
-        UsageError: a tensor hardly matters to the logits of the copy.
-    """
-    from isthmus.engine.model import live_tensors
-
-    model = _filled(family, copy)
-    effects: dict[str, float] = {}
-    for name, tensor in live_tensors(model).items():
-        # An expert that no token of the samples visits is like the others of its layer, which stand for it.
-        alike = re.sub(r"local_experts\.\d+\.", "local_experts.*.", name)
-        if effects.get(alike, 0.0) >= _LEAST_EFFECT:
-            continue
-        kept = tensor.clone()
-        tensor.copy_(tensor.roll(1))
-        effects[alike] = max(effects.get(alike, 0.0), furthest(_logits(model, copy), copy.logits))
-        tensor.copy_(kept)
-    for name, effect in effects.items():
-        if effect < _LEAST_EFFECT:
-            raise UsageError(
-                f"{name} changes the logits of a small copy by {effect:.1e} only, which proves nothing of it."
-            )
 
 
 def _check_config(family: Family, config: Mapping[str, Any], effective: Mapping[str, Any]) -> None:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from isthmus.families.expert_roles import Experts
+from isthmus.families.guessed_rules import FEED_FORWARD, QKV, TURNS, biased, rules_of
 from isthmus.families.learned import FORMAT
-from isthmus.families.roles import Experts, Matrices, Norms, Role, Structure
+from isthmus.families.matrices import Matrices, Role
+from isthmus.families.roles import Norms, Structure
 from isthmus.families.settings import Settings
 
 Picks = Mapping[str, Any]
 """What has been chosen so far, by the name of the choice."""
-_ATTENTION, _FEED_FORWARD = ("q", "k", "v", "qkv", "o"), ("gate", "up", "gate_up", "fc1", "fc2")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-_TURNS = "in turns"
-_LAYER = "decoder.layers.{layer}."
-_SELF = _LAYER + "self_attention."
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class Guesses:
             "without_bearing": self.settings.without_bearing(self.live),
             "window": window,
             "rope": {"defaults": {} if self.structure.positions else self.settings.rope_defaults(), "names": {}},
-            "rules": self._rules(chosen),
+            "rules": rules_of(self.structure, chosen),
         }
 
     def told(self, picks: Picks) -> list[str]:
@@ -126,7 +125,7 @@ class Guesses:
     def _feed_forward(self, _picks: Picks) -> Iterator[Picks]:
         said = self.settings.effective.get(self.settings.activation or "")
         activations = list(dict.fromkeys([_ACTIVATIONS.get(str(said), "silu"), "silu", "gelu", "gelu_tanh"]))
-        for matrices in _parts(self.structure.matrices, _FEED_FORWARD):
+        for matrices in _parts(self.structure.matrices, FEED_FORWARD):
             choices = {"norms": self.structure.norms, "activation": activations, "gate and up": _orders(matrices)}
             if self.structure.experts is not None:
                 choices = self._expert_choices(self.structure.experts) | choices
@@ -149,7 +148,7 @@ class Guesses:
 
     def _attention(self, picks: Picks) -> Iterator[Picks]:
         chosen: Matrices = picks["feed-forward"]
-        for matrices in _parts(self.structure.matrices, _ATTENTION):
+        for matrices in _parts(self.structure.matrices, (*QKV, "o")):
             if matrices.transposed != chosen.transposed or {*matrices.modules.values()} & {*chosen.modules.values()}:
                 continue
             fused = "qkv" in matrices.modules
@@ -179,9 +178,9 @@ class Guesses:
             "form": norms.form,
             "activation": chosen["activation"],
             "gated": "fc1" not in feed_forward,
-            "qkv_bias": self._biased(attention, ("q", "k", "v", "qkv")),
-            "proj_bias": self._biased(attention, ("o",)),
-            "mlp_bias": self._biased(feed_forward, _FEED_FORWARD),
+            "qkv_bias": biased(structure, attention, QKV),
+            "proj_bias": biased(structure, attention, ("o",)),
+            "mlp_bias": biased(structure, feed_forward, FEED_FORWARD),
             "tie_embeddings": structure.head is None,
         }
         if layer_norm:
@@ -206,126 +205,10 @@ class Guesses:
             found["attention_scale"] = chosen["scale of scores"]
         return found
 
-    def _biased(self, modules: Mapping[Any, str], roles: Sequence[str]) -> bool:
-        """Whether these have biases; some with and some without make no model, which shows as a tensor too many."""
-        return any(modules[role] in self.structure.biases for role in roles if role in modules)
-
-    def _rules(self, chosen: Picks) -> list[dict[str, Any]]:
-        structure = self.structure
-        hf = f"{structure.layers}{{layer}}."
-        rules = [_copy("embedding.word_embeddings.weight", structure.embedding, "V", "H", shard="vocab")]
-        if structure.positions is not None:
-            rules.append(_copy("embedding.position_embeddings.weight", structure.positions, "P", "H"))
-        for place, module in chosen["norms"].modules.items():
-            rules += self._norm(_LAYER + place, hf + module)
-        rules += self._attention_rules(chosen, hf)
-        dense = {} if structure.experts is None else {"layers": "dense"}
-        if chosen["feed-forward"].modules:
-            rules += self._feed_forward_rules(chosen, hf, dense)
-        if structure.experts is not None:
-            rules += self._expert_rules(structure.experts, chosen, hf)
-        rules += self._norm("decoder.final_layernorm", structure.final_norm)
-        output = structure.embedding if structure.head is None else structure.head
-        tied = {"when": "tie_embeddings", "alias": True} if structure.head is None else {}
-        return [*rules, _copy("output_layer.weight", output, "V", "H", shard="vocab", **tied)]
-
-    def _norm(self, canonical: str, module: str) -> list[dict[str, Any]]:
-        rules = [_copy(f"{canonical}.weight", f"{module}.weight", "H", init="ones")]
-        if self.structure.norm_bias:
-            rules.append(_copy(f"{canonical}.bias", f"{module}.bias", "H", init="zeros"))
-        return rules
-
-    def _attention_rules(self, chosen: Picks, hf: str) -> list[dict[str, Any]]:
-        matrices: Matrices = chosen["attention"]
-        modules, turned = matrices.modules, {"transposed": True} if matrices.transposed else {}
-        rules = []
-        for end, tail, how in (("weight", ["H"], turned), ("bias", [], {"init": "zeros"})):
-            if end == "bias" and not self._biased(modules, ("q", "k", "v", "qkv")):
-                continue
-            names = [f"{hf}{modules.get(role, modules.get('qkv'))}.{end}" for role in ("q", "k", "v")]  # type: ignore[call-overload]
-            parts = [[name, size, *tail] for name, size in zip(names, ("N*D", "G*D", "G*D"), strict=True)]
-            strands: dict[str, Any] = {"strands": "G"}
-            if chosen["queries, keys and values"] == "by group":
-                parts, strands = [[names[0], "W", *tail]], {}
-            canonical = f"{_SELF}linear_qkv.{end}"
-            rules.append({"canonical": canonical, "parts": parts, "shard": "heads", **strands, **how})
-        rules.append(
-            _copy(f"{_SELF}linear_proj.weight", f"{hf}{modules['o']}.weight", "H", "N*D", shard="cols", **turned)
-        )
-        if modules["o"] in self.structure.biases:
-            rules.append(_copy(f"{_SELF}linear_proj.bias", f"{hf}{modules['o']}.bias", "H", init="zeros"))
-        if self.structure.qk_norm is not None:
-            of = zip(("q", "k"), self.structure.qk_norm, self.structure.qk_norm_symbols, strict=True)
-            for which, module, size in of:
-                rules.append(_copy(f"{_SELF}{which}_layernorm.weight", f"{hf}{module}.weight", size, init="ones"))
-        if self.structure.sinks is not None:
-            canonical = f"{_SELF}core_attention.softmax_offset"
-            rules.append(_copy(canonical, f"{hf}{self.structure.sinks}", "N", shard="rows"))
-        return rules
-
-    def _feed_forward_rules(self, chosen: Picks, hf: str, where: Mapping[str, Any]) -> list[dict[str, Any]]:
-        matrices: Matrices = chosen["feed-forward"]
-        modules = matrices.modules
-        rules = _two_matrices(f"{_LAYER}mlp.", hf, matrices, ".weight", "F", chosen["gate and up"], **where)
-        if self._biased(modules, _FEED_FORWARD):
-            unturned = replace(matrices, transposed=False)
-            rules += _two_matrices(f"{_LAYER}mlp.", hf, unturned, ".bias", "F", chosen["gate and up"], **where)
-        return rules
-
-    def _expert_rules(self, experts: Experts, chosen: Picks, hf: str) -> list[dict[str, Any]]:
-        mlp, where = f"{_LAYER}mlp.", {"layers": "moe"}
-        rules = [_copy(f"{mlp}router.weight", hf + experts.router, "E", "H", **where)]
-        if experts.router_bias is not None:
-            rules.append(_copy(f"{mlp}router.bias", hf + experts.router_bias, "E", init="zeros", **where))
-        if experts.expert_bias is not None:
-            name, stacked = experts.expert_bias
-            how: dict[str, Any] = {"init": "zeros", "dtype": "float32", **where} | (
-                {"stacked": True} if stacked else {}
-            )
-            rules.append(_copy(f"{mlp}router.expert_bias", hf + name, "E", **how))
-        each = f"{mlp}experts.local_experts.{{expert}}."
-        lying: dict[str, Any] = {"stacked": True, **where} if experts.stacked else {**where}
-        rules += _two_matrices(each, hf, chosen["experts"], "", "X", chosen["experts' gate and up"], **lying)
-        if chosen["shared experts"] is not None:
-            shared = f"{mlp}shared_experts."
-            order = _orders(chosen["shared experts"])[0]
-            rules += _two_matrices(shared, hf, chosen["shared experts"], ".weight", "S", order, **where)
-        if experts.shared_gate is not None:
-            rules.append(_copy(f"{mlp}shared_experts.gate_weight", hf + experts.shared_gate, "1", "H", **where))
-        return rules
-
-
-def _two_matrices(
-    canonical: str, hf: str, matrices: Matrices, end: str, width: str, order: str | None, **how: Any
-) -> list[dict[str, Any]]:
-    """The rules of the matrices of a feed-forward block, or of their biases (``end``), behind ``canonical`` names."""
-    modules: Mapping[Any, str] = matrices.modules
-    kind = "bias" if end == ".bias" else "weight"
-    how = {
-        **how,
-        **({"transposed": True} if matrices.transposed else {}),
-        **({"init": "zeros"} if kind == "bias" else {}),
-    }
-    names = (
-        [modules["gate_up"]] * 2
-        if "gate_up" in modules
-        else [modules[r] for r in ("gate", "up", "fc1") if r in modules]
-    )
-    tail = [] if kind == "bias" else ["H"]
-    first = {
-        "canonical": f"{canonical}linear_fc1.{kind}",
-        "parts": [[f"{hf}{name}{end}", width, *tail] for name in names],
-    }
-    first |= {"shard": "rows" if "fc1" in modules else "gate_up", **how} | (
-        {"interleaved": True} if order == _TURNS else {}
-    )
-    tail, cut = ([], {}) if kind == "bias" else ([width], {"shard": "cols"})
-    return [first, _copy(f"{canonical}linear_fc2.{kind}", f"{hf}{modules['fc2']}{end}", "H", *tail, **cut, **how)]
-
 
 def _orders(matrices: Matrices) -> list[str | None]:
     """How gate and up can lie in one tensor."""
-    return ["gate above up", _TURNS] if "gate_up" in matrices.modules else [None]
+    return ["gate above up", TURNS] if "gate_up" in matrices.modules else [None]
 
 
 def _parts(all_of_them: Sequence[Matrices], roles: Sequence[str]) -> Iterator[Matrices]:
@@ -341,7 +224,3 @@ def _parts(all_of_them: Sequence[Matrices], roles: Sequence[str]) -> Iterator[Ma
 def _product(choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
     for values in itertools.product(*choices.values()):
         yield dict(zip(choices, values, strict=True))
-
-
-def _copy(canonical: str, hf: str, *symbols: str, **how: Any) -> dict[str, Any]:
-    return {"canonical": canonical, "parts": [[hf, *symbols]], **how}

@@ -10,42 +10,14 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Form
+from isthmus.families.expert_roles import Experts, read_experts, tensors_of_experts
+from isthmus.families.matrices import ATTENTION, FEED_FORWARD, Matrices, assignments, ends_in, module_of
 from isthmus.families.rule import Shape, product
 
-Role = Literal["q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "fc1", "fc2"]
-_SHAPES: Mapping[Role, tuple[str, str]] = {
-    "q": ("N*D", "H"),
-    "k": ("G*D", "H"),
-    "v": ("G*D", "H"),
-    "qkv": ("W", "H"),
-    "o": ("H", "N*D"),
-    "gate": ("F", "H"),
-    "up": ("F", "H"),
-    "gate_up": ("2*F", "H"),
-    "fc1": ("F", "H"),
-    "fc2": ("H", "F"),
-}
-_ATTENTION: tuple[tuple[Role, ...], ...] = (("q", "k", "v", "o"), ("qkv", "o"))
-_FEED_FORWARD: tuple[tuple[Role, ...], ...] = (("gate", "up", "fc2"), ("gate_up", "fc2"), ("fc1", "fc2"))
-_GATED = _FEED_FORWARD[:2]
-_NAMES: Mapping[Role, str] = {
-    "q": r"\bq_|\bq\b|query|\bwq\b",
-    "k": r"\bk_|\bk\b|key\b|\bwk\b",
-    "v": r"\bv_|\bv\b|value\b|\bwv\b",
-    "qkv": r"qkv|query_key_value|c_attn",
-    "o": r"\bo_|\bout|\bo\b|\bwo\b|dense\b|c_proj",
-    "gate": r"gate|\bw1\b",
-    "up": r"up_|\bup\b|\bw3\b",
-    "gate_up": r"gate",
-    "fc1": r"fc1|c_fc|fc_in|_to_4h|up_",
-    "fc2": r"fc2|c_proj|fc_out|4h_to|down|\bw2\b",
-}
 _LAYER_NUMBER = re.compile(r"(.+?\.)(\d+)\.(.+)")
-_EXPERT = re.compile(r"(.+?\.)(\d+)\.(.+)")
 _OF_QUERIES, _OF_KEYS = re.compile(r"(?:^|[._])q(?:uery)?(?:[._]|$)"), re.compile(r"(?:^|[._])k(?:ey)?(?:[._]|$)")
 NORM_ROLES = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 _FORMS: Mapping[int, tuple[tuple[Form, tuple[str, ...]], ...]] = {
@@ -68,36 +40,11 @@ _FOUR_NORMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
-    """One way to see the matrices of a layer: the module of each role, and whether they lie as [in, out]."""
-
-    modules: Mapping[Role, str]
-    transposed: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Norms:
     """One way to see the norms of a layer: where they stand, and the module of each place."""
 
     form: Form
     modules: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The tensors of a layer that is a mixture of experts."""
-
-    router: str
-    """Names, from the layer's on, of the weight [E, H], and of what else the router has."""
-    router_bias: str | None
-    expert_bias: tuple[str, bool] | None
-    """With whether it has an axis of length 1 before the others."""
-    matrices: tuple[Matrices, ...]
-    """Ways to see those of one expert: names of tensors, with ``{expert}`` unless they are stacked."""
-    stacked: bool
-    shared: tuple[Matrices, ...]
-    """Ways to see those of the shared experts: modules; empty if there are none."""
-    shared_gate: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +84,20 @@ def recognise(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Structu
     """
     prefix, layers, outer = _split(tensors)
     sizes = {**sizes, "W": (sizes["N"] + 2 * sizes["G"]) * sizes["D"], "2": 2, "1": 1}
-    of_experts = {number: _of_experts(layer, sizes) for number, layer in layers.items()}
+    of_experts = {number: tensors_of_experts(layer, sizes) for number, layer in layers.items()}
     plain_layers = {number: _without(layer, of_experts[number]) for number, layer in layers.items()}
     dense = tuple(number for number in sorted(layers) if not of_experts[number])
     with_experts = [number for number in sorted(layers) if of_experts[number]]
     _check_alike(of_experts, with_experts)
     _check_alike(plain_layers, list(dense))
     _check_alike(plain_layers, with_experts)
-    experts = _experts(of_experts[with_experts[0]], sizes) if with_experts else None
+    experts = read_experts(of_experts[with_experts[0]], sizes) if with_experts else None
     layer = plain_layers[dense[0] if dense else with_experts[0]]
-    vectors = {_module(name): shape[0] for name, shape in layer.items() if len(shape) == 1 and _is(name, "weight")}
-    matrices = {_module(name): shape for name, shape in layer.items() if len(shape) == 2 and _is(name, "weight")}
-    biases = {_module(name): shape for name, shape in layer.items() if len(shape) == 1 and _is(name, "bias")}
+    vectors = {
+        module_of(name): shape[0] for name, shape in layer.items() if len(shape) == 1 and ends_in(name, "weight")
+    }
+    matrices = {module_of(name): shape for name, shape in layer.items() if len(shape) == 2 and ends_in(name, "weight")}
+    biases = {module_of(name): shape for name, shape in layer.items() if len(shape) == 1 and ends_in(name, "bias")}
     sinks = [name for name, shape in layer.items() if name.endswith("sinks") and shape == (sizes["N"],)]
     placed = {f"{module}.weight" for module in vectors | matrices}
     placed |= {f"{module}.bias" for module in biases if module in vectors or module in matrices} | set(sinks)
@@ -165,11 +114,11 @@ def recognise(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Structu
         raise UsageError("some norms have a bias and some have none, which is not built.")
     if any(module in biases for module in heads):
         raise UsageError(f"{sorted(heads)[0]}: norms of queries and keys with a bias are not built.")
-    blocks = _FEED_FORWARD if dense else ((),)
-    assignments = tuple(_assignments(matrices, biases, sizes, tuple(itertools.product(_ATTENTION, blocks))))
-    if not assignments:
-        found = ", ".join(f"{module} {list(shape)}" for module, shape in matrices.items())
-        raise UsageError(f"the matrices of a layer are not those of attention and a feed-forward block: {found}.")
+    blocks = FEED_FORWARD if dense else ((),)
+    ways = tuple(assignments(matrices, biases, sizes, tuple(itertools.product(ATTENTION, blocks))))
+    if not ways:
+        told = ", ".join(f"{module} {list(shape)}" for module, shape in matrices.items())
+        raise UsageError(f"the matrices of a layer are not those of attention and a feed-forward block: {told}.")
     return Structure(
         layers=prefix,
         embedding=embedding,
@@ -178,7 +127,7 @@ def recognise(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Structu
         final_norm=final,
         norm_bias=with_bias == {True},
         biases=frozenset(module for module in biases if module in matrices),
-        matrices=assignments,
+        matrices=ways,
         norms=tuple(_norms(sorted(plain))),
         qk_norm=qk_norm,
         qk_norm_symbols=symbols,
@@ -212,65 +161,8 @@ def _check_alike(layers: Mapping[int, Mapping[str, Shape]], numbers: Sequence[in
             raise UsageError(f"layer {number} has other tensors than layer {numbers[0]} ({other}), which is not built.")
 
 
-def _of_experts(layer: Mapping[str, Shape], sizes: Mapping[str, int]) -> dict[str, Shape]:
-    """The tensors of a layer that only a mixture of experts has."""
-    if "E" not in sizes:
-        return {}
-    number = sizes["E"]
-    found = {
-        name: shape
-        for name, shape in layer.items()
-        if (len(shape) == 3 and shape[0] == number) or (_EXPERT.fullmatch(name) and "norm" not in name)
-    }
-    if not found:
-        return {}
-    around = ((number, sizes["H"]), (number,), (1, number), (1, sizes["H"]))
-    wide = sizes.get("S", 0)
-    of_shared = ((wide, sizes["H"]), (sizes["H"], wide), (2 * wide, sizes["H"]))
-    return found | {name: shape for name, shape in layer.items() if shape in around or (wide and shape in of_shared)}
-
-
 def _without(layer: Mapping[str, Shape], left_out: Mapping[str, Shape]) -> dict[str, Shape]:
     return {name: shape for name, shape in layer.items() if name not in left_out}
-
-
-def _experts(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Experts:
-    """What each of these tensors is in a mixture of experts."""
-    number, hidden = sizes["E"], sizes["H"]
-    one = {**sizes, "F": sizes["X"]}
-    stacked = {name: shape[1:] for name, shape in tensors.items() if len(shape) == 3}
-    single = {}
-    for name, shape in tensors.items():
-        if (found := _EXPERT.fullmatch(name)) is not None and len(shape) < 3:
-            single[f"{found[1]}{{expert}}.{found[3]}"] = shape
-    if bool(stacked) == bool(single):
-        raise UsageError("experts lie one by one in some tensors and together in others, which is not built.")
-    routers = [name for name, shape in tensors.items() if shape == (number, hidden)]
-    vectors = [name for name, shape in tensors.items() if shape in ((number,), (1, number))]
-    corrections = [name for name in vectors if "correction" in name or "expert_bias" in name]
-    biases = [name for name in vectors if name not in corrections]
-    gates = [name for name, shape in tensors.items() if shape == (1, hidden)]
-    if len(routers) != 1 or max(map(len, (corrections, biases, gates))) > 1:
-        told = ", ".join([*routers, *vectors, *gates])
-        raise UsageError(f"routers of this kind are not built: {told or 'no weight'}.")
-    known = {*routers, *vectors, *gates, *stacked} | {name for name in tensors if _EXPERT.fullmatch(name)}
-    wide = {_module(name): shape for name, shape in tensors.items() if name not in known and _is(name, "weight")}
-    shared = tuple(_assignments(wide, {}, {**sizes, "F": sizes.get("S", 0)}, tuple((way,) for way in _GATED)))
-    if wide and not shared:
-        raise UsageError(f"shared experts of this kind are not built: {', '.join(wide)}.")
-    each = stacked or single
-    ways = tuple(_assignments(each, {}, one, tuple((way,) for way in _GATED)))
-    if not ways:
-        raise UsageError("experts of this kind are not built: " + ", ".join(f"{k} {list(v)}" for k, v in each.items()))
-    return Experts(
-        router=routers[0],
-        router_bias=next(iter(biases), None),
-        expert_bias=(corrections[0], len(tensors[corrections[0]]) == 2) if corrections else None,
-        matrices=ways,
-        stacked=bool(stacked),
-        shared=shared,
-        shared_gate=next(iter(gates), None),
-    )
 
 
 def _outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[str, str | None, str | None, str]:
@@ -279,7 +171,7 @@ def _outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[str, s
     heads = [name for name in wide if re.search(r"head|out", name)] if len(wide) > 1 else []
     embeddings = [name for name in wide if name not in heads]
     positions = [name for name, shape in outer.items() if shape == (sizes["P"], sizes["H"])]
-    norms = [_module(name) for name, shape in outer.items() if shape == (sizes["H"],) and _is(name, "weight")]
+    norms = [module_of(name) for name, shape in outer.items() if shape == (sizes["H"],) and ends_in(name, "weight")]
     known = {*wide, *positions} | {f"{norm}.{end}" for norm in norms for end in ("weight", "bias")}
     if strange := sorted(outer.keys() - known):
         raise UsageError(f"{strange[0]} {list(outer[strange[0]])} has no place in a decoder that is built.")
@@ -306,35 +198,6 @@ def _qk_norm(heads: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[tuple[
     raise UsageError(f"norms of queries and keys of this kind are not built: {told}.")
 
 
-def _assignments(
-    matrices: Mapping[str, Shape],
-    biases: Mapping[str, Shape],
-    sizes: Mapping[str, int],
-    ways: Sequence[tuple[tuple[Role, ...], ...]],
-) -> Iterator[Matrices]:
-    """All ways to give each matrix a role that fits its shape and its bias, the likeliest names first."""
-    found: list[tuple[int, Matrices]] = []
-    for transposed, way in itertools.product((False, True), ways):
-        roles = tuple(itertools.chain(*way))
-        if len(roles) != len(matrices):
-            continue
-        fits = [
-            [module for module, shape in matrices.items() if _fits(role, shape, biases.get(module), sizes, transposed)]
-            for role in roles
-        ]
-        for modules in itertools.product(*fits):
-            if len(set(modules)) == len(modules):
-                given = dict(zip(roles, modules, strict=True))
-                unlikely = sum(not re.search(_NAMES[role], _last(module)) for role, module in given.items())
-                found.append((unlikely, Matrices(given, transposed)))
-    yield from (matrices for _, matrices in sorted(found, key=lambda pair: pair[0]))
-
-
-def _fits(role: Role, shape: Shape, bias: Shape | None, sizes: Mapping[str, int], transposed: bool) -> bool:
-    wanted = tuple(product(symbol, sizes) for symbol in _SHAPES[role])
-    return shape == (wanted[::-1] if transposed else wanted) and bias in (None, wanted[:1])
-
-
 def _norms(modules: Sequence[str]) -> Iterator[Norms]:
     """All ways in which a layer's norms can stand, in the order of their names first."""
     if len(modules) not in _FORMS:
@@ -350,16 +213,3 @@ def _unlikely(order: Sequence[str]) -> int:
     """How badly names fit the places they would stand at."""
     hints = _FOUR_NORMS if len(order) == len(NORM_ROLES) else _TWO_NORMS
     return sum(not re.search(hint, name) for hint, name in zip(hints, order, strict=False))
-
-
-def _last(module: str) -> str:
-    """The piece of a name that tells the matrix from others."""
-    return module.removesuffix(".weight").rpartition(".")[2]
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _is(name: str, end: str) -> bool:
-    return name.rpartition(".")[2] == end
