@@ -55,7 +55,7 @@ _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activa
 _FORMULAS = {"num_query_groups": "{num_attention_heads}", "kv_channels": "{hidden_size}/{num_attention_heads}"}
 _NO_BEARING = re.compile(
     r"architectures|model_type|torch_dtype|dtype|transformers_version|auto_map|_.*|use_cache|.*_token_id|id2label|"
-    r"label2id|return_dict|output_.*|problem_type|tokenizer_class|chunk_size_feed_forward|task_specific_params|"
+    r"label2id|return_dict|output_(?:attentions|hidden_states|router_logits|scores)|problem_type|tokenizer_class|chunk_size_feed_forward|task_specific_params|"
     r"is_encoder_decoder|max_length|summary_.*"
 )
 """Settings that are about something else than tensors and logits."""
