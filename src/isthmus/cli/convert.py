@@ -87,6 +87,8 @@ def convert(
         target = target or "hf"
         if target != "hf":
             raise UsageError(f"--push uploads a Hugging Face folder, and this writes {target}. Leave one of them out.")
+    if public and push is None:
+        raise UsageError("--public is for the repository that --push makes. Add --push REPO_ID, or leave it out.")
     if keep is not None and not learn:
         raise UsageError("--keep is for what --learn finds. Add --learn, or leave it out.")
     learned = _learned(source, keep, quiet=json) if learn else None

@@ -155,25 +155,35 @@ def check_tp_size(arch: Architecture, tp_size: int) -> None:
     """
     if (why := _misfit(arch, tp_size)) is None:
         return
-    fitting = [str(tp) for tp in range(1, arch.num_attention_heads + 1) if _misfit(arch, tp) is None]
-    choice = " or ".join(filter(None, [", ".join(fitting[:-1]), fitting[-1]]))
-    raise UsageError(f"tp={tp_size} {why} ({arch.family}). Use {choice}.")
+    fitting = [tp for tp in range(1, arch.num_attention_heads + 1) if _misfit(arch, tp) is None]
+    raise UsageError(f"tp={tp_size} {why} ({arch.family}). Use {_one_of(fitting)}.")
 
 
 def check_expert_sizes(arch: Architecture, ep_size: int, etp_size: int) -> None:
     """Refuse sizes that the experts cannot be dealt out or cut into.
 
     Raises:
-        UsageError: naming the number that does not divide.
+        UsageError: naming the number that does not divide and the sizes that would.
     """
     if arch.moe is None:
         if ep_size > 1 or etp_size > 1:
             raise UsageError(f"ep={ep_size} and etp={etp_size} are for experts, and {arch.family} has none. Use 1.")
         return
-    if ep_size < 1 or arch.moe.num_experts % ep_size:
-        raise UsageError(f"ep={ep_size} does not divide num_experts={arch.moe.num_experts} ({arch.family}).")
-    if etp_size < 1 or arch.moe.ffn_hidden_size % etp_size:
-        raise UsageError(f"etp={etp_size} does not divide the experts' width {arch.moe.ffn_hidden_size}.")
+    experts, width = arch.moe.num_experts, arch.moe.ffn_hidden_size
+    if ep_size < 1 or experts % ep_size:
+        fitting = [ep for ep in range(1, experts + 1) if experts % ep == 0]
+        raise UsageError(f"ep={ep_size} does not divide num_experts={experts} ({arch.family}). Use {_one_of(fitting)}.")
+    if etp_size < 1 or width % etp_size:
+        fitting = [etp for etp in range(1, arch.num_attention_heads + 1) if width % etp == 0]
+        raise UsageError(
+            f"etp={etp_size} does not divide the experts' width {width} ({arch.family}). Use {_one_of(fitting)}."
+        )
+
+
+def _one_of(sizes: list[int]) -> str:
+    """``1, 2 or 4``."""
+    words = list(map(str, sizes))
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _misfit(arch: Architecture, tp: int) -> str | None:

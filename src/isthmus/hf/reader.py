@@ -21,7 +21,7 @@ class TensorReader:
         """Open nothing yet."""
         self._files: dict[Path, BinaryIO] = {}
         self._opening = threading.Lock()
-        self._of_thread = threading.local()
+        self._stage = Stage()
 
     def read(self, info: TensorInfo, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
         """Read a slice of one tensor; only its bytes are read (with a step, those between as well).
@@ -60,13 +60,6 @@ class TensorReader:
     def __del__(self) -> None:
         """Close."""
         self.close()
-
-    @property
-    def _stage(self) -> Stage:
-        if not hasattr(self._of_thread, "stage"):
-            self._of_thread.stage = Stage()
-        stage: Stage = self._of_thread.stage
-        return stage
 
     def _descriptor(self, file: Path) -> int:
         with self._opening:

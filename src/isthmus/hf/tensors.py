@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +162,11 @@ def row_chunks(bounds: Bounds, itemsize: int, limit_bytes: int) -> Iterator[tupl
         yield ((start, stop), *rest), slice(start - low, stop - low)
 
 
-class Stage:
-    """A buffer for casts that is used again and again: fresh memory for each chunk costs ten times the copy."""
+class Stage(threading.local):
+    """A buffer for casts that is used again and again: fresh memory for each chunk costs ten times the copy.
+
+    Each thread that uses it has a buffer of its own.
+    """
 
     limit_bytes = 4 << 20
 

@@ -103,7 +103,7 @@ class TensorWriter:
         self.folder = folder
         self._descriptors: dict[Path, int] = {}
         self._opening = threading.Lock()
-        self._of_thread = threading.local()
+        self._stage = Stage()
 
     def write_at(self, info: TensorInfo, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
         """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``info``; return its bytes there.
@@ -168,16 +168,10 @@ class TensorWriter:
         with disk_errors(self.folder / info.file):
             descriptor = self._descriptor(info.file)
             for offset, length in byte_runs(info.shape, bounds, info.dtype.itemsize):
-                os.preadv(descriptor, [view[done : done + length]], info.offset + offset)
+                if os.preadv(descriptor, [view[done : done + length]], info.offset + offset) < length:
+                    raise OSError(errno.EIO, "it became shorter while it was written")
                 done += length
         return found
-
-    @property
-    def _stage(self) -> Stage:
-        if not hasattr(self._of_thread, "stage"):
-            self._of_thread.stage = Stage()
-        stage: Stage = self._of_thread.stage
-        return stage
 
     def _descriptor(self, file: Path) -> int:
         with self._opening:

@@ -57,6 +57,7 @@ def test_dtype(model: str, tmp_path: Path) -> None:
         (["--hf-like", "MODEL"], 2, "leave --hf-like out"),
         (["--learn"], 2, "model_type 'qwen2' has a family. Leave --learn out"),
         (["--keep", "families"], 2, "Add --learn"),
+        (["--public"], 2, "Add --push REPO_ID"),
     ],
 )
 def test_what_cannot_be(
