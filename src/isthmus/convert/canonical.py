@@ -12,7 +12,7 @@ from isthmus.engine.names import Spelling
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 4 << 20
 """Of a tensor, so much is in memory at a time in each thread: what is read is still in the cache when it is written,
 and the allocator takes the same memory again. With 32 MiB, a conversion takes three times the processor time."""
 
