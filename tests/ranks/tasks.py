@@ -49,23 +49,21 @@ def start(
     *,
     model: str,
     samples: str,
-    tp: int = 1,
-    pp: int = 1,
-    sp: bool | None = None,
     precision: str = "fp32",
     recompute: str = "none",
     micro_batch_size: int = 1,
     packing: bool = True,
     optim: dict[str, Any] | None = None,
+    **parallel: Any,
 ) -> Training:
-    """Open a session the way a recipe does, with this store for data."""
+    """Open a session the way a recipe does, with this store for data; ``parallel`` is the section of the config."""
     config = RunConfig.model_validate(
         {
             "recipe": "pretrain",
             "out": "unused",
             "model": {"path": model},
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
-            "parallel": {"tp": tp, "pp": pp, "sp": sp},
+            "parallel": parallel,
             "train": {"steps": TOTAL_STEPS, "recompute": recompute},
         }
     )
@@ -91,7 +89,7 @@ def start(
         "packing": packing,
         "dp_rank": session.position.dp_rank,
         "dp_size": session.blueprint.sizes.dp,
-        "pad_to_multiple_of": tp,
+        "pad_to_multiple_of": config.parallel.tp,
     }
     store = SampleStore.open(samples)
     return Training(

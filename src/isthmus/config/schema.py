@@ -83,6 +83,16 @@ class ParallelConfig(Section):
     """Sequence parallelism (activations outside the matrices are cut over tp); null: on when tp > 1."""
     pp: Count = 1
     """Pipeline parallel ranks: the layers are cut into this many stages."""
+    vpp: Count = 1
+    """Virtual stages of each pipeline rank: layers are dealt out in turns, and ranks idle less."""
+    cp: Count = 1
+    """Context parallel ranks: every sequence is cut into this many parts."""
+    ep: Count = 1
+    """Expert parallel ranks: the experts of a layer are dealt out over this many of the data parallel ranks."""
+    etp: Count | None = None
+    """Tensor parallel ranks of each expert; null: as many as tp."""
+    fsdp: bool = False
+    """Fully sharded data parallelism: weights, gradients and optimizer state are cut over the data parallel ranks."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -90,9 +100,11 @@ class ParallelConfig(Section):
         return self.tp > 1 if self.sp is None else self.sp
 
     @model_validator(mode="after")
-    def _sp_needs_tp(self) -> ParallelConfig:
+    def _sizes_fit(self) -> ParallelConfig:
         if self.sp and self.tp == 1:
             _refuse("sp", "sp=true needs tp > 1, got tp=1; set parallel.tp, or leave parallel.sp out")
+        if self.vpp > 1 and self.pp == 1:
+            _refuse("vpp", f"vpp={self.vpp} needs pp > 1, got pp=1; set parallel.pp, or leave parallel.vpp out")
         return self
 
 

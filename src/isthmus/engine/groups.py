@@ -23,31 +23,55 @@ if TYPE_CHECKING:
 class ParallelSizes:
     """How a model is spread: ranks a layer is split over, stages it is cut into, copies that share the data.
 
-    Rank order is tp fastest, then dp, then pp, as Megatron-Core has it.
+    Rank order is tp fastest, then cp, dp and pp, as Megatron-Core has it. Experts are spread on their own: within the
+    ranks of a stage, etp fastest, then ep, then the copies of the experts.
     """
 
     tp: int = 1
     pp: int = 1
     sp: bool = False
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    """None: as many as tp."""
+    fsdp: bool = False
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size % (self.tp * self.pp):
+        needed = self.tp * self.pp * self.cp
+        if self.world_size % needed:
+            cp = f" x cp={self.cp}" if self.cp > 1 else ""
+            lower = "parallel.tp or parallel.pp" if self.cp == 1 else "parallel.tp, parallel.pp or parallel.cp"
             raise UsageError(
-                f"tp={self.tp} x pp={self.pp} = {self.tp * self.pp} ranks do not divide the {self.world_size} ranks "
-                f"of this run. Start a multiple of {self.tp * self.pp} (--nproc {self.tp * self.pp}), or lower "
-                "parallel.tp or parallel.pp."
+                f"tp={self.tp} x pp={self.pp}{cp} = {needed} ranks do not divide the {self.world_size} ranks "
+                f"of this run. Start a multiple of {needed} (--nproc {needed}), or lower {lower}."
+            )
+        of_experts = self.expert_tp * self.ep
+        if (self.world_size // self.pp) % of_experts:
+            raise UsageError(
+                f"etp={self.expert_tp} x ep={self.ep} = {of_experts} ranks do not divide the "
+                f"{self.world_size // self.pp} ranks of a stage. Start a multiple of {of_experts * self.pp} ranks, "
+                "or lower parallel.ep or parallel.etp."
             )
         if self.sp and self.tp == 1:
             raise UsageError("parallel.sp=true splits the sequence over the tp ranks and needs parallel.tp > 1.")
 
     @property
     def dp(self) -> int:
-        """Copies of the model: what tp and pp leave."""
-        return self.world_size // (self.tp * self.pp)
+        """Copies of the model that get data of their own: what tp, cp and pp leave."""
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that each expert is cut over."""
+        return self.tp if self.etp is None else self.etp
 
     def __str__(self) -> str:
-        return f"tp={self.tp}{' +sp' if self.sp else ''} pp={self.pp} dp={self.dp}"
+        said = [f"tp={self.tp}{' +sp' if self.sp else ''}", f"pp={self.pp}"]
+        said += [f"{name}={size}" for name, size in (("vpp", self.vpp), ("cp", self.cp), ("ep", self.ep)) if size > 1]
+        said += [f"etp={self.etp}"] if self.expert_tp != self.tp else []
+        return " ".join([*said, f"dp={self.dp}{' +fsdp' if self.fsdp else ''}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +82,10 @@ class Position:
     tp_rank: int
     pp_rank: int
     dp_rank: int
+    """Which data this rank gets; the ranks of a context parallel group share it."""
+    cp_rank: int
+    ep_rank: int
+    etp_rank: int
     is_first_stage: bool
     is_last_stage: bool
 
@@ -115,6 +143,10 @@ def open_groups(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.expert_tp,
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
     torch.manual_seed(seed)
@@ -124,6 +156,9 @@ def open_groups(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         is_first_stage=parallel_state.is_pipeline_first_stage(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )

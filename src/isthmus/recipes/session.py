@@ -18,12 +18,13 @@ from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
-from isthmus.families.shard import Layout, check_expert_sizes, check_tp_size
+from isthmus.families.shard import Layout
 from isthmus.hf.folder import ModelFolder, write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
+from isthmus.recipes.layout import check_layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -57,17 +58,9 @@ def blueprint(config: RunConfig) -> Blueprint:
             f"{architecture.mtp_layers}), which are converted but not trained. Leave their tensors out of the folder."
         )
     _, world_size, _ = world_from_environment()
-    parallel = config.parallel
-    check_tp_size(architecture, parallel.tp)
-    if architecture.moe is not None:
-        check_expert_sizes(architecture, ep_size=1, etp_size=parallel.tp)
-    check_stages(architecture, parallel.pp)
-    sizes = ParallelSizes(
-        tp=parallel.tp,
-        pp=parallel.pp,
-        sp=parallel.tp > 1 if parallel.sp is None else parallel.sp,
-        world_size=world_size,
-    )
+    parallel = config.parallel.model_dump() | {"sp": config.parallel.sequence_parallel}
+    sizes = ParallelSizes(**parallel, world_size=world_size)
+    check_layout(architecture, sizes)
     return Blueprint(source, weights, family, architecture, sizes)
 
 
@@ -84,20 +77,6 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
             f"data.seq_length={longest} is more than the {architecture.max_position_embeddings} positions that "
             f"this model has learned ({architecture.family}). Use {architecture.max_position_embeddings} or less."
         )
-
-
-def check_stages(architecture: Architecture, pp: int) -> None:
-    """Refuse a number of pipeline stages that the layers cannot be dealt out to evenly.
-
-    Raises:
-        UsageError: naming the numbers that would do.
-    """
-    layers = architecture.num_layers
-    if layers % pp:
-        good = [str(n) for n in range(1, layers + 1) if layers % n == 0]
-        choice = f"{', '.join(good[:-1])} or {good[-1]}" if len(good) > 1 else good[0]
-        what = f"is more than the {layers} layers" if pp > layers else f"does not divide num_layers={layers}"
-        raise UsageError(f"pp={pp} {what} ({architecture.family}). Use {choice}.")
 
 
 def use_threads(platform: Platform, threads: int | None) -> str | None:
@@ -129,14 +108,13 @@ class Session:
         """Which slices of each tensor this rank holds."""
         from isthmus.engine.model import padded_vocab_size
 
-        tp = self.blueprint.sizes.tp
-        vocab = padded_vocab_size(self.blueprint.architecture.vocab_size, tp)
+        sizes = self.blueprint.sizes
         return Layout(
             tp_rank=self.position.tp_rank,
-            tp_size=tp,
-            etp_rank=self.position.tp_rank,
-            etp_size=tp,
-            padded_vocab_size=vocab,
+            tp_size=sizes.tp,
+            etp_rank=self.position.etp_rank,
+            etp_size=sizes.expert_tp,
+            padded_vocab_size=padded_vocab_size(self.blueprint.architecture.vocab_size, sizes.tp),
         )
 
     def export(self, destination: Path, tokenizer: Tokenizer, *, dtype: torch.dtype | None, replace: bool) -> None:

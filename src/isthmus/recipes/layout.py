@@ -1,0 +1,49 @@
+"""Whether a model fits the layout that was asked for; every refusal names sizes that would do."""
+
+from __future__ import annotations
+
+from isthmus.engine.groups import ParallelSizes
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+from isthmus.families.shard import check_expert_sizes, check_tp_size
+
+
+def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
+    """Refuse a layout that the model cannot be cut into.
+
+    Raises:
+        UsageError: naming the size that does not fit, and those that would.
+    """
+    check_tp_size(architecture, sizes.tp)
+    if architecture.moe is not None:
+        check_expert_sizes(architecture, ep_size=sizes.ep, etp_size=sizes.expert_tp)
+    elif sizes.ep > 1 or sizes.expert_tp != sizes.tp:
+        raise UsageError(
+            f"parallel.ep={sizes.ep} and parallel.etp={sizes.etp} spread experts, and this model has none "
+            f"({architecture.family}). Leave them out."
+        )
+    check_stages(architecture, sizes.pp)
+    unbuilt = {
+        "vpp": sizes.vpp > 1,
+        "cp": sizes.cp > 1,
+        "ep": sizes.ep > 1,
+        "etp": sizes.expert_tp != sizes.tp,
+        "fsdp": sizes.fsdp,
+    }
+    for name, asked in unbuilt.items():
+        if asked:
+            raise UsageError(f"parallel.{name} cannot be trained with yet. Leave it out.")
+
+
+def check_stages(architecture: Architecture, pp: int) -> None:
+    """Refuse a number of pipeline stages that the layers cannot be dealt out to evenly.
+
+    Raises:
+        UsageError: naming the numbers that would do.
+    """
+    layers = architecture.num_layers
+    if layers % pp:
+        good = [str(n) for n in range(1, layers + 1) if layers % n == 0]
+        choice = f"{', '.join(good[:-1])} or {good[-1]}" if len(good) > 1 else good[0]
+        what = f"is more than the {layers} layers" if pp > layers else f"does not divide num_layers={layers}"
+        raise UsageError(f"pp={pp} {what} ({architecture.family}). Use {choice}.")
