@@ -11,6 +11,9 @@ import pytest
 
 from faults.command import Stem, finished, listing, rows, start
 from isthmus.config.load import load_config
+from isthmus.convert.stored import open_stored
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify import verify
 
 STEP_KEYS = {
     *("step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib"),
@@ -41,6 +44,15 @@ def test_what_a_run_leaves(isthmus: Stem, small: list[str], model: Path, tmp_pat
     assert exported == {path.name for path in model.iterdir()}
     assert {path.name for path in (out / "checkpoints").iterdir()} >= {"iter_0000002", "iter_0000004"}
     assert not list(out.rglob(".tmp*"))
+
+    # A checkpoint brings its config and its tokenizer along, or is described by its arguments at least.
+    convert(out / "checkpoints" / "iter_0000004", tmp_path / "converted")
+    verify(tmp_path / "converted", out / "hf")
+    small_files = exported - {"model.safetensors"}
+    assert all((tmp_path / "converted" / name).read_bytes() == (out / "hf" / name).read_bytes() for name in small_files)
+    shutil.rmtree(out / "checkpoints" / "iter_0000004" / "hf")
+    stored = open_stored(out / "checkpoints")
+    assert stored.like is None and stored.family.name == open_stored(out / "hf").family.name
 
 
 def test_tensorboard_has_the_curves(isthmus: Stem, small: list[str], tmp_path: Path) -> None:

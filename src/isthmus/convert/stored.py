@@ -22,7 +22,7 @@ from isthmus.hf.folder import ModelFolder
 
 Format = Literal["hf", "torch_dist", "torch"]
 HF_PART = "hf"
-"""Folder beside a converted checkpoint that carries the config and the tokenizer along."""
+"""Folder beside a converted checkpoint, and in one of a run, that carries the config and the tokenizer along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def open_stored(
         raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders; leave it out.")
     legacy = any(checkpoint.glob("mp_rank_*"))
     folder = LegacyFolder(checkpoint) if legacy else TorchDistFolder(checkpoint)
-    around = (path, checkpoint.parent)
+    around = (path, checkpoint, checkpoint.parent)
     config = hf_like or next((at / HF_PART for at in around if (at / HF_PART / "config.json").is_file()), None)
     known = None if config is None else ModelFolder.open(config)
     if known is None:

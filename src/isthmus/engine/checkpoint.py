@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +118,16 @@ def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes, *, keep: int) -> Path:
+def save(
+    root: Path,
+    stepper: Stepper,
+    progress: Progress,
+    sizes: ParallelSizes,
+    *,
+    keep: int,
+    args: Namespace | None = None,
+    write_beside: Callable[[Path], None] | None = None,
+) -> Path:
     """Write weights, optimizer, random state and data position; every rank calls it.
 
     Args:
@@ -125,6 +136,8 @@ def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes,
         progress: which step it is.
         sizes: recorded, so that the random state is only taken up again by the same layout.
         keep: newest checkpoints to keep; older ones are removed once this one is in place.
+        args: which model it is, for Megatron-LM and for whoever has no more than the checkpoint.
+        write_beside: puts more files into the folder, on rank 0.
 
     Raises:
         NoSpace, IOFailure: on every rank, when any rank could not write; nothing is published.
@@ -141,12 +154,16 @@ def save(root: Path, stepper: Stepper, progress: Progress, sizes: ParallelSizes,
         "iteration": progress.step,
         "isthmus": {"progress": asdict(progress), "layout": asdict(sizes)},
     }
+    if args is not None:
+        state["args"] = args
     content = {name: value for name, value in _metadata().items() if name != "dp_cp_group"}
 
     def write() -> None:
         with write_errors(stage):
             dist_checkpointing.save(state, str(stage), _SynchronousSave(), content_metadata=content)
             if dist.get_rank() == 0:
+                if write_beside is not None:
+                    write_beside(stage)
                 check_files(stage)
 
     try:

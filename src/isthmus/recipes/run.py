@@ -158,7 +158,15 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
 
     def save(step: int) -> None:
         progress = checkpoint.Progress(step=step, data=fingerprint)
-        path = checkpoint.save(folder.checkpoints, stepper, progress, plans.sizes, keep=config.checkpoint.keep)
+        path = checkpoint.save(
+            folder.checkpoints,
+            stepper,
+            progress,
+            plans.sizes,
+            keep=config.checkpoint.keep,
+            args=session.megatron_args(step),
+            write_beside=lambda stage: session.write_config(stage, ground.tokenizer),
+        )
         reporter.say(f"saved {path}")
 
     def export(step: int | None) -> None:

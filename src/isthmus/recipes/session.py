@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 
 from isthmus.config.schema import RunConfig
 from isthmus.convert.hf_weights import HfWeights, open_weights
+from isthmus.convert.megatron_args import megatron_args
 from isthmus.convert.online import export_plan, export_weights, import_weights
 from isthmus.convert.source import RandomWeights
+from isthmus.convert.stored import HF_PART
 from isthmus.engine.groups import ParallelSizes, Position, agree, barrier, open_groups, world_from_environment
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -152,11 +155,7 @@ class Session:
         def finish() -> None:
             if main:
                 with disk_errors(staged.path):
-                    written = str(dtype).removeprefix("torch.") if dtype else None
-                    hf_config = plans.family.to_hf_config(plans.architecture, plans.source.config, dtype=written)
-                    write_model_files(staged.path, plans.source, hf_config)
-                    if tokenizer.differs_from_files:
-                        tokenizer.save(staged.path)
+                    self._write_small_files(staged.path, tokenizer, dtype)
                 staged.publish()
 
         try:
@@ -167,6 +166,34 @@ class Session:
                 staged.discard()
             raise
         barrier()
+
+    def write_config(self, checkpoint: Path, tokenizer: Tokenizer) -> None:
+        """Put the config and the tokenizer into a checkpoint, so that it is exported without any other folder.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        folder = checkpoint / HF_PART
+        folder.mkdir()
+        self._write_small_files(folder, tokenizer, self.dtype)
+
+    def megatron_args(self, step: int) -> Namespace:
+        """Which model a checkpoint of this run holds, as Megatron-LM says it."""
+        from isthmus.engine.model import padded_vocab_size
+
+        arch = self.blueprint.architecture
+        padded = padded_vocab_size(arch.vocab_size, self.blueprint.sizes.tp)
+        args = megatron_args(arch, self.dtype, padded_vocab_size=padded)
+        args.iteration = step
+        return args
+
+    def _write_small_files(self, folder: Path, tokenizer: Tokenizer, dtype: torch.dtype | None) -> None:
+        plans = self.blueprint
+        written = str(dtype).removeprefix("torch.") if dtype else None
+        config = plans.family.to_hf_config(plans.architecture, plans.source.config, dtype=written)
+        write_model_files(folder, plans.source, config)
+        if tokenizer.differs_from_files:
+            tokenizer.save(folder)
 
 
 def open_session(
