@@ -31,11 +31,14 @@ demo: $(STAMP)  ## A small model from nothing to Hugging Face, on this machine
 	@test ! -d isthmus-demo || { echo 'Removing the isthmus-demo of last time'; rm -r isthmus-demo; }
 	$(VENV)/bin/isthmus demo --out isthmus-demo
 
+# A file at a time, since its tests share models and ranks; the slow files first, as they are collected.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+
 test: $(STAMP)  ## The whole suite
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadgroup -q
+	$(PYTEST)
 
 unit: $(STAMP)  ## The fast part of the suite
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadgroup -q tests/unit
+	$(PYTEST) tests/unit
 
 lint: $(STAMP)  ## Style, types, import contracts
 	$(RUN) ruff check .

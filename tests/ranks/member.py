@@ -1,4 +1,8 @@
-"""One rank of a :class:`ranks.world.World`: joins the others, then runs the tasks that arrive on its standard input."""
+"""The ranks of a :class:`ranks.world.World`: forked where all imports are done, they run the tasks that they are sent.
+
+This process imports what a task needs and forks a rank a line of its standard input; imports cost seconds, forks none.
+A rank connects to the socket of its world, joins the others and then answers each request with a line.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,64 @@ import gc
 import importlib
 import json
 import os
+import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> None:
-    # Whatever a library prints must not land between the replies.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    for name in ("isthmus.engine.groups", "ranks.tasks"):  # the first quiets megatron
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    for line in sys.stdin:
+        request = json.loads(line)
+        if not (child := os.fork()):
+            be_rank(request)
+        print(child, flush=True)
 
+
+def be_rank(request: dict[str, Any]) -> None:
+    """Join the world and run its tasks until it hangs up; does not return."""
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.update(request["environment"])
+        # What a library prints goes to the log, and nothing of this process' own streams is left.
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT, 0o600)
+        for number, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+            os.dup2(descriptor, number)
+        with socket.socket(socket.AF_UNIX) as world:
+            world.connect(request["socket"])
+            world.sendall(f"{os.environ['RANK']}\n".encode())
+            run_tasks(world, request["meeting"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_tasks(world: socket.socket, meeting: str) -> None:
     import torch
-
-    torch.set_num_threads(1)
-    from isthmus.engine.groups import ParallelSizes, open_groups, world_from_environment  # first: it quiets megatron
-    from isthmus.platforms.detect import detect
-
-    _, world_size, _ = world_from_environment()
     from megatron.core import parallel_state
 
-    sizes = ParallelSizes(world_size=world_size)
-    open_groups(sizes, detect("cpu"), seed=0, init_method=sys.argv[1], timeout_s=120.0)
+    from isthmus.engine.groups import ParallelSizes, open_groups, world_from_environment
+    from isthmus.platforms.detect import detect
+
+    torch.set_num_threads(1)
+    _, world_size, _ = world_from_environment()
+    open_groups(
+        ParallelSizes(world_size=world_size), detect("cpu"), seed=0, init_method=f"file://{meeting}", timeout_s=120.0
+    )
     parallel_state.destroy_model_parallel()
-    for line in sys.stdin:
+    for line in world.makefile():
         request = json.loads(line)
         try:
             module, _, name = request["task"].rpartition(".")
@@ -40,7 +77,7 @@ def main() -> None:
         parallel_state.destroy_model_parallel()
         _leave_groups()
         gc.collect()
-        print(json.dumps(reply), file=replies, flush=True)
+        world.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def _leave_groups() -> None:

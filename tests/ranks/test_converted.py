@@ -15,7 +15,7 @@ from isthmus.families.registry import all_families
 from ranks.tiny import build_model_folder
 from ranks.world import World
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.ranks
 
 
 LAYOUTS = pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder
 MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: name a checkout of core_v0.16.1 in MEGATRON_LM"),
     pytest.mark.skipif(find_spec("einops") is None, reason="Megatron-LM imports einops: pip install einops"),
 ]

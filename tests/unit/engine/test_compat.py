@@ -10,7 +10,7 @@ import pytest
 
 from ranks.world import World
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.ranks
 
 
 def stderr_of(code: str) -> str:
