@@ -22,7 +22,7 @@ from isthmus.config.load import load_config
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-VERBS = ("sft", "pretrain", "demo", "convert", "verify")
+VERBS = ("sft", "pretrain", "demo", "convert", "verify", "config")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -66,8 +66,8 @@ def test_every_command_is_one_that_exists() -> None:
         if program == "make":
             assert set(arguments) <= targets, f"{page}: {words}"
         if program == "isthmus":
-            verb = [word for word in arguments[:1] if not word.startswith("-")]
-            assert set(verb) <= set(VERBS), f"{page}: {words}"
+            verb = [word for word in arguments[: 1 + (arguments[0] == "config")] if not word.startswith("-")]
+            assert set(verb[:1]) <= set(VERBS), f"{page}: {words}"
             given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
             assert given <= options(help_of(*verb)) | {"--help"}, f"{page}: {words}"
     assert seen["make"] > 3
@@ -104,6 +104,7 @@ def test_settings_in_text_are_settings() -> None:
 def test_yaml_blocks_are_configs(tmp_path: Path) -> None:
     found = [(name, text) for page, name in zip(PAGES, IDS, strict=True) for text in blocks(page, "yaml")]
     assert found
+    (tmp_path / "site.yaml").write_text("out: runs/mine\ndata: {files: [chats.json]}\n")
     for _, text in found:
         file = tmp_path / "page.yaml"
         file.write_text(text)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from isthmus import __version__
-from isthmus.cli import convert, demo, pretrain, sft, verify
+from isthmus.cli import config, convert, demo, pretrain, sft, verify
 from isthmus.cli.words import spread_data
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("sft", short_help="Fine-tune a model on chats.")(sft.sft)
 app.command("pretrain", short_help="Train a model on text.")(pretrain.pretrain)
 app.command("convert", short_help="Convert a model between Hugging Face and Megatron-Core.")(convert.convert)
 app.command("verify", short_help="Compare two models bit by bit, in whichever formats.")(verify.verify)
+app.add_typer(config.app, name="config", short_help="Look at the settings of a run.")
 
 
 def _print_version(wanted: bool) -> None:

@@ -18,7 +18,9 @@ from isthmus.errors import Preempted, UsageError
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="CONFIG.yaml|KEY=VALUE", help="A config file, and settings such as optim.lr=2e-5.", show_default=False
+        metavar="CONFIG.yaml|KEY=VALUE",
+        help="A config file or preset:NAME, and settings such as optim.lr=2e-5.",
+        show_default=False,
     ),
 ]
 Model = Annotated[str | None, typer.Option(metavar="HF_DIR", help="Hugging Face model folder to start from.")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from isthmus.config.presets import PREFIX, config_path
 from isthmus.errors import UsageError
 
 
@@ -32,7 +33,7 @@ def config_and_overrides(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The config file among the words, if there is one, and the settings in their order.
 
     Raises:
-        UsageError: two config files, or a word that is neither.
+        UsageError: two config files, a preset that is not there, or a word that is none of these.
     """
     file: Path | None = None
     overrides: list[str] = []
@@ -40,16 +41,18 @@ def config_and_overrides(words: Sequence[str]) -> tuple[Path | None, list[str]]:
         if _is_setting(word):
             overrides.append(word)
         elif not _is_config(word):
-            raise UsageError(f"{word!r} is neither a config file (*.yaml) nor a setting (key=value).")
+            raise UsageError(
+                f"{word!r} is neither a config file (*.yaml), nor a preset ({PREFIX}NAME), nor a setting (key=value)."
+            )
         elif file is not None:
             raise UsageError(f"two config files, {file} and {word}; wanted one.")
         else:
-            file = Path(word)
+            file = config_path(word)
     return file, overrides
 
 
 def _is_config(word: str) -> bool:
-    return word.lower().endswith((".yaml", ".yml"))
+    return word.startswith(PREFIX) or word.lower().endswith((".yaml", ".yml"))
 
 
 def _is_setting(word: str) -> bool:

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from isthmus.config.complain import GIVEN_BY, dotted, reason
+from isthmus.config.inherit import read_settings
 from isthmus.config.schema import RunConfig
-from isthmus.config.yaml_text import Key, Syntax, read_mapping, read_value, write_mapping
-from isthmus.errors import IOFailure, MissingInput, UsageError
+from isthmus.config.yaml_text import Key, Syntax, read_value, write_mapping
+from isthmus.errors import UsageError
 
 _TEXT = {("out",), ("model", "path"), ("checkpoint", "resume")}
 """Settings whose override is text whatever it looks like: a folder may be named 2026-11-21."""
 _OPTIONS = {option.lstrip("-").replace("-", "_"): option for option in GIVEN_BY}
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A run's settings as far as they are given, and where each of them is from."""
+
+    given: dict[str, Any]
+    """Sections and settings that files, flags and overrides set."""
+    origins: Mapping[Key, str]
+    """``file:line:column``, an option, or ``command line``."""
+    config: RunConfig | None
+    """All of it, checked and with defaults; None where that was not asked for."""
+
+
 def load_config(
-    recipe: str, file: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+    recipe: str | None, file: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """Read and check the settings of a run.
 
     Args:
-        recipe: what the command is; a file that names another is refused.
+        recipe: what the command is; a file that names another is refused. None leaves it to the file.
         file: YAML file, or None.
         overrides: ``optim.lr=2e-5`` and the like, the value in YAML; they win over flags, and the later over the
             earlier.
@@ -37,6 +51,20 @@ def load_config(
         UsageError: all that is wrong, each with its place, its name, the reason and the mend.
         IOFailure: the file cannot be read.
     """
+    config = settle(recipe, file, overrides, flags).config
+    assert config is not None
+    return config
+
+
+def settle(
+    recipe: str | None,
+    file: Path | None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    *,
+    check: bool = True,
+) -> Settled:
+    """Like :func:`load_config`, and where every setting is from; with ``check`` off, nothing has to be complete."""
     draft = _Draft()
     if file is not None:
         draft.add_file(file)
@@ -46,12 +74,29 @@ def load_config(
             draft.put(GIVEN_BY[option] if option else tuple(name.split(".")), _plain(value), option or "command line")
     for override in overrides:
         draft.add_override(override)
-    return draft.check(recipe)
+    if not check:
+        draft.refuse_if_wrong()
+        return Settled(draft.values, draft.origins, None)
+    return Settled(draft.values, draft.origins, draft.check(recipe))
 
 
 def dump(config: RunConfig) -> str:
     """The whole configuration as YAML; :func:`load_config` reads the same one back."""
     return write_mapping(config.model_dump(mode="json"))
+
+
+def origins_of(values: Mapping[str, Any], origins: Mapping[Key, str]) -> Iterator[tuple[str, Any, str]]:
+    """Each setting by its dotted name, its value and where it is from; what nobody set is the ``default``."""
+
+    def walk(inner: Mapping[str, Any], prefix: Key) -> Iterator[tuple[str, Any, str]]:
+        for name, value in inner.items():
+            key = (*prefix, name)
+            if isinstance(value, dict) and value:
+                yield from walk(value, key)
+            else:
+                yield dotted(key), value, origins.get(key, "default")
+
+    return walk(values, ())
 
 
 class _Draft:
@@ -65,20 +110,8 @@ class _Draft:
 
     def add_file(self, path: Path) -> None:
         self.file = str(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (FileNotFoundError, IsADirectoryError) as error:
-            raise MissingInput(f"{path}: there is no such config file. Check the path.") from error
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{path} is not UTF-8 text (byte {error.start}), so not a config file.") from error
-        except OSError as error:
-            raise IOFailure(f"{path} cannot be read: {error.strerror}.") from error
-        try:
-            self.values, places = read_mapping(text)
-        except Syntax as error:
-            place = f":{error.line}:{error.column}" if error.line else ""
-            raise UsageError(f"{path}{place}  {error.reason}") from error
-        self.origins = {key: f"{path}:{line}:{column}" for key, (line, column) in places.items()}
+        for setting in read_settings(path, self.complaints.append):
+            self.put(setting.key, setting.value, setting.origin)
 
     def add_override(self, override: str) -> None:
         name, equals, text = override.partition("=")
@@ -110,12 +143,19 @@ class _Draft:
                 self.complaints.append(f"{origin}  {dotted(key)}  {dotted(key[:depth])} has no settings of its own")
                 return
             place = place[part]
-        place[key[-1]] = value
         self.origins[key] = origin
+        if value != {} or not isinstance(place.get(key[-1]), dict):  # an empty mapping takes nothing out of a section
+            place[key[-1]] = value
 
-    def check(self, recipe: str) -> RunConfig:
-        named = self.values.setdefault("recipe", recipe)
-        if named != recipe:
+    def refuse_if_wrong(self) -> None:
+        """Raise all complaints so far."""
+        if self.complaints:
+            raise UsageError(_joined(self.complaints))
+
+    def check(self, recipe: str | None) -> RunConfig:
+        """The whole of it, with defaults."""
+        named = self.values.setdefault("recipe", recipe) if recipe is not None else None
+        if recipe is not None and named != recipe:
             reason_ = f"is {named!r}, but the command is {recipe}; use the command of that recipe or take the line out"
             self.complaints.append(self._line(("recipe",), reason_))
             self.values["recipe"] = recipe
@@ -131,8 +171,7 @@ class _Draft:
                 if error["type"] == "clash":
                     key += tuple(error["ctx"]["key"].split("."))
                 self.complaints.append(self._line(key, reason(error, key)))
-        if self.complaints:
-            raise UsageError(_joined(self.complaints))
+        self.refuse_if_wrong()
         return config
 
     def _line(self, key: Key, why: str) -> str:

@@ -1,0 +1,161 @@
+"""Config files that build on others: bases, overrides, and values from the environment.
+
+``bases:`` (or ``extends:``) names files that a file builds on, relative to itself, or presets (``preset:NAME``). Of two
+that set the same, the later one counts, and the file itself counts more than all of them. What stands under
+``overrides:`` is laid over the rest. ``${VAR}`` is the environment's value, ``${VAR:default}`` one where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isthmus.config.presets import config_path
+from isthmus.config.yaml_text import Key, Syntax, read_mapping, read_value
+from isthmus.errors import IOFailure, MissingInput, UsageError
+
+_BASES = ("bases", "extends")
+_OVERRIDES = "overrides"
+_FILES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+FILE_KEYS: dict[str, Any] = {
+    "bases": {
+        "description": "Config files (or preset:NAME) that this one builds on, relative to it; later ones count more.",
+        **_FILES,
+    },
+    "extends": {"description": "Another word for bases.", **_FILES},
+    "overrides": {"description": "Settings that are laid over the rest of the file.", "type": "object"},
+}
+"""What a file may have beside settings, as JSON schema."""
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::([^{}]*))?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value that a file sets; an empty mapping says that a section is there, whatever is in it."""
+
+    key: Key
+    value: Any
+    origin: str
+    """``file:line:column``"""
+
+
+def read_settings(path: Path, complain: Callable[[str], None]) -> Iterator[Setting]:
+    """What a config file and all that it builds on set, the weakest first: a later setting replaces an earlier one.
+
+    Args:
+        path: a YAML file.
+        complain: told what is wrong with a single value.
+
+    Raises:
+        MissingInput: the file is not there.
+        UsageError: it is not YAML, a base is not there, or files build on each other in a circle; with the chain.
+        IOFailure: a file cannot be read.
+    """
+    return _read(path, (), complain)
+
+
+def _read(path: Path, chain: tuple[Path, ...], complain: Callable[[str], None]) -> Iterator[Setting]:
+    if path.resolve() in [earlier.resolve() for earlier in chain]:
+        circle = " -> ".join(str(each) for each in (*chain, path))
+        raise UsageError(f"config files build on each other in a circle: {circle}. Take one of them out of its bases.")
+    values, places = _load(path, chain)
+    for base in _bases(values, path):
+        yield from _read(base, (*chain, path), complain)
+    overrides = values.pop(_OVERRIDES, None)
+    for name in (*_BASES, _OVERRIDES):
+        values.pop(name, None)
+    yield from _leaves(values, (), (), path, places, complain)
+    if overrides is None:
+        return
+    if not isinstance(overrides, dict):
+        raise UsageError(f"{_place(path, places, (_OVERRIDES,))}  {_OVERRIDES}  is a mapping of settings.")
+    yield from _leaves(overrides, (), (_OVERRIDES,), path, places, complain)
+
+
+def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        if chain:
+            named = " -> ".join(str(each) for each in (*chain, path))
+            raise UsageError(f"{path}: there is no such base ({named}). Bases are relative to their file.") from error
+        raise MissingInput(f"{path}: there is no such config file. Check the path.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}), so not a config file.") from error
+    except OSError as error:
+        raise IOFailure(f"{path} cannot be read: {error.strerror}.") from error
+    try:
+        return read_mapping(text)
+    except Syntax as error:
+        place = f":{error.line}:{error.column}" if error.line else ""
+        raise UsageError(f"{path}{place}  {error.reason}") from error
+
+
+def _bases(values: Mapping[str, Any], path: Path) -> list[Path]:
+    named = [name for name in _BASES if values.get(name) is not None]
+    if len(named) > 1:
+        raise UsageError(f"{path} has both bases and extends, which are the same. Keep one of them.")
+    listed = values[named[0]] if named else []
+    listed = [listed] if isinstance(listed, str) else listed
+    if not isinstance(listed, list) or not all(isinstance(base, str) for base in listed):
+        raise UsageError(f"{path}  {named[0]}  is a list of files, got {listed!r}.")
+    return [path.parent / config_path(base).expanduser() for base in listed]
+
+
+def _leaves(
+    values: Mapping[str, Any],
+    prefix: Key,
+    within: Key,
+    path: Path,
+    places: Mapping[Key, tuple[int, int]],
+    complain: Callable[[str], None],
+) -> Iterator[Setting]:
+    for name, value in values.items():
+        key = (*prefix, str(name))
+        origin = _place(path, places, (*within, *key))
+        if isinstance(value, dict):
+            yield Setting(key, {}, origin)
+            yield from _leaves(value, key, within, path, places, complain)
+            continue
+        try:
+            yield Setting(key, _filled(value), origin)
+        except KeyError as unset:
+            name = unset.args[0]
+            complain(f"{origin}  {'.'.join(key)}  {name} is not set; set it, or give a default: ${{{name}:...}}")
+
+
+def _place(path: Path, places: Mapping[Key, tuple[int, int]], key: Key) -> str:
+    # What came through an alias or a merge has no place of its own.
+    found = next((places[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in places), (1, 1))
+    return f"{path}:{found[0]}:{found[1]}"
+
+
+def _filled(value: Any) -> Any:
+    """The value with the environment's in it; a number or a boolean that comes out is one.
+
+    Raises:
+        KeyError: a variable is not set and has no default.
+    """
+    if isinstance(value, list):
+        return [_filled(item) for item in value]
+    if not isinstance(value, str) or not _VARIABLE.search(value):
+        return value
+    text = _VARIABLE.sub(_variable, value)
+    try:
+        read = read_value(text)
+    except Syntax:
+        return text
+    return read if read is None or isinstance(read, bool | int | float) else text
+
+
+def _variable(match: re.Match[str]) -> str:
+    name, default = match.groups()
+    if name in os.environ:
+        return os.environ[name]
+    if default is None:
+        raise KeyError(name)
+    return default

@@ -1,0 +1,131 @@
+"""Config files that build on others, and take values from the environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.cli.main import main
+from isthmus.config.load import load_config, origins_of, settle
+from isthmus.config.presets import config_path, opening_lines, preset_names
+from isthmus.errors import MissingInput, UsageError
+
+BASE = "model: {path: m}\ndata: {files: [a.json]}\nout: o\noptim: {lr: 1e-5, clip_grad: 0.5}\n"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_config("sft", path, overrides)
+    return str(caught.value).replace(f"{path.parent}/", "")
+
+
+@pytest.mark.parametrize("word", ["bases", "extends"])
+def test_later_bases_count_more_and_the_file_most(word: str, tmp_path: Path) -> None:
+    write(tmp_path / "deep/first.yaml", BASE + "train: {seed: 1, steps: 10}\n")
+    write(tmp_path / "deep/second.yaml", "bases: first.yaml\ntrain: {seed: 2}\n")
+    write(tmp_path / "third.yaml", "optim: {lr: 3e-5}\ntrain: {seed: 3}\n")
+    mine = f"{word}: [deep/second.yaml, third.yaml]\ntrain:\n  micro_batch_size: 2\n"
+    config = load_config("sft", write(tmp_path / "mine.yaml", mine), ["train.steps=20"])
+    assert (config.train.seed, config.train.steps, config.train.micro_batch_size) == (3, 20, 2)
+    assert (config.optim.lr, config.optim.clip_grad) == (3e-5, 0.5)
+
+
+def test_overrides_are_laid_over_the_rest_of_the_file(tmp_path: Path) -> None:
+    text = "overrides:\n  optim: {lr: 4e-5}\n" + BASE
+    assert load_config("sft", write(tmp_path / "mine.yaml", text)).optim.lr == 4e-5
+    below = write(tmp_path / "below.yaml", "bases: [mine.yaml]\noptim: {lr: 5e-5}\n")
+    assert load_config("sft", below).optim.lr == 5e-5
+
+
+def test_every_setting_knows_where_it_is_from(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", BASE)
+    mine = write(tmp_path / "mine.yaml", "bases: [base.yaml]\noverrides:\n  train:\n    seed: 7\n")
+    settled = settle("sft", mine, ["parallel.tp=2"])
+    assert settled.config is not None
+    rows = list(origins_of(settled.config.model_dump(mode="json"), settled.origins))
+    found = {name: (value, where.replace(f"{tmp_path}/", "")) for name, value, where in rows}
+    assert found["optim.lr"] == (1e-5, "base.yaml:4:9") and found["train.seed"] == (7, "mine.yaml:4:5")
+    assert found["parallel.tp"] == (2, "command line") and found["parallel.pp"] == (1, "default")
+
+
+def test_a_mistake_in_a_base_is_told_with_its_place_there(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", BASE + "trian: {seed: 1}\n")
+    mine = write(tmp_path / "mine.yaml", "bases: [base.yaml]\nparallel: {tpp: 2}\n")
+    told = refusal(mine)
+    assert "base.yaml:5:1  trian  is not a setting (did you mean train?)" in told
+    assert "mine.yaml:2:12  parallel.tpp" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("bases: [other.yaml]\n", "circle: {0}mine.yaml -> {0}other.yaml -> {0}mine.yaml"),
+        ("bases: [absent.yaml]\n", "no such base ({0}mine.yaml -> {0}absent.yaml)"),
+        ("bases: {a: 1}\n", "is a list of files"),
+        ("bases: [a.yaml]\nextends: [b.yaml]\n", "both bases and extends"),
+        ("bases: [preset:qwen3-sft]\n", "there is no preset 'qwen3-sft'"),
+        ("overrides: 3\n", "mine.yaml:1:1  overrides  is a mapping"),
+    ],
+)
+def test_bases_that_cannot_be(text: str, part: str, tmp_path: Path) -> None:
+    write(tmp_path / "other.yaml", "bases: [mine.yaml]\n")
+    assert part.format("") in refusal(write(tmp_path / "mine.yaml", text))
+
+
+def test_an_absent_file_is_no_absent_base(tmp_path: Path) -> None:
+    with pytest.raises(MissingInput, match=r"absent\.yaml: there is no such config file"):
+        load_config("sft", tmp_path / "absent.yaml")
+
+
+def test_variables_become_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = BASE + 'train:\n  steps: "${STEPS:30}"\n  seed: ${SEED}\nparallel:\n  sp: ${SP:null}\n'
+    path = write(tmp_path / "mine.yaml", text.replace("path: m", 'path: "${HOME_OF_MODELS:models}/${MODEL:7}"'))
+    monkeypatch.setenv("SEED", "5")
+    monkeypatch.setenv("MODEL", "2026-11-21")
+    config = load_config("sft", path)
+    values: tuple[Any, ...] = (config.train.steps, config.train.seed, config.parallel.sp, config.model.path)
+    assert values == (30, 5, None, "models/2026-11-21")
+    monkeypatch.delenv("SEED")
+    assert "mine.yaml:7:3  train.seed  SEED is not set; set it, or give a default: ${SEED:...}" in refusal(path)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_runs_with_the_command_that_it_opens_with(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = next(line for line in opening_lines(config_path(f"preset:{name}")) if line.startswith("isthmus "))
+    words = command.split()[1:]
+    assert f"preset:{name}" in words
+    assert main([*words, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == words[0]
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "ls"]) == 0
+    assert "preset:llama3.2-1b-sft  Fine-tune Llama-3.2-1B" in capsys.readouterr().out
+    assert main(["config", "cp", "llama3.2-1b-sft", "mine.yaml"]) == 0
+    assert main(["config", "cp", "llama3.2-1b-sft", "mine.yaml"]) == 73
+    assert main(["config", "show", "mine.yaml", "optim.lr=1e-3"]) == 0
+    assert "lr: 0.001" in capsys.readouterr().out
+    own = ["mine.yaml", "model.path=m", "data.files=[x]", "out=o"]
+    assert main(["config", "show", *own, "--resolved", "--origin"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["train.global_batch_size", "128", "mine.yaml:11:3"] in lines and ["parallel.tp", "1", "default"] in lines
+    assert main(["config", "show", "mine.yaml", "--resolved"]) == 2  # no model
+    assert main(["config", "show", "mine.yaml", "--recipe", "sft"]) == 2
+
+
+def test_the_schema_knows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"bases", "extends", "overrides", "model", "train"} <= schema["properties"].keys()
+    optim = schema["$defs"]["OptimConfig"]
+    assert optim["additionalProperties"] is False and optim["properties"]["lr"]["description"] == "Peak learning rate."
