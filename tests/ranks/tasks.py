@@ -23,7 +23,7 @@ from isthmus.data.batches import Batches
 from isthmus.data.store import SampleStore
 from isthmus.engine import checkpoint
 from isthmus.engine.model import live_tensors
-from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule, distributed_optimizer
+from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule, distributed_optimizers
 from isthmus.engine.step import Stepper
 from isthmus.errors import IsthmusError
 from isthmus.platforms.detect import detect
@@ -54,6 +54,7 @@ def start(
     micro_batch_size: int = 1,
     packing: bool = True,
     optim: dict[str, Any] | None = None,
+    moe: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Training:
     """Open a session the way a recipe does, with this store for data; ``parallel`` is the section of the config."""
@@ -64,6 +65,7 @@ def start(
             "model": {"path": model},
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
             "parallel": parallel,
+            "moe": moe or {},
             "train": {"steps": TOTAL_STEPS, "recompute": recompute},
         }
     )
@@ -116,7 +118,7 @@ def train(
     first = 0
     if resume is not None:
         first = checkpoint.load(Path(resume), stepper, sizes).step
-    result: dict[str, Any] = {"first": first, "loss": [], "grad_norm": [], "lr": [], "learned": []}
+    result: dict[str, Any] = {"first": first, "loss": [], "grad_norm": [], "lr": [], "learned": [], "load": []}
     if evaluate:
         result["valid_before"] = stepper.evaluate(training.held_out.eval_batches())
     for step in range(first, steps):
@@ -125,6 +127,7 @@ def train(
         result["grad_norm"].append(done.grad_norm)
         result["lr"].append(done.lr)
         result["learned"].append(done.learned_tokens)
+        result["load"].append(None if done.load is None else done.load.figures())
         if step + 1 in (save_at or ()):
             progress = checkpoint.Progress(step=step + 1, data="these samples")
             checkpoint.save(Path(root or ""), stepper, progress, sizes, keep=keep)
@@ -142,8 +145,8 @@ def _digest(training: Training) -> list[str]:
 
     for _, tensor in sorted(live_tensors(training.session.model).items()):
         add(tensor)
-    adam = distributed_optimizer(training.stepper.optimizer).optimizer
-    for group in adam.param_groups:
+    adams = [each.optimizer for each in distributed_optimizers(training.stepper.optimizer)]
+    for adam, group in [(adam, group) for adam in adams for group in adam.param_groups]:
         for parameter in group["params"]:
             for tensor in (parameter, *(value for _, value in sorted(adam.state[parameter].items()))):
                 add(tensor)
@@ -166,11 +169,9 @@ def refusal(*, task: str, **settings: Any) -> dict[str, Any]:
     return mine
 
 
-def export(
-    *, model: str, destination: str, tp: int = 1, pp: int = 1, precision: str = "fp32", dtype: str | None = None
-) -> None:
+def export(*, model: str, destination: str, precision: str = "fp32", dtype: str | None = None, **parallel: int) -> None:
     """Load a model folder and export it unchanged, through the session as a run does."""
-    config = _plain_config(model, tp, pp)
+    config = _plain_config(model, **parallel)
     session = open_session(config, blueprint(config), detect("cpu"), precision)
     tokenizer: Any = SimpleNamespace(differs_from_files=False)
     chosen = None if dtype is None else getattr(torch, dtype)
@@ -194,14 +195,14 @@ def export_in_files(*, model: str, destination: str, max_shard_bytes: float, tp:
     dist.barrier()
 
 
-def _plain_config(model: str, tp: int, pp: int) -> RunConfig:
+def _plain_config(model: str, tp: int = 1, pp: int = 1, **more: int) -> RunConfig:
     return RunConfig.model_validate(
         {
             "recipe": "pretrain",
             "out": "unused",
             "model": {"path": model},
             "data": {"files": ["unused"]},
-            "parallel": {"tp": tp, "pp": pp},
+            "parallel": {"tp": tp, "pp": pp, **more},
         }
     )
 

@@ -28,6 +28,10 @@ class Segments:
 
     lengths: tuple[int, ...]
     """Tokens of each sample, on the host, so that no layer waits for the device to learn them."""
+    learned: tuple[int, ...] = ()
+    """Labels learned in each sample; () where nothing is learned."""
+    padded: bool = False
+    """Whether the last sample is padding."""
 
 
 def sample_attention(

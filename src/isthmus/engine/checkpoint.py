@@ -32,7 +32,7 @@ from isthmus.engine import compat
 from isthmus.engine.checkpoint_errors import read_errors, write_errors
 from isthmus.engine.groups import ParallelSizes, agree
 from isthmus.engine.names import TRACKER
-from isthmus.engine.optimizer import distributed_optimizer
+from isthmus.engine.optimizer import distributed_optimizers
 from isthmus.engine.step import Stepper
 from isthmus.errors import DataError, IsthmusError, MissingInput
 
@@ -111,11 +111,15 @@ def _random_state() -> ShardedObject:
 
 
 def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
-    adam = distributed_optimizer(stepper.optimizer)
-    compat.keep_bucket_padding(adam)
+    """What is saved, or what is asked for: then ``optimizers`` has the tensors of each, whatever chain was saved."""
+    optimizers = distributed_optimizers(stepper.optimizer)
+    for optimizer in optimizers:
+        compat.keep_bucket_padding(optimizer)
+    how: dict[str, Any] = {"is_loading": is_loading, "metadata": _metadata()}
     model = stepper.model.module.sharded_state_dict(metadata=_metadata())
-    optimizer = stepper.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
-    return {"model": model, "optimizer": optimizer}
+    if is_loading:
+        return {"model": model, "optimizers": [each.sharded_state_dict(model, **how) for each in optimizers]}
+    return {"model": model, "optimizer": stepper.optimizer.sharded_state_dict(model, **how)}
 
 
 def save(
@@ -244,12 +248,19 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
     with read_errors(folder):
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
         stepper.model.module.load_state_dict(loaded["model"])
-    compat.load_adam(distributed_optimizer(stepper.optimizer), loaded["optimizer"])
+    for optimizer, tensors in zip(distributed_optimizers(stepper.optimizer), loaded["optimizers"], strict=True):
+        compat.load_adam(optimizer, tensors["param_state"], steps=_steps(common["optimizer"]))
     progress = Progress(**common["isthmus"]["progress"])
     stepper.schedule.step(increment=progress.step)
     if same_layout:
         _restore_random_state(loaded["rng_state"][0])
     return progress
+
+
+def _steps(saved: dict[Any, Any]) -> int:
+    """How many steps the optimizer had taken; where experts have one of their own, all have taken as many."""
+    groups = saved.get(0, saved)["optimizer"]["param_groups"]
+    return int(groups[0]["step"])
 
 
 def _restore_random_state(state: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def keep_bucket_padding(optimizer: Any) -> None:
     optimizer.get_parameter_state_dp_zero = gather_padded
 
 
-def load_adam(optimizer: Any, loaded: dict[str, Any]) -> None:
+def load_adam(optimizer: Any, tensors: dict[Any, Any], *, steps: int) -> None:
     """megatron-core 0.16: DistributedOptimizer cannot load what it saved of torch's AdamW.
 
     It looks for ``step`` among the sharded tensors, where it never is, and it gives all parameters one shared
@@ -107,17 +107,11 @@ def load_adam(optimizer: Any, loaded: dict[str, Any]) -> None:
     are loaded, and each parameter gets its own. Learning rates, decay, ``betas`` and ``eps`` stay as configured now.
 
     Args:
-        optimizer: a ``DistributedOptimizer`` around torch's AdamW.
-        loaded: its state as ``dist_checkpointing.load`` returns it.
+        optimizer: a ``DistributedOptimizer`` around torch's AdamW, whose state is filled.
+        tensors: its ``param_state`` as ``dist_checkpointing.load`` returns it.
+        steps: how many it had taken.
     """
-    adam = optimizer.optimizer
-    configured = [{name: value for name, value in group.items() if name != "params"} for group in adam.param_groups]
-    tensors = loaded.pop("param_state")
-    loaded.pop("param_state_sharding_type")
-    optimizer.load_state_dict(loaded)
-    steps = {parameter: state.pop("step") for parameter, state in adam.state.items()}
+    counts = {parameter: state.pop("step") for parameter, state in optimizer.optimizer.state.items()}
     optimizer.load_parameter_state_from_fully_reshardable(tensors)
-    for parameter, step in steps.items():
-        adam.state[parameter]["step"] = step.clone()
-    for group, settings in zip(adam.param_groups, configured, strict=True):
-        group.update(settings)
+    for parameter, count in counts.items():
+        optimizer.optimizer.state[parameter]["step"] = torch.full_like(count, steps)

@@ -86,6 +86,8 @@ class Position:
     cp_rank: int
     ep_rank: int
     etp_rank: int
+    edp_rank: int
+    """Which of the copies of its experts this rank has."""
     is_first_stage: bool
     is_last_stage: bool
 
@@ -159,6 +161,7 @@ def open_groups(
         cp_rank=parallel_state.get_context_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        edp_rank=parallel_state.get_expert_data_parallel_rank(),
         is_first_stage=parallel_state.is_pipeline_first_stage(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )

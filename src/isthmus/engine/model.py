@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +25,20 @@ from isthmus.engine.attention import Segments
 from isthmus.engine.cross_entropy import linear_cross_entropy
 from isthmus.engine.embedding import embed, embed_positions
 from isthmus.engine.groups import ParallelSizes
+from isthmus.engine.moe import MoeBlock, tell_line
 from isthmus.engine.rope import frequency_sets, line_tables
+from isthmus.engine.routing import AS_IS, MoeSettings
 from isthmus.engine.spec import decoder_spec
 from isthmus.families.architecture import Architecture
 
 RECOMPUTE_GRANULARITY = {"none": None, "selective": "selective", "full": "full"}
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):
+    """Megatron-Core's own description of a model and its layout, and what it does not know."""
+
+    experts: MoeSettings = AS_IS
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -37,11 +47,17 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 
 def transformer_config(
-    architecture: Architecture, sizes: ParallelSizes, *, dtype: torch.dtype, recompute: str = "none"
-) -> TransformerConfig:
-    """Megatron-Core's own description of the model and its layout."""
+    architecture: Architecture,
+    sizes: ParallelSizes,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    experts: MoeSettings = AS_IS,
+) -> DecoderConfig:
+    """The description of the model and its layout."""
     full = recompute == "full"
-    return TransformerConfig(
+    return DecoderConfig(
+        experts=experts,
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
@@ -71,6 +87,8 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.expert_tp,
         sequence_parallel=sizes.sp,
         variable_seq_lengths=sizes.pp > 1,
         **_expert_settings(architecture),
@@ -107,13 +125,13 @@ class Decoder(GPTModel):
     Parameters, stages, sharding and checkpoint names are the parent's.
     """
 
-    def __init__(self, architecture: Architecture, config: TransformerConfig, *, first: bool, last: bool) -> None:
+    def __init__(self, architecture: Architecture, config: DecoderConfig, *, first: bool, last: bool) -> None:
         layers_here = architecture.num_layers // config.pipeline_model_parallel_size
         first_layer = parallel_state.get_pipeline_model_parallel_rank() * layers_here
         layers = range(first_layer, first_layer + layers_here)
         super().__init__(
             config=config,
-            transformer_layer_spec=decoder_spec(architecture, layers),  # type: ignore[arg-type]
+            transformer_layer_spec=decoder_spec(architecture, layers, config.experts),  # type: ignore[arg-type]
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=first,
@@ -128,6 +146,9 @@ class Decoder(GPTModel):
         device = torch.cuda.current_device()
         self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # some may get memory later
         self._mark_sharded_parameters()
+        for layer in self.decoder.layers:
+            if isinstance(layer.mlp, MoeBlock):
+                layer.register_forward_pre_hook(tell_line, with_kwargs=True)
         if first and architecture.position == "learned":
             positions = self.embedding.position_embeddings.to(config.params_dtype).weight
             # finalize_model_grads reads this mark: each rank looks up only its part of the line.
@@ -230,7 +251,7 @@ class Decoder(GPTModel):
         return hidden if multiplier == 1 else hidden * multiplier
 
 
-def build_model(architecture: Architecture, config: TransformerConfig) -> Decoder:
+def build_model(architecture: Architecture, config: DecoderConfig) -> Decoder:
     """This rank's stage, with memory for its weights and nothing in it yet."""
     return Decoder(
         architecture,

@@ -38,10 +38,12 @@ def wrap_data_parallel(model: Decoder) -> DistributedDataParallel:
     """Move the parameters into flat buffers with float32 gradients beside them, sharded over dp for the optimizer."""
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(config=model.config, ddp_config=ddp, module=model)
-    if parallel_state.get_data_parallel_world_size() == 1:
-        for buckets in wrapped.bucket_groups:
-            # Alone there is nothing to exchange, but gloo would copy all gradients and all weights onto themselves.
-            buckets.start_grad_sync = buckets.start_param_sync = _no_exchange
+    # Alone there is nothing to exchange, but gloo would copy all gradients and all weights onto themselves.
+    alone = wrapped.bucket_groups if parallel_state.get_data_parallel_world_size() == 1 else []
+    if parallel_state.get_expert_data_parallel_world_size() == 1:
+        alone = [*alone, *wrapped.expert_parallel_bucket_groups]
+    for buckets in alone:
+        buckets.start_grad_sync = buckets.start_param_sync = _no_exchange
     return wrapped
 
 
@@ -73,17 +75,17 @@ def build_optimizer(model: DistributedDataParallel, settings: OptimizerSettings)
         [model],
         use_gloo_process_groups=False,
     )
-    adam = distributed_optimizer(optimizer).optimizer
-    for group in adam.param_groups:
-        group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
-    fill_adam_state(adam)
+    for adam in (each.optimizer for each in distributed_optimizers(optimizer)):
+        for group in adam.param_groups:
+            group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
+        fill_adam_state(adam)
     return optimizer
 
 
-def distributed_optimizer(optimizer: MegatronOptimizer) -> DistributedOptimizer:
-    """The one distributed optimizer inside Megatron-Core's chain; dense models have no second."""
-    (only,) = getattr(optimizer, "chained_optimizers", [optimizer])
-    return only
+def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """Those in Megatron-Core's chain; experts have one of their own where other ranks hold their copies."""
+    chain: list[DistributedOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return chain
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:

@@ -1,11 +1,39 @@
-"""Which experts a token visits and what each of them weighs, as the families decide it."""
+"""Which experts a token visits and what each of them weighs, as the families decide it; who has room for it."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from isthmus.families.architecture import Moe
+
+LOSSES = ("aux_loss", "seq_aux_loss", "z_loss")
+"""What a router can be charged for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeSettings:
+    """How mixtures of experts are trained; section ``moe`` of a config, where each setting is explained."""
+
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    capacity_factor: float | None = None
+    aux_loss: float = 0.0
+    seq_aux_loss: float = 0.0
+    z_loss: float = 0.0
+    expert_bias_update_rate: float = 0.0
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Names of the losses that are in use."""
+        return tuple(name for name in LOSSES if getattr(self, name))
+
+
+AS_IS = MoeSettings()
+"""Nothing dropped, nothing charged."""
 
 
 def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor, Tensor]:
@@ -29,6 +57,32 @@ def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor,
     if moe.normalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=moe.normalize_min)
     return weights * moe.scaling_factor, chosen
+
+
+def within_capacity(weights: Tensor, chosen: Tensor, num_experts: int, factor: float) -> Tensor:
+    """The choices that experts have room for: of each expert's, those that weigh most (GShard, arXiv 2006.16668).
+
+    An expert takes ``ceil(factor * T * K / E)`` tokens, as in Megatron-Core. What remains of a token's weights stays as
+    it is; a token that nobody takes goes by the experts.
+
+    Args:
+        weights: float32 [T, K].
+        chosen: int64 [T, K].
+        num_experts: E.
+        factor: 1 is room for an even share.
+
+    Returns:
+        ``chosen`` with ``num_experts`` in place of what is dropped.
+    """
+    capacity = math.ceil(factor * chosen.numel() / num_experts)
+    flat = chosen.flatten()
+    by_weight = weights.detach().flatten().argsort(descending=True, stable=True)
+    order = by_weight[flat[by_weight].argsort(stable=True)]  # by expert, and by weight within it
+    experts = flat[order]
+    starts = torch.searchsorted(experts, torch.arange(num_experts, device=flat.device))
+    place = torch.arange(flat.numel(), device=flat.device) - starts[experts]
+    dropped = torch.empty_like(flat, dtype=torch.bool).scatter_(0, order, place >= capacity)
+    return chosen.masked_fill(dropped.view_as(chosen), num_experts)
 
 
 def _best_groups(merits: Tensor, moe: Moe) -> Tensor:

@@ -16,12 +16,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from isthmus.engine.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
 from isthmus.engine.attention import PackedSelfAttention, VarlenAttention
+from isthmus.engine.experts import Experts
 from isthmus.engine.latent_attention import LatentAttention
 from isthmus.engine.layer import LayerSubmodules, ShapedLayer
 from isthmus.engine.linear import ColumnParallelLinear, RowParallelLinear, with_bias
-from isthmus.engine.moe import Experts, MoeBlock
+from isthmus.engine.moe import MoeBlock
 from isthmus.engine.names import FUSED_NORMS, LATENT_NORMS
 from isthmus.engine.norm import LayerNorm, RMSNorm
+from isthmus.engine.routing import MoeSettings
 from isthmus.families.architecture import Architecture
 
 
@@ -55,7 +57,7 @@ class TorchProvider(BackendSpecProvider):
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules | None]:
-        """Experts one after the other; :class:`isthmus.engine.moe.MoeBlock` is what brings them their tokens."""
+        """All experts of a rank at once; :class:`isthmus.engine.moe.MoeBlock` is what brings them their tokens."""
         return Experts, None
 
     def activation_func(self) -> type:
@@ -63,14 +65,17 @@ class TorchProvider(BackendSpecProvider):
         return SwiGLU
 
 
-def decoder_spec(architecture: Architecture, layers: Sequence[int]) -> TransformerBlockSubmodules:
+def decoder_spec(
+    architecture: Architecture, layers: Sequence[int], settings: MoeSettings
+) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage.
 
     Args:
         architecture: decides everything.
         layers: numbers, from 0, of the layers on this stage.
+        settings: how experts are trained.
     """
-    kinds = {moe: layer_spec(architecture, moe=moe) for moe in (False, True)}
+    kinds = {moe: layer_spec(architecture, moe=moe, settings=settings) for moe in (False, True)}
     specs = [kinds[architecture.is_moe(layer)] for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_spec(architecture))
 
@@ -82,7 +87,7 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
     return ModuleSpec(module=LayerNorm, params={"bias": architecture.norm_bias})
 
 
-def layer_spec(architecture: Architecture, *, moe: bool) -> ModuleSpec:
+def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeSettings) -> ModuleSpec:
     """A layer, with experts or without; one that only Isthmus has a forward pass for says so by its class."""
     norm, form = norm_spec(architecture), architecture.form
     # The keys of a saved checkpoint follow the fused spelling, so that every spec can load it: a norm is part of the
@@ -94,7 +99,7 @@ def layer_spec(architecture: Architecture, *, moe: bool) -> ModuleSpec:
         "self_attn_bda": get_bias_dropout_add,
         "mlp": ModuleSpec(
             module=MoeBlock if moe else MLP,
-            params={"moe": architecture.moe} if moe else {},
+            params={"moe": architecture.moe, "settings": settings} if moe else {},
             submodules=mlp_modules(architecture, moe=moe),
         ),
         "mlp_bda": get_bias_dropout_add,

@@ -18,6 +18,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from isthmus.engine.attention import Segments
+from isthmus.engine.balance import Load, take_stock, updated_bias
+from isthmus.engine.moe import MoeBlock
 from isthmus.errors import Diverged
 
 
@@ -58,6 +60,8 @@ class StepResult:
     learned_tokens: int
     grad_norm: float
     lr: float
+    load: Load | None
+    """Of the experts, if there are any."""
 
 
 def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, Any]:
@@ -66,10 +70,11 @@ def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, A
     boundaries = line.cu_seqlens.tolist()
     lengths = tuple(end - start for start, end in itertools.pairwise(boundaries))
     learned = line.loss_mask.nonzero()[:, 0]
+    of_samples = tuple(part.sum().item() for part in line.loss_mask.split(lengths))
     output = model(
         line.input_ids.to(device, non_blocking=True),
         line.position_ids.to(device, non_blocking=True),
-        Segments(lengths),
+        Segments(lengths, of_samples, padded=line.num_tokens < line.input_ids.numel()),
         labels=line.labels.to(device, non_blocking=True),
         learned=learned.to(device, non_blocking=True),
     )
@@ -147,8 +152,29 @@ class Stepper:
                 f"the gradient is zero at a loss of {loss:.4f}, so nothing is learned any more. Lower optim.lr, "
                 "lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
+        load = self._take_stock(num_tokens)
         self.schedule.step(increment=1)
-        return StepResult(loss=loss, learned_tokens=num_tokens, grad_norm=norm, lr=lr)
+        return StepResult(loss=loss, learned_tokens=num_tokens, grad_norm=norm, lr=lr, load=load)
+
+    def _take_stock(self, num_tokens: int) -> Load | None:
+        """What the routers of all ranks saw in this step; biases of the choice move against it."""
+        config = self.model.config
+        if config.num_moe_experts is None:
+            return None
+        blocks = [module for module in self.model.modules() if isinstance(module, MoeBlock)]
+        settings = config.experts
+        load, counts = take_stock(
+            [(block.layer, block.router.tally) for block in blocks],
+            num_layers=config.num_layers,
+            num_experts=config.num_moe_experts,
+            num_tokens=num_tokens,
+            losses=settings.losses,
+        )
+        for block in blocks if settings.expert_bias_update_rate else ():
+            bias = block.router.expert_bias
+            assert bias is not None
+            bias.data.copy_(updated_bias(bias.data, counts[block.layer], settings.expert_bias_update_rate))
+        return load
 
     def evaluate(self, batches: Iterator[Sequence[PackedLine]]) -> float:
         """Mean loss per learned token over all batches, without touching weights or gradients."""

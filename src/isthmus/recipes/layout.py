@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from isthmus.config.schema import MoeConfig
 from isthmus.engine.groups import ParallelSizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -22,17 +23,37 @@ def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
             f"parallel.ep={sizes.ep} and parallel.etp={sizes.etp} spread experts, and this model has none "
             f"({architecture.family}). Leave them out."
         )
+    spread_otherwise = sizes.ep > 1 or sizes.expert_tp != sizes.tp
+    if spread_otherwise and sizes.tp > 1 and not sizes.sp:
+        raise UsageError(
+            f"parallel.ep={sizes.ep} and parallel.etp={sizes.expert_tp} with parallel.tp={sizes.tp} need "
+            "parallel.sp=true: each rank sends tokens of its own to the experts. Set it."
+        )
     check_stages(architecture, sizes.pp)
     unbuilt = {
         "vpp": sizes.vpp > 1,
         "cp": sizes.cp > 1,
-        "ep": sizes.ep > 1,
-        "etp": sizes.expert_tp != sizes.tp,
         "fsdp": sizes.fsdp,
     }
     for name, asked in unbuilt.items():
         if asked:
             raise UsageError(f"parallel.{name} cannot be trained with yet. Leave it out.")
+
+
+def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
+    """Refuse settings of experts that this model has no place for.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    if architecture.moe is None and moe != MoeConfig():
+        given = ", ".join(f"moe.{name}" for name in sorted(moe.model_fields_set)) or "moe"
+        raise UsageError(f"{given} is for mixtures of experts, and this model is none ({architecture.family}).")
+    if moe.expert_bias_update_rate and not (architecture.moe is not None and architecture.moe.expert_bias):
+        raise UsageError(
+            f"moe.expert_bias_update_rate={moe.expert_bias_update_rate:g} moves a bias of the router's choice, and "
+            f"{architecture.family} has none. Use moe.aux_loss to balance its experts."
+        )
 
 
 def check_stages(architecture: Architecture, pp: int) -> None:

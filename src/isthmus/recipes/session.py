@@ -27,7 +27,7 @@ from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
-from isthmus.recipes.layout import check_layout
+from isthmus.recipes.layout import check_experts, check_layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -64,6 +64,7 @@ def blueprint(config: RunConfig) -> Blueprint:
     parallel = config.parallel.model_dump() | {"sp": config.parallel.sequence_parallel}
     sizes = ParallelSizes(**parallel, world_size=world_size)
     check_layout(architecture, sizes)
+    check_experts(architecture, config.moe)
     return Blueprint(source, weights, family, architecture, sizes)
 
 
@@ -133,6 +134,7 @@ class Session:
             NoSpace, IOFailure: on every rank, when any could not write; nothing is published.
         """
         from isthmus.engine.model import live_tensors
+        from isthmus.engine.names import expert_of
 
         plans = self.blueprint
         kept = {name: info.dtype for name, info in plans.weights.source.tensors.items()}
@@ -146,11 +148,11 @@ class Session:
                 plan.create(staged.path)
 
         def write() -> None:
-            writes = self.position.dp_rank == 0
-            export_weights(
-                live_tensors(self.model), plans.family, plans.architecture, plan, staged.path,
-                layout=self.layout, writes=writes,
-            )  # fmt: skip
+            place = self.position
+            first_copy = {False: place.dp_rank == 0, True: place.edp_rank == 0}  # experts have copies of their own
+            live = live_tensors(self.model)
+            mine = {name: live[name] for name in live if first_copy[expert_of(name) is not None]}
+            export_weights(mine, plans.family, plans.architecture, plan, staged.path, layout=self.layout)
 
         def finish() -> None:
             if main:
@@ -228,9 +230,16 @@ def build_session(
     """
     from isthmus.engine.model import build_model, live_tensors, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
+    from isthmus.engine.routing import MoeSettings
 
     dtype = DTYPES[precision]
-    settings = transformer_config(plans.architecture, plans.sizes, dtype=dtype, recompute=config.train.recompute)
+    settings = transformer_config(
+        plans.architecture,
+        plans.sizes,
+        dtype=dtype,
+        recompute=config.train.recompute,
+        experts=MoeSettings(**config.moe.model_dump()),
+    )
     model: Any = build_model(plans.architecture, settings)
     if training:
         model = wrap_data_parallel(model)

@@ -160,6 +160,7 @@ class Loop:
             learned_tokens=result.learned_tokens,
             step_time_s=elapsed_s,
             consumed_sequences=(step + 1) * self.batches.global_batch_size,
+            moe={} if result.load is None else result.load.figures(),
         )
         self.reporter.step(metrics)
         return metrics, stops > 0

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -39,6 +40,13 @@ class StepMetrics:
     step_time_s: float
     consumed_sequences: int
     """Since the start of the run."""
+    moe: Mapping[str, float] = field(default_factory=dict)
+    """Of a model with experts: ``load_max_over_mean``, and the losses of its routers that are in use."""
+
+    def flat(self) -> dict[str, Any]:
+        """All by name; what concerns experts as ``moe_load_max_over_mean`` and so on."""
+        row = asdict(self)
+        return row | {f"moe_{name}": value for name, value in row.pop("moe").items()}
 
 
 class Reporter:
@@ -119,10 +127,11 @@ class Reporter:
             return
         if self._first is None:
             self._first = (metrics.step, time.monotonic())
-        self._record(asdict(metrics))
+        row = metrics.flat()
+        self._record(row)
         if metrics.step % self._every == 0 or metrics.step in (self._first[0], self._total_steps):
             self._console.line(self._line(metrics))
-            self._log(metrics.step, {k: v for k, v in asdict(metrics).items() if k != "step" and v is not None})
+            self._log(metrics.step, {k: v for k, v in row.items() if k != "step" and v is not None})
         self._console.advance(metrics.step)
 
     def evaluation(self, step: int, valid_loss: float) -> None:

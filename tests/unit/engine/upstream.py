@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel import random
 
 from isthmus.engine import checkpoint, compat
-from isthmus.engine.optimizer import distributed_optimizer
+from isthmus.engine.optimizer import distributed_optimizers
 from ranks.tasks import start
 from unit.engine.recorder import Recorder
 
@@ -38,7 +38,7 @@ def random_state() -> dict[str, bool]:
 
 def state_before_the_first_step(*, model: str, samples: str) -> dict[str, Any]:
     """What the optimizer's state dict is before a step."""
-    optimizer = distributed_optimizer(start(model=model, samples=samples).stepper.optimizer)
+    (optimizer,) = distributed_optimizers(start(model=model, samples=samples).stepper.optimizer)
     optimizer.optimizer.state.clear()  # as upstream leaves it
     try:
         optimizer.state_dict()
@@ -93,12 +93,13 @@ def loading(*, model: str, samples: str, root: str) -> dict[str, Any]:
 
 def _load(folder: Path, layout: dict[str, Any], *, mended: bool) -> Any:
     stepper = start(**layout).stepper
-    optimizer = distributed_optimizer(stepper.optimizer)
+    (optimizer,) = distributed_optimizers(stepper.optimizer)
     state = checkpoint._state(stepper, is_loading=True)
+    state["optimizer"] = state.pop("optimizers")[0]
     loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)["optimizer"]
     try:
         if mended:
-            compat.load_adam(optimizer, loaded)
+            compat.load_adam(optimizer, loaded["param_state"], steps=1)
         else:
             optimizer.load_state_dict(loaded)
     except (KeyError, AssertionError) as error:
@@ -113,7 +114,7 @@ def misplaced(*, model: str, samples: str) -> dict[str, int]:
 
     training = start(model=model, samples=samples, pp=2, micro_batch_size=2)
     training.stepper.train_step(training.batches.step(0))
-    optimizer = distributed_optimizer(training.stepper.optimizer)
+    (optimizer,) = distributed_optimizers(training.stepper.optimizer)
     found = {"upstream": _misplaced(training, optimizer)}
     compat.keep_bucket_padding(optimizer)
     compat.keep_bucket_padding(optimizer)

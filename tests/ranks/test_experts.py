@@ -1,0 +1,173 @@
+"""Experts spread over ranks train as in one process: the same losses, norms, checkpoints, exports and figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from ranks.test_layouts import CURVES, TOLERANCE, furthest
+from ranks.tiny import build_model_folder
+from ranks.world import World
+
+STEPS = 4
+BALANCED = {"aux_loss": 0.1, "seq_aux_loss": 0.05, "z_loss": 0.01}
+FAMILIES: dict[str, dict[str, Any]] = {
+    # Shared experts, a first layer without, a bias of the choice.
+    "deepseek_v3": {"num_hidden_layers": 2},
+    # Biases of experts, activations that are clamped.
+    "gpt_oss": {"num_hidden_layers": 2},
+}
+MOE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": BALANCED | {"expert_bias_update_rate": 0.02},
+    "gpt_oss": BALANCED,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mixtures")
+    return {family: build_model_folder(root / family, family, **settings) for family, settings in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(
+    one: World, folders: dict[str, Path], samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[dict[str, Any], Path]]:
+    """What one process does, and the checkpoint it leaves half-way."""
+    found = {}
+    for family, model in folders.items():
+        root = tmp_path_factory.mktemp("checkpoints")
+        run = one.run("ranks.tasks.train", **settings(family, model, samples), save_at=[2], root=root)
+        found[family] = run, root / "iter_0000002"
+    return found
+
+
+def settings(family: str, model: Path, samples: Path) -> dict[str, Any]:
+    return {"model": model, "samples": samples, "steps": STEPS, "micro_batch_size": 2, "moe": MOE[family]}
+
+
+def assert_same(run: dict[str, Any], truth: dict[str, Any], first: int = 0) -> None:
+    differences = {curve: furthest(run[curve], truth[curve][first:]) for curve in CURVES}
+    print(differences)
+    assert max(differences.values()) < TOLERANCE
+    for mine, theirs in zip(run["load"], truth["load"][first:], strict=True):
+        assert mine == pytest.approx(theirs, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"),
+    [
+        pytest.param("deepseek_v3", 2, {"ep": 2}, id="ep2"),
+        pytest.param("deepseek_v3", 2, {"tp": 2, "etp": 1, "ep": 2}, id="tp2-ep2-etp1"),
+        pytest.param("gpt_oss", 2, {"tp": 2, "etp": 1}, id="tp2-etp1"),
+        pytest.param("gpt_oss", 2, {"etp": 2}, id="etp2"),
+        pytest.param("gpt_oss", 4, {"tp": 2, "ep": 2}, id="tp2-ep2-etp2"),
+        pytest.param("deepseek_v3", 4, {"pp": 2, "ep": 2, "recompute": "full"}, id="pp2-ep2-recompute"),
+    ],
+)
+def test_spread_experts_train_as_in_one_process(
+    family: str,
+    ranks: int,
+    layout: dict[str, Any],
+    worlds: dict[int, World],
+    folders: dict[str, Path],
+    samples: Path,
+    alone: dict[str, tuple[dict[str, Any], Path]],
+) -> None:
+    run = worlds[ranks].run("ranks.tasks.train", **settings(family, folders[family], samples), **layout)
+    assert_same(run, alone[family][0])
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {"ep": 2}), (4, {"tp": 2, "ep": 2})])
+def test_gathering_tokens_is_as_good_as_sending_them(
+    ranks: int,
+    layout: dict[str, Any],
+    worlds: dict[int, World],
+    folders: dict[str, Path],
+    samples: Path,
+    alone: dict[str, tuple[dict[str, Any], Path]],
+) -> None:
+    how = settings("gpt_oss", folders["gpt_oss"], samples) | {"moe": MOE["gpt_oss"] | {"dispatcher": "allgather"}}
+    assert_same(worlds[ranks].run("ranks.tasks.train", **how, **layout), alone["gpt_oss"][0])
+
+
+def test_the_figures_say_something(alone: dict[str, tuple[dict[str, Any], Path]]) -> None:
+    run, _ = alone["deepseek_v3"]
+    for load in run["load"]:
+        assert load.keys() == {"load_max_over_mean", "aux_loss", "seq_aux_loss", "z_loss"}
+        assert 1 < load["load_max_over_mean"] < 6
+        assert 1 < load["aux_loss"] < load["seq_aux_loss"]
+    assert len({load["z_loss"] for load in run["load"]}) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        pytest.param((1, {}), (2, {"ep": 2}), id="one-to-ep2"),
+        pytest.param((2, {"ep": 2}), (1, {}), id="ep2-to-one"),
+        pytest.param((2, {"ep": 2}), (2, {"tp": 2, "etp": 1, "ep": 1}), id="ep2-to-tp2-etp1"),
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_spread(
+    writer: tuple[int, dict[str, Any]],
+    reader: tuple[int, dict[str, Any]],
+    worlds: dict[int, World],
+    folders: dict[str, Path],
+    samples: Path,
+    alone: dict[str, tuple[dict[str, Any], Path]],
+    tmp_path: Path,
+) -> None:
+    how = settings("deepseek_v3", folders["deepseek_v3"], samples)
+    truth, saved = alone["deepseek_v3"]
+    if writer[1]:
+        saved = tmp_path / "iter_0000002"
+        worlds[writer[0]].run("ranks.tasks.train", **how | {"steps": 2}, save_at=[2], root=tmp_path, **writer[1])
+    run = worlds[reader[0]].run("ranks.tasks.train", **how, resume=saved, **reader[1])
+    assert run["first"] == 2
+    assert_same(run, truth, 2)
+
+
+def test_the_same_spread_goes_on_to_the_last_bit(
+    two: World, folders: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    how = settings("deepseek_v3", folders["deepseek_v3"], samples) | {"ep": 2}
+    whole = two.run("ranks.tasks.train", **how, save_at=[2], root=tmp_path)
+    rest = two.run("ranks.tasks.train", **how, resume=tmp_path / "iter_0000002")
+    assert rest["digest"] == whole["digest"]
+    assert rest["loss"] == whole["loss"][2:]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"),
+    [("deepseek_v3", 2, {"ep": 2}), ("gpt_oss", 4, {"tp": 2, "ep": 2, "etp": 1}), ("gpt_oss", 2, {"etp": 2})],
+)
+def test_an_export_has_every_expert_once(
+    family: str,
+    ranks: int,
+    layout: dict[str, Any],
+    worlds: dict[int, World],
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """No rank holds all of them; what is not written would stay zero."""
+    worlds[ranks].run("ranks.tasks.export", model=folders[family], destination=tmp_path / "hf", **layout)
+    got, wanted = load_file(tmp_path / "hf/model.safetensors"), load_file(folders[family] / "model.safetensors")
+    assert got.keys() == wanted.keys()
+    assert all((got[name] == wanted[name]).all() for name in wanted)
+
+
+def test_a_capacity_drops_tokens_and_still_trains(
+    one: World, two: World, folders: dict[str, Path], samples: Path, alone: dict[str, tuple[dict[str, Any], Path]]
+) -> None:
+    """The capacity is of a rank's own tokens, which sending and gathering leave as they are."""
+    how = settings("gpt_oss", folders["gpt_oss"], samples)
+    tight = [
+        two.run("ranks.tasks.train", **how | {"moe": {"capacity_factor": 1.0, "dispatcher": kind}}, ep=2)
+        for kind in ("alltoall", "allgather")
+    ]
+    assert_same(tight[0], tight[1])
+    assert_same(one.run("ranks.tasks.train", **how | {"moe": {"capacity_factor": 1.0}}), tight[0])
+    assert furthest(tight[0]["loss"], alone["gpt_oss"][0]["loss"]) > 1e-3
