@@ -145,9 +145,8 @@ def _digest(training: Training) -> list[str]:
 
     for _, tensor in sorted(live_tensors(training.session.model).items()):
         add(tensor)
-    adams = [each.optimizer for each in distributed_optimizers(training.stepper.optimizer)]
-    for adam, group in [(adam, group) for adam in adams for group in adam.param_groups]:
-        for parameter in group["params"]:
+    for adam in (each.optimizer for each in distributed_optimizers(training.stepper.optimizer)):
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
             for tensor in (parameter, *(value for _, value in sorted(adam.state[parameter].items()))):
                 add(tensor)
     digests: list[str] = [""] * dist.get_world_size()

@@ -92,13 +92,13 @@ def aux_loss(scores: Tensor, chosen: Tensor, spans: Spans, group: dist.ProcessGr
     if group is not None and group.size() > 1:
         dist.all_reduce(counts, group=group)
     sums = scores.new_zeros(spans.number + 1, experts).index_add(0, spans.of_token, scores)[:-1]
-    return (counts * sums).sum(1) @ (experts / top_k * spans.learned / spans.lengths.square())
+    return ((counts * sums).sum(1) * (experts / top_k * spans.learned / spans.lengths.square())).sum()
 
 
 def z_loss(logits: Tensor, spans: Spans) -> Tensor:
     """Sum over spans of ``n`` times the mean of ``logsumexp(logits)^2`` (arXiv 2202.08906); ``logits`` [T, E]."""
     weights = torch.cat([spans.learned / spans.lengths, spans.learned.new_zeros(1)])
-    return logits.logsumexp(-1).square() @ weights[spans.of_token]
+    return (logits.logsumexp(-1).square() * weights[spans.of_token]).sum()
 
 
 def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:

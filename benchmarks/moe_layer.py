@@ -1,0 +1,243 @@
+"""One layer of experts, forward and backward: Isthmus beside its own loop, Megatron-Core's experts and transformers'.
+
+    python benchmarks/moe_layer.py --record
+
+All have the same weights and the same tokens, and route them alike; contestants take turns in one process and the
+medians count. Gradients of weights are added up over micro batches: in float32 for the first three, in the weights' own
+type for transformers. What each makes of the tokens is compared before the clock starts. See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from certificate import certificate, cores, result_path, write_result
+from rounds import CpuWatch
+
+CONTESTANTS = {
+    "isthmus": "all experts of the layer in one step of autograd",
+    "isthmus-loop": "the same routing and weights, one expert after the other through its own modules",
+    "megatron-core": "SequentialMLP and linear layers of megatron-core, unmodified, behind the same routing",
+    "transformers-eager": "the block of transformers, experts one after the other",
+    "transformers-grouped": "the block of transformers, with torch's grouped_mm",
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 512, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192},
+    "mixtral": {"hidden_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+}
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": {"hidden_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+}
+DTYPES = ("fp32", "bf16")
+MOST_FOR_OTHERS = 0.05
+"""Share of the cores' time that other processes may have had; beyond it the figures are no measurement."""
+AGREEMENT = {"fp32": 1e-5, "bf16": 5e-2}
+"""Mean difference from what Isthmus makes, over the mean size; in bfloat16 some tokens choose other experts."""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--precision", default=",".join(DTYPES), help="default: %(default)s")
+    parser.add_argument("--models", default=",".join(SHAPES), help="default: %(default)s")
+    parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas (default: all)")
+    parser.add_argument("--tokens", default="256,2048", help="of a micro batch (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=cores(), help="default: all cores")
+    parser.add_argument("--quick", action="store_true", help="tiny layers, to see that all of it runs")
+    parser.add_argument("--out", type=Path, help="write the result here")
+    parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
+    chosen = parser.parse_args(arguments)
+    for name, known in (("precision", DTYPES), ("models", SHAPES), ("only", CONTESTANTS)):
+        setattr(chosen, name, getattr(chosen, name).split(","))
+        if unknown := set(getattr(chosen, name)) - set(known):
+            parser.error(f"not known: {', '.join(sorted(unknown))}")
+    chosen.tokens = [32] if chosen.quick else [int(tokens) for tokens in chosen.tokens.split(",")]
+    if chosen.record and chosen.quick:
+        parser.error("--quick is no measurement and is not recorded")
+    return chosen
+
+
+def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str, tuple[Callable[[Any], Any], Any]]:
+    """Each as (function of hidden states [T, H], module with its weights), weights alike."""
+    import torch
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from transformers import AutoConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    from isthmus.engine.groups import ParallelSizes
+    from isthmus.engine.model import transformer_config
+    from isthmus.engine.moe import MoeBlock
+    from isthmus.engine.routing import AS_IS
+    from isthmus.engine.spec import mlp_modules
+    from isthmus.families.registry import all_families
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    hf_config = AutoConfig.for_model(family, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=1, **sizes)
+    arch = all_families()[family].to_architecture(hf_config.to_dict())
+    assert arch.moe is not None
+    config = transformer_config(arch, ParallelSizes(), dtype=dtype)
+    block = MoeBlock(config, mlp_modules(arch, moe=True), moe=arch.moe, settings=AS_IS)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.05)
+    _with_buffers(block)
+    modules = mlp_modules(arch, moe=True)
+    modules.linear_fc1, modules.linear_fc2 = ColumnParallelLinear, RowParallelLinear
+    own = SequentialMLP(arch.moe.num_experts, config, modules, get_default_pg_collection())
+    own.load_state_dict(block.experts.state_dict(), strict=False)
+    _with_buffers(own)
+
+    def loop(hidden: Any, shares: Any, counts: Any) -> Any:
+        sizes = counts.tolist()
+        made = []
+        parts = zip(reversed(block.experts.local_experts), hidden.split(sizes), shares.split(sizes), strict=True)
+        for expert, part, share in parts:
+            inner = expert.activation_func(expert.linear_fc1(part)[0]) * share[:, None].to(part.dtype)
+            made.append(expert.linear_fc2(inner)[0])
+        return torch.cat(made)
+
+    def of_core(hidden: Any, shares: Any, counts: Any) -> Any:
+        sizes = counts.tolist()
+        turned = [torch.cat(each.split(sizes)[::-1]) for each in (hidden, shares)]  # it wants the first expert first
+        made, _ = own(turned[0], counts.flip(0), turned[1])
+        return torch.cat(made.split(sizes[::-1])[::-1])
+
+    def behind_routing(experts: Callable[..., Any]) -> Callable[[Any], Any]:
+        return lambda hidden: block.dispatch(hidden, *block.router(hidden), experts)
+
+    found: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        "isthmus": (behind_routing(block.experts), block),
+        "isthmus-loop": (behind_routing(loop), block),
+        "megatron-core": (behind_routing(of_core), own),
+    }
+    kind = Qwen3MoeSparseMoeBlock if family == "qwen3_moe" else MixtralSparseMoeBlock
+    for name, how in (("transformers-eager", "eager"), ("transformers-grouped", "grouped_mm")):
+        theirs_config = AutoConfig.for_model(family, norm_topk_prob=False, **sizes)
+        theirs_config._experts_implementation = how
+        theirs = kind(theirs_config).to(dtype)
+        experts = block.experts.local_experts
+        with torch.no_grad():
+            theirs.gate.weight.copy_(block.router.weight)
+            theirs.experts.gate_up_proj.copy_(torch.stack([expert.linear_fc1.weight for expert in experts]))
+            theirs.experts.down_proj.copy_(torch.stack([expert.linear_fc2.weight for expert in experts]))
+        found[name] = (_of_block(theirs), theirs)
+    return found
+
+
+def _of_block(block: Any) -> Callable[[Any], Any]:
+    def run(hidden: Any) -> Any:
+        out = block(hidden[None])
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    return run
+
+
+def _with_buffers(module: Any) -> None:
+    import torch
+
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Run everything and gather the result, without its certificate."""
+    import torch
+
+    torch.set_num_threads(chosen.threads)
+    from isthmus.engine.groups import ParallelSizes, close_groups, open_groups
+    from isthmus.platforms.detect import detect
+
+    open_groups(ParallelSizes(), detect("cpu"), seed=0)
+    rows: list[dict[str, Any]] = []
+    shapes = TINY if chosen.quick else SHAPES
+    for family in chosen.models:
+        for precision in chosen.precision:
+            everybody = contestants(family, shapes[family], precision)
+            who = {name: everybody[name] for name in chosen.only}
+            for tokens in chosen.tokens:
+                rows += _turns(who, everybody["isthmus"], shapes[family], chosen.rounds, precision, tokens, family)
+    close_groups()
+    disturbed = [row for row in rows if row["others_cpu_use"] > MOST_FOR_OTHERS]
+    return {
+        "contestants": CONTESTANTS,
+        "models": {family: shapes[family] for family in chosen.models},
+        "settings": {"rounds": chosen.rounds, "threads": chosen.threads},
+        "quiet": not disturbed,
+        "rows": rows,
+    }
+
+
+def _turns(
+    who: dict[str, Any], ours: Any, sizes: dict[str, Any], rounds: int, precision: str, tokens: int, family: str
+) -> list[dict[str, Any]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, sizes["hidden_size"], generator=generator).to(next(ours[1].parameters()).dtype)
+    upstream = torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
+
+    def step(run: Callable[[Any], Any]) -> Any:
+        x = hidden.clone().requires_grad_()
+        out = run(x)
+        out.backward(upstream)
+        return out.detach(), x.grad
+
+    wanted = step(ours[0])
+    agreement = {}
+    for name, (run, _) in who.items():
+        got = step(run)
+        far = max(((a - b).abs().mean() / b.abs().mean()).item() for a, b in zip(got, wanted, strict=True))
+        if far > AGREEMENT[precision]:
+            raise SystemExit(f"{name} computes something else: {far:.1e} away")
+        agreement[name] = far
+    times: dict[str, list[float]] = {name: [] for name in who}
+    cpu_times: dict[str, list[float]] = {name: [] for name in who}
+    watch = CpuWatch()
+    for _ in range(rounds):
+        for name, (run, _) in who.items():
+            started_s, cpu_s = time.perf_counter(), time.process_time()
+            for _ in range(3):
+                step(run)
+            times[name].append((time.perf_counter() - started_s) / 3)
+            cpu_times[name].append((time.process_time() - cpu_s) / 3)
+    others = watch.shares()["others_cpu_use"]
+    rows = []
+    for name in who:
+        middle = statistics.median(times[name])
+        row = {"contestant": name, "model": family, "precision": precision, "tokens": tokens, "time_s": middle}
+        row |= {"time_s_rounds": times[name], "tokens_per_s": tokens / middle, "others_cpu_use": others}
+        row |= {"cpu_time_s": statistics.median(cpu_times[name]), "furthest_from_isthmus": agreement[name]}
+        if "isthmus" in times:
+            row["times_isthmus"] = middle / statistics.median(times["isthmus"])
+        rows.append(row)
+        print(
+            f"{family:<10} {precision} {tokens:>5} {name:<22}{middle * 1e3:>9.2f} ms"
+            f"{row['cpu_time_s'] * 1e3:>9.2f} ms of processor time",
+            flush=True,
+        )
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    chosen = parse(arguments)
+    birth = certificate(["benchmarks/moe_layer.py", *arguments])
+    result = {"benchmark": "moe-layer", "certificate": birth} | measure(chosen)
+    out = result_path("moe-layer", birth) if chosen.record else chosen.out
+    if out is not None:
+        write_result(out, result)
+        print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
