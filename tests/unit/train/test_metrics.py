@@ -31,6 +31,19 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_experts_have_columns_where_there_are_any(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        report.begin(total_steps=2)
+        report.step(metrics(1))
+        report.step(metrics(2, moe={"load_max_over_mean": 1.5, "aux_loss": 1.1}))
+    dense, sparse = rows(tmp_path)
+    assert not [name for name in dense if name.startswith("moe")]
+    assert {name: sparse[name] for name in sparse if name.startswith("moe")} == {
+        "moe_load_max_over_mean": 1.5,
+        "moe_aux_loss": 1.1,
+    }
+
+
 def test_a_row_and_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path / "run") as report:
         report.say("platform cpu")
