@@ -117,9 +117,12 @@ def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
         compat.keep_bucket_padding(optimizer)
     how: dict[str, Any] = {"is_loading": is_loading, "metadata": _metadata()}
     model = stepper.model.module.sharded_state_dict(metadata=_metadata())
+    states = [each.sharded_state_dict(model, **how) for each in optimizers]
     if is_loading:
-        return {"model": model, "optimizers": [each.sharded_state_dict(model, **how) for each in optimizers]}
-    return {"model": model, "optimizer": stepper.optimizer.sharded_state_dict(model, **how)}
+        return {"model": model, "optimizers": states}
+    # By number where there are several, as Megatron-Core's chain has them; it would also save those without parameters,
+    # which fails.
+    return {"model": model, "optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
 
 
 def save(

@@ -83,9 +83,11 @@ def build_optimizer(model: DistributedDataParallel, settings: OptimizerSettings)
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Those in Megatron-Core's chain; experts have one of their own where other ranks hold their copies."""
-    chain: list[DistributedOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return chain
+    """Those in Megatron-Core's chain that have parameters on this rank's stage.
+
+    Experts have one of their own where other ranks hold their copies; a stage without experts has it without any.
+    """
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if each.buffers]
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:

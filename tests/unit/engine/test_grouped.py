@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.engine import grouped
 from isthmus.engine.grouped import bank, grouped_linear
 
 COUNTS = [3, 0, 5, 1]
@@ -63,3 +64,19 @@ def test_a_bank_is_a_view_where_it_can_be() -> None:
     for others in ([even[0], even[2], even[1]], [even[0], even[1], torch.ones(2, 3)], [even[0], even[0]]):
         assert torch.equal(bank(others), torch.stack(others))
         assert bank(others).data_ptr() != others[0].data_ptr()
+
+
+@pytest.mark.parametrize("evenly", [True, False])
+def test_the_kernel_is_asked_for_the_same_products(evenly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's kernel runs on a CPU too, where the loop is taken otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 8, generator=generator).requires_grad_()
+    memory = torch.randn(4, 64, generator=generator)
+    weights = [(row if evenly else row.clone())[:32].view(4, 8).requires_grad_() for row in memory]
+    upstream = torch.randn(9, 4, generator=generator)
+    wanted = torch.autograd.grad(looped(x, weights), [x, *weights], upstream)
+    monkeypatch.setattr(grouped, "_has_kernel", lambda *_: True)
+    got = grouped_linear(x, torch.tensor(COUNTS), weights)
+    assert torch.allclose(got, looped(x, weights), atol=1e-5)
+    mine = torch.autograd.grad(got, [x, *weights], upstream)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, wanted, strict=True))
