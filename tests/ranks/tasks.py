@@ -90,6 +90,7 @@ def start(
         "dp_rank": session.position.dp_rank,
         "dp_size": session.blueprint.sizes.dp,
         "pad_to_multiple_of": config.parallel.tp,
+        "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
     }
     store = SampleStore.open(samples)
     return Training(
@@ -253,7 +254,7 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
         How far the tensors of any rank are from those that come straight from the model folder, and how many there are.
     """
     config = _plain_config(model, tp, pp)
-    live = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False).model
+    (live,) = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False).model
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():
@@ -273,7 +274,7 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
     """Load this rank's legacy file as Megatron-LM does, strictly; see :func:`load_strictly`."""
     config = _plain_config(model, tp, pp)
     session = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False)
-    live, position = session.model, session.position
+    (live,), position = session.model, session.position
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():

@@ -113,9 +113,17 @@ def _random_state() -> ShardedObject:
 def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     adam = distributed_optimizer(stepper.optimizer)
     compat.keep_bucket_padding(adam)
-    model = stepper.model.module.sharded_state_dict(metadata=_metadata())
-    optimizer = stepper.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
-    return {"model": model, "optimizer": optimizer}
+    # Under each stage's own name here; the keys in the file name layers of the whole model, whatever stage has them.
+    state = {name: stage.sharded_state_dict(metadata=_metadata()) for name, stage in _stages(stepper).items()}
+    optimizer = stepper.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
+    return state | {"optimizer": optimizer}
+
+
+def _stages(stepper: Stepper) -> dict[str, Any]:
+    """This rank's stages by the names that Megatron-LM gives them."""
+    if len(stepper.model) == 1:
+        return {"model": stepper.model[0].module}
+    return {f"model{number}": stage.module for number, stage in enumerate(stepper.model)}
 
 
 def save(
@@ -243,7 +251,8 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
         state["rng_state"] = _random_state()
     with read_errors(folder):
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-        stepper.model.module.load_state_dict(loaded["model"])
+        for name, stage in _stages(stepper).items():
+            stage.load_state_dict(loaded[name])
     compat.load_adam(distributed_optimizer(stepper.optimizer), loaded["optimizer"])
     progress = Progress(**common["isthmus"]["progress"])
     stepper.schedule.step(increment=progress.step)

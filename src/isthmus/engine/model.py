@@ -17,7 +17,9 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from isthmus.engine.attention import Segments
@@ -26,6 +28,7 @@ from isthmus.engine.embedding import embed, embed_positions
 from isthmus.engine.groups import ParallelSizes
 from isthmus.engine.rope import frequency_sets, line_tables
 from isthmus.engine.spec import decoder_spec
+from isthmus.engine.stages import pipeline_layout
 from isthmus.families.architecture import Architecture
 
 RECOMPUTE_GRANULARITY = {"none": None, "selective": "selective", "full": "full"}
@@ -71,6 +74,11 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
+        pipeline_model_parallel_layout=pipeline_layout(architecture.num_layers, sizes.pp, sizes.vpp),
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        # Between two ranks activations and gradients go the same ways; exchanged at once they would be mixed up.
+        overlap_p2p_comm=sizes.vpp > 1,
+        batch_p2p_comm=sizes.vpp == 1,
         sequence_parallel=sizes.sp,
         variable_seq_lengths=sizes.pp > 1,
         **_expert_settings(architecture),
@@ -107,10 +115,17 @@ class Decoder(GPTModel):
     Parameters, stages, sharding and checkpoint names are the parent's.
     """
 
-    def __init__(self, architecture: Architecture, config: TransformerConfig, *, first: bool, last: bool) -> None:
-        layers_here = architecture.num_layers // config.pipeline_model_parallel_size
-        first_layer = parallel_state.get_pipeline_model_parallel_rank() * layers_here
-        layers = range(first_layer, first_layer + layers_here)
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: TransformerConfig,
+        *,
+        first: bool,
+        last: bool,
+        vp_stage: int | None = None,
+    ) -> None:
+        first_layer = get_transformer_layer_offset(config, vp_stage)
+        layers = range(first_layer, first_layer + get_num_layers_to_build(config, vp_stage))
         super().__init__(
             config=config,
             transformer_layer_spec=decoder_spec(architecture, layers),  # type: ignore[arg-type]
@@ -121,6 +136,7 @@ class Decoder(GPTModel):
             share_embeddings_and_output_weights=architecture.tie_embeddings,
             # Rotary positions are the packed line's own, see line_tables.
             position_embedding_type="learned_absolute" if architecture.position == "learned" else "none",
+            vp_stage=vp_stage,
         )
         self.architecture = architecture
         self.frequencies: Tensor
@@ -230,24 +246,43 @@ class Decoder(GPTModel):
         return hidden if multiplier == 1 else hidden * multiplier
 
 
-def build_model(architecture: Architecture, config: TransformerConfig) -> Decoder:
-    """This rank's stage, with memory for its weights and nothing in it yet."""
+def build_model(architecture: Architecture, config: TransformerConfig, vp_stage: int | None = None) -> Decoder:
+    """A stage of this rank, with memory for its weights and nothing in it yet.
+
+    Args:
+        architecture: decides everything.
+        config: from :func:`transformer_config`.
+        vp_stage: which of this rank's stages, from 0; None where it has one.
+    """
+    place: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     return Decoder(
         architecture,
         config,
-        first=parallel_state.is_pipeline_first_stage(),
-        last=parallel_state.is_pipeline_last_stage(),
+        first=parallel_state.is_pipeline_first_stage(**place),
+        last=parallel_state.is_pipeline_last_stage(**place),
+        vp_stage=vp_stage,
     )
+
+
+def build_stages(architecture: Architecture, config: TransformerConfig) -> list[Decoder]:
+    """All stages of this rank in the order of their layers: one, or ``parallel.vpp`` of them."""
+    if (vpp := config.virtual_pipeline_model_parallel_size) is None:
+        return [build_model(architecture, config)]
+    return [build_model(architecture, config, vp_stage) for vp_stage in range(vpp)]
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
     """This rank's parameters under canonical names: Megatron-Core's, layers and experts counted over the model.
+
+    ``model`` is a :class:`Decoder`, wrapped or not, or the list of all those of this rank.
 
     A tied model holds a second copy of the embedding on its last stage; it appears as ``output_layer.weight``
     there, and is filled from the embedding.
     """
     from megatron.core.utils import get_attr_wrapped_model
 
+    if isinstance(model, list):
+        return {name: tensor for chunk in model for name, tensor in live_tensors(chunk).items()}
     decoder = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
     first_expert = 0
     if (experts := decoder.config.num_moe_experts) is not None:

@@ -81,12 +81,12 @@ def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, A
     return output, count
 
 
-def _run_pipeline(model: Any, lines: Sequence[PackedLine], *, forward_only: bool) -> tuple[float, int]:
+def _run_pipeline(model: list[Any], lines: Sequence[PackedLine], *, forward_only: bool) -> tuple[float, int]:
     """Summed loss and learned tokens of the global batch, on every rank."""
     results = get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=iter(lines),
-        model=[model],
+        data_iterator=[iter(lines) for _ in model],
+        model=model,
         num_microbatches=len(lines),
         seq_length=lines[0].input_ids.numel(),
         micro_batch_size=1,
@@ -102,16 +102,17 @@ def _run_pipeline(model: Any, lines: Sequence[PackedLine], *, forward_only: bool
 
 
 class Stepper:
-    """Runs training steps and evaluations on this rank's stage of the model."""
+    """Runs training steps and evaluations on this rank's stages of the model."""
 
     def __init__(
-        self, model: DistributedDataParallel, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
+        self, model: list[DistributedDataParallel], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
-        model.config.finalize_model_grads_func = finalize_model_grads
-        model.config.grad_scale_func = optimizer.scale_loss
+        config = model[0].config  # which all stages share
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = optimizer.scale_loss
 
     def train_step(self, lines: Sequence[PackedLine]) -> StepResult:
         """Update the weights once on this dp rank's micro batches.
@@ -123,8 +124,9 @@ class Stepper:
             Diverged: the loss or the gradient norm is not finite, or the gradient is nothing at all while there is a
                 loss; the weights are left as they were for a loss.
         """
-        self.model.train()
-        self.model.zero_grad_buffer()
+        for stage in self.model:
+            stage.train()
+            stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss_sum, num_tokens = _run_pipeline(self.model, lines, forward_only=False)
         loss = loss_sum / max(1, num_tokens)
@@ -152,7 +154,8 @@ class Stepper:
 
     def evaluate(self, batches: Iterator[Sequence[PackedLine]]) -> float:
         """Mean loss per learned token over all batches, without touching weights or gradients."""
-        self.model.eval()
+        for stage in self.model:
+            stage.eval()
         loss_sum, num_tokens = 0.0, 0
         with torch.no_grad():
             for lines in batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from isthmus.config.schema import TrainConfig
 from isthmus.engine.groups import ParallelSizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -22,9 +23,8 @@ def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
             f"parallel.ep={sizes.ep} and parallel.etp={sizes.etp} spread experts, and this model has none "
             f"({architecture.family}). Leave them out."
         )
-    check_stages(architecture, sizes.pp)
+    check_stages(architecture, sizes.pp, sizes.vpp)
     unbuilt = {
-        "vpp": sizes.vpp > 1,
         "cp": sizes.cp > 1,
         "ep": sizes.ep > 1,
         "etp": sizes.expert_tp != sizes.tp,
@@ -35,15 +35,41 @@ def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
             raise UsageError(f"parallel.{name} cannot be trained with yet. Leave it out.")
 
 
-def check_stages(architecture: Architecture, pp: int) -> None:
-    """Refuse a number of pipeline stages that the layers cannot be dealt out to evenly.
+def check_stages(architecture: Architecture, pp: int, vpp: int = 1) -> None:
+    """Refuse a pipeline that the layers cannot be dealt out to: see :mod:`isthmus.engine.stages`.
+
+    Every stage has a layer. With ``vpp`` above 1 all stages have as many, since they take turns.
 
     Raises:
         UsageError: naming the numbers that would do.
     """
     layers = architecture.num_layers
-    if layers % pp:
-        good = [str(n) for n in range(1, layers + 1) if layers % n == 0]
-        choice = f"{', '.join(good[:-1])} or {good[-1]}" if len(good) > 1 else good[0]
-        what = f"is more than the {layers} layers" if pp > layers else f"does not divide num_layers={layers}"
-        raise UsageError(f"pp={pp} {what} ({architecture.family}). Use {choice}.")
+    if pp > layers:
+        mend = f"{layers} or less" if layers > 1 else "1"
+        raise UsageError(f"pp={pp} is more than the {layers} layers ({architecture.family}). Use {mend}.")
+    if vpp > 1 and layers % (pp * vpp):
+        good = [str(n) for n in range(2, layers // pp + 1) if layers % (pp * n) == 0]
+        mend = f"Use vpp={' or '.join(good)}, or leave it out" if good else "Leave vpp out"
+        raise UsageError(
+            f"pp={pp} x vpp={vpp} = {pp * vpp} stages do not divide num_layers={layers} ({architecture.family}). "
+            f"{mend}."
+        )
+
+
+def check_micro_batches(train: TrainConfig, sizes: ParallelSizes) -> None:
+    """Refuse a batch whose micro batches cannot take turns in a pipeline of virtual stages (arXiv 2104.04473).
+
+    Raises:
+        UsageError: naming the batch sizes that would do.
+    """
+    if sizes.vpp == 1:
+        return
+    round_of = train.micro_batch_size * sizes.dp * sizes.pp
+    if train.global_batch_size % round_of:
+        below = train.global_batch_size // round_of * round_of
+        near = " or ".join(str(size) for size in (below, below + round_of) if size)
+        raise UsageError(
+            f"train.global_batch_size={train.global_batch_size} is not a multiple of micro_batch_size="
+            f"{train.micro_batch_size} x data-parallel ranks={sizes.dp} x pp={sizes.pp}, as parallel.vpp={sizes.vpp} "
+            f"needs it. Use {near}, or leave parallel.vpp out."
+        )

@@ -27,7 +27,7 @@ from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
-from isthmus.recipes.layout import check_layout
+from isthmus.recipes.layout import check_layout, check_micro_batches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -71,9 +71,11 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
     """Refuse what only matters to a run that trains.
 
     Raises:
-        UsageError: the model's config asks for what training does not do, or samples may outgrow its positions.
+        UsageError: the model's config asks for what training does not do, samples may outgrow its positions, or the
+            batch cannot be dealt out over virtual stages.
     """
     plans.family.check_training(plans.source.config)
+    check_micro_batches(config.train, plans.sizes)
     longest, architecture = config.data.seq_length, plans.architecture
     if architecture.position == "learned" and longest > architecture.max_position_embeddings:
         raise UsageError(
@@ -103,8 +105,8 @@ class Session:
     platform: Platform
     position: Position
     dtype: torch.dtype
-    model: Any
-    """The decoder, or the data-parallel wrapper around it."""
+    model: list[Any]
+    """This rank's stages, one or ``parallel.vpp`` of them: decoders, or the data-parallel wrappers around them."""
 
     @property
     def layout(self) -> Layout:
@@ -213,7 +215,7 @@ def build_session(
     *,
     training: bool = True,
 ) -> Session:
-    """Build this rank's stage of the model and fill it straight from the model folder.
+    """Build this rank's stages of the model and fill them straight from the model folder.
 
     Args:
         config: says where the weights come from and what is recomputed.
@@ -226,14 +228,14 @@ def build_session(
     Raises:
         MissingInput, DataError: the folder holds no weights (and ``model.init`` is not ``random``) or not the right.
     """
-    from isthmus.engine.model import build_model, live_tensors, transformer_config
+    from isthmus.engine.model import build_stages, live_tensors, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
 
     dtype = DTYPES[precision]
     settings = transformer_config(plans.architecture, plans.sizes, dtype=dtype, recompute=config.train.recompute)
-    model: Any = build_model(plans.architecture, settings)
+    model: list[Any] = list(build_stages(plans.architecture, settings))
     if training:
-        model = wrap_data_parallel(model)
+        model = [wrap_data_parallel(stage) for stage in model]
     session = Session(plans, platform, position, dtype, model)
     source = plans.weights.source
     if config.model.init == "random":
@@ -247,11 +249,15 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
 
     Args:
         hf_dir: config.json and safetensors.
-        parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone).
+        parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone). Virtual stages
+            are for training alone.
         precision: ``fp32`` or ``bf16``.
 
     Returns:
         This rank's :class:`isthmus.engine.model.Decoder`.
+
+    Raises:
+        UsageError: the layout does not fit, or has virtual stages.
     """
     config = RunConfig.model_validate(
         {
@@ -263,8 +269,11 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
             "parallel": {"sp": False, **(parallel or {})},
         }
     )
+    if config.parallel.vpp > 1:
+        raise UsageError(f"vpp={config.parallel.vpp} is for training, which has many micro batches. Leave it out.")
     session = open_session(config, blueprint(config), detect(), precision, training=False)
-    return session.model.eval()
+    (stage,) = session.model
+    return stage.eval()
 
 
 @torch.no_grad()
