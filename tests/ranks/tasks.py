@@ -53,6 +53,7 @@ def start(
     recompute: str = "none",
     micro_batch_size: int = 1,
     packing: bool = True,
+    mtp_loss_weight: float = 0.1,
     optim: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Training:
@@ -64,7 +65,7 @@ def start(
             "model": {"path": model},
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
             "parallel": parallel,
-            "train": {"steps": TOTAL_STEPS, "recompute": recompute},
+            "train": {"steps": TOTAL_STEPS, "recompute": recompute, "mtp_loss_weight": mtp_loss_weight},
         }
     )
     session = open_session(config, blueprint(config), detect("cpu"), precision)
@@ -117,7 +118,7 @@ def train(
     first = 0
     if resume is not None:
         first = checkpoint.load(Path(resume), stepper, sizes).step
-    result: dict[str, Any] = {"first": first, "loss": [], "grad_norm": [], "lr": [], "learned": []}
+    result: dict[str, Any] = {"first": first, "loss": [], "grad_norm": [], "lr": [], "learned": [], "mtp_loss": []}
     if evaluate:
         result["valid_before"] = stepper.evaluate(training.held_out.eval_batches())
     for step in range(first, steps):
@@ -125,6 +126,7 @@ def train(
         result["loss"].append(done.loss)
         result["grad_norm"].append(done.grad_norm)
         result["lr"].append(done.lr)
+        result["mtp_loss"].append(done.mtp_loss)
         result["learned"].append(done.learned_tokens)
         if step + 1 in (save_at or ()):
             progress = checkpoint.Progress(step=step + 1, data="these samples")

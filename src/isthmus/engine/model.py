@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from isthmus.engine.ahead import ahead_spec
 from isthmus.engine.attention import Segments
 from isthmus.engine.cross_entropy import linear_cross_entropy
 from isthmus.engine.embedding import embed, embed_positions
@@ -40,10 +43,24 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 
 def transformer_config(
-    architecture: Architecture, sizes: ParallelSizes, *, dtype: torch.dtype, recompute: str = "none"
+    architecture: Architecture,
+    sizes: ParallelSizes,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    mtp_loss_weight: float | None = None,
 ) -> TransformerConfig:
-    """Megatron-Core's own description of the model and its layout."""
+    """Megatron-Core's own description of the model and its layout.
+
+    Args:
+        architecture: the model's.
+        sizes: the layout.
+        dtype: of the weights and the arithmetic.
+        recompute: a value of ``train.recompute``.
+        mtp_loss_weight: what the mean loss of the layers that predict ahead counts; None builds none of them.
+    """
     full = recompute == "full"
+    ahead = 0 if mtp_loss_weight is None else architecture.mtp_layers
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -74,13 +91,15 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
-        pipeline_model_parallel_layout=pipeline_layout(architecture.num_layers, sizes.pp, sizes.vpp),
+        pipeline_model_parallel_layout=pipeline_layout(architecture.num_layers, sizes.pp, sizes.vpp, ahead=ahead),
         virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
         # Between two ranks activations and gradients go the same ways; exchanged at once they would be mixed up.
         overlap_p2p_comm=sizes.vpp > 1,
         batch_p2p_comm=sizes.vpp == 1,
         sequence_parallel=sizes.sp,
         variable_seq_lengths=sizes.pp > 1,
+        mtp_num_layers=ahead or None,
+        mtp_loss_scaling_factor=mtp_loss_weight,
         **_expert_settings(architecture),
         moe_token_dispatcher_type="alltoall",  # variable lengths are refused with the default, experts or not
         calculate_per_token_loss=True,
@@ -136,6 +155,7 @@ class Decoder(GPTModel):
             share_embeddings_and_output_weights=architecture.tie_embeddings,
             # Rotary positions are the packed line's own, see line_tables.
             position_embedding_type="learned_absolute" if architecture.position == "learned" else "none",
+            mtp_block_spec=ahead_spec(architecture) if last and config.mtp_num_layers else None,
             vp_stage=vp_stage,
         )
         self.architecture = architecture
@@ -171,6 +191,7 @@ class Decoder(GPTModel):
         segments: Segments,
         labels: Tensor | None = None,
         learned: Tensor | None = None,
+        ahead: Sequence[Tensor] = (),
     ) -> Tensor:
         """Run this stage on one packed line of T tokens.
 
@@ -180,9 +201,12 @@ class Decoder(GPTModel):
             segments: the samples of the line; under sequence parallelism T is a multiple of tp.
             labels: int64 [T], the next tokens; None asks for logits.
             learned: int64 [n], the places of the line whose label counts.
+            ahead: for each depth k, from 1, the places from which the label k places on counts; none asks no layer
+                to predict ahead.
 
         Returns:
-            On the last stage the summed loss (a scalar) or the logits [T, V] of the whole vocabulary;
+            On the last stage the summed loss (a scalar, or [1 + depths] with those of the layers ahead behind it) or
+            the logits [T, V] of the whole vocabulary;
             before it the hidden states [T, 1, H] (or [T / tp, 1, H]) for the next stage.
         """
         hidden = self._embedded(input_ids, position_ids) if self.pre_process else None
@@ -195,7 +219,17 @@ class Decoder(GPTModel):
         )
         if not self.post_process:
             return hidden
-        return self._logits(hidden) if labels is None else self._loss(hidden, labels, learned)
+        if labels is None:
+            return self._logits(hidden)
+        assert learned is not None
+        losses = [self._loss(hidden, learned, labels[learned])]
+        for depth, (layer, places) in enumerate(zip(self.mtp.layers, ahead, strict=True) if ahead else (), start=1):
+            # Rolled over the line: where a sample ends this is another's token, and no place before it sees that one.
+            embedded = self._embedded(input_ids.roll(-depth), position_ids)
+            hidden = layer(hidden, embedded, tables, segments)
+            share = self.config.mtp_loss_scaling_factor / len(ahead)
+            losses.append(self._loss(hidden, places, labels[places + depth], share=share))
+        return torch.stack(losses) if ahead else losses[0]
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         sequence_parallel = self.config.sequence_parallel
@@ -213,8 +247,11 @@ class Decoder(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
         return self.output_layer.weight if weight is None else weight
 
-    def _loss(self, hidden: Tensor, labels: Tensor, learned: Tensor | None) -> Tensor:
-        assert learned is not None
+    def _loss(self, hidden: Tensor, places: Tensor, labels: Tensor, *, share: float | None = None) -> Tensor:
+        """Summed cross entropy of these places of the line and their labels, int64 [n] both.
+
+        ``share`` is what it will be multiplied by before its gradient is taken; None is one.
+        """
         group = parallel_state.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -224,13 +261,14 @@ class Decoder(GPTModel):
         weight = self._projection()
         start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
         return linear_cross_entropy(
-            hidden[:, 0].index_select(0, learned),
+            hidden[:, 0].index_select(0, places),
             weight,
-            labels[learned],
+            labels,
             vocab_start=start,
             num_rows=max(0, min(weight.size(0), self.architecture.vocab_size - start)),
             group=group,
             softcap=self.architecture.logits_softcap,
+            grad_scale=None if share is None else torch.tensor(share, device=hidden.device),
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -277,10 +315,9 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
     ``model`` is a :class:`Decoder`, wrapped or not, or the list of all those of this rank.
 
     A tied model holds a second copy of the embedding on its last stage; it appears as ``output_layer.weight``
-    there, and is filled from the embedding.
+    there, and is filled from the embedding. One with layers that predict ahead holds a copy there as well, which keeps
+    the embedding's name.
     """
-    from megatron.core.utils import get_attr_wrapped_model
-
     if isinstance(model, list):
         return {name: tensor for chunk in model for name, tensor in live_tensors(chunk).items()}
     decoder = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
@@ -298,3 +335,16 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
             parts[place] = str(first_expert + int(parts[place]))
         names[".".join(parts)] = parameter.data
     return names
+
+
+def copied_tensors(model: list[Any]) -> dict[str, Tensor]:
+    """What layers that predict ahead share with the model, under the canonical names of the copies in their files.
+
+    It is on the last stage; elsewhere, and where there are no such layers, there is none.
+    """
+    last = get_attr_wrapped_model(model[-1], "mtp_process", return_model_obj=True)
+    if not last.mtp_process:
+        return {}
+    shared = {"embed_tokens": last.embedding.word_embeddings.weight, "output_layer": last._projection()}
+    depths = range(last.config.mtp_num_layers)
+    return {f"mtp.layers.{depth}.{name}.weight": weight.data for depth in depths for name, weight in shared.items()}

@@ -15,8 +15,10 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from isthmus.engine.ahead import places_ahead
 from isthmus.engine.attention import Segments
 from isthmus.errors import Diverged
 
@@ -58,6 +60,8 @@ class StepResult:
     learned_tokens: int
     grad_norm: float
     lr: float
+    mtp_loss: float | None = None
+    """Mean over what the layers that predict ahead have to predict; None where there are none."""
 
 
 def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, Any]:
@@ -66,23 +70,50 @@ def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, A
     boundaries = line.cu_seqlens.tolist()
     lengths = tuple(end - start for start, end in itertools.pairwise(boundaries))
     learned = line.loss_mask.nonzero()[:, 0]
+    config = get_model_config(model)
+    depths = (config.mtp_num_layers or 0) if model.training else 0
+    ahead = places_ahead(learned, line.position_ids, depths)
     output = model(
         line.input_ids.to(device, non_blocking=True),
         line.position_ids.to(device, non_blocking=True),
         Segments(lengths),
         labels=line.labels.to(device, non_blocking=True),
         learned=learned.to(device, non_blocking=True),
+        ahead=[places.to(device, non_blocking=True) for places in ahead],
     )
 
-    def count(loss_sum: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def count(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         num_tokens = torch.tensor(learned.numel(), dtype=torch.int, device=device)
-        return loss_sum, num_tokens, {"loss_sum": loss_sum.detach().double(), "num_tokens": learned.numel()}
+        said = {
+            "loss_sum": losses.detach().double(),
+            "num_tokens": learned.numel(),
+            "ahead_sum": 0.0,
+            "ahead_tokens": 0,
+        }
+        if not ahead:
+            return losses, num_tokens, said
+        loss_sum, ahead_sum = losses[0], losses[1:].sum()
+        said |= {"loss_sum": loss_sum.detach().double(), "ahead_sum": ahead_sum.detach().double()}
+        said["ahead_tokens"] = sum(places.numel() for places in ahead)
+        # Equation 25 of arXiv 2412.19437: the mean over the depths, each a mean over the tokens of the main loss.
+        return loss_sum + config.mtp_loss_scaling_factor / depths * ahead_sum, num_tokens, said
 
     return output, count
 
 
-def _run_pipeline(model: list[Any], lines: Sequence[PackedLine], *, forward_only: bool) -> tuple[float, int]:
-    """Summed loss and learned tokens of the global batch, on every rank."""
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Sums over the global batch, equal on every rank."""
+
+    loss_sum: float
+    num_tokens: float
+    ahead_sum: float
+    """Of the layers that predict ahead, all depths together."""
+    ahead_tokens: float
+
+
+def _run_pipeline(model: list[Any], lines: Sequence[PackedLine], *, forward_only: bool) -> _Totals:
+    """Run all micro batches through the stages; what they add up to."""
     results = get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=[iter(lines) for _ in model],
@@ -92,13 +123,13 @@ def _run_pipeline(model: list[Any], lines: Sequence[PackedLine], *, forward_only
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    totals = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+    names = _Totals.__slots__
+    totals = torch.zeros(len(names), dtype=torch.float64, device=torch.cuda.current_device())
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        totals[0] = sum(float(result["loss_sum"]) for result in results)
-        totals[1] = sum(result["num_tokens"] for result in results)
+        for place, name in enumerate(names):
+            totals[place] = sum(float(result[name]) for result in results)
     dist.all_reduce(totals)
-    loss_sum, num_tokens = totals.tolist()
-    return loss_sum, int(num_tokens)
+    return _Totals(*totals.tolist())
 
 
 class Stepper:
@@ -128,8 +159,8 @@ class Stepper:
             stage.train()
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss_sum, num_tokens = _run_pipeline(self.model, lines, forward_only=False)
-        loss = loss_sum / max(1, num_tokens)
+        totals = _run_pipeline(self.model, lines, forward_only=False)
+        loss = totals.loss_sum / max(1, totals.num_tokens)
         if not math.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss} after {self.schedule.num_steps} good steps; the weights are as after the last "
@@ -150,18 +181,24 @@ class Stepper:
                 "lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
         self.schedule.step(increment=1)
-        return StepResult(loss=loss, learned_tokens=num_tokens, grad_norm=norm, lr=lr)
+        return StepResult(
+            loss=loss,
+            learned_tokens=int(totals.num_tokens),
+            grad_norm=norm,
+            lr=lr,
+            mtp_loss=totals.ahead_sum / totals.ahead_tokens if totals.ahead_tokens else None,
+        )
 
     def evaluate(self, batches: Iterator[Sequence[PackedLine]]) -> float:
         """Mean loss per learned token over all batches, without touching weights or gradients."""
         for stage in self.model:
             stage.eval()
-        loss_sum, num_tokens = 0.0, 0
+        loss_sum, num_tokens = 0.0, 0.0
         with torch.no_grad():
             for lines in batches:
-                batch_loss, batch_tokens = _run_pipeline(self.model, lines, forward_only=True)
-                loss_sum += batch_loss
-                num_tokens += batch_tokens
+                totals = _run_pipeline(self.model, lines, forward_only=True)
+                loss_sum += totals.loss_sum
+                num_tokens += totals.num_tokens
         return loss_sum / max(1, num_tokens)
 
     @property

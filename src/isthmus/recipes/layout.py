@@ -24,6 +24,12 @@ def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
             f"({architecture.family}). Leave them out."
         )
     check_stages(architecture, sizes.pp, sizes.vpp)
+    if architecture.mtp_layers and (sizes.cp > 1 or sizes.fsdp or (architecture.tie_embeddings and sizes.pp > 1)):
+        what = "parallel.cp" if sizes.cp > 1 else "parallel.fsdp" if sizes.fsdp else "tied embeddings under parallel.pp"
+        raise UsageError(
+            f"layers that predict ahead (num_nextn_predict_layers={architecture.mtp_layers}) cannot be trained with "
+            f"{what} ({architecture.family}). Leave it out, or the tensors of these layers out of the folder."
+        )
     unbuilt = {
         "cp": sizes.cp > 1,
         "ep": sizes.ep > 1,

@@ -55,11 +55,6 @@ def blueprint(config: RunConfig) -> Blueprint:
     family = family_for(source.config)
     weights = open_weights(source, family)
     architecture = weights.arch
-    if architecture.mtp_layers:
-        raise UsageError(
-            f"{config.model.path}: its weights have layers that predict ahead (num_nextn_predict_layers="
-            f"{architecture.mtp_layers}), which are converted but not trained. Leave their tensors out of the folder."
-        )
     _, world_size, _ = world_from_environment()
     parallel = config.parallel.model_dump() | {"sp": config.parallel.sequence_parallel}
     sizes = ParallelSizes(**parallel, world_size=world_size)
@@ -122,6 +117,15 @@ class Session:
             padded_vocab_size=padded_vocab_size(self.blueprint.architecture.vocab_size, sizes.tp),
         )
 
+    def _exported(self) -> dict[str, torch.Tensor]:
+        """This rank's tensors, with the copies that files have for layers ahead."""
+        from isthmus.engine.model import copied_tensors, live_tensors
+
+        live, copies = live_tensors(self.model), copied_tensors(self.model)
+        if copies and not self.position.is_first_stage:
+            del live["embedding.word_embeddings.weight"]  # the first stage writes it
+        return live | copies
+
     def export(self, destination: Path, tokenizer: Tokenizer, *, dtype: torch.dtype | None, replace: bool) -> None:
         """Write a Hugging Face model folder; every rank calls it and writes its own slices, none gathers the model.
 
@@ -134,8 +138,6 @@ class Session:
         Raises:
             NoSpace, IOFailure: on every rank, when any could not write; nothing is published.
         """
-        from isthmus.engine.model import live_tensors
-
         plans = self.blueprint
         kept = {name: info.dtype for name, info in plans.weights.source.tensors.items()}
         plan = export_plan(plans.family, plans.architecture, dtype or (kept if kept else torch.float32))
@@ -150,7 +152,7 @@ class Session:
         def write() -> None:
             writes = self.position.dp_rank == 0
             export_weights(
-                live_tensors(self.model), plans.family, plans.architecture, plan, staged.path,
+                self._exported(), plans.family, plans.architecture, plan, staged.path,
                 layout=self.layout, writes=writes,
             )  # fmt: skip
 
@@ -228,11 +230,17 @@ def build_session(
     Raises:
         MissingInput, DataError: the folder holds no weights (and ``model.init`` is not ``random``) or not the right.
     """
-    from isthmus.engine.model import build_stages, live_tensors, transformer_config
+    from isthmus.engine.model import build_stages, copied_tensors, live_tensors, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
 
     dtype = DTYPES[precision]
-    settings = transformer_config(plans.architecture, plans.sizes, dtype=dtype, recompute=config.train.recompute)
+    settings = transformer_config(
+        plans.architecture,
+        plans.sizes,
+        dtype=dtype,
+        recompute=config.train.recompute,
+        mtp_loss_weight=config.train.mtp_loss_weight if plans.architecture.mtp_layers else None,
+    )
     model: list[Any] = list(build_stages(plans.architecture, settings))
     if training:
         model = [wrap_data_parallel(stage) for stage in model]
@@ -241,7 +249,27 @@ def build_session(
     if config.model.init == "random":
         source = RandomWeights(plans.family, plans.architecture, config.train.seed)
     import_weights(live_tensors(model), plans.family, plans.architecture, source, layout=session.layout)
+    if config.model.init != "random" and plans.architecture.mtp_layers:
+        agree(lambda: _check_copies(session, copied_tensors(model)))
     return session
+
+
+def _check_copies(session: Session, shared: dict[str, torch.Tensor]) -> None:
+    """See that what layers ahead share with the model is the same in the files, which hold it twice.
+
+    Raises:
+        UsageError: naming the tensor that is another.
+    """
+    plans = session.blueprint
+    read = {name: torch.empty_like(tensor) for name, tensor in shared.items()}
+    import_weights(read, plans.family, plans.architecture, plans.weights.source, layout=session.layout)
+    placements = plans.family.placements(plans.architecture)
+    for name, tensor in shared.items():
+        if not torch.equal(read[name], tensor):
+            raise UsageError(
+                f"{plans.weights.source}: {placements[name].hf[0]} is not the model's own, and layers that predict "
+                "ahead share it in training (arXiv 2412.19437). Leave the tensors of these layers out of the folder."
+            )
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
