@@ -1,4 +1,7 @@
-"""Pipelines of virtual and of uneven stages, and latent attention on them, train as one process does."""
+"""Pipelines of virtual and of uneven stages, and latent attention on them, train as one process does.
+
+Layers that predict ahead, of which a checkpoint is written by virtual stages with experts, are in test_ahead.py.
+"""
 
 from __future__ import annotations
 
@@ -68,17 +71,13 @@ def truths(one: World, folders: dict[str, Path], samples: Path) -> Truths:
 @pytest.mark.parametrize(
     ("name", "ranks", "steps", "layout"),
     [
-        pytest.param("tied", 2, 20, {"pp": 2, "vpp": 2, "micro_batch_size": 1}, id="tied-pp2-vpp2"),
+        pytest.param("tied", 4, 20, {"pp": 2, "vpp": 2, "micro_batch_size": 1}, id="tied-pp2-vpp2-dp2"),
         pytest.param("untied", 4, STEPS, {"tp": 2, "pp": 2, "vpp": 2}, id="untied-tp2-pp2-vpp2"),
-        pytest.param("tied", 4, STEPS, {"pp": 2, "vpp": 2}, id="tied-pp2-vpp2-dp2"),
         pytest.param("eight", 4, STEPS, {"pp": 4, "vpp": 2, "recompute": "full"}, id="tied-pp4-vpp2-recomputed"),
-        pytest.param("five", 2, STEPS, {"pp": 2}, id="five-layers-pp2"),
         pytest.param("five", 4, STEPS, {"pp": 4}, id="five-layers-pp4"),
-        pytest.param("untied", 4, STEPS, {"tp": 4, "sp": False}, id="two-query-groups-tp4"),
         pytest.param("latent-v2", 2, STEPS, {"tp": 2, "sp": False}, id="latent-v2-tp2"),
-        pytest.param("latent-v2", 2, STEPS, {"pp": 2}, id="latent-v2-three-layers-pp2"),
+        pytest.param("latent-v2", 2, STEPS, {"pp": 2, "recompute": "selective"}, id="latent-v2-three-layers-pp2"),
         pytest.param("latent-v3", 4, STEPS, {"tp": 2, "pp": 2, "vpp": 2}, id="latent-v3-tp2-sp-pp2-vpp2"),
-        pytest.param("latent-v3", 2, STEPS, {"pp": 2, "recompute": "selective"}, id="latent-v3-pp2-recomputed"),
     ],
 )
 def test_stages_train_as_one_process(
@@ -108,7 +107,6 @@ def test_stages_train_as_one_process(
     [
         pytest.param("tied", {"pp": 2, "vpp": 2}, id="virtual"),
         pytest.param("five", {"pp": 2}, id="uneven"),
-        pytest.param("latent-v3", {"pp": 2, "vpp": 2}, id="virtual-with-experts"),
     ],
 )
 def test_checkpoints_know_nothing_of_stages(
@@ -132,7 +130,6 @@ def test_checkpoints_know_nothing_of_stages(
     [
         pytest.param("tied", 2, {"pp": 2, "vpp": 2}, id="virtual"),
         pytest.param("latent-v3", 4, {"tp": 2, "pp": 2, "vpp": 2}, id="virtual-with-experts"),
-        pytest.param("five", 4, {"pp": 4}, id="uneven"),
     ],
 )
 def test_what_stages_export_is_what_they_save(
