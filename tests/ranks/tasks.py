@@ -6,6 +6,7 @@ A task opens the layout it names and leaves its groups to :mod:`ranks.member` to
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,10 +111,17 @@ def train(
     keep: int = 2,
     resume: str | None = None,
     evaluate: bool = False,
+    late: int | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
-    """Train up to step ``steps``; losses, gradient norms and learning rates by step, and a digest of the end state."""
+    """Train up to step ``steps``; losses, gradient norms and learning rates by step, and a digest of the end state.
+
+    Rank ``late`` takes its time before each stage, so that what others send it lies there unread.
+    """
     training = start(**layout)
+    if dist.get_rank() == late:
+        for stage in training.stepper.model:
+            stage.register_forward_pre_hook(lambda *_: time.sleep(0.02))
     stepper, sizes = training.stepper, training.session.blueprint.sizes
     first = 0
     if resume is not None:

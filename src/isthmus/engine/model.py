@@ -107,7 +107,7 @@ def transformer_config(
         recompute_granularity=RECOMPUTE_GRANULARITY[recompute],
         recompute_method="uniform" if full else None,
         recompute_num_layers=1 if full else None,
-        deallocate_pipeline_outputs=True,
+        deallocate_pipeline_outputs=sizes.vpp == 1,
     )
 
 
