@@ -107,6 +107,8 @@ def transformer_config(
         recompute_granularity=RECOMPUTE_GRANULARITY[recompute],
         recompute_method="uniform" if full else None,
         recompute_num_layers=1 if full else None,
+        # An output that is sent beside the next computation is let go before it has arrived; gloo then sends what else
+        # has come to lie there.
         deallocate_pipeline_outputs=sizes.vpp == 1,
     )
 
