@@ -144,7 +144,7 @@ def test_layouts_that_do_not_fit(refused: Run) -> None:
     line = refused("parallel.tp=3", code=2)
     assert "tp=3" in line and "num_attention_heads=4" in line and "1, 2 or 4" in line
     line = refused("parallel.pp=4", code=2)
-    assert "pp=4" in line and "2 layers" in line and "1 or 2" in line
+    assert "pp=4" in line and "2 layers" in line and "Use 2 or less" in line
     assert "--nproc 2" in refused("parallel.pp=2", code=2)
 
 

@@ -6,6 +6,7 @@ A task opens the layout it names and leaves its groups to :mod:`ranks.member` to
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,7 @@ def start(
     recompute: str = "none",
     micro_batch_size: int = 1,
     packing: bool = True,
+    mtp_loss_weight: float = 0.1,
     optim: dict[str, Any] | None = None,
     moe: dict[str, Any] | None = None,
     **parallel: Any,
@@ -66,7 +68,7 @@ def start(
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
             "parallel": parallel,
             "moe": moe or {},
-            "train": {"steps": TOTAL_STEPS, "recompute": recompute},
+            "train": {"steps": TOTAL_STEPS, "recompute": recompute, "mtp_loss_weight": mtp_loss_weight},
         }
     )
     session = open_session(config, blueprint(config), detect("cpu"), precision)
@@ -92,6 +94,7 @@ def start(
         "dp_rank": session.position.dp_rank,
         "dp_size": session.blueprint.sizes.dp,
         "pad_to_multiple_of": config.parallel.tp,
+        "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
     }
     store = SampleStore.open(samples)
     return Training(
@@ -110,15 +113,23 @@ def train(
     keep: int = 2,
     resume: str | None = None,
     evaluate: bool = False,
+    late: int | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
-    """Train up to step ``steps``; losses, gradient norms and learning rates by step, and a digest of the end state."""
+    """Train up to step ``steps``; losses, gradient norms and learning rates by step, and a digest of the end state.
+
+    Rank ``late`` takes its time before each stage, so that what others send it lies there unread.
+    """
     training = start(**layout)
+    if dist.get_rank() == late:
+        for stage in training.stepper.model:
+            stage.register_forward_pre_hook(lambda *_: time.sleep(0.02))
     stepper, sizes = training.stepper, training.session.blueprint.sizes
     first = 0
     if resume is not None:
         first = checkpoint.load(Path(resume), stepper, sizes).step
-    result: dict[str, Any] = {"first": first, "loss": [], "grad_norm": [], "lr": [], "learned": [], "load": []}
+    curves = ("loss", "grad_norm", "lr", "learned", "mtp_loss", "load")
+    result: dict[str, Any] = {"first": first, **{curve: [] for curve in curves}}
     if evaluate:
         result["valid_before"] = stepper.evaluate(training.held_out.eval_batches())
     for step in range(first, steps):
@@ -126,6 +137,7 @@ def train(
         result["loss"].append(done.loss)
         result["grad_norm"].append(done.grad_norm)
         result["lr"].append(done.lr)
+        result["mtp_loss"].append(done.mtp_loss)
         result["learned"].append(done.learned_tokens)
         result["load"].append(None if done.load is None else done.load.figures())
         if step + 1 in (save_at or ()):
@@ -253,7 +265,7 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
         How far the tensors of any rank are from those that come straight from the model folder, and how many there are.
     """
     config = _plain_config(model, tp, pp)
-    live = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False).model
+    (live,) = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False).model
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():
@@ -273,7 +285,7 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
     """Load this rank's legacy file as Megatron-LM does, strictly; see :func:`load_strictly`."""
     config = _plain_config(model, tp, pp)
     session = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False)
-    live, position = session.model, session.position
+    (live,), position = session.model, session.position
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():

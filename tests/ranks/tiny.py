@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isthmus.data.store import SampleStore
 from isthmus.families.isthmus import FAMILY as ISTHMUS
+from isthmus.families.registry import family_for
 from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
 from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
 
@@ -103,6 +106,23 @@ def build_model_folder(
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
     model.save_pretrained(folder, max_shard_size=shards)
+    return folder
+
+
+def add_layers_ahead(folder: Path) -> Path:
+    """Give a saved model the layers ahead that its config counts and transformers leaves out; returns the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    family = family_for(config)
+    tensors = load_file(folder / "model.safetensors")
+    shared = {"embed_tokens": tensors["model.embed_tokens.weight"], "shared_head.head": tensors["lm_head.weight"]}
+    generator = torch.Generator().manual_seed(1)
+    for name, shape in family.hf_shapes(family.to_architecture(config)).items():
+        if name in tensors:
+            continue
+        copy = next((tensor for part, tensor in shared.items() if name.endswith(f"{part}.weight")), None)
+        random = torch.randn(shape, generator=generator) * 0.1 + (1.0 if "norm" in name else 0.0)
+        tensors[name] = random if copy is None else copy.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -142,6 +142,8 @@ class TrainConfig(Section):
     """Seed of random weights and of the random streams of training."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward pass instead of being kept."""
+    mtp_loss_weight: float = Field(default=0.1, gt=0)
+    """What the loss of layers that predict ahead counts beside the model's own, where the weights have such layers."""
     eval_every: Interval = None
     """Steps between evaluations on held-out data; null or 0: only before the first and after the last step."""
     threads: Count | None = None

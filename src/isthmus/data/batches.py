@@ -63,6 +63,7 @@ class Batches:
         dp_rank: int = 0,
         dp_size: int = 1,
         pad_to_multiple_of: int = 1,
+        micro_batches_multiple_of: int = 1,
         shuffle: bool = True,
     ) -> None:
         """Lay out the sequences: one sample each, or with ``packing`` bins of at most ``seq_length`` tokens.
@@ -88,6 +89,7 @@ class Batches:
         self.seed, self.shuffle = seed, shuffle
         self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
         self.dp_rank, self.dp_size, self.pad_to_multiple_of = dp_rank, dp_size, pad_to_multiple_of
+        self.micro_batches_multiple_of = micro_batches_multiple_of
         inputs = np.maximum(store.lengths - 1, 0)
         if int(inputs.min()) < 1:
             raise DataError(f"sample {int(inputs.argmin())} has fewer than 2 tokens, so it holds no label.")
@@ -138,7 +140,8 @@ class Batches:
     def _deal(self, sequences: list[list[int]]) -> list[MicroBatch]:
         """Deal a global batch out: first micro batch of rank 0, of rank 1, ..., second of rank 0, ..."""
         size = self.micro_batch_size
-        rounds = -(-len(sequences) // (size * self.dp_size))
+        multiple = self.micro_batches_multiple_of
+        rounds = -(-len(sequences) // (size * self.dp_size * multiple)) * multiple
         starts = [(k * self.dp_size + self.dp_rank) * size for k in range(rounds)]
         return [self._join([s for sequence in sequences[at : at + size] for s in sequence]) for at in starts]
 

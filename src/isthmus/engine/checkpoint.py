@@ -116,13 +116,21 @@ def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     for optimizer in optimizers:
         compat.keep_bucket_padding(optimizer)
     how: dict[str, Any] = {"is_loading": is_loading, "metadata": _metadata()}
-    model = stepper.model.module.sharded_state_dict(metadata=_metadata())
-    states = [each.sharded_state_dict(model, **how) for each in optimizers]
+    # Under each stage's own name here; the keys in the file name layers of the whole model, whatever stage has them.
+    state = {name: stage.sharded_state_dict(metadata=_metadata()) for name, stage in _stages(stepper).items()}
+    states = [each.sharded_state_dict(state, **how) for each in optimizers]
     if is_loading:
-        return {"model": model, "optimizers": states}
+        return state | {"optimizers": states}
     # By number where there are several, as Megatron-Core's chain has them; it would also save those without parameters,
     # which fails.
-    return {"model": model, "optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
+    return state | {"optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
+
+
+def _stages(stepper: Stepper) -> dict[str, Any]:
+    """This rank's stages by the names that Megatron-LM gives them."""
+    if len(stepper.model) == 1:
+        return {"model": stepper.model[0].module}
+    return {f"model{number}": stage.module for number, stage in enumerate(stepper.model)}
 
 
 def save(
@@ -250,7 +258,8 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
         state["rng_state"] = _random_state()
     with read_errors(folder):
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-        stepper.model.module.load_state_dict(loaded["model"])
+        for name, stage in _stages(stepper).items():
+            stage.load_state_dict(loaded[name])
     for optimizer, tensors in zip(distributed_optimizers(stepper.optimizer), loaded["optimizers"], strict=True):
         compat.load_adam(optimizer, tensors["param_state"], steps=_steps(common["optimizer"]))
     progress = Progress(**common["isthmus"]["progress"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,13 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from isthmus.engine.ahead import ahead_spec
 from isthmus.engine.attention import Segments
 from isthmus.engine.cross_entropy import linear_cross_entropy
 from isthmus.engine.embedding import embed, embed_positions
@@ -29,6 +34,7 @@ from isthmus.engine.moe import MoeBlock, tell_line
 from isthmus.engine.rope import frequency_sets, line_tables
 from isthmus.engine.routing import AS_IS, MoeSettings
 from isthmus.engine.spec import decoder_spec
+from isthmus.engine.stages import pipeline_layout
 from isthmus.families.architecture import Architecture
 
 RECOMPUTE_GRANULARITY = {"none": None, "selective": "selective", "full": "full"}
@@ -53,9 +59,20 @@ def transformer_config(
     dtype: torch.dtype,
     recompute: str = "none",
     experts: MoeSettings = AS_IS,
+    mtp_loss_weight: float | None = None,
 ) -> DecoderConfig:
-    """The description of the model and its layout."""
+    """The description of the model and its layout.
+
+    Args:
+        architecture: the model's.
+        sizes: the layout.
+        dtype: of the weights and the arithmetic.
+        recompute: a value of ``train.recompute``.
+        experts: how they are trained.
+        mtp_loss_weight: what the mean loss of the layers that predict ahead counts; None builds none of them.
+    """
     full = recompute == "full"
+    ahead = 0 if mtp_loss_weight is None else architecture.mtp_layers
     return DecoderConfig(
         experts=experts,
         num_layers=architecture.num_layers,
@@ -89,8 +106,15 @@ def transformer_config(
         pipeline_model_parallel_size=sizes.pp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.expert_tp,
+        pipeline_model_parallel_layout=pipeline_layout(architecture.num_layers, sizes.pp, sizes.vpp, ahead=ahead),
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        # Between two ranks activations and gradients go the same ways; exchanged at once they would be mixed up.
+        overlap_p2p_comm=sizes.vpp > 1,
+        batch_p2p_comm=sizes.vpp == 1,
         sequence_parallel=sizes.sp,
         variable_seq_lengths=sizes.pp > 1,
+        mtp_num_layers=ahead or None,
+        mtp_loss_scaling_factor=mtp_loss_weight,
         **_expert_settings(architecture),
         moe_token_dispatcher_type="alltoall",  # variable lengths are refused with the default, experts or not
         calculate_per_token_loss=True,
@@ -98,7 +122,9 @@ def transformer_config(
         recompute_granularity=RECOMPUTE_GRANULARITY[recompute],
         recompute_method="uniform" if full else None,
         recompute_num_layers=1 if full else None,
-        deallocate_pipeline_outputs=True,
+        # An output that is sent beside the next computation is let go before it has arrived; gloo then sends what else
+        # has come to lie there.
+        deallocate_pipeline_outputs=sizes.vpp == 1,
     )
 
 
@@ -125,10 +151,17 @@ class Decoder(GPTModel):
     Parameters, stages, sharding and checkpoint names are the parent's.
     """
 
-    def __init__(self, architecture: Architecture, config: DecoderConfig, *, first: bool, last: bool) -> None:
-        layers_here = architecture.num_layers // config.pipeline_model_parallel_size
-        first_layer = parallel_state.get_pipeline_model_parallel_rank() * layers_here
-        layers = range(first_layer, first_layer + layers_here)
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: DecoderConfig,
+        *,
+        first: bool,
+        last: bool,
+        vp_stage: int | None = None,
+    ) -> None:
+        first_layer = get_transformer_layer_offset(config, vp_stage)
+        layers = range(first_layer, first_layer + get_num_layers_to_build(config, vp_stage))
         super().__init__(
             config=config,
             transformer_layer_spec=decoder_spec(architecture, layers, config.experts),  # type: ignore[arg-type]
@@ -139,6 +172,8 @@ class Decoder(GPTModel):
             share_embeddings_and_output_weights=architecture.tie_embeddings,
             # Rotary positions are the packed line's own, see line_tables.
             position_embedding_type="learned_absolute" if architecture.position == "learned" else "none",
+            mtp_block_spec=ahead_spec(architecture, config.experts) if last and config.mtp_num_layers else None,
+            vp_stage=vp_stage,
         )
         self.architecture = architecture
         self.frequencies: Tensor
@@ -176,6 +211,7 @@ class Decoder(GPTModel):
         segments: Segments,
         labels: Tensor | None = None,
         learned: Tensor | None = None,
+        ahead: Sequence[Tensor] = (),
     ) -> Tensor:
         """Run this stage on one packed line of T tokens.
 
@@ -185,9 +221,12 @@ class Decoder(GPTModel):
             segments: the samples of the line; under sequence parallelism T is a multiple of tp.
             labels: int64 [T], the next tokens; None asks for logits.
             learned: int64 [n], the places of the line whose label counts.
+            ahead: for each depth k, from 1, the places from which the label k places on counts; none asks no layer
+                to predict ahead.
 
         Returns:
-            On the last stage the summed loss (a scalar) or the logits [T, V] of the whole vocabulary;
+            On the last stage the summed loss (a scalar, or [1 + depths] with those of the layers ahead behind it) or
+            the logits [T, V] of the whole vocabulary;
             before it the hidden states [T, 1, H] (or [T / tp, 1, H]) for the next stage.
         """
         hidden = self._embedded(input_ids, position_ids) if self.pre_process else None
@@ -200,7 +239,17 @@ class Decoder(GPTModel):
         )
         if not self.post_process:
             return hidden
-        return self._logits(hidden) if labels is None else self._loss(hidden, labels, learned)
+        if labels is None:
+            return self._logits(hidden)
+        assert learned is not None
+        losses = [self._loss(hidden, learned, labels[learned])]
+        for depth, (layer, places) in enumerate(zip(self.mtp.layers, ahead, strict=True) if ahead else (), start=1):
+            # Rolled over the line: where a sample ends this is another's token, and no place before it sees that one.
+            embedded = self._embedded(input_ids.roll(-depth), position_ids)
+            hidden = layer(hidden, embedded, tables, segments)
+            share = self.config.mtp_loss_scaling_factor / len(ahead)
+            losses.append(self._loss(hidden, places, labels[places + depth], share=share))
+        return torch.stack(losses) if ahead else losses[0]
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         sequence_parallel = self.config.sequence_parallel
@@ -218,8 +267,11 @@ class Decoder(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
         return self.output_layer.weight if weight is None else weight
 
-    def _loss(self, hidden: Tensor, labels: Tensor, learned: Tensor | None) -> Tensor:
-        assert learned is not None
+    def _loss(self, hidden: Tensor, places: Tensor, labels: Tensor, *, share: float | None = None) -> Tensor:
+        """Summed cross entropy of these places of the line and their labels, int64 [n] both.
+
+        ``share`` is what it will be multiplied by before its gradient is taken; None is one.
+        """
         group = parallel_state.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -229,13 +281,14 @@ class Decoder(GPTModel):
         weight = self._projection()
         start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
         return linear_cross_entropy(
-            hidden[:, 0].index_select(0, learned),
+            hidden[:, 0].index_select(0, places),
             weight,
-            labels[learned],
+            labels,
             vocab_start=start,
             num_rows=max(0, min(weight.size(0), self.architecture.vocab_size - start)),
             group=group,
             softcap=self.architecture.logits_softcap,
+            grad_scale=None if share is None else torch.tensor(share, device=hidden.device),
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -251,24 +304,42 @@ class Decoder(GPTModel):
         return hidden if multiplier == 1 else hidden * multiplier
 
 
-def build_model(architecture: Architecture, config: DecoderConfig) -> Decoder:
-    """This rank's stage, with memory for its weights and nothing in it yet."""
+def build_model(architecture: Architecture, config: DecoderConfig, vp_stage: int | None = None) -> Decoder:
+    """A stage of this rank, with memory for its weights and nothing in it yet.
+
+    Args:
+        architecture: decides everything.
+        config: from :func:`transformer_config`.
+        vp_stage: which of this rank's stages, from 0; None where it has one.
+    """
+    place: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     return Decoder(
         architecture,
         config,
-        first=parallel_state.is_pipeline_first_stage(),
-        last=parallel_state.is_pipeline_last_stage(),
+        first=parallel_state.is_pipeline_first_stage(**place),
+        last=parallel_state.is_pipeline_last_stage(**place),
+        vp_stage=vp_stage,
     )
+
+
+def build_stages(architecture: Architecture, config: DecoderConfig) -> list[Decoder]:
+    """All stages of this rank in the order of their layers: one, or ``parallel.vpp`` of them."""
+    if (vpp := config.virtual_pipeline_model_parallel_size) is None:
+        return [build_model(architecture, config)]
+    return [build_model(architecture, config, vp_stage) for vp_stage in range(vpp)]
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
     """This rank's parameters under canonical names: Megatron-Core's, layers and experts counted over the model.
 
-    A tied model holds a second copy of the embedding on its last stage; it appears as ``output_layer.weight``
-    there, and is filled from the embedding.
-    """
-    from megatron.core.utils import get_attr_wrapped_model
+    ``model`` is a :class:`Decoder`, wrapped or not, or the list of all those of this rank.
 
+    A tied model holds a second copy of the embedding on its last stage; it appears as ``output_layer.weight``
+    there, and is filled from the embedding. One with layers that predict ahead holds a copy there as well, which keeps
+    the embedding's name.
+    """
+    if isinstance(model, list):
+        return {name: tensor for chunk in model for name, tensor in live_tensors(chunk).items()}
     decoder = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
     first_expert = 0
     if (experts := decoder.config.num_moe_experts) is not None:
@@ -284,3 +355,16 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
             parts[place] = str(first_expert + int(parts[place]))
         names[".".join(parts)] = parameter.data
     return names
+
+
+def copied_tensors(model: list[Any]) -> dict[str, Tensor]:
+    """What layers that predict ahead share with the model, under the canonical names of the copies in their files.
+
+    It is on the last stage; elsewhere, and where there are no such layers, there is none.
+    """
+    last = get_attr_wrapped_model(model[-1], "mtp_process", return_model_obj=True)
+    if not last.mtp_process:
+        return {}
+    shared = {"embed_tokens": last.embedding.word_embeddings.weight, "output_layer": last._projection()}
+    depths = range(last.config.mtp_num_layers)
+    return {f"mtp.layers.{depth}.{name}.weight": weight.data for depth in depths for name, weight in shared.items()}

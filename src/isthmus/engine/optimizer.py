@@ -51,13 +51,13 @@ def _no_exchange(**_how: bool) -> None:
     """In place of a bucket's collectives."""
 
 
-def build_optimizer(model: DistributedDataParallel, settings: OptimizerSettings) -> MegatronOptimizer:
-    """AdamW over this rank's shard of the parameters; float32 main weights when the model's are bfloat16.
+def build_optimizer(model: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
+    """AdamW over this rank's shard of its stages' parameters; float32 main weights when the model's are bfloat16.
 
     Call it after the weights are in: the main weights are copied from them.
     """
     clip_in_place()
-    dtype = model.config.params_dtype
+    dtype = model[0].config.params_dtype
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -72,7 +72,7 @@ def build_optimizer(model: DistributedDataParallel, settings: OptimizerSettings)
             params_dtype=dtype,
             use_distributed_optimizer=True,
         ),
-        [model],
+        model,
         use_gloo_process_groups=False,
     )
     for adam in (each.optimizer for each in distributed_optimizers(optimizer)):

@@ -120,7 +120,8 @@ def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeSettings) 
 def attention_spec(architecture: Architecture) -> ModuleSpec:
     """Self-attention over packed lines."""
     if architecture.mla is not None:
-        return ModuleSpec(module=LatentAttention, params={"architecture": architecture})
+        params = {"attn_mask_type": AttnMaskType.causal, "architecture": architecture}
+        return ModuleSpec(module=LatentAttention, params=params)
     provider = TorchProvider()
     each_head = architecture.qk_norm and architecture.qk_norm_over == "head"
     qk_norm = norm_spec(architecture) if each_head else None

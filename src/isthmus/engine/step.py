@@ -15,8 +15,10 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from isthmus.engine.ahead import places_ahead
 from isthmus.engine.attention import Segments
 from isthmus.engine.balance import Load, take_stock, updated_bias
 from isthmus.engine.moe import MoeBlock
@@ -60,8 +62,10 @@ class StepResult:
     learned_tokens: int
     grad_norm: float
     lr: float
-    load: Load | None
+    load: Load | None = None
     """Of the experts, if there are any."""
+    mtp_loss: float | None = None
+    """Mean over what the layers that predict ahead have to predict; None where there are none."""
 
 
 def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, Any]:
@@ -71,52 +75,80 @@ def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, A
     lengths = tuple(end - start for start, end in itertools.pairwise(boundaries))
     learned = line.loss_mask.nonzero()[:, 0]
     of_samples = tuple(part.sum().item() for part in line.loss_mask.split(lengths))
+    config = get_model_config(model)
+    depths = (config.mtp_num_layers or 0) if model.training else 0
+    ahead = places_ahead(learned, line.position_ids, depths)
     output = model(
         line.input_ids.to(device, non_blocking=True),
         line.position_ids.to(device, non_blocking=True),
         Segments(lengths, of_samples, padded=line.num_tokens < line.input_ids.numel()),
         labels=line.labels.to(device, non_blocking=True),
         learned=learned.to(device, non_blocking=True),
+        ahead=[places.to(device, non_blocking=True) for places in ahead],
     )
 
-    def count(loss_sum: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def count(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         num_tokens = torch.tensor(learned.numel(), dtype=torch.int, device=device)
-        return loss_sum, num_tokens, {"loss_sum": loss_sum.detach().double(), "num_tokens": learned.numel()}
+        said = {
+            "loss_sum": losses.detach().double(),
+            "num_tokens": learned.numel(),
+            "ahead_sum": 0.0,
+            "ahead_tokens": 0,
+        }
+        if not ahead:
+            return losses, num_tokens, said
+        loss_sum, ahead_sum = losses[0], losses[1:].sum()
+        said |= {"loss_sum": loss_sum.detach().double(), "ahead_sum": ahead_sum.detach().double()}
+        said["ahead_tokens"] = sum(places.numel() for places in ahead)
+        # Equation 25 of arXiv 2412.19437: the mean over the depths, each a mean over the tokens of the main loss.
+        return loss_sum + config.mtp_loss_scaling_factor / depths * ahead_sum, num_tokens, said
 
     return output, count
 
 
-def _run_pipeline(model: Any, lines: Sequence[PackedLine], *, forward_only: bool) -> tuple[float, int]:
-    """Summed loss and learned tokens of the global batch, on every rank."""
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Sums over the global batch, equal on every rank."""
+
+    loss_sum: float
+    num_tokens: float
+    ahead_sum: float
+    """Of the layers that predict ahead, all depths together."""
+    ahead_tokens: float
+
+
+def _run_pipeline(model: list[Any], lines: Sequence[PackedLine], *, forward_only: bool) -> _Totals:
+    """Run all micro batches through the stages; what they add up to."""
     results = get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=iter(lines),
-        model=[model],
+        data_iterator=[iter(lines) for _ in model],
+        model=model,
         num_microbatches=len(lines),
         seq_length=lines[0].input_ids.numel(),
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    totals = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+    names = _Totals.__slots__
+    totals = torch.zeros(len(names), dtype=torch.float64, device=torch.cuda.current_device())
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        totals[0] = sum(float(result["loss_sum"]) for result in results)
-        totals[1] = sum(result["num_tokens"] for result in results)
+        for place, name in enumerate(names):
+            totals[place] = sum(float(result[name]) for result in results)
     dist.all_reduce(totals)
-    loss_sum, num_tokens = totals.tolist()
-    return loss_sum, int(num_tokens)
+    return _Totals(*totals.tolist())
 
 
 class Stepper:
-    """Runs training steps and evaluations on this rank's stage of the model."""
+    """Runs training steps and evaluations on this rank's stages of the model."""
 
     def __init__(
-        self, model: DistributedDataParallel, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
+        self, model: list[DistributedDataParallel], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
-        model.config.finalize_model_grads_func = finalize_model_grads
-        model.config.grad_scale_func = optimizer.scale_loss
+        config = model[0].config  # which all stages share
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = optimizer.scale_loss
 
     def train_step(self, lines: Sequence[PackedLine]) -> StepResult:
         """Update the weights once on this dp rank's micro batches.
@@ -128,11 +160,12 @@ class Stepper:
             Diverged: the loss or the gradient norm is not finite, or the gradient is nothing at all while there is a
                 loss; the weights are left as they were for a loss.
         """
-        self.model.train()
-        self.model.zero_grad_buffer()
+        for stage in self.model:
+            stage.train()
+            stage.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss_sum, num_tokens = _run_pipeline(self.model, lines, forward_only=False)
-        loss = loss_sum / max(1, num_tokens)
+        totals = _run_pipeline(self.model, lines, forward_only=False)
+        loss = totals.loss_sum / max(1, totals.num_tokens)
         if not math.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss} after {self.schedule.num_steps} good steps; the weights are as after the last "
@@ -152,20 +185,27 @@ class Stepper:
                 f"the gradient is zero at a loss of {loss:.4f}, so nothing is learned any more. Lower optim.lr, "
                 "lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
-        load = self._take_stock(num_tokens)
+        load = self._take_stock(int(totals.num_tokens))
         self.schedule.step(increment=1)
-        return StepResult(loss=loss, learned_tokens=num_tokens, grad_norm=norm, lr=lr, load=load)
+        return StepResult(
+            loss=loss,
+            learned_tokens=int(totals.num_tokens),
+            grad_norm=norm,
+            lr=lr,
+            load=load,
+            mtp_loss=totals.ahead_sum / totals.ahead_tokens if totals.ahead_tokens else None,
+        )
 
     def _take_stock(self, num_tokens: int) -> Load | None:
         """What the routers of all ranks saw in this step; biases of the choice move against it."""
-        config = self.model.config
+        config = get_model_config(self.model[0])
         if config.num_moe_experts is None:
             return None
-        blocks = [module for module in self.model.modules() if isinstance(module, MoeBlock)]
+        blocks = [module for stage in self.model for module in stage.modules() if isinstance(module, MoeBlock)]
         settings = config.experts
         load, counts = take_stock(
             [(block.layer, block.router.tally) for block in blocks],
-            num_layers=config.num_layers,
+            num_layers=config.num_layers + (config.mtp_num_layers or 0),
             num_experts=config.num_moe_experts,
             num_tokens=num_tokens,
             losses=settings.losses,
@@ -178,13 +218,14 @@ class Stepper:
 
     def evaluate(self, batches: Iterator[Sequence[PackedLine]]) -> float:
         """Mean loss per learned token over all batches, without touching weights or gradients."""
-        self.model.eval()
-        loss_sum, num_tokens = 0.0, 0
+        for stage in self.model:
+            stage.eval()
+        loss_sum, num_tokens = 0.0, 0.0
         with torch.no_grad():
             for lines in batches:
-                batch_loss, batch_tokens = _run_pipeline(self.model, lines, forward_only=True)
-                loss_sum += batch_loss
-                num_tokens += batch_tokens
+                totals = _run_pipeline(self.model, lines, forward_only=True)
+                loss_sum += totals.loss_sum
+                num_tokens += totals.num_tokens
         return loss_sum / max(1, num_tokens)
 
     @property

@@ -46,6 +46,8 @@ class Corpus:
             "dp_rank": position.dp_rank,
             "dp_size": dp,
             "pad_to_multiple_of": config.parallel.tp,
+            # Micro batches take turns on virtual stages, in rounds of one for each rank of the pipeline.
+            "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
         }
         held_out = None if self.valid is None else Batches(self.valid, shuffle=False, **settings)
         return Batches(self.train, **settings), held_out

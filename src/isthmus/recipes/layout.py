@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.config.schema import MoeConfig
+from isthmus.config.schema import MoeConfig, TrainConfig
 from isthmus.engine.groups import ParallelSizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -29,9 +29,14 @@ def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
             f"parallel.ep={sizes.ep} and parallel.etp={sizes.expert_tp} with parallel.tp={sizes.tp} need "
             "parallel.sp=true: each rank sends tokens of its own to the experts. Set it."
         )
-    check_stages(architecture, sizes.pp)
+    check_stages(architecture, sizes.pp, sizes.vpp)
+    if architecture.mtp_layers and (sizes.cp > 1 or sizes.fsdp or (architecture.tie_embeddings and sizes.pp > 1)):
+        what = "parallel.cp" if sizes.cp > 1 else "parallel.fsdp" if sizes.fsdp else "tied embeddings under parallel.pp"
+        raise UsageError(
+            f"layers that predict ahead (num_nextn_predict_layers={architecture.mtp_layers}) cannot be trained with "
+            f"{what} ({architecture.family}). Leave it out, or the tensors of these layers out of the folder."
+        )
     unbuilt = {
-        "vpp": sizes.vpp > 1,
         "cp": sizes.cp > 1,
         "fsdp": sizes.fsdp,
     }
@@ -56,15 +61,41 @@ def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
         )
 
 
-def check_stages(architecture: Architecture, pp: int) -> None:
-    """Refuse a number of pipeline stages that the layers cannot be dealt out to evenly.
+def check_stages(architecture: Architecture, pp: int, vpp: int = 1) -> None:
+    """Refuse a pipeline that the layers cannot be dealt out to: see :mod:`isthmus.engine.stages`.
+
+    Every stage has a layer. With ``vpp`` above 1 all stages have as many, since they take turns.
 
     Raises:
         UsageError: naming the numbers that would do.
     """
     layers = architecture.num_layers
-    if layers % pp:
-        good = [str(n) for n in range(1, layers + 1) if layers % n == 0]
-        choice = f"{', '.join(good[:-1])} or {good[-1]}" if len(good) > 1 else good[0]
-        what = f"is more than the {layers} layers" if pp > layers else f"does not divide num_layers={layers}"
-        raise UsageError(f"pp={pp} {what} ({architecture.family}). Use {choice}.")
+    if pp > layers:
+        mend = f"{layers} or less" if layers > 1 else "1"
+        raise UsageError(f"pp={pp} is more than the {layers} layers ({architecture.family}). Use {mend}.")
+    if vpp > 1 and layers % (pp * vpp):
+        good = [str(n) for n in range(2, layers // pp + 1) if layers % (pp * n) == 0]
+        mend = f"Use vpp={' or '.join(good)}, or leave it out" if good else "Leave vpp out"
+        raise UsageError(
+            f"pp={pp} x vpp={vpp} = {pp * vpp} stages do not divide num_layers={layers} ({architecture.family}). "
+            f"{mend}."
+        )
+
+
+def check_micro_batches(train: TrainConfig, sizes: ParallelSizes) -> None:
+    """Refuse a batch whose micro batches cannot take turns in a pipeline of virtual stages (arXiv 2104.04473).
+
+    Raises:
+        UsageError: naming the batch sizes that would do.
+    """
+    if sizes.vpp == 1:
+        return
+    round_of = train.micro_batch_size * sizes.dp * sizes.pp
+    if train.global_batch_size % round_of:
+        below = train.global_batch_size // round_of * round_of
+        near = " or ".join(str(size) for size in (below, below + round_of) if size)
+        raise UsageError(
+            f"train.global_batch_size={train.global_batch_size} is not a multiple of micro_batch_size="
+            f"{train.micro_batch_size} x data-parallel ranks={sizes.dp} x pp={sizes.pp}, as parallel.vpp={sizes.vpp} "
+            f"needs it. Use {near}, or leave parallel.vpp out."
+        )

@@ -27,7 +27,7 @@ from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
-from isthmus.recipes.layout import check_experts, check_layout
+from isthmus.recipes.layout import check_experts, check_layout, check_micro_batches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,11 +55,6 @@ def blueprint(config: RunConfig) -> Blueprint:
     family = family_for(source.config)
     weights = open_weights(source, family)
     architecture = weights.arch
-    if architecture.mtp_layers:
-        raise UsageError(
-            f"{config.model.path}: its weights have layers that predict ahead (num_nextn_predict_layers="
-            f"{architecture.mtp_layers}), which are converted but not trained. Leave their tensors out of the folder."
-        )
     _, world_size, _ = world_from_environment()
     parallel = config.parallel.model_dump() | {"sp": config.parallel.sequence_parallel}
     sizes = ParallelSizes(**parallel, world_size=world_size)
@@ -72,9 +67,11 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
     """Refuse what only matters to a run that trains.
 
     Raises:
-        UsageError: the model's config asks for what training does not do, or samples may outgrow its positions.
+        UsageError: the model's config asks for what training does not do, samples may outgrow its positions, or the
+            batch cannot be dealt out over virtual stages.
     """
     plans.family.check_training(plans.source.config)
+    check_micro_batches(config.train, plans.sizes)
     longest, architecture = config.data.seq_length, plans.architecture
     if architecture.position == "learned" and longest > architecture.max_position_embeddings:
         raise UsageError(
@@ -104,8 +101,8 @@ class Session:
     platform: Platform
     position: Position
     dtype: torch.dtype
-    model: Any
-    """The decoder, or the data-parallel wrapper around it."""
+    model: list[Any]
+    """This rank's stages, one or ``parallel.vpp`` of them: decoders, or the data-parallel wrappers around them."""
 
     @property
     def layout(self) -> Layout:
@@ -121,6 +118,15 @@ class Session:
             padded_vocab_size=padded_vocab_size(self.blueprint.architecture.vocab_size, sizes.tp),
         )
 
+    def _exported(self) -> dict[str, torch.Tensor]:
+        """This rank's tensors, with the copies that files have for layers ahead."""
+        from isthmus.engine.model import copied_tensors, live_tensors
+
+        live, copies = live_tensors(self.model), copied_tensors(self.model)
+        if copies and not self.position.is_first_stage:
+            del live["embedding.word_embeddings.weight"]  # the first stage writes it
+        return live | copies
+
     def export(self, destination: Path, tokenizer: Tokenizer, *, dtype: torch.dtype | None, replace: bool) -> None:
         """Write a Hugging Face model folder; every rank calls it and writes its own slices, none gathers the model.
 
@@ -133,7 +139,6 @@ class Session:
         Raises:
             NoSpace, IOFailure: on every rank, when any could not write; nothing is published.
         """
-        from isthmus.engine.model import live_tensors
         from isthmus.engine.names import expert_of
 
         plans = self.blueprint
@@ -150,7 +155,7 @@ class Session:
         def write() -> None:
             place = self.position
             first_copy = {False: place.dp_rank == 0, True: place.edp_rank == 0}  # experts have copies of their own
-            live = live_tensors(self.model)
+            live = self._exported()
             mine = {name: live[name] for name in live if first_copy[expert_of(name) is not None]}
             export_weights(mine, plans.family, plans.architecture, plan, staged.path, layout=self.layout)
 
@@ -215,7 +220,7 @@ def build_session(
     *,
     training: bool = True,
 ) -> Session:
-    """Build this rank's stage of the model and fill it straight from the model folder.
+    """Build this rank's stages of the model and fill them straight from the model folder.
 
     Args:
         config: says where the weights come from and what is recomputed.
@@ -228,7 +233,7 @@ def build_session(
     Raises:
         MissingInput, DataError: the folder holds no weights (and ``model.init`` is not ``random``) or not the right.
     """
-    from isthmus.engine.model import build_model, live_tensors, transformer_config
+    from isthmus.engine.model import build_stages, copied_tensors, live_tensors, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
     from isthmus.engine.routing import MoeSettings
 
@@ -239,16 +244,37 @@ def build_session(
         dtype=dtype,
         recompute=config.train.recompute,
         experts=MoeSettings(**config.moe.model_dump()),
+        mtp_loss_weight=config.train.mtp_loss_weight if plans.architecture.mtp_layers else None,
     )
-    model: Any = build_model(plans.architecture, settings)
+    model: list[Any] = list(build_stages(plans.architecture, settings))
     if training:
-        model = wrap_data_parallel(model)
+        model = [wrap_data_parallel(stage) for stage in model]
     session = Session(plans, platform, position, dtype, model)
     source = plans.weights.source
     if config.model.init == "random":
         source = RandomWeights(plans.family, plans.architecture, config.train.seed)
     import_weights(live_tensors(model), plans.family, plans.architecture, source, layout=session.layout)
+    if config.model.init != "random" and plans.architecture.mtp_layers:
+        agree(lambda: _check_copies(session, copied_tensors(model)))
     return session
+
+
+def _check_copies(session: Session, shared: dict[str, torch.Tensor]) -> None:
+    """See that what layers ahead share with the model is the same in the files, which hold it twice.
+
+    Raises:
+        UsageError: naming the tensor that is another.
+    """
+    plans = session.blueprint
+    read = {name: torch.empty_like(tensor) for name, tensor in shared.items()}
+    import_weights(read, plans.family, plans.architecture, plans.weights.source, layout=session.layout)
+    placements = plans.family.placements(plans.architecture)
+    for name, tensor in shared.items():
+        if not torch.equal(read[name], tensor):
+            raise UsageError(
+                f"{plans.weights.source}: {placements[name].hf[0]} is not the model's own, and layers that predict "
+                "ahead share it in training (arXiv 2412.19437). Leave the tensors of these layers out of the folder."
+            )
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
@@ -256,11 +282,15 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
 
     Args:
         hf_dir: config.json and safetensors.
-        parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone).
+        parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone). Virtual stages
+            are for training alone.
         precision: ``fp32`` or ``bf16``.
 
     Returns:
         This rank's :class:`isthmus.engine.model.Decoder`.
+
+    Raises:
+        UsageError: the layout does not fit, or has virtual stages.
     """
     config = RunConfig.model_validate(
         {
@@ -272,8 +302,11 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
             "parallel": {"sp": False, **(parallel or {})},
         }
     )
+    if config.parallel.vpp > 1:
+        raise UsageError(f"vpp={config.parallel.vpp} is for training, which has many micro batches. Leave it out.")
     session = open_session(config, blueprint(config), detect(), precision, training=False)
-    return session.model.eval()
+    (stage,) = session.model
+    return stage.eval()
 
 
 @torch.no_grad()

@@ -46,11 +46,12 @@ def flops_per_batch(
     a = architecture
     value_width = a.kv_channels if a.mla is None else a.mla.v_head_dim
     layers = attention = 0.0
-    for layer in range(a.num_layers):
+    for layer in range(a.num_layers + a.mtp_layers):  # those that predict ahead come last
         window = a.window(layer)
         pairs = sum_squared_lengths / 2
         pairs = pairs if window is None else min(pairs, float(window) * num_tokens)
         layers += 2.0 * matmul_parameters(a, layer) * num_tokens
         attention += 2.0 * a.num_attention_heads * (a.kv_channels + value_width) * pairs
     head = 2.0 * a.hidden_size * a.vocab_size * (num_tokens if learned_tokens is None else learned_tokens)
-    return 3.0 * (layers + attention + head)
+    joined = 2.0 * 2 * a.hidden_size**2 * num_tokens
+    return 3.0 * (layers + attention + head + a.mtp_layers * (joined + head))

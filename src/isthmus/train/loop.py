@@ -150,6 +150,7 @@ class Loop:
         metrics = StepMetrics(
             step=step + 1,
             loss=result.loss,
+            mtp_loss=result.mtp_loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens_per_s=num_tokens / elapsed_s,

@@ -25,6 +25,8 @@ class StepMetrics:
     """1 is the first step."""
     loss: float
     """Mean over the learned tokens of the global batch."""
+    mtp_loss: float | None = None
+    """The same of the layers that predict ahead; None where there are none."""
     lr: float
     grad_norm: float
     tokens_per_s: float

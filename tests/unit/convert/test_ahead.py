@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from isthmus.config.schema import RunConfig
 from isthmus.convert.transfer import convert
-from isthmus.errors import UsageError
 from isthmus.families.registry import family_for
 from isthmus.recipes.session import blueprint
 from ranks.tiny import build_model_folder
@@ -55,11 +54,10 @@ def test_a_config_may_count_what_is_not_there(saved: Path, tmp_path: Path) -> No
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def test_they_are_not_trained(saved: Path) -> None:
+def test_those_that_are_there_are_trained(saved: Path) -> None:
     config = RunConfig.model_validate(
         {"recipe": "pretrain", "out": "unused", "model": {"path": str(saved)}, "data": {"files": ["unused"]}}
     )
     assert blueprint(config).architecture.mtp_layers == 0
     complete(saved)
-    with pytest.raises(UsageError, match=r"num_nextn_predict_layers=1\), which are converted but not trained"):
-        blueprint(config)
+    assert blueprint(config).architecture.mtp_layers == 1

@@ -125,7 +125,7 @@ def misplaced(*, model: str, samples: str) -> dict[str, int]:
 
 
 def _misplaced(training: Any, optimizer: Any) -> int:
-    weights = training.stepper.model.module.sharded_state_dict(metadata=checkpoint._metadata())
+    weights = training.stepper.model[0].module.sharded_state_dict(metadata=checkpoint._metadata())
     state = optimizer.sharded_state_dict(weights, metadata=checkpoint._metadata())["param_state"]
     (buffer,) = optimizer.buffers
     pairs = zip(buffer.param_index_map, state.values(), strict=True)

@@ -1,0 +1,114 @@
+"""Training with layers that predict ahead, written down in nothing but transformers' modules and torch."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+
+from isthmus.data.batches import Batches, MicroBatch
+from isthmus.data.store import SampleStore
+from ranks.tasks import CLIP_GRAD
+from ranks.tiny import SEQ_LENGTH
+
+
+class Ahead(nn.Module):
+    """A depth of arXiv 2412.19437, section 2.2: embedding and output layer are the model's."""
+
+    def __init__(self, config: Any, tensors: dict[str, Tensor], layer: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.enorm, self.hnorm, self.norm = (DeepseekV3RMSNorm(width, eps=config.rms_norm_eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.layer = DeepseekV3DecoderLayer(config, layer)
+        own = {name.removeprefix(f"model.layers.{layer}."): tensor for name, tensor in tensors.items()}
+        own = {name: tensor for name, tensor in own.items() if not name.startswith("model.")}
+        for name in ("enorm", "hnorm", "eh_proj"):
+            getattr(self, name).load_state_dict({"weight": own.pop(f"{name}.weight")})
+        self.norm.load_state_dict({"weight": own.pop("shared_head.norm.weight")})
+        experts = [
+            {part: own.pop(f"mlp.experts.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")}
+            for expert in range(config.n_routed_experts)
+        ]
+        own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat([each["gate"], each["up"]]) for each in experts])
+        own["mlp.experts.down_proj"] = torch.stack([each["down"] for each in experts])
+        del own["embed_tokens.weight"], own["shared_head.head.weight"], own["lm_head.weight"]
+        self.layer.load_state_dict(own)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, rotary: nn.Module) -> Tensor:
+        """[1, n, H] each: of the depth before, and the embeddings of the tokens that many places on."""
+        joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        length = joined.size(1)
+        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        angles = rotary(joined, torch.arange(length)[None])
+        normed: Tensor = self.norm(self.layer(joined, attention_mask=mask, position_embeddings=angles))
+        return normed
+
+
+def train(
+    *, model: str, samples: str, lr: list[float], mtp_loss_weight: float, weight_decay: float = 0.1
+) -> dict[str, list[float]]:
+    """As :func:`parity.tasks.train`, with the layers ahead that the folder has; ``lr`` has one entry a step."""
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
+    tensors = load_file(Path(model) / "model.safetensors")
+    layers = range(network.config.num_hidden_layers, network.config.num_hidden_layers + 9)
+    network.ahead = nn.ModuleList(
+        Ahead(network.config, tensors, layer) for layer in layers if f"model.layers.{layer}.enorm.weight" in tensors
+    )
+    decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]
+    spared = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}],
+        lr=0.0,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    batches = Batches(
+        SampleStore.open(samples), seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True
+    )
+    curves: dict[str, list[float]] = {"loss": [], "mtp_loss": [], "grad_norm": []}
+    for step, rate in enumerate(lr):
+        lines = batches.step(step)
+        sums = torch.stack([_sums(network, line) for line in lines]).sum(dim=0)
+        loss_sum, learned, ahead_sum, ahead_learned = sums
+        optimizer.zero_grad()
+        ((loss_sum + mtp_loss_weight / len(network.ahead) * ahead_sum) / learned.detach()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP_GRAD)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        curves["loss"].append((loss_sum / learned).item())
+        curves["mtp_loss"].append((ahead_sum / ahead_learned).item())
+        curves["grad_norm"].append(norm.item())
+    return curves
+
+
+def _sums(network: Any, line: MicroBatch) -> Tensor:
+    """Loss and learned tokens of the model, and of its layers ahead together, sample by sample."""
+    total = torch.zeros(4)
+    for begin, end in itertools.pairwise(line.cu_seqlens.tolist()):
+        tokens, labels, mask = line.input_ids[begin:end], line.labels[begin:end], line.loss_mask[begin:end]
+        hidden = network.model(tokens[None]).last_hidden_state
+        total = total + _sum(network, hidden, labels, mask, 0)
+        for depth, ahead in enumerate(network.ahead, start=1):
+            if depth >= end - begin:
+                break
+            embedded = network.model.embed_tokens(tokens[None, depth:])
+            hidden = ahead(hidden[:, :-1], embedded, network.model.rotary_emb)
+            total = total + _sum(network, hidden, labels[depth:], mask[depth:], 2)
+    return total
+
+
+def _sum(network: Any, hidden: Tensor, labels: Tensor, mask: Tensor, place: int) -> Tensor:
+    found = [torch.zeros(())] * 4
+    if mask.any():
+        found[place] = cross_entropy(network.lm_head(hidden[0][mask]), labels[mask], reduction="sum")
+        found[place + 1] = mask.sum().float()
+    return torch.stack(found)

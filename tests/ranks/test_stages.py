@@ -1,0 +1,149 @@
+"""Pipelines of virtual and of uneven stages, and latent attention on them, train as one process does.
+
+Layers that predict ahead, of which a checkpoint is written by virtual stages with experts, are in test_ahead.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify import verify
+from ranks.test_layouts import CURVES, TOLERANCE, furthest
+from ranks.tiny import build_model_folder
+from ranks.world import World
+
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+    }
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "untied": ("qwen2", {"tie_word_embeddings": False}),
+    "five": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 5}),
+    "eight": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 8}),
+    "latent-v2": ("deepseek_v2", {"q_lora_rank": None, "num_hidden_layers": 3, **YARN}),
+    "latent-v3": ("deepseek_v3", YARN),
+}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("stages")
+    return {name: build_model_folder(root / name, family, **settings) for name, (family, settings) in MODELS.items()}
+
+
+class Truths:
+    """What one process does with each model, run once and only as far as a test asks."""
+
+    def __init__(self, one: World, folders: dict[str, Path], samples: Path) -> None:
+        self._one, self._folders, self._samples = one, folders, samples
+        self._made: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def of(self, name: str, steps: int) -> dict[str, Any]:
+        if (name, steps) not in self._made:
+            self._made[name, steps] = self._one.run(
+                "ranks.tasks.train",
+                model=self._folders[name],
+                samples=self._samples,
+                micro_batch_size=2,
+                steps=steps,
+                evaluate=True,
+            )
+        return self._made[name, steps]
+
+
+@pytest.fixture(scope="module")
+def truths(one: World, folders: dict[str, Path], samples: Path) -> Truths:
+    return Truths(one, folders, samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "steps", "layout"),
+    [
+        pytest.param("tied", 4, 20, {"pp": 2, "vpp": 2, "micro_batch_size": 1}, id="tied-pp2-vpp2-dp2"),
+        pytest.param("tied", 2, STEPS, {"pp": 2, "vpp": 2, "late": 0}, id="tied-pp2-vpp2-with-a-late-rank"),
+        pytest.param("untied", 4, STEPS, {"tp": 2, "pp": 2, "vpp": 2}, id="untied-tp2-pp2-vpp2"),
+        pytest.param("eight", 4, STEPS, {"pp": 4, "vpp": 2, "recompute": "full"}, id="tied-pp4-vpp2-recomputed"),
+        pytest.param("five", 4, STEPS, {"pp": 4}, id="five-layers-pp4"),
+        pytest.param("latent-v2", 2, STEPS, {"tp": 2, "sp": False}, id="latent-v2-tp2"),
+        pytest.param("latent-v2", 2, STEPS, {"pp": 2, "recompute": "selective"}, id="latent-v2-three-layers-pp2"),
+        pytest.param("latent-v3", 4, STEPS, {"tp": 2, "pp": 2, "vpp": 2}, id="latent-v3-tp2-sp-pp2-vpp2"),
+    ],
+)
+def test_stages_train_as_one_process(
+    name: str,
+    ranks: int,
+    steps: int,
+    layout: dict[str, Any],
+    worlds: dict[int, World],
+    folders: dict[str, Path],
+    samples: Path,
+    truths: Truths,
+) -> None:
+    """Lines are packed and of all lengths; held-out lines run out in the middle of a round of virtual stages."""
+    settings = {"micro_batch_size": 2, "steps": steps, "evaluate": True, **layout}
+    run = worlds[ranks].run("ranks.tasks.train", model=folders[name], samples=samples, **settings)
+    truth = truths.of(name, steps)
+    assert run["learned"] == truth["learned"]
+    differences = {curve: furthest(run[curve], truth[curve]) for curve in CURVES}
+    print(differences)
+    assert max(differences.values()) < TOLERANCE
+    for held_out in ("valid_before", "valid_after"):
+        assert run[held_out] == pytest.approx(truth[held_out], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param("tied", {"pp": 2, "vpp": 2}, id="virtual"),
+        pytest.param("five", {"pp": 2}, id="uneven"),
+    ],
+)
+def test_checkpoints_know_nothing_of_stages(
+    name: str, layout: dict[str, Any], one: World, two: World, folders: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    """To the last bit under the same stages, and as closely as layouts agree without them, there and back."""
+    settings = {"model": folders[name], "samples": samples, "micro_batch_size": 2, "steps": STEPS}
+    saves = {"save_at": [2], "root": tmp_path / "staged"}
+    whole = two.run("ranks.tasks.train", **settings, **layout, **saves)
+    saved = tmp_path / "staged" / "iter_0000002"
+    same = two.run("ranks.tasks.train", **settings, **layout, resume=saved)
+    assert same["loss"] == whole["loss"][2:] and same["digest"] == whole["digest"]
+    plain = one.run("ranks.tasks.train", **settings, resume=saved, save_at=[3], root=tmp_path / "plain")
+    assert max(furthest(plain[curve], whole[curve][2:]) for curve in CURVES) < TOLERANCE
+    back = two.run("ranks.tasks.train", **settings, **layout, resume=tmp_path / "plain" / "iter_0000003")
+    assert max(furthest(back[curve], whole[curve][3:]) for curve in CURVES) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "layout"),
+    [
+        pytest.param("tied", 2, {"pp": 2, "vpp": 2}, id="virtual"),
+        pytest.param("latent-v3", 4, {"tp": 2, "pp": 2, "vpp": 2}, id="virtual-with-experts"),
+    ],
+)
+def test_what_stages_export_is_what_they_save(
+    name: str,
+    ranks: int,
+    layout: dict[str, Any],
+    worlds: dict[int, World],
+    folders: dict[str, Path],
+    samples: Path,
+    tmp_path: Path,
+) -> None:
+    settings = {"model": folders[name], "samples": samples, "micro_batch_size": 2, **layout}
+    places = {"root": tmp_path / "checkpoints", "destination": tmp_path / "export"}
+    worlds[ranks].run("ranks.tasks.save_and_export", **settings, **places)
+    convert(tmp_path / "checkpoints", tmp_path / "converted", hf_like=folders[name])
+    verify(tmp_path / "export", tmp_path / "converted")
