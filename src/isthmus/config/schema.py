@@ -20,6 +20,7 @@ Paths = Annotated[
     Field(strict=False),
 ]
 Count = Annotated[int, Field(ge=1)]
+RecomputedModule = Literal["core_attn", "mlp", "moe"]
 # Elsewhere 0 is a usual spelling of "never"; here there is one inner form of it, so that no code can divide by it.
 Interval = Annotated[Count | None, BeforeValidator(lambda value: None if type(value) is int and value == 0 else value)]
 
@@ -119,12 +120,24 @@ class TrainConfig(Section):
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Count = 1
     """Sequences per forward pass of one data parallel rank."""
-    precision: Literal["fp32", "bf16"] | None = None
-    """Numbers of the model's arithmetic (bf16 keeps float32 main weights); null: what suits the platform."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
+    """Numbers of the model's arithmetic (all but fp32 keep float32 main weights); null: what suits the platform."""
+    initial_loss_scale: float = Field(default=4096.0, ge=1)
+    """fp16: what the loss is multiplied by at first; halved, down to 1, by each step whose gradient overflows."""
+    loss_scale_window: Count = 1000
+    """fp16: steps in a row without overflow after which the loss scale is doubled."""
+    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """fp8: one scale for each matrix, or one for each of its rows and columns."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """fp8: hybrid has gradients in e5m2, of more range and less precision; e4m3 has everything in e4m3."""
     seed: int = Field(default=0, ge=0)
     """Seed of random weights and of the random streams of training."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward pass instead of being kept."""
+    recompute_modules: Annotated[tuple[RecomputedModule, ...], Field(strict=False, min_length=1)] = ("core_attn",)
+    """selective: what is computed again: attention's core, dense feed-forward blocks, mixtures of experts."""
+    recompute_layers: Count | None = None
+    """full: layers of each pipeline stage, its first ones, that are computed again; null: all of them."""
     eval_every: Interval = None
     """Steps between evaluations on held-out data; null or 0: only before the first and after the last step."""
     threads: Count | None = None
@@ -141,6 +154,23 @@ class TrainConfig(Section):
     def _sizes_fit(self) -> TrainConfig:
         if self.steps is not None and self.epochs is not None:
             _refuse("epochs", f"steps={self.steps} and epochs={self.epochs:g} are both given; keep one of them")
+        if self.recompute_layers is not None and self.recompute != "full":
+            _refuse(
+                "recompute_layers",
+                f"recompute_layers={self.recompute_layers} belongs to recompute=full, got {self.recompute}; "
+                "leave it out",
+            )
+        if self.recompute_modules != ("core_attn",) and self.recompute != "selective":
+            _refuse(
+                "recompute_modules",
+                f"recompute_modules belongs to recompute=selective, got {self.recompute}; leave it out",
+            )
+        for name, default in {"initial_loss_scale": 4096.0, "loss_scale_window": 1000}.items():
+            if getattr(self, name) != default and self.precision != "fp16":
+                _refuse(name, f"{name} belongs to precision=fp16, got {self.precision}; leave it out")
+        for name, default in {"fp8_scaling": "tensorwise", "fp8_format": "hybrid"}.items():
+            if getattr(self, name) != default and self.precision != "fp8":
+                _refuse(name, f"{name} belongs to precision=fp8, got {self.precision}; leave it out")
         if self.global_batch_size % self.micro_batch_size:
             below = self.global_batch_size // self.micro_batch_size * self.micro_batch_size
             near = " or ".join(str(size) for size in (below, below + self.micro_batch_size) if size)

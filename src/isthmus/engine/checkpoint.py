@@ -152,7 +152,7 @@ def save(
         "rng_state": _random_state(),
         "checkpoint_version": 3.0,
         "iteration": progress.step,
-        "isthmus": {"progress": asdict(progress), "layout": asdict(sizes)},
+        "isthmus": {"progress": asdict(progress), "layout": asdict(sizes), "skipped": stepper.skipped},
     }
     if args is not None:
         state["args"] = args
@@ -246,7 +246,8 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
         stepper.model.module.load_state_dict(loaded["model"])
     compat.load_adam(distributed_optimizer(stepper.optimizer), loaded["optimizer"])
     progress = Progress(**common["isthmus"]["progress"])
-    stepper.schedule.step(increment=progress.step)
+    stepper.skipped = common["isthmus"].get("skipped", 0)
+    stepper.schedule.step(increment=progress.step - stepper.skipped)
     if same_layout:
         _restore_random_state(loaded["rng_state"][0])
     return progress

@@ -37,6 +37,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_rows: int,
         group: dist.ProcessGroup | None,
         softcap: float | None,
+        grad_scale: Tensor | None,
         wants_grad: bool,
     ) -> Tensor:
         rows = weight[:num_rows]
@@ -50,26 +51,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = hidden[start:end]
             logits = torch.mm(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
             slope = None if softcap is None else _cap(logits, softcap)
-            loss_sum += _loss_and_gradient(logits, labels[start:end] - vocab_start, group)
+            loss_sum += _loss_and_gradient(logits, labels[start:end] - vocab_start, group, grad_scale)
             if slope is not None:
                 logits.mul_(slope)
             if grad_hidden is not None and into is not None:
                 torch.mm(logits, rows, out=grad_hidden[start:end])
                 add_product(into[:num_rows], logits.t(), part)
-        ctx.weight = weight
+        ctx.weight, ctx.grad_scale = weight, grad_scale
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grads[0]
+        scale = grads[0] if ctx.grad_scale is None else grads[0] / ctx.grad_scale
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.weight.dtype)
         else:
-            torch._assert_async(scale == 1, "the projection's gradient was already taken, for a gradient of one")
+            told = "the projection's gradient was already taken, for a gradient of one times the loss scale"
+            torch._assert_async(scale == 1, told)
             ctx.weight.grad_added_to_main_grad = True
-        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None, None
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None, None, None
 
 
 def _cap(logits: Tensor, softcap: float) -> Tensor:
@@ -104,13 +106,17 @@ def _chunks(num_tokens: int, num_rows: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, num_tokens)
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _loss_and_gradient(
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, grad_scale: Tensor | None
+) -> Tensor:
     """Overwrite ``logits`` with ``softmax(logits) - onehot(targets)`` and return the summed loss.
 
     Args:
         logits: [n, V / tp] of this rank's part of the vocabulary.
         targets: [n] index into this rank's part; outside of it on the ranks that do not hold the target.
         group: the tensor-parallel group, None for one rank.
+        grad_scale: what the gradient is multiplied by, in float32 and before it is rounded: that is what saves the
+            small ones in float16.
     """
     block = max(1, BLOCK_ELEMENTS // max(1, logits.size(1)))
     mine = (targets >= 0) & (targets < logits.size(1))
@@ -126,6 +132,8 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup
         torch.softmax(wide, dim=1, out=wide)
         # The largest probability is exp(peak - log_total), so one more look at it gives the sum in full precision.
         log_total[start : start + block] = peak - wide.amax(dim=1, keepdim=True).log()
+        if grad_scale is not None:
+            wide.mul_(grad_scale)
         if scratch is not None:
             part.copy_(wide)
     if group is not None:
@@ -136,7 +144,8 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup
         logits.mul_((own - log_total).exp_().to(logits.dtype))
     loss = log_total - target_logit
     # Where the target is another rank's, the probability at column 0 stays as it is.
-    at_target = torch.where(mine[:, None], torch.expm1(-loss).to(logits.dtype), logits.gather(1, column))
+    own_gradient = torch.expm1(-loss) if grad_scale is None else torch.expm1(-loss) * grad_scale
+    at_target = torch.where(mine[:, None], own_gradient.to(logits.dtype), logits.gather(1, column))
     # Not scatter_, which on a CPU copies a bfloat16 tensor whole.
     logits[torch.arange(logits.size(0), device=logits.device), column[:, 0]] = at_target[:, 0]
     return loss.sum()
@@ -151,6 +160,7 @@ def linear_cross_entropy(
     num_rows: int | None = None,
     group: dist.ProcessGroup | None = None,
     softcap: float | None = None,
+    grad_scale: Tensor | None = None,
 ) -> Tensor:
     """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, in float32.
 
@@ -163,6 +173,7 @@ def linear_cross_entropy(
         num_rows: rows of ``weight`` that are vocabulary, the rest being padding; None means all.
         group: the tensor-parallel group, None for one rank.
         softcap: logits l become softcap * tanh(l / softcap).
+        grad_scale: a scalar, the gradient that the loss will get (the loss scale of float16); None means one.
 
     Returns:
         A scalar, equal on every rank of ``group``. The gradient that reaches ``hidden`` is this rank's part:
@@ -172,5 +183,7 @@ def linear_cross_entropy(
     # Asked here: inside a Function autograd is off, and needs_input_grad is true even under no_grad.
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     function: Any = _LinearCrossEntropy
-    loss: Tensor = function.apply(hidden, weight, labels, vocab_start, rows, group, softcap, wants_grad)
+    loss: Tensor = function.apply(
+        hidden, weight, labels, vocab_start, rows, group, softcap, grad_scale if wants_grad else None, wants_grad
+    )
     return loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from isthmus.engine.attention import Segments
 from isthmus.engine.cross_entropy import linear_cross_entropy
 from isthmus.engine.embedding import embed, embed_positions
 from isthmus.engine.groups import ParallelSizes
+from isthmus.engine.moe import MoeBlock
 from isthmus.engine.rope import frequency_sets, line_tables
 from isthmus.engine.spec import decoder_spec
 from isthmus.families.architecture import Architecture
@@ -37,9 +39,24 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 
 def transformer_config(
-    architecture: Architecture, sizes: ParallelSizes, *, dtype: torch.dtype, recompute: str = "none"
+    architecture: Architecture,
+    sizes: ParallelSizes,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
+    recompute_layers: int | None = None,
 ) -> TransformerConfig:
-    """Megatron-Core's own description of the model and its layout."""
+    """Megatron-Core's own description of the model and its layout.
+
+    Args:
+        architecture: the model's shape.
+        sizes: of the layout.
+        dtype: of weights and activations.
+        recompute: ``none``, ``selective`` or ``full``.
+        recompute_modules: what ``selective`` computes again: ``core_attn``, ``mlp``, ``moe``.
+        recompute_layers: of each stage, from its first on, that ``full`` computes again; None for all.
+    """
     full = recompute == "full"
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -69,6 +86,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
         sequence_parallel=sizes.sp,
@@ -78,8 +96,10 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,
         recompute_granularity=RECOMPUTE_GRANULARITY[recompute],
-        recompute_method="uniform" if full else None,
-        recompute_num_layers=1 if full else None,
+        recompute_modules=list(recompute_modules),
+        # Layer by layer: those of "uniform" are all layers, those of "block" the first ones of a stage.
+        recompute_method=("uniform" if recompute_layers is None else "block") if full else None,
+        recompute_num_layers=(recompute_layers or 1) if full else None,
         deallocate_pipeline_outputs=True,
     )
 
@@ -128,10 +148,17 @@ class Decoder(GPTModel):
         device = torch.cuda.current_device()
         self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # some may get memory later
         self._mark_sharded_parameters()
+        self._choose_recomputed_blocks()
         if first and architecture.position == "learned":
             positions = self.embedding.position_embeddings.to(config.params_dtype).weight
             # finalize_model_grads reads this mark: each rank looks up only its part of the line.
             positions.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def _choose_recomputed_blocks(self) -> None:
+        """Tell dense feed-forward blocks from experts: Megatron-Core's layer does not know the latter's class."""
+        chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
+        for layer in self.decoder.layers:
+            layer.recompute_mlp = ("moe" if isinstance(layer.mlp, MoeBlock) else "mlp") in chosen
 
     def _mark_sharded_parameters(self) -> None:
         """Say which parameters are sharded: Megatron-Core does so only while drawing initial weights.
@@ -215,7 +242,15 @@ class Decoder(GPTModel):
             num_rows=max(0, min(weight.size(0), self.architecture.vocab_size - start)),
             group=group,
             softcap=self.architecture.logits_softcap,
+            grad_scale=self._loss_scale(),
         )
+
+    def _loss_scale(self) -> Tensor | None:
+        """What the loss will be multiplied by before its gradient is taken; None where that is one."""
+        scaled = self.config.grad_scale_func
+        if not self.config.fp16 or scaled is None:
+            return None
+        return scaled(torch.ones((), device=torch.cuda.current_device())).view(())  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         hidden = self._scaled(hidden)

@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from isthmus.engine.attention import Segments
+from isthmus.engine.optimizer import MIN_LOSS_SCALE
 from isthmus.errors import Diverged
 
 
@@ -57,7 +58,12 @@ class StepResult:
     """Mean over all learned tokens of the global batch."""
     learned_tokens: int
     grad_norm: float
+    """Infinite where the step was skipped."""
     lr: float
+    loss_scale: float | None = None
+    """What the loss was multiplied by (float16); None in other precisions."""
+    skipped: int | None = None
+    """Steps of the run so far whose gradient overflowed, so that nothing was updated; None as above."""
 
 
 def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, Any]:
@@ -110,6 +116,8 @@ class Stepper:
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
+        self.skipped = 0
+        """Steps that took no update because a float16 gradient overflowed; a checkpoint keeps the count."""
         model.config.finalize_model_grads_func = finalize_model_grads
         model.config.grad_scale_func = optimizer.scale_loss
 
@@ -121,7 +129,8 @@ class Stepper:
 
         Raises:
             Diverged: the loss or the gradient norm is not finite, or the gradient is nothing at all while there is a
-                loss; the weights are left as they were for a loss.
+                loss; the weights are left as they were for a loss. A float16 gradient that overflows costs the step and
+                half the loss scale instead, until the scale is as low as it gets.
         """
         self.model.train()
         self.model.zero_grad_buffer()
@@ -133,9 +142,12 @@ class Stepper:
                 f"the loss is {loss} after {self.schedule.num_steps} good steps; the weights are as after the last "
                 "of them. Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
-        lr = self.lr
-        _, grad_norm, _ = self.optimizer.step()
-        norm = float(grad_norm)
+        lr, loss_scale = self.lr, self.loss_scale
+        updated, grad_norm, _ = self.optimizer.step()
+        if loss_scale is not None and not updated and loss_scale > MIN_LOSS_SCALE:
+            self.skipped += 1  # and the schedule stays where it is
+            return StepResult(loss, num_tokens, math.inf, lr, loss_scale, self.skipped)
+        norm = float(grad_norm) if updated else math.inf
         if not math.isfinite(norm):
             raise Diverged(
                 f"the gradient norm is {norm} at a loss of {loss:.4f}. Lower optim.lr, lengthen optim.warmup_steps, "
@@ -148,7 +160,8 @@ class Stepper:
                 "lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
         self.schedule.step(increment=1)
-        return StepResult(loss=loss, learned_tokens=num_tokens, grad_norm=norm, lr=lr)
+        skipped = None if loss_scale is None else self.skipped
+        return StepResult(loss, num_tokens, norm, lr, loss_scale, skipped)
 
     def evaluate(self, batches: Iterator[Sequence[PackedLine]]) -> float:
         """Mean loss per learned token over all batches, without touching weights or gradients."""
@@ -160,6 +173,11 @@ class Stepper:
                 loss_sum += batch_loss
                 num_tokens += batch_tokens
         return loss_sum / max(1, num_tokens)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next step is multiplied by; None unless the model is float16."""
+        return float(self.optimizer.get_loss_scale()) if self.model.config.fp16 else None
 
     @property
     def lr(self) -> float:

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,11 @@ from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.recipes.layout import check_layout
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from isthmus.engine.fp8 import Fp8Recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Of weights and activations, by precision; fp8 is what products are taken in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,36 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
             f"data.seq_length={longest} is more than the {architecture.max_position_embeddings} positions that "
             f"this model has learned ({architecture.family}). Use {architecture.max_position_embeddings} or less."
         )
+    _check_recomputed(config, plans)
+
+
+def _check_recomputed(config: RunConfig, plans: Blueprint) -> None:
+    train, architecture, pp = config.train, plans.architecture, plans.sizes.pp
+    here = architecture.num_layers // (pp * plans.sizes.vpp)
+    if train.recompute_layers is not None and train.recompute_layers > here:
+        raise UsageError(
+            f"train.recompute_layers={train.recompute_layers} is more than the {here} layers of a pipeline stage. "
+            f"Use {here} or less, or leave it out for all."
+        )
+    moe = [architecture.is_moe(layer) for layer in range(architecture.num_layers)]
+    for name, there in {"moe": any(moe), "mlp": not all(moe)}.items():
+        if train.recompute == "selective" and name in train.recompute_modules and not there:
+            what = "mixtures of experts" if name == "moe" else "dense feed-forward blocks"
+            raise UsageError(
+                f"train.recompute_modules names {name}, and this model has no {what} ({architecture.family}). "
+                "Leave it out."
+            )
+
+
+def check_precision(platform: Platform, precision: str) -> None:
+    """Refuse what the hardware cannot compute in.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    supported, reason = platform.supports(precision)
+    if not supported:
+        raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
 
 
 def use_threads(platform: Platform, threads: int | None) -> str | None:
@@ -105,6 +139,8 @@ class Session:
     dtype: torch.dtype
     model: Any
     """The decoder, or the data-parallel wrapper around it."""
+    said: tuple[str, ...] = ()
+    """What was decided in building it, for the user."""
 
     @property
     def layout(self) -> Layout:
@@ -220,26 +256,44 @@ def build_session(
         plans: the architecture and its layout.
         platform: of this process.
         position: of this rank, from ``open_groups``.
-        precision: ``fp32`` or ``bf16``.
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
         training: whether gradients are wanted, in buffers that the distributed optimizer shares out.
 
     Raises:
         MissingInput, DataError: the folder holds no weights (and ``model.init`` is not ``random``) or not the right.
     """
+    from isthmus.engine.linear import use_fp8
     from isthmus.engine.model import build_model, live_tensors, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
 
     dtype = DTYPES[precision]
-    settings = transformer_config(plans.architecture, plans.sizes, dtype=dtype, recompute=config.train.recompute)
+    train = config.train
+    settings = transformer_config(
+        plans.architecture,
+        plans.sizes,
+        dtype=dtype,
+        recompute=train.recompute,
+        recompute_modules=train.recompute_modules,
+        recompute_layers=train.recompute_layers,
+    )
     model: Any = build_model(plans.architecture, settings)
+    said = use_fp8(model, fp8_recipe(config, platform)) if precision == "fp8" else ()
     if training:
         model = wrap_data_parallel(model)
-    session = Session(plans, platform, position, dtype, model)
+    session = Session(plans, platform, position, dtype, model, said)
     source = plans.weights.source
     if config.model.init == "random":
         source = RandomWeights(plans.family, plans.architecture, config.train.seed)
     import_weights(live_tensors(model), plans.family, plans.architecture, source, layout=session.layout)
     return session
+
+
+def fp8_recipe(config: RunConfig, platform: Platform) -> Fp8Recipe:
+    """How ``train.fp8_scaling`` and ``train.fp8_format`` round, in the types of the platform."""
+    from isthmus.engine.fp8 import Fp8Recipe
+
+    e4m3, e5m2 = platform.fp8_types()
+    return Fp8Recipe(config.train.fp8_scaling, e4m3, e5m2 if config.train.fp8_format == "hybrid" else e4m3)
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
@@ -248,7 +302,7 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
     Args:
         hf_dir: config.json and safetensors.
         parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone).
-        precision: ``fp32`` or ``bf16``.
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
 
     Returns:
         This rank's :class:`isthmus.engine.model.Decoder`.
@@ -263,7 +317,9 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
             "parallel": {"sp": False, **(parallel or {})},
         }
     )
-    session = open_session(config, blueprint(config), detect(), precision, training=False)
+    platform = detect()
+    check_precision(platform, precision)
+    session = open_session(config, blueprint(config), platform, precision, training=False)
     return session.model.eval()
 
 

@@ -160,6 +160,8 @@ class Loop:
             learned_tokens=result.learned_tokens,
             step_time_s=elapsed_s,
             consumed_sequences=(step + 1) * self.batches.global_batch_size,
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
         )
         self.reporter.step(metrics)
         return metrics, stops > 0
