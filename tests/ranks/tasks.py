@@ -31,6 +31,7 @@ from isthmus.errors import IsthmusError
 from isthmus.platforms.detect import detect
 from isthmus.recipes.session import Session, blueprint, load_model, model_logits, open_session
 from isthmus.train.memory import stage_bytes
+from ranks.member import leave_groups
 from ranks.tiny import SEQ_LENGTH
 
 TOTAL_STEPS = 20
@@ -316,6 +317,16 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (furthest, state["args"].tensor_model_parallel_size))
     return {"furthest": max(far for far, _ in every), "tp": every[0][1]}
+
+
+def each(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
+    """What ``task`` returns for each of the cases, one after the other: a process costs more to start than to use."""
+    results = []
+    for case in cases:
+        parallel_state.destroy_model_parallel()
+        leave_groups()
+        results.append(globals()[task](**shared | case))
+    return results
 
 
 def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], spread: dict[str, di
         loss, norm = apart(run, alone["fp32"])
         # 4 bits of mantissa forward and 3 backward, in sums over 32 to 64 numbers.
         assert 0 < loss < 0.01 and norm < 0.1
+    assert alone["tensorwise"]["loss"] != alone["rowwise"]["loss"]
     # The same matrices on the same ranks; bfloat16 is rounded elsewhere.
     loss, norm = apart(spread["tensorwise-sp"], spread["tensorwise"])
     assert loss < 0.003 and norm < 0.03

@@ -21,6 +21,8 @@ Paths = Annotated[
 ]
 Count = Annotated[int, Field(ge=1)]
 RecomputedModule = Literal["core_attn", "mlp", "moe"]
+_OF_PRECISION = {"fp16": ("initial_loss_scale", "loss_scale_window"), "fp8": ("fp8_scaling", "fp8_format")}
+"""Settings that mean something in one precision only."""
 # Elsewhere 0 is a usual spelling of "never"; here there is one inner form of it, so that no code can divide by it.
 Interval = Annotated[Count | None, BeforeValidator(lambda value: None if type(value) is int and value == 0 else value)]
 
@@ -134,7 +136,7 @@ class TrainConfig(Section):
     """Seed of random weights and of the random streams of training."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward pass instead of being kept."""
-    recompute_modules: Annotated[tuple[RecomputedModule, ...], Field(strict=False, min_length=1)] = ("core_attn",)
+    recompute_modules: Annotated[tuple[RecomputedModule, ...], Field(strict=False)] = ("core_attn",)
     """selective: what is computed again: attention's core, dense feed-forward blocks, mixtures of experts."""
     recompute_layers: Count | None = None
     """full: layers of each pipeline stage, its first ones, that are computed again; null: all of them."""
@@ -160,17 +162,17 @@ class TrainConfig(Section):
                 f"recompute_layers={self.recompute_layers} belongs to recompute=full, got {self.recompute}; "
                 "leave it out",
             )
-        if self.recompute_modules != ("core_attn",) and self.recompute != "selective":
+        if self.recompute_modules not in (("core_attn",), ()) and self.recompute != "selective":
             _refuse(
                 "recompute_modules",
                 f"recompute_modules belongs to recompute=selective, got {self.recompute}; leave it out",
             )
-        for name, default in {"initial_loss_scale": 4096.0, "loss_scale_window": 1000}.items():
-            if getattr(self, name) != default and self.precision != "fp16":
-                _refuse(name, f"{name} belongs to precision=fp16, got {self.precision}; leave it out")
-        for name, default in {"fp8_scaling": "tensorwise", "fp8_format": "hybrid"}.items():
-            if getattr(self, name) != default and self.precision != "fp8":
-                _refuse(name, f"{name} belongs to precision=fp8, got {self.precision}; leave it out")
+        if not self.recompute_modules:
+            _refuse("recompute_modules", "recompute_modules names nothing; use core_attn, mlp or moe")
+        for precision, names in _OF_PRECISION.items():
+            for name in names if self.precision != precision else ():
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    _refuse(name, f"{name} belongs to precision={precision}, got {self.precision}; leave it out")
         if self.global_batch_size % self.micro_batch_size:
             below = self.global_batch_size // self.micro_batch_size * self.micro_batch_size
             near = " or ".join(str(size) for size in (below, below + self.micro_batch_size) if size)

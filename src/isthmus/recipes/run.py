@@ -114,10 +114,9 @@ def survey(config: RunConfig) -> Ground:
     check_files(config)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     platform = detect(config.platform)
-    precision, why = platform.default_precision()
-    if config.train.precision is not None:
-        precision, why = config.train.precision, "train.precision"
-        check_precision(platform, precision)
+    chosen = config.train.precision
+    precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()
+    check_precision(platform, precision)
     environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
     threads = use_threads(platform, config.train.threads)
     said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *plans.weights.said, *environment]

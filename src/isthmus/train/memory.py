@@ -34,8 +34,8 @@ def layer_bytes(
       token (two for LayerNorm), the projection behind it keeps its output; of the form ``pre`` that is 4 T H;
     - attention, over tp: the projection's output T (N + 2G) D, of which values are a view; queries and keys after their
       rotation, T (N + G) D; and its own output T N D, which the next projection reads. Scores are taken block by block
-      and never kept, so the paper's 5 a s / h is nothing here. A norm of queries and keys reads the projection's output,
-      which is there already, and keeps a float32 number a head, or two float32 copies if it is over all heads;
+      and never kept, so the paper's 5 a s / h is nothing here. A norm of queries and keys reads what is there already
+      and keeps a float32 number a head, or two float32 copies if it is over all heads;
     - feed-forward, over tp: the first projection's output T 2F (gated; else T F) and the activation's T F, which the
       second one reads; gated GELU, which is put together of two operations, keeps half of itself once more.
 

@@ -187,6 +187,12 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
         ("train.loss_scale_window=9", "command line  train.loss_scale_window", "belongs to precision=fp16, got None"),
         ("train.recompute_layers=2", "command line  train.recompute_layers", "belongs to recompute=full, got none"),
         ("train.recompute_modules=[mlp]", "command line  train.recompute_modules", "belongs to recompute=selective"),
+        ("train={steps: 9, precision: fp16, fp8_format: e4m3}", "command line", "fp8_format belongs to precision=fp8"),
+        (
+            "train.recompute_modules=[]",
+            "command line  train.recompute_modules",
+            "names nothing; use core_attn, mlp or moe",
+        ),
         ("train.recompute_modules=[layernorm]", "command line", "must be 'core_attn', 'mlp' or 'moe', got 'layernorm'"),
         ("data.files=[]", "command line  data.files", "must name at least one file"),
         ("data.files={a: 1}", "command line", "data.files has no settings of its own"),

@@ -1,4 +1,4 @@
-"""The formula against the paper's arithmetic; that it is what autograd keeps is shown in tests/ranks/test_precision.py."""
+"""The formula against the paper's arithmetic; that it is what autograd keeps is shown in tests/ranks."""
 
 from __future__ import annotations
 
