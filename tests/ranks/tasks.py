@@ -320,7 +320,7 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
 
 
 def each(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
-    """What ``task`` returns for each of the cases, one after the other: a process costs more to start than to use."""
+    """What ``task`` returns for each of the cases, one after the other in the same processes."""
     results = []
     for case in cases:
         parallel_state.destroy_model_parallel()

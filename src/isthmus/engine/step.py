@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from isthmus.engine.attention import Segments
+from isthmus.engine.compat import same_loss_scale
 from isthmus.engine.optimizer import MIN_LOSS_SCALE
 from isthmus.errors import Diverged
 
@@ -144,6 +145,8 @@ class Stepper:
             )
         lr, loss_scale = self.lr, self.loss_scale
         updated, grad_norm, _ = self.optimizer.step()
+        if loss_scale is not None:
+            same_loss_scale(self.optimizer)
         if loss_scale is not None and not updated and loss_scale > MIN_LOSS_SCALE:
             self.skipped += 1  # and the schedule stays where it is
             return StepResult(loss, num_tokens, math.inf, lr, loss_scale, self.skipped)

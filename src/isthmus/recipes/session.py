@@ -85,6 +85,10 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
             f"this model has learned ({architecture.family}). Use {architecture.max_position_embeddings} or less."
         )
     _check_recomputed(config, plans)
+    if plans.sizes.fsdp and config.train.precision in ("fp16", "fp8"):
+        raise UsageError(
+            f"train.precision={config.train.precision} is not built for parallel.fsdp. Use bf16, or leave fsdp out."
+        )
 
 
 def _check_recomputed(config: RunConfig, plans: Blueprint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def test_what_is_not_there_is_not_recomputed(train: dict[str, Any], message: str
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=2), 24, **train)
     with pytest.raises(UsageError, match=message):
         check_training(config, blueprint(config))
+
+
+def test_fsdp_has_no_loss_scale(tmp_path: Path) -> None:
+    config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24, precision="fp16")
+    plans = blueprint(config)
+    check_training(config, plans)
+    with pytest.raises(UsageError, match=r"precision=fp16 is not built for parallel\.fsdp\. Use bf16"):
+        check_training(config, replace(plans, sizes=replace(plans.sizes, fsdp=True)))
 
 
 def test_fp8_rounds_as_it_is_told(tmp_path: Path) -> None:
