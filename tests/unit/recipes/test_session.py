@@ -12,7 +12,7 @@ import torch
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
-from isthmus.recipes.session import blueprint, check_training, fp8_recipe
+from isthmus.recipes.session import blueprint, check_precision, check_training, fp8_recipe
 from ranks.tiny import build_model_folder
 
 
@@ -59,6 +59,12 @@ def test_what_is_not_there_is_not_recomputed(train: dict[str, Any], message: str
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=2), 24, **train)
     with pytest.raises(UsageError, match=message):
         check_training(config, blueprint(config))
+
+
+def test_what_the_hardware_does_not_multiply_is_refused() -> None:
+    check_precision(detect("cpu"), "fp16")
+    with pytest.raises(UsageError, match="precision=fp8 cannot be used here: CPUs have no fp8 .* Leave it out or use"):
+        check_precision(detect("cpu"), "fp8")
 
 
 def test_fsdp_has_no_loss_scale(tmp_path: Path) -> None:
