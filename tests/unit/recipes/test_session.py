@@ -63,7 +63,7 @@ def test_what_is_not_there_is_not_recomputed(train: dict[str, Any], message: str
 
 def test_what_the_hardware_does_not_multiply_is_refused() -> None:
     check_precision(detect("cpu"), "fp16")
-    with pytest.raises(UsageError, match="precision=fp8 cannot be used here: CPUs have no fp8 .* Leave it out or use"):
+    with pytest.raises(UsageError, match=r"precision=fp8 cannot be used here: CPUs have no fp8 .* Leave it out or use"):
         check_precision(detect("cpu"), "fp8")
 
 
