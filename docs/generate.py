@@ -67,7 +67,8 @@ def _kind(entry: dict[str, Any]) -> str:
     if entry.get("format") == "path":
         return "path"
     if entry.get("type") == "array":
-        return f"list of {_kind(entry['items'])}s"
+        items = _kind(entry["items"])
+        return f"list of {items}" if "enum" in entry["items"] else f"list of {items}s"
     name = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}[entry["type"]]
     return " ".join([name, *(f"{sign} {entry[key]:g}" for key, sign in _BOUNDS.items() if key in entry)])
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from isthmus.platforms.detect import detect
+
 pytestmark = pytest.mark.gpu
 
 TEXTS = ["one two three four five", "six seven eight nine ten", "how are you today", "all is well, thank you"] * 8
@@ -38,8 +40,11 @@ def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: 
     assert (ours - logits(model, ids[None])[0]).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
 def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: str) -> None:
+    supported, why = detect().supports(precision)
+    if not supported:
+        pytest.skip(why)
     data = tmp_path / "chats.jsonl"
     chat = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two three four"}]
     data.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(32)))
@@ -56,3 +61,20 @@ def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: 
     ]
     assert losses[-1] < 0.5 * losses[0]
     assert (out / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_fp8_products_are_those_of_the_reference(scaling: str, backward: bool) -> None:
+    from isthmus.engine.fp8 import quantize, reference, scaled_mm
+
+    platform = detect()
+    supported, why = platform.supports("fp8")
+    if not supported:
+        pytest.skip(why)
+    e4m3, e5m2 = platform.fp8_types()
+    torch.manual_seed(0)
+    a = quantize(torch.randn(40, 64, device="cuda"), e5m2 if backward else e4m3, scaling)
+    b = quantize(torch.randn(48, 64, device="cuda"), e4m3, scaling)
+    got, wanted = scaled_mm(a, b, torch.bfloat16, fast=not backward), reference(a, b, torch.float32)
+    assert (got.float() - wanted).norm() < 0.01 * wanted.norm()

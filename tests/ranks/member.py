@@ -75,12 +75,12 @@ def run_tasks(world: socket.socket, meeting: str) -> None:
         except Exception:
             reply = {"error": traceback.format_exc()}
         parallel_state.destroy_model_parallel()
-        _leave_groups()
+        leave_groups()
         gc.collect()
         world.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def _leave_groups() -> None:
+def leave_groups() -> None:
     """End every group but the world: Megatron-Core forgets its groups, but each keeps its threads until it is ended."""
     import torch.distributed as dist
 

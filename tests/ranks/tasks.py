@@ -6,6 +6,7 @@ A task opens the layout it names and leaves its groups to :mod:`ranks.member` to
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from isthmus.config.schema import RunConfig
@@ -25,10 +27,12 @@ from isthmus.data.store import SampleStore
 from isthmus.engine import checkpoint
 from isthmus.engine.model import live_tensors
 from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule, distributed_optimizers
-from isthmus.engine.step import Stepper
+from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
 from isthmus.platforms.detect import detect
 from isthmus.recipes.session import Session, blueprint, load_model, model_logits, open_session
+from isthmus.train.memory import stage_bytes
+from ranks.member import leave_groups
 from ranks.tiny import SEQ_LENGTH
 
 TOTAL_STEPS = 20
@@ -57,9 +61,13 @@ def start(
     mtp_loss_weight: float = 0.1,
     optim: dict[str, Any] | None = None,
     moe: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Training:
-    """Open a session the way a recipe does, with this store for data; ``parallel`` is the section of the config."""
+    """Open a session the way a recipe does, with this store for data.
+
+    ``parallel`` is the section of the config, ``more`` are settings of its section ``train``.
+    """
     config = RunConfig.model_validate(
         {
             "recipe": "pretrain",
@@ -68,7 +76,13 @@ def start(
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
             "parallel": parallel,
             "moe": moe or {},
-            "train": {"steps": TOTAL_STEPS, "recompute": recompute, "mtp_loss_weight": mtp_loss_weight},
+            "train": {
+                "steps": TOTAL_STEPS,
+                "recompute": recompute,
+                "precision": precision,
+                "mtp_loss_weight": mtp_loss_weight,
+                **(more or {}),
+            },
         }
     )
     session = open_session(config, blueprint(config), detect("cpu"), precision)
@@ -83,6 +97,8 @@ def start(
         "beta1": 0.9,
         "beta2": 0.95,
         "eps": 1e-8,
+        "initial_loss_scale": config.train.initial_loss_scale,
+        "loss_scale_window": config.train.loss_scale_window,
     } | (optim or {})
     chosen = OptimizerSettings(total_steps=TOTAL_STEPS, **settings)
     optimizer = build_optimizer(session.model, chosen)
@@ -114,11 +130,13 @@ def train(
     resume: str | None = None,
     evaluate: bool = False,
     late: int | None = None,
+    overflow_at: list[int] | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
     """Train up to step ``steps``; losses, gradient norms and learning rates by step, and a digest of the end state.
 
-    Rank ``late`` takes its time before each stage, so that what others send it lies there unread.
+    Rank ``late`` takes its time before each stage, so that what others send it lies there unread. In the steps
+    ``overflow_at`` (from 0) the last rank finds one infinite number in its gradients.
     """
     training = start(**layout)
     if dist.get_rank() == late:
@@ -132,7 +150,10 @@ def train(
     result: dict[str, Any] = {"first": first, **{curve: [] for curve in curves}}
     if evaluate:
         result["valid_before"] = stepper.evaluate(training.held_out.eval_batches())
+    names = ("loss_scale", "skipped") if stepper.loss_scale is not None else ()
+    result |= {name: [] for name in names}
     for step in range(first, steps):
+        _poison(stepper, now=step in (overflow_at or ()))
         done = stepper.train_step(training.batches.step(step))
         result["loss"].append(done.loss)
         result["grad_norm"].append(done.grad_norm)
@@ -140,12 +161,26 @@ def train(
         result["mtp_loss"].append(done.mtp_loss)
         result["learned"].append(done.learned_tokens)
         result["load"].append(None if done.load is None else done.load.figures())
+        for name in names:
+            result[name].append(getattr(done, name))
         if step + 1 in (save_at or ()):
             progress = checkpoint.Progress(step=step + 1, data="these samples")
             checkpoint.save(Path(root or ""), stepper, progress, sizes, keep=keep)
     if evaluate:
         result["valid_after"] = stepper.evaluate(training.held_out.eval_batches())
     return result | {"digest": _digest(training)}
+
+
+def _poison(stepper: Stepper, *, now: bool) -> None:
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        finalize_model_grads(*args, **kwargs)
+        if now and dist.get_rank() == dist.get_world_size() - 1:
+            # A gradient in this rank's shard, which no other rank's optimizer looks at.
+            buckets = [bucket for group in stepper.model.bucket_groups for bucket in group.buckets]
+            shard = buckets[-1].grad_data.chunk(parallel_state.get_data_parallel_world_size())
+            shard[parallel_state.get_data_parallel_rank()][0] = math.inf
+
+    stepper.model.config.finalize_model_grads_func = finalize
 
 
 def _digest(training: Training) -> list[str]:
@@ -298,3 +333,54 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (furthest, state["args"].tensor_model_parallel_size))
     return {"furthest": max(far for far, _ in every), "tp": every[0][1]}
+
+
+def each(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
+    """What ``task`` returns for each of the cases, one after the other in the same processes."""
+    results = []
+    for case in cases:
+        parallel_state.destroy_model_parallel()
+        leave_groups()
+        results.append(globals()[task](**shared | case))
+    return results
+
+
+def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, Any]:
+    """What this rank's autograd keeps of one micro batch, and what :mod:`isthmus.train.memory` says it does.
+
+    Each piece of memory counts once; the weights' own does not.
+    """
+    training = start(model=model, samples=samples, **layout)
+    stepper, plans = training.stepper, training.session.blueprint
+    (line, *_) = training.batches.step(0)
+    stepper.model.train()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in stepper.model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # held, so that its address is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _forward_step(iter([line]), stepper.model)
+    settings = layout.get("more") or {}
+    expected = stage_bytes(
+        plans.architecture,
+        num_layers=plans.architecture.num_layers,
+        num_tokens=line.input_ids.numel(),
+        learned_tokens=int(line.loss_mask.sum()),
+        bytes_per_element=training.session.dtype.itemsize,
+        tp=plans.sizes.tp,
+        sp=plans.sizes.sp,
+        recompute=layout.get("recompute", "none"),
+        recompute_modules=settings.get("recompute_modules", ["core_attn"]),
+        recompute_layers=settings.get("recompute_layers"),
+    )
+    return {"measured": sum(storage.nbytes() for storage in kept.values()), "expected": expected}
+
+
+def said(**layout: Any) -> list[str]:
+    """What building the session has to say to the user."""
+    return list(start(**layout).session.said)

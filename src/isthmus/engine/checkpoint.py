@@ -167,7 +167,7 @@ def save(
         "rng_state": _random_state(),
         "checkpoint_version": 3.0,
         "iteration": progress.step,
-        "isthmus": {"progress": asdict(progress), "layout": asdict(sizes)},
+        "isthmus": {"progress": asdict(progress), "layout": asdict(sizes), "skipped": stepper.skipped},
     }
     if args is not None:
         state["args"] = args
@@ -262,8 +262,11 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
             stage.load_state_dict(loaded[name])
     for optimizer, tensors in zip(distributed_optimizers(stepper.optimizer), loaded["optimizers"], strict=True):
         compat.load_adam(optimizer, tensors["param_state"], steps=_steps(common["optimizer"]))
+        if optimizer.grad_scaler is not None and "grad_scaler" in (saved := _first(common["optimizer"])):
+            optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
     progress = Progress(**common["isthmus"]["progress"])
-    stepper.schedule.step(increment=progress.step)
+    stepper.skipped = common["isthmus"].get("skipped", 0)
+    stepper.schedule.step(increment=progress.step - stepper.skipped)
     if same_layout:
         _restore_random_state(loaded["rng_state"][0])
     return progress
@@ -271,8 +274,13 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
 
 def _steps(saved: dict[Any, Any]) -> int:
     """How many steps the optimizer had taken; where experts have one of their own, all have taken as many."""
-    groups = saved.get(0, saved)["optimizer"]["param_groups"]
-    return int(groups[0]["step"])
+    return int(_first(saved)["optimizer"]["param_groups"][0]["step"])
+
+
+def _first(saved: dict[Any, Any]) -> dict[Any, Any]:
+    """Of the optimizers that were saved, whether there were several or one."""
+    found: dict[Any, Any] = saved.get(0, saved)
+    return found
 
 
 def _restore_random_state(state: dict[str, Any]) -> None:

@@ -99,6 +99,25 @@ def keep_bucket_padding(optimizer: Any) -> None:
     optimizer.get_parameter_state_dp_zero = gather_padded
 
 
+def same_loss_scale(optimizer: Any) -> None:
+    """megatron-core 0.16: optimizers in a chain (of dense weights, of experts) lower their loss scales one by one.
+
+    Each lowers its own when its own gradients overflow, but the loss is multiplied by the first one's, so that
+    the others would divide by the wrong number from then on. Here all take up the state of the lowest.
+
+    Args:
+        optimizer: a ``ChainedOptimizer`` that has just taken a step, or any other, with which nothing is done.
+    """
+    chain = [each.grad_scaler for each in getattr(optimizer, "chained_optimizers", ())]
+    scalers = [scaler for scaler in chain if scaler is not None]
+    if len(scalers) > 1:
+        lowest = min(
+            (scaler.state_dict() for scaler in scalers), key=lambda s: (float(s["scale"]), s["growth_tracker"])
+        )
+        for scaler in scalers:
+            scaler.load_state_dict(lowest)
+
+
 def load_adam(optimizer: Any, tensors: dict[Any, Any], *, steps: int) -> None:
     """megatron-core 0.16: DistributedOptimizer cannot load what it saved of torch's AdamW.
 

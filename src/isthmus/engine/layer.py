@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core import tensor_parallel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -68,7 +69,10 @@ class ShapedLayer(TransformerLayer):
         beside = self.form in ("parallel", "parallel_two_norms")
         stream = hidden_states if beside else hidden_states + attended
         fed = normed if self.form == "parallel" else self.pre_mlp_layernorm(stream)
-        output = self._finished(self.mlp(fed), self.post_mlp_layernorm)
+        made = (
+            tensor_parallel.checkpoint(self.mlp, False, fed) if self.recompute_mlp and self.training else self.mlp(fed)
+        )
+        output = self._finished(made, self.post_mlp_layernorm)
         return stream + (attended + output if beside else output), None
 
     def _finished(self, output_with_bias: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import layers as mcore
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from isthmus.engine.fp8 import ALIGNMENT, Fp8Recipe, fits, fp8_linear
 from isthmus.engine.main_grad import add_product
 
 
@@ -48,10 +49,21 @@ def _fusible(weight: Tensor, kwargs: dict[str, Any]) -> bool:
     )
 
 
+def _in_fp8(x: Tensor, weight: Tensor, recipe: Fp8Recipe, kwargs: dict[str, Any]) -> Tensor:
+    exchanges = {name: kwargs[name] for name in ("allreduce_dgrad", "sequence_parallel")}
+    out = fp8_linear(x, weight, recipe, group=kwargs["tp_group"], **exchanges)
+    return out if kwargs["bias"] is None else out + kwargs["bias"]
+
+
 class ColumnParallelLinear(mcore.ColumnParallelLinear):
     """Megatron-Core's column-parallel linear layer, with the accumulation fused where it can be."""
 
+    fp8: Fp8Recipe | None = None
+    """How its products are taken in 8 bits; None where they are not. See :func:`use_fp8`."""
+
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        if self.fp8 is not None:
+            return _in_fp8(input, weight, self.fp8, kwargs)
         if _fusible(weight, kwargs):
             return _LinearIntoMainGrad.apply(input, weight)
         return super()._forward_impl(input, weight, **kwargs)
@@ -60,10 +72,42 @@ class ColumnParallelLinear(mcore.ColumnParallelLinear):
 class RowParallelLinear(mcore.RowParallelLinear):
     """Megatron-Core's row-parallel linear layer, with the accumulation fused where it can be."""
 
+    fp8: Fp8Recipe | None = None
+    """As of :class:`ColumnParallelLinear`."""
+
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        if self.fp8 is not None:
+            return _in_fp8(input, weight, self.fp8, kwargs)
         if _fusible(weight, kwargs):
             return _LinearIntoMainGrad.apply(input, weight)
         return super()._forward_impl(input, weight, **kwargs)
+
+
+def use_fp8(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:
+    """Take the products of attention's and feed-forward blocks' parallel layers in 8 bits.
+
+    The output layer, routers, experts and layers that every rank holds whole keep their type; so do layers whose part
+    on this rank has a width that the hardware does not multiply.
+
+    Returns:
+        What the user ought to know: which of the layers could not be changed.
+    """
+    left: dict[str, tuple[int, ...]] = {}
+    changed = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.is_expert:
+            continue
+        if fits(module.weight):
+            module.fp8 = recipe
+            changed += 1
+        else:
+            left.setdefault(name.rpartition(".")[2], tuple(module.weight.shape))
+    told = [f"fp8: {changed} linear layers of this rank"]
+    told += [
+        f"fp8: {name} stays bf16, {shape[0]} x {shape[1]} on a rank is no multiple of {ALIGNMENT} both ways"
+        for name, shape in left.items()
+    ]
+    return tuple(told)
 
 
 class ReplicatedLinear(nn.Module):

@@ -58,6 +58,8 @@ def transformer_config(
     *,
     dtype: torch.dtype,
     recompute: str = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
+    recompute_layers: int | None = None,
     experts: MoeSettings = AS_IS,
     mtp_loss_weight: float | None = None,
 ) -> DecoderConfig:
@@ -66,8 +68,10 @@ def transformer_config(
     Args:
         architecture: the model's.
         sizes: the layout.
-        dtype: of the weights and the arithmetic.
-        recompute: a value of ``train.recompute``.
+        dtype: of weights and activations.
+        recompute: ``none``, ``selective`` or ``full``.
+        recompute_modules: what ``selective`` computes again: ``core_attn``, ``mlp``, ``moe``.
+        recompute_layers: of each stage, from its first on, that ``full`` computes again; None for all.
         experts: how they are trained.
         mtp_loss_weight: what the mean loss of the layers that predict ahead counts; None builds none of them.
     """
@@ -102,6 +106,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
         expert_model_parallel_size=sizes.ep,
@@ -120,8 +125,10 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,
         recompute_granularity=RECOMPUTE_GRANULARITY[recompute],
-        recompute_method="uniform" if full else None,
-        recompute_num_layers=1 if full else None,
+        recompute_modules=list(recompute_modules),
+        # Layer by layer: those of "uniform" are all layers, those of "block" the first ones of a stage.
+        recompute_method=("uniform" if recompute_layers is None else "block") if full else None,
+        recompute_num_layers=(recompute_layers or 1) if full else None,
         # An output that is sent beside the next computation is let go before it has arrived; gloo then sends what else
         # has come to lie there.
         deallocate_pipeline_outputs=sizes.vpp == 1,
@@ -184,10 +191,17 @@ class Decoder(GPTModel):
         for layer in self.decoder.layers:
             if isinstance(layer.mlp, MoeBlock):
                 layer.register_forward_pre_hook(tell_line, with_kwargs=True)
+        self._choose_recomputed_blocks()
         if first and architecture.position == "learned":
             positions = self.embedding.position_embeddings.to(config.params_dtype).weight
             # finalize_model_grads reads this mark: each rank looks up only its part of the line.
             positions.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def _choose_recomputed_blocks(self) -> None:
+        """Tell dense feed-forward blocks from experts: Megatron-Core's layer does not know the latter's class."""
+        chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
+        for layer in self.decoder.layers:
+            layer.recompute_mlp = ("moe" if isinstance(layer.mlp, MoeBlock) else "mlp") in chosen
 
     def _mark_sharded_parameters(self) -> None:
         """Say which parameters are sharded: Megatron-Core does so only while drawing initial weights.
@@ -288,8 +302,17 @@ class Decoder(GPTModel):
             num_rows=max(0, min(weight.size(0), self.architecture.vocab_size - start)),
             group=group,
             softcap=self.architecture.logits_softcap,
-            grad_scale=None if share is None else torch.tensor(share, device=hidden.device),
+            grad_scale=self._grad_scale(share),
         )
+
+    def _grad_scale(self, share: float | None) -> Tensor | None:
+        """What a loss will be multiplied by before its gradient is taken, the loss scale of fp16 too; None is one."""
+        scaled = self.config.grad_scale_func
+        device = torch.cuda.current_device()
+        scale = None if share is None else torch.tensor(share, device=device)
+        if not self.config.fp16 or scaled is None:
+            return scale
+        return scaled(torch.ones((), device=device) if scale is None else scale).view(())  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         hidden = self._scaled(hidden)

@@ -15,6 +15,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from isthmus.engine.compat import clip_in_place, fill_adam_state
 from isthmus.engine.model import Decoder
 
+MIN_LOSS_SCALE = 1.0
+"""Of float16; an overflow at it is the gradient's own, and the run has diverged."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
@@ -32,6 +35,10 @@ class OptimizerSettings:
     beta1: float
     beta2: float
     eps: float
+    initial_loss_scale: float = 4096.0
+    """What the loss of a float16 model is multiplied by at first; halved when a gradient overflows."""
+    loss_scale_window: int = 1000
+    """Steps in a row without overflow after which the loss scale is doubled."""
 
 
 def wrap_data_parallel(model: Decoder) -> DistributedDataParallel:
@@ -52,7 +59,7 @@ def _no_exchange(**_how: bool) -> None:
 
 
 def build_optimizer(model: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
-    """AdamW over this rank's shard of its stages' parameters; float32 main weights when the model's are bfloat16.
+    """AdamW over this rank's shard of its stages' parameters; float32 main weights when the model's have 16 bits.
 
     Call it after the weights are in: the main weights are copied from them.
     """
@@ -69,6 +76,11 @@ def build_optimizer(model: list[DistributedDataParallel], settings: OptimizerSet
             adam_eps=settings.eps,
             clip_grad=settings.clip_grad,
             bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            initial_loss_scale=settings.initial_loss_scale,
+            min_loss_scale=MIN_LOSS_SCALE,
+            loss_scale_window=settings.loss_scale_window,
+            hysteresis=1,  # each overflow costs a step, so the first one counts
             params_dtype=dtype,
             use_distributed_optimizer=True,
         ),

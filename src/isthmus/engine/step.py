@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor
 from isthmus.engine.ahead import places_ahead
 from isthmus.engine.attention import Segments
 from isthmus.engine.balance import Load, take_stock, updated_bias
+from isthmus.engine.compat import same_loss_scale
 from isthmus.engine.moe import MoeBlock
+from isthmus.engine.optimizer import MIN_LOSS_SCALE
 from isthmus.errors import Diverged
 
 
@@ -61,11 +63,16 @@ class StepResult:
     """Mean over all learned tokens of the global batch."""
     learned_tokens: int
     grad_norm: float
+    """Infinite where the step was skipped."""
     lr: float
     load: Load | None = None
     """Of the experts, if there are any."""
     mtp_loss: float | None = None
     """Mean over what the layers that predict ahead have to predict; None where there are none."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by (float16); None in other precisions."""
+    skipped: int | None = None
+    """Steps of the run so far whose gradient overflowed, so that nothing was updated; None as above."""
 
 
 def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, Any]:
@@ -146,6 +153,8 @@ class Stepper:
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
+        self.skipped = 0
+        """Steps that took no update because a float16 gradient overflowed; a checkpoint keeps the count."""
         config = model[0].config  # which all stages share
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
@@ -158,7 +167,8 @@ class Stepper:
 
         Raises:
             Diverged: the loss or the gradient norm is not finite, or the gradient is nothing at all while there is a
-                loss; the weights are left as they were for a loss.
+                loss; the weights are left as they were for a loss. A float16 gradient that overflows costs the step and
+                half the loss scale instead, until the scale is as low as it gets.
         """
         for stage in self.model:
             stage.train()
@@ -171,9 +181,23 @@ class Stepper:
                 f"the loss is {loss} after {self.schedule.num_steps} good steps; the weights are as after the last "
                 "of them. Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
-        lr = self.lr
-        _, grad_norm, _ = self.optimizer.step()
-        norm = float(grad_norm)
+        lr, loss_scale = self.lr, self.loss_scale
+        updated, grad_norm, _ = self.optimizer.step()
+        if loss_scale is not None:
+            same_loss_scale(self.optimizer)
+        result = StepResult(
+            loss=loss,
+            learned_tokens=int(totals.num_tokens),
+            grad_norm=math.inf,
+            lr=lr,
+            load=self._take_stock(int(totals.num_tokens), updated=bool(updated)),
+            mtp_loss=totals.ahead_sum / totals.ahead_tokens if totals.ahead_tokens else None,
+            loss_scale=loss_scale,
+        )
+        if loss_scale is not None and not updated and loss_scale > MIN_LOSS_SCALE:
+            self.skipped += 1  # and the schedule stays where it is
+            return replace(result, skipped=self.skipped)
+        norm = float(grad_norm) if updated else math.inf
         if not math.isfinite(norm):
             raise Diverged(
                 f"the gradient norm is {norm} at a loss of {loss:.4f}. Lower optim.lr, lengthen optim.warmup_steps, "
@@ -185,19 +209,11 @@ class Stepper:
                 f"the gradient is zero at a loss of {loss:.4f}, so nothing is learned any more. Lower optim.lr, "
                 "lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
-        load = self._take_stock(int(totals.num_tokens))
         self.schedule.step(increment=1)
-        return StepResult(
-            loss=loss,
-            learned_tokens=int(totals.num_tokens),
-            grad_norm=norm,
-            lr=lr,
-            load=load,
-            mtp_loss=totals.ahead_sum / totals.ahead_tokens if totals.ahead_tokens else None,
-        )
+        return replace(result, grad_norm=norm, skipped=None if loss_scale is None else self.skipped)
 
-    def _take_stock(self, num_tokens: int) -> Load | None:
-        """What the routers of all ranks saw in this step; biases of the choice move against it."""
+    def _take_stock(self, num_tokens: int, *, updated: bool) -> Load | None:
+        """What the routers of all ranks saw in this step; biases of the choice move against it in one that updates."""
         config = get_model_config(self.model[0])
         if config.num_moe_experts is None:
             return None
@@ -210,7 +226,7 @@ class Stepper:
             num_tokens=num_tokens,
             losses=settings.losses,
         )
-        for block in blocks if settings.expert_bias_update_rate else ():
+        for block in blocks if settings.expert_bias_update_rate and updated else ():
             bias = block.router.expert_bias
             assert bias is not None
             bias.data.copy_(updated_bias(bias.data, counts[block.layer], settings.expert_bias_update_rate))
@@ -227,6 +243,11 @@ class Stepper:
                 loss_sum += totals.loss_sum
                 num_tokens += totals.num_tokens
         return loss_sum / max(1, num_tokens)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next step is multiplied by; None unless the model is float16."""
+        return float(self.optimizer.get_loss_scale()) if self.model[0].config.fp16 else None
 
     @property
     def lr(self) -> float:

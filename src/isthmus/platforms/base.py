@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
+
 EnvDefaults = Mapping[str, tuple[str, str]]
 """Environment variables with the value that is meant for them and the reason."""
 
@@ -35,6 +37,10 @@ class Platform(ABC):
         Args:
             capability: a precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``. Anything else is not supported.
         """
+
+    def fp8_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """What the hardware takes for e4m3 and for e5m2, where it supports ``fp8``."""
+        return torch.float8_e4m3fn, torch.float8_e5m2
 
     @abstractmethod
     def default_precision(self) -> tuple[Literal["fp32", "bf16"], str]:

@@ -33,6 +33,15 @@ class CpuPlatform(Platform):
         if capability == "bf16":
             unit = self._bf16_unit()
             return True, f"this CPU has {unit}" if unit else "without bf16 instructions, so slower than fp32"
+        if capability == "fp16":
+            facts = _facts()
+            quick = facts.get("amx_fp16") or facts.get("avx512_fp16")
+            return (
+                True,
+                f"this CPU has {'' if quick else 'no '}instructions for it{'' if quick else ': slower than fp32'}",
+            )
+        if capability == "fp8":
+            return False, "CPUs have no fp8 matrix products; GPUs have from sm_89 on, or as gfx942, gfx950 and gfx12"
         return False, f"torch has no {capability} training on a CPU"
 
     def default_precision(self) -> tuple[Literal["fp32", "bf16"], str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from isthmus.platforms.base import EnvDefaults
 from isthmus.platforms.gpu import GpuPlatform
 
@@ -34,6 +36,12 @@ class RocmPlatform(GpuPlatform):
 
     def _has_matrix_cores(self, capability: str) -> bool:
         return self.arch().startswith(_MATRIX_CORES.get(capability, ()))
+
+    def fp8_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """See :meth:`Platform.fp8_types`. CDNA 3 came before the standard: no infinities, one zero, another bias."""
+        if self.arch().startswith("gfx942"):
+            return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+        return super().fp8_types()
 
     def env_defaults(self) -> EnvDefaults:
         """See :meth:`Platform.env_defaults`."""

@@ -24,7 +24,15 @@ from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
 from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
-from isthmus.recipes.session import Blueprint, Session, blueprint, build_session, check_training, use_threads
+from isthmus.recipes.session import (
+    Blueprint,
+    Session,
+    blueprint,
+    build_session,
+    check_precision,
+    check_training,
+    use_threads,
+)
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
 from isthmus.train.stop import StopFlag
@@ -106,12 +114,9 @@ def survey(config: RunConfig) -> Ground:
     check_files(config)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     platform = detect(config.platform)
-    precision, why = platform.default_precision()
-    if config.train.precision is not None:
-        precision, why = config.train.precision, "train.precision"
-        supported, reason = platform.supports(precision)
-        if not supported:
-            raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
+    chosen = config.train.precision
+    precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()
+    check_precision(platform, precision)
     environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
     threads = use_threads(platform, config.train.threads)
     said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *plans.weights.said, *environment]
@@ -141,7 +146,14 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         batches, held_out = corpus.batches(config, position, plans.sizes.dp)
         steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
         session = build_session(config, plans, ground.platform, position, ground.precision)
-        settings = OptimizerSettings(total_steps=steps, **config.optim.model_dump())
+        for line in session.said:
+            reporter.say(line)
+        settings = OptimizerSettings(
+            total_steps=steps,
+            initial_loss_scale=config.train.initial_loss_scale,
+            loss_scale_window=config.train.loss_scale_window,
+            **config.optim.model_dump(),
+        )
         optimizer = build_optimizer(session.model, settings)
         stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings))
         fingerprint = corpus.fingerprint(config)

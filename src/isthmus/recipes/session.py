@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,11 @@ from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.recipes.layout import check_experts, check_layout, check_micro_batches
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from isthmus.engine.fp8 import Fp8Recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Of weights and activations, by precision; fp8 is what products are taken in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,40 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
             f"data.seq_length={longest} is more than the {architecture.max_position_embeddings} positions that "
             f"this model has learned ({architecture.family}). Use {architecture.max_position_embeddings} or less."
         )
+    _check_recomputed(config, plans)
+    if plans.sizes.fsdp and config.train.precision in ("fp16", "fp8"):
+        raise UsageError(
+            f"train.precision={config.train.precision} is not built for parallel.fsdp. Use bf16, or leave fsdp out."
+        )
+
+
+def _check_recomputed(config: RunConfig, plans: Blueprint) -> None:
+    train, architecture, pp = config.train, plans.architecture, plans.sizes.pp
+    here = architecture.num_layers // (pp * plans.sizes.vpp)
+    if train.recompute_layers is not None and train.recompute_layers > here:
+        raise UsageError(
+            f"train.recompute_layers={train.recompute_layers} is more than the {here} layers of a pipeline stage. "
+            f"Use {here} or less, or leave it out for all."
+        )
+    moe = [architecture.is_moe(layer) for layer in range(architecture.num_layers)]
+    for name, there in {"moe": any(moe), "mlp": not all(moe)}.items():
+        if train.recompute == "selective" and name in train.recompute_modules and not there:
+            what = "mixtures of experts" if name == "moe" else "dense feed-forward blocks"
+            raise UsageError(
+                f"train.recompute_modules names {name}, and this model has no {what} ({architecture.family}). "
+                "Leave it out."
+            )
+
+
+def check_precision(platform: Platform, precision: str) -> None:
+    """Refuse what the hardware cannot compute in.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    supported, reason = platform.supports(precision)
+    if not supported:
+        raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
 
 
 def use_threads(platform: Platform, threads: int | None) -> str | None:
@@ -103,6 +141,8 @@ class Session:
     dtype: torch.dtype
     model: list[Any]
     """This rank's stages, one or ``parallel.vpp`` of them: decoders, or the data-parallel wrappers around them."""
+    said: tuple[str, ...] = ()
+    """What was decided in building it, for the user."""
 
     @property
     def layout(self) -> Layout:
@@ -227,29 +267,36 @@ def build_session(
         plans: the architecture and its layout.
         platform: of this process.
         position: of this rank, from ``open_groups``.
-        precision: ``fp32`` or ``bf16``.
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
         training: whether gradients are wanted, in buffers that the distributed optimizer shares out.
 
     Raises:
         MissingInput, DataError: the folder holds no weights (and ``model.init`` is not ``random``) or not the right.
     """
+    from isthmus.engine.linear import use_fp8
     from isthmus.engine.model import build_stages, copied_tensors, live_tensors, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
     from isthmus.engine.routing import MoeSettings
 
     dtype = DTYPES[precision]
+    train = config.train
     settings = transformer_config(
         plans.architecture,
         plans.sizes,
         dtype=dtype,
-        recompute=config.train.recompute,
+        recompute=train.recompute,
+        recompute_modules=train.recompute_modules,
+        recompute_layers=train.recompute_layers,
         experts=MoeSettings(**config.moe.model_dump()),
-        mtp_loss_weight=config.train.mtp_loss_weight if plans.architecture.mtp_layers else None,
+        mtp_loss_weight=train.mtp_loss_weight if plans.architecture.mtp_layers else None,
     )
     model: list[Any] = list(build_stages(plans.architecture, settings))
+    said: tuple[str, ...] = ()
+    if precision == "fp8":
+        said = tuple(line for stage in model for line in use_fp8(stage, fp8_recipe(config, platform)))
     if training:
         model = [wrap_data_parallel(stage) for stage in model]
-    session = Session(plans, platform, position, dtype, model)
+    session = Session(plans, platform, position, dtype, model, said)
     source = plans.weights.source
     if config.model.init == "random":
         source = RandomWeights(plans.family, plans.architecture, config.train.seed)
@@ -277,6 +324,14 @@ def _check_copies(session: Session, shared: dict[str, torch.Tensor]) -> None:
             )
 
 
+def fp8_recipe(config: RunConfig, platform: Platform) -> Fp8Recipe:
+    """How ``train.fp8_scaling`` and ``train.fp8_format`` round, in the types of the platform."""
+    from isthmus.engine.fp8 import Fp8Recipe
+
+    e4m3, e5m2 = platform.fp8_types()
+    return Fp8Recipe(config.train.fp8_scaling, e4m3, e5m2 if config.train.fp8_format == "hybrid" else e4m3)
+
+
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
     """A Hugging Face model folder as a Megatron-Core decoder with its weights, for evaluation or a loop of your own.
 
@@ -284,7 +339,7 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
         hf_dir: config.json and safetensors.
         parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone). Virtual stages
             are for training alone.
-        precision: ``fp32`` or ``bf16``.
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
 
     Returns:
         This rank's :class:`isthmus.engine.model.Decoder`.
@@ -304,7 +359,9 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
     )
     if config.parallel.vpp > 1:
         raise UsageError(f"vpp={config.parallel.vpp} is for training, which has many micro batches. Leave it out.")
-    session = open_session(config, blueprint(config), detect(), precision, training=False)
+    platform = detect()
+    check_precision(platform, precision)
+    session = open_session(config, blueprint(config), platform, precision, training=False)
     (stage,) = session.model
     return stage.eval()
 

@@ -162,6 +162,8 @@ class Loop:
             step_time_s=elapsed_s,
             consumed_sequences=(step + 1) * self.batches.global_batch_size,
             moe={} if result.load is None else result.load.figures(),
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
         )
         self.reporter.step(metrics)
         return metrics, stops > 0

@@ -42,6 +42,10 @@ class StepMetrics:
     step_time_s: float
     consumed_sequences: int
     """Since the start of the run."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None in all precisions but fp16."""
+    skipped: int | None = None
+    """Steps so far whose fp16 gradient overflowed: nothing was updated, and the loss scale was halved."""
     moe: Mapping[str, float] = field(default_factory=dict)
     """Of a model with experts: ``load_max_over_mean``, and the losses of its routers that are in use."""
 
@@ -166,6 +170,8 @@ class Reporter:
             parts.append(f"{m.tflops_per_device:.3g} TFLOP/s/{self._device} (causal)")
         if m.mfu is not None:
             parts.append(f"MFU {m.mfu:.1%}")
+        if m.loss_scale is not None:
+            parts.append(f"loss scale {m.loss_scale:g} ({m.skipped} skipped)")
         parts.append(f"{m.memory_gib:.2f} GiB")
         left = self._time_left_s(m.step)
         if left is not None:

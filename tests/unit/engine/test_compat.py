@@ -64,6 +64,12 @@ def test_load_adam(one: World, models: dict[str, Path], samples: Path, tmp_path:
     assert found["mended"] == own_and_right
 
 
+def test_same_loss_scale(one: World) -> None:
+    found = one.run("unit.engine.upstream.loss_scales")
+    assert found["upstream"] == [64, 32], "the optimizers of a chain share a loss scale now: drop same_loss_scale"
+    assert found["mended"] == [32, 32]
+
+
 def test_keep_bucket_padding(two: World, models: dict[str, Path], samples: Path) -> None:
     found = two.run("unit.engine.upstream.misplaced", model=models["qwen3-tied"], samples=samples)
     assert found["upstream"] > 10, "the optimizer's state is cut in the right places now: drop keep_bucket_padding"

@@ -69,6 +69,28 @@ def test_capped_logits() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_a_loss_scale_saves_small_gradients_in_fp16() -> None:
+    """Far from the label the probabilities are below the smallest float16; times the scale they are not."""
+    hidden, weight, labels = inputs(37, torch.float16, scale=3.0)
+    wanted = [wide / 3 for wide in exact(hidden, weight, labels)[1:]]
+    errors = {}
+    for scale in (1.0, 4096.0):
+        factor = torch.tensor(scale)
+        loss = linear_cross_entropy(hidden, weight, labels, grad_scale=factor) * factor
+        found = torch.autograd.grad(loss, (hidden, weight))
+        errors[scale] = [error(mine.float() / scale, theirs) for mine, theirs in zip(found, wanted, strict=True)]
+    print(errors)
+    assert all(scaled < 2**-9 for scaled in errors[4096.0])
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    loss = linear_cross_entropy(hidden, weight, labels, grad_scale=torch.tensor(64.0))
+    with pytest.raises(RuntimeError, match="a gradient of one times the loss scale"):
+        loss.backward()
+    (loss * 64).backward()
+    assert error(weight.main_grad / 64, wanted[1]) < 2**-9  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_bf16_is_no_worse_than_torch_in_bf16() -> None:
     given = inputs(37, torch.bfloat16)
     hidden, weight, labels = given

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +49,39 @@ def state_before_the_first_step(*, model: str, samples: str) -> dict[str, Any]:
         upstream = "works"
     compat.fill_adam_state(optimizer.optimizer)
     return {"upstream": upstream, "mended": optimizer.state_dict()["optimizer"]["param_groups"][0]["step"]}
+
+
+def loss_scales() -> dict[str, list[float]]:
+    """Of two optimizers in a chain, when only the second one's gradients have overflowed."""
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
+
+    class Of(MixedPrecisionOptimizer):
+        """With Megatron-Core's own step, up to what its gradients are."""
+
+        def __init__(self, *, overflows: bool) -> None:
+            self.config, self.is_stub_optimizer, self.overflows = SimpleNamespace(timers=None), False, overflows
+            self.grad_scaler = DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 1000, 1)
+
+        def _copy_model_grads_to_main_grads(self) -> None:
+            pass
+
+        def _unscale_main_grads_and_check_for_nan(self) -> bool:
+            return self.overflows
+
+    for name in Of.__abstractmethods__:
+        setattr(Of, name, None)
+    Of.__abstractmethods__ = frozenset()
+    chain = ChainedOptimizer([])
+    chain.chained_optimizers = [Of(overflows=False), Of(overflows=True)]
+    chain.step()
+
+    def scales() -> list[float]:
+        return [float(optimizer.grad_scaler.scale) for optimizer in chain.chained_optimizers]
+
+    upstream = scales()
+    compat.same_loss_scale(chain)
+    return {"upstream": upstream, "mended": scales()}
 
 
 def clipping() -> dict[str, Any]:

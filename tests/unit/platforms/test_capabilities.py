@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -79,6 +80,9 @@ def test_amd_matrix_cores(machine: Callable[..., None], arch: str, bf16: bool, f
     assert platform.supports("bf16") == (bf16, f"{bare} has {'' if bf16 else 'no '}bf16 matrix cores")
     assert platform.default_precision() == ("bf16" if bf16 else "fp32", platform.supports("bf16")[1])
     assert platform.supports("fp8")[0] is fp8
+    standard = (torch.float8_e4m3fn, torch.float8_e5m2)
+    before = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    assert platform.fp8_types() == (before if bare == "gfx942" else standard)
     assert platform.supports("fp32") == (True, f"{bare} has fp32 arithmetic")
 
 
@@ -92,6 +96,14 @@ def test_nvidia_matrix_cores(machine: Callable[..., None], major: int, minor: in
     assert {name for name in ("fp16", "bf16", "fp8", "fp7") if platform.supports(name)[0]} == supported
     assert platform.default_precision()[0] == ("bf16" if "bf16" in supported else "fp32")
     assert f"sm_{major}{minor}" in platform.describe() and "8 x NVIDIA" in platform.describe()
+
+
+def test_fp8_needs_a_torch_that_has_it(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(cuda="12.8", name="NVIDIA", major=9, minor=0)
+    assert detect().supports("fp8")[0]
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    supported, why = detect().supports("fp8")
+    assert not supported and why.endswith("has no scaled_mm")
 
 
 def test_a_gpu_tells_its_memory_and_its_number(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +121,8 @@ def test_a_cpu_trains_in_fp32_and_says_when_bf16_may_be_faster(
     platform = detect("cpu")
     precision, why = platform.default_precision()
     assert precision == "fp32" and unit in why and ("train.precision=bf16" in why) is bool(unit)
-    assert platform.supports("fp32")[0] and platform.supports("bf16")[0] and not platform.supports("fp8")[0]
+    assert all(platform.supports(precision)[0] for precision in ("fp32", "bf16", "fp16"))
+    assert platform.supports("fp8") == (False, ANY) and "sm_89" in platform.supports("fp8")[1]
     assert platform.peak_tflops("fp32") is None and platform.device_count() is None and platform.describe()
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
-from isthmus.recipes.session import blueprint, check_training
+from isthmus.platforms.detect import detect
+from isthmus.recipes.session import blueprint, check_precision, check_training, fp8_recipe
 from ranks.tiny import build_model_folder
 
 
-def config_of(model: Path, seq_length: int) -> RunConfig:
+def config_of(model: Path, seq_length: int, **train: Any) -> RunConfig:
     data = {"files": ["unused"], "seq_length": seq_length}
-    return RunConfig.model_validate({"recipe": "sft", "out": "unused", "model": {"path": str(model)}, "data": data})
+    sections = {"model": {"path": str(model)}, "data": data, "train": train}
+    return RunConfig.model_validate({"recipe": "sft", "out": "unused", **sections})
 
 
 @pytest.mark.parametrize(
@@ -36,3 +40,45 @@ def test_what_matters_to_training_alone(family: str, settings: dict[str, Any], m
 def test_rotary_positions_have_no_end(tmp_path: Path) -> None:
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 129)
     check_training(config, blueprint(config))
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"recompute": "full", "recompute_layers": 3},
+            r"recompute_layers=3 is more than the 2 layers .* Use 2 or less",
+        ),
+        (
+            {"recompute": "selective", "recompute_modules": ["moe"]},
+            "names moe, and this model has no mixtures of experts",
+        ),
+    ],
+)
+def test_what_is_not_there_is_not_recomputed(train: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=2), 24, **train)
+    with pytest.raises(UsageError, match=message):
+        check_training(config, blueprint(config))
+
+
+def test_what_the_hardware_does_not_multiply_is_refused() -> None:
+    check_precision(detect("cpu"), "fp16")
+    with pytest.raises(UsageError, match=r"precision=fp8 cannot be used here: CPUs have no fp8 .* Leave it out or use"):
+        check_precision(detect("cpu"), "fp8")
+
+
+def test_fsdp_has_no_loss_scale(tmp_path: Path) -> None:
+    config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24, precision="fp16")
+    plans = blueprint(config)
+    check_training(config, plans)
+    with pytest.raises(UsageError, match=r"precision=fp16 is not built for parallel\.fsdp\. Use bf16"):
+        check_training(config, replace(plans, sizes=replace(plans.sizes, fsdp=True)))
+
+
+def test_fp8_rounds_as_it_is_told(tmp_path: Path) -> None:
+    model = tmp_path / "unused"
+    platform = detect("cpu")
+    hybrid = fp8_recipe(config_of(model, 24, precision="fp8"), platform)
+    assert (hybrid.scaling, hybrid.forward, hybrid.backward) == ("tensorwise", torch.float8_e4m3fn, torch.float8_e5m2)
+    plain = fp8_recipe(config_of(model, 24, precision="fp8", fp8_scaling="rowwise", fp8_format="e4m3"), platform)
+    assert (plain.scaling, plain.forward, plain.backward) == ("rowwise", torch.float8_e4m3fn, torch.float8_e4m3fn)

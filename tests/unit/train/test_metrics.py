@@ -44,6 +44,17 @@ def test_experts_have_columns_where_there_are_any(tmp_path: Path) -> None:
     }
 
 
+def test_a_skipped_step_has_its_loss_scale_and_no_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with reporter(tmp_path / "run") as report:
+        report.begin(total_steps=2)
+        report.step(metrics(1, grad_norm=float("inf"), loss_scale=4096.0, skipped=1))
+        report.step(metrics(2, loss_scale=2048.0, skipped=1))
+    first, second = rows(tmp_path / "run")
+    assert (first["grad_norm"], first["loss_scale"], first["skipped"]) == (None, 4096.0, 1)
+    assert (second["loss_scale"], second["skipped"]) == (2048.0, 1)
+    assert "loss scale 4096 (1 skipped)" in capsys.readouterr().err.splitlines()[0]
+
+
 def test_a_row_and_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path / "run") as report:
         report.say("platform cpu")

@@ -1,0 +1,194 @@
+"""Linear layers whose three products are taken in 8 bits; weights, activations and sums stay as they are.
+
+A matrix is brought into the range of an FP8 type by a scale of its own (tensorwise), or one for each row that is
+summed over (rowwise), taken from its largest element at that moment ("current scaling"). The types and their use, e4m3
+forward and e5m2 for gradients, are those of arXiv 2209.05433; the arithmetic of scales is that of torchao and of
+TransformerEngine's current scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+from torch.nn import functional
+
+ALIGNMENT = 16
+"""What the hardware wants the width of a matrix to be a multiple of; the sum over tokens is padded to it with zeros."""
+LARGEST_SCALE = 2.0**126
+"""Its inverse is the smallest normal float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Recipe:
+    """How matrices become 8 bits wide."""
+
+    scaling: Literal["tensorwise", "rowwise"]
+    forward: torch.dtype
+    """Of activations and weights: an e4m3 type of the device."""
+    backward: torch.dtype
+    """Of the gradient of a layer's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A matrix whose rows are what a product sums over."""
+
+    values: Tensor
+    """FP8 [rows, n], row after row in memory."""
+    inverse_scale: Tensor
+    """float32 [] or [rows, 1]: times the values it is the matrix."""
+
+
+def quantize(matrix: Tensor, dtype: torch.dtype, scaling: str) -> Quantized:
+    """Scale so that the largest element is the largest number of the type, and round.
+
+    Args:
+        matrix: [rows, n]; the product sums over n.
+        dtype: an FP8 type.
+        scaling: ``tensorwise`` or ``rowwise``.
+
+    Returns:
+        Zeros have a scale of one; what is not a finite number makes all that shares its scale NaN.
+    """
+    largest = torch.finfo(dtype).max
+    amax = matrix.abs().amax(1 if scaling == "rowwise" else (0, 1), keepdim=True).float()
+    scale = torch.where(amax == 0, 1.0, (largest / amax).clamp(max=LARGEST_SCALE))
+    # A conversion beyond the range gives NaN, and the scale is rounded: hence the clamp.
+    values = (matrix.float() * scale).clamp(-largest, largest).to(dtype).contiguous()
+    inverse = scale.reciprocal()
+    return Quantized(values, inverse if scaling == "rowwise" else inverse.view(()))
+
+
+def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """``a @ b.T`` of [M, n] and [N, n] as ``dtype``, summed in float32 or nearly so.
+
+    Args:
+        a: of an e4m3 or e5m2 type.
+        b: of an e4m3 type.
+        dtype: of the result.
+        fast: let the hardware keep its partial sums in fewer bits, as forward passes bear and gradients do not.
+    """
+    return reference(a, b, dtype) if a.values.device.type == "cpu" else scaled_mm(a, b, dtype, fast=fast)
+
+
+def reference(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """What :func:`product` is on a CPU, which no run is let onto: in float32, of the very same rounded numbers."""
+    return (a.values.float() @ b.values.float().t() * a.inverse_scale * b.inverse_scale.t()).to(dtype)
+
+
+def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """What :func:`product` is on a GPU; widths are multiples of 16, and rowwise gives bfloat16."""
+    rowwise = functional.ScalingType.RowWise if a.inverse_scale.dim() else functional.ScalingType.TensorWise
+    return functional.scaled_mm(
+        a.values,
+        b.values.t(),
+        a.inverse_scale,
+        rowwise,
+        b.inverse_scale.t().contiguous(),
+        rowwise,
+        output_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """[n, tokens] with zeros behind the tokens, up to a multiple that the hardware sums over."""
+    return functional.pad(matrix, (0, -matrix.size(1) % ALIGNMENT))
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """``x @ weight.T`` with the exchanges of a tensor-parallel layer around it; keeps ``x`` as it came."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        recipe: Fp8Recipe,
+        group: dist.ProcessGroup | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # not saved: a hook on saved tensors would hand it back without its main_grad
+        ctx.recipe, ctx.group = recipe, group
+        ctx.allreduce_dgrad, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
+        whole = gather_from_sequence_parallel_region(x, group=group) if sequence_parallel else x
+        tokens = quantize(whole.flatten(0, -2), recipe.forward, recipe.scaling)
+        rows = quantize(weight, recipe.forward, recipe.scaling)
+        return product(tokens, rows, x.dtype, fast=True).view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight, recipe = ctx.saved_tensors, ctx.weight, ctx.recipe
+        grad = grads[0].flatten(0, -2)
+        tokens = quantize(grad, recipe.backward, recipe.scaling)
+        columns = quantize(weight.t(), recipe.forward, recipe.scaling)
+        grad_whole = product(tokens, columns, x.dtype, fast=False).view(*grads[0].shape[:-1], -1)
+        grad_x, wait = _sum_over_ranks(grad_whole, ctx)
+        grad_weight = _weight_gradient(ctx, x, grad) if weight.requires_grad else None
+        wait()
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _sum_over_ranks(grad: Tensor, ctx: Any) -> tuple[Tensor, Callable[[], object]]:
+    """Begin to add up the ranks' parts of the input's gradient; the weight's is computed meanwhile."""
+    if ctx.sequence_parallel:
+        part = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        return part, dist.reduce_scatter_tensor(part, grad, group=ctx.group, async_op=True).wait  # type: ignore[union-attr]
+    if ctx.allreduce_dgrad:
+        return grad, dist.all_reduce(grad, group=ctx.group, async_op=True).wait  # type: ignore[union-attr]
+    return grad, lambda: None
+
+
+def _weight_gradient(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
+    """Add it to the buffer beside the weight and return nothing; or return it where there is no buffer."""
+    weight, recipe = ctx.weight, ctx.recipe
+    whole = gather_from_sequence_parallel_region(x, group=ctx.group) if ctx.sequence_parallel else x
+    outputs = quantize(_padded(grad.t()), recipe.backward, recipe.scaling)
+    inputs = quantize(_padded(whole.flatten(0, -2).t()), recipe.forward, recipe.scaling)
+    found = product(outputs, inputs, x.dtype, fast=False)
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return found
+    main_grad.add_(found)
+    weight.grad_added_to_main_grad = True
+    return None
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether a weight [N, n] has the widths that the hardware multiplies in FP8."""
+    return weight.size(0) % ALIGNMENT == 0 and weight.size(1) % ALIGNMENT == 0
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    recipe: Fp8Recipe,
+    *,
+    group: dist.ProcessGroup | None = None,
+    allreduce_dgrad: bool = False,
+    sequence_parallel: bool = False,
+) -> Tensor:
+    """``x @ weight.T`` and its gradients in FP8 products.
+
+    Args:
+        x: [..., n], of at least two dims; under sequence parallelism this rank's part of the first one.
+        weight: [N, n] that :func:`fits`; its gradient is added to its ``main_grad`` if it has one.
+        recipe: how matrices are rounded.
+        group: the tensor-parallel ranks.
+        allreduce_dgrad: add up the input's gradient over them.
+        sequence_parallel: gather the first dim of ``x`` from them, and share out the sum of its gradient.
+
+    Returns:
+        [..., N] in the type of ``x``.
+    """
+    function: Any = _Fp8Linear
+    out: Tensor = function.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)
+    return out
