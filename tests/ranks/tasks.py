@@ -176,11 +176,11 @@ def _poison(stepper: Stepper, *, now: bool) -> None:
         finalize_model_grads(*args, **kwargs)
         if now and dist.get_rank() == dist.get_world_size() - 1:
             # A gradient in this rank's shard, which no other rank's optimizer looks at.
-            buckets = [bucket for group in stepper.model.bucket_groups for bucket in group.buckets]
+            buckets = [bucket for group in stepper.model[-1].bucket_groups for bucket in group.buckets]
             shard = buckets[-1].grad_data.chunk(parallel_state.get_data_parallel_world_size())
             shard[parallel_state.get_data_parallel_rank()][0] = math.inf
 
-    stepper.model.config.finalize_model_grads_func = finalize
+    stepper.model[0].config.finalize_model_grads_func = finalize
 
 
 def _digest(training: Training) -> list[str]:
@@ -353,8 +353,9 @@ def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, An
     training = start(model=model, samples=samples, **layout)
     stepper, plans = training.stepper, training.session.blueprint
     (line, *_) = training.batches.step(0)
-    stepper.model.train()
-    weights = {parameter.untyped_storage().data_ptr() for parameter in stepper.model.parameters()}
+    (stage,) = stepper.model
+    stage.train()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -364,7 +365,7 @@ def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, An
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _forward_step(iter([line]), stepper.model)
+        _forward_step(iter([line]), stage)
     settings = layout.get("more") or {}
     expected = stage_bytes(
         plans.architecture,
