@@ -103,6 +103,14 @@ def test_the_figures_say_something(alone: dict[str, tuple[dict[str, Any], Path]]
     assert len({load["z_loss"] for load in run["load"]}) == STEPS
 
 
+def test_losses_over_samples_do_not_depend_on_the_micro_batch(
+    one: World, folders: dict[str, Path], samples: Path
+) -> None:
+    how = settings("gpt_oss", folders["gpt_oss"], samples) | {"moe": {"seq_aux_loss": 0.5, "z_loss": 0.1}, "steps": 3}
+    runs = [one.run("ranks.tasks.train", **how | {"micro_batch_size": size}) for size in (1, 4)]
+    assert_same(*runs)
+
+
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
