@@ -21,13 +21,13 @@ from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
-from isthmus.families.shard import Layout
+from isthmus.families.shard import Layout, check_tp_size
 from isthmus.hf.folder import ModelFolder, write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
-from isthmus.recipes.layout import check_experts, check_layout, check_micro_batches
+from isthmus.recipes.layout import check_experts, check_layout, check_micro_batches, check_stages
 
 if TYPE_CHECKING:
     from isthmus.engine.fp8 import Fp8Recipe
@@ -59,6 +59,9 @@ def blueprint(config: RunConfig) -> Blueprint:
     family = family_for(source.config)
     weights = open_weights(source, family)
     architecture = weights.arch
+    # What the model itself cannot be cut into is told before how many ranks there are.
+    check_tp_size(architecture, config.parallel.tp)
+    check_stages(architecture, config.parallel.pp, config.parallel.vpp)
     _, world_size, _ = world_from_environment()
     parallel = config.parallel.model_dump() | {"sp": config.parallel.sequence_parallel}
     sizes = ParallelSizes(**parallel, world_size=world_size)
