@@ -1,0 +1,124 @@
+"""A line cut over context parallel ranks trains as it does in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ranks.tiny import build_model_folder
+from ranks.world import World
+
+TOLERANCE = 1e-5
+"""Relative."""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("lengths", "window"), [((1600,), None), ((700, 20, 880), None), ((900, 700), 150)])
+def test_attention_of_the_ranks_is_that_of_one(
+    ranks: int, lengths: tuple[int, ...], window: int | None, worlds: dict[int, World]
+) -> None:
+    """Output and gradients in float64; the chunks of these lines are dealt in several turns."""
+    for recompute in (False, True):
+        how = {"lengths": lengths, "window": window, "recompute": recompute}
+        differences = worlds[ranks].run("ranks.context_tasks.attend", **how)
+        print(differences)
+        assert max(differences.values()) < 1e-13
+
+
+def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
+    assert run["learned"] == truth["learned"]
+    for curve in ("loss", "grad_norm"):
+        furthest = max(abs(a - b) / abs(b) for a, b in zip(run[curve], truth[curve], strict=True))
+        print(curve, furthest)
+        assert furthest < TOLERANCE
+    for held_out in ("valid_before", "valid_after"):
+        assert run[held_out] == pytest.approx(truth[held_out], rel=TOLERANCE)
+
+
+LAYOUTS = {
+    "cp2": (2, {"cp": 2}),
+    "cp2-tp2-sp": (4, {"cp": 2, "tp": 2}),
+    "cp2-tp2": (4, {"cp": 2, "tp": 2, "sp": False}),
+    "cp2-pp2": (4, {"cp": 2, "pp": 2}),
+    "cp2-dp2": (4, {"cp": 2}),
+    "cp4": (4, {"cp": 4}),
+}
+MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "grouped queries": ("qwen3", {"tie_word_embeddings": True}, ["cp2", "cp2-tp2-sp", "cp2-pp2", "cp2-dp2", "cp4"]),
+    "latent attention and experts": ("deepseek_v3", {"num_hidden_layers": 2}, ["cp2", "cp2-tp2-sp", "cp2-tp2"]),
+    "a window in some layers, sinks": ("gpt_oss", {"num_hidden_layers": 2}, ["cp2"]),
+    "learned positions": ("gpt2", {"num_hidden_layers": 2}, ["cp2-tp2-sp"]),
+}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cut_line_trains_as_a_whole_one(
+    name: str, packing: bool, one: World, worlds: dict[int, World], samples: Path, tmp_path: Path
+) -> None:
+    family, settings, layouts = MODELS[name]
+    run: dict[str, Any] = {
+        "model": build_model_folder(tmp_path / "model", family, **settings),
+        "samples": samples,
+        "steps": 20 if name == "grouped queries" and packing else 3,
+        "evaluate": True,
+        "micro_batch_size": 2,
+        "packing": packing,
+    }
+    truth = one.run("ranks.tasks.train", **run)
+    for layout in layouts if packing else layouts[:1]:
+        ranks, sizes = LAYOUTS[layout]
+        print(layout)
+        assert_same(worlds[ranks].run("ranks.tasks.train", **run, **sizes), truth)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_activations_are_computed_again(recompute: str, one: World, two: World, samples: Path, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
+    run: dict[str, Any] = {"model": model, "samples": samples, "steps": 3, "evaluate": True}
+    truth = one.run("ranks.tasks.train", **run)
+    assert_same(two.run("ranks.tasks.train", **run, cp=2, recompute=recompute), truth)
+
+
+def test_a_run_goes_on_under_another_cp(
+    one: World, two: World, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    run: dict[str, Any] = {"model": models["qwen2-untied"], "samples": samples, "steps": 4}
+    truth = one.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "whole")
+    cut = two.run("ranks.tasks.train", **run, cp=2, save_at=[2], root=tmp_path / "cut")
+    again = one.run("ranks.tasks.train", **run, resume=tmp_path / "cut" / "iter_0000002")
+    cut_again = two.run("ranks.tasks.train", **run, cp=2, resume=tmp_path / "whole" / "iter_0000002")
+    for later in (cut["loss"][2:], again["loss"], cut_again["loss"]):
+        assert later == pytest.approx(truth["loss"][2:], rel=TOLERANCE)
+
+
+def test_an_export_is_that_of_one_process(
+    one: World, two: World, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    for name, world, sizes in (("whole", one, {}), ("cut", two, {"cp": 2})):
+        folders = {"root": tmp_path / f"{name}-checkpoints", "destination": tmp_path / name}
+        world.run("ranks.tasks.save_and_export", model=models["qwen3-tied"], samples=samples, **folders, **sizes)
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    # AdamW's first steps are as large for a gradient of nearly nothing, whose sign is then a matter of rounding.
+    assert all(torch.allclose(cut[name], whole[name], rtol=0, atol=1e-5) for name in whole)
+
+
+def test_memory_grows_with_the_line_and_not_with_its_square(
+    one: World, two: World, samples: Path, tmp_path: Path
+) -> None:
+    """Nor does anything as large as all logits exist, and two ranks take little more than half of it each."""
+    vocab, lengths = 12_000, [2048, 8192]
+    model = build_model_folder(tmp_path / "model", "llama", num_hidden_layers=2, vocab_size=vocab)
+    run: dict[str, Any] = {"model": model, "samples": samples, "lengths": lengths}
+    whole = one.run("ranks.context_tasks.memory_of_a_step", **run)
+    cut = two.run("ranks.context_tasks.memory_of_a_step", **run, cp=2)
+    print(whole, cut)
+    for short, long in (whole, cut):
+        assert long["peak"] < 4.2 * short["peak"]
+        assert long["largest"] < 4 * 8192 * min(8192, vocab) / 8
+    assert cut[1]["peak"] < 0.65 * whole[1]["peak"]
