@@ -18,14 +18,21 @@ from ranks.live_memory import LiveMemory
 from ranks.tasks import start
 
 
-def attend(*, lengths: list[int], window: int | None, recompute: bool) -> dict[str, float]:
+def attend(*, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Attention of all ranks together, in float64, against that of each alone over the whole line.
 
+    Args:
+        cases: ``lengths`` of the samples, ``window``, and whether to ``recompute``.
+
     Returns:
-        The largest difference on any rank of the output and of each gradient, as shares of the largest value.
+        For each case the largest difference on any rank of the output and of each gradient, as shares of the largest.
     """
     size = dist.get_world_size()
     open_groups(ParallelSizes(cp=size, world_size=size), detect("cpu"), seed=0)
+    return [_difference(**case) for case in cases]
+
+
+def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict[str, float]:
     config = SimpleNamespace(
         window_size=None if window is None else (window - 1, 0),
         window_attn_skip_freq=None,
@@ -52,7 +59,7 @@ def attend(*, lengths: list[int], window: int | None, recompute: bool) -> dict[s
         ((ours - own_part(theirs, spans)).abs().max() / theirs.abs().max()).item()
         for ours, theirs in zip(got, wanted, strict=True)
     ]
-    every: list[Any] = [None] * size
+    every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return dict(zip(("out", "q", "k", "v"), map(max, *every), strict=True))
 
