@@ -40,7 +40,7 @@ class Block:
     left: Tensor
     """0 where a query sees one of the first keys and -inf elsewhere, [(end - start) * repeat, keys]."""
     right: Tensor
-    """The same of the last keys. Those between are seen by all."""
+    """The same of the last keys. Those between are seen by all queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ def blocks_of(
     def mask(start: int, end: int, first: int, last: int) -> Tensor:
         keys, queries = index[first:last], index[start:end, None]
         seen = (keys <= queries) & (keys >= oldest[start:end, None])
-        hidden = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
-        return hidden.repeat_interleave(repeat, 0).to(device)
+        values = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+        return values.repeat_interleave(repeat, 0).to(device)
 
     blocks = []
     given = 0
@@ -90,8 +90,10 @@ def blocks_of(
         for start in range(span_start, span_end, QUERIES):
             end = min(start + QUERIES, span_end)
             first = max(0, end - math.ceil((end - int(oldest[start])) / KEYS) * KEYS)
-            seen_by_all = min(int(oldest[end - 1]), start)
-            left, right = mask(start, end, first, seen_by_all), mask(start, end, start, end)
+            hidden = min(int(oldest[end - 1]), start), start  # no key between is hidden from any query
+            if hidden[1] - hidden[0] < (end - first) // 2:
+                hidden = end, end  # so few that one mask for all, added by the product itself, is faster
+            left, right = mask(start, end, first, hidden[0]), mask(start, end, hidden[1], end)
             blocks.append(Block(given, given + end - start, first, end, left, right))
             given += end - start
     return tuple(blocks)
@@ -103,6 +105,8 @@ def _scores(q: Tensor, k: Tensor, block: Block, repeat: int, how: Scores) -> tup
     keys = k[:, block.first : block.last].transpose(1, 2)
     slope = None
     if how.softcap is None:
+        if block.left.size(1) == keys.size(2):
+            return torch.baddbmm(block.left, rows, keys, alpha=how.scale), None
         scores = torch.baddbmm(q.new_empty(1, 1, 1), rows, keys, beta=0, alpha=how.scale)
     else:
         share = torch.bmm(rows, keys).mul_(how.scale / how.softcap).tanh_()
