@@ -43,12 +43,13 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
 LAYOUTS = {
     "cp2": (2, {"cp": 2}),
     "cp2-tp2-sp": (4, {"cp": 2, "tp": 2}),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2}),
     "cp2-pp2": (4, {"cp": 2, "pp": 2}),
     "cp2-dp2": (4, {"cp": 2}),
 }
 MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "grouped queries": ("qwen3", {"tie_word_embeddings": True}, ["cp2", "cp2-tp2-sp", "cp2-pp2", "cp2-dp2"]),
-    "latent attention and experts": ("deepseek_v3", {"num_hidden_layers": 2}, ["cp2", "cp2-tp2-sp"]),
+    "latent attention and experts": ("deepseek_v3", {"num_hidden_layers": 2}, ["cp2", "cp2-ep2", "cp2-tp2-sp"]),
     "a window in some layers, sinks": ("gpt_oss", {"num_hidden_layers": 2}, ["cp2"]),
     "learned positions": ("gpt2", {"num_hidden_layers": 2}, ["cp2-tp2-sp"]),
 }
@@ -62,6 +63,12 @@ def test_a_cut_line_trains_as_a_whole_one(
     model = build_model_folder(tmp_path / "model", family, **settings)
     run: dict[str, Any] = {"model": model, "samples": samples, "evaluate": True, "micro_batch_size": 2}
     steps = 20 if name == "grouped queries" else 4
+    if "experts" in name:
+        run["moe"] = {
+            "aux_loss": 0.1,
+            "seq_aux_loss": 0.05,
+            "z_loss": 0.01,
+        }  # of whole samples
     truth = one.run("ranks.tasks.train", **run, steps=steps)
     for layout in layouts:
         ranks, sizes = LAYOUTS[layout]
