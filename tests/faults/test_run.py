@@ -218,3 +218,14 @@ def test_pretraining(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
     assert "plain text has no turns" in isthmus(*small, "--out", tmp_path / "b").error(65)
     small[4] = chats
     assert "no document" in isthmus("pretrain", *small[1:], "--out", tmp_path / "c").error(65)
+
+
+def test_ranks_that_share_a_line_count_its_tokens_once(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+    assert isthmus(*small).returncode == 0
+    shared = tmp_path / "shared"
+    assert finished(start(*small, "--nproc", "2", "parallel.cp=2", "--out", str(shared), cwd=tmp_path)).returncode == 0
+    alone, together = ([row for row in rows(out) if "loss" in row] for out in (tmp_path / "out", shared))
+    for key in ("num_tokens", "learned_tokens", "consumed_sequences"):
+        assert [row[key] for row in together] == [row[key] for row in alone]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in together] == pytest.approx([row[key] for row in alone], rel=1e-5)

@@ -109,7 +109,7 @@ def start(
         "packing": packing,
         "dp_rank": session.position.dp_rank,
         "dp_size": session.blueprint.sizes.dp,
-        "pad_to_multiple_of": config.parallel.tp,
+        "pad_to_multiple_of": config.parallel.line_multiple,
         "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
     }
     store = SampleStore.open(samples)

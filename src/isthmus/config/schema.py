@@ -89,7 +89,7 @@ class ParallelConfig(Section):
     vpp: Count = 1
     """Virtual stages of each pipeline rank: layers are dealt out in turns, and ranks idle less."""
     cp: Count = 1
-    """Context parallel ranks: every sequence is cut into this many parts."""
+    """Context parallel ranks: every micro batch is cut along its tokens into this many parts."""
     ep: Count = 1
     """Expert parallel ranks: the experts of a layer are dealt out over this many of the data parallel ranks."""
     etp: Count | None = None
@@ -101,6 +101,11 @@ class ParallelConfig(Section):
     def sequence_parallel(self) -> bool:
         """Whether sequence parallelism is on, with null resolved."""
         return self.tp > 1 if self.sp is None else self.sp
+
+    @property
+    def line_multiple(self) -> int:
+        """Tokens of a line come in multiples of it: each cp rank has two equal stretches, cut over the tp ranks."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ParallelConfig:

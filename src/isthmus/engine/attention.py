@@ -6,7 +6,9 @@ only ever one sample: no token is padded, none sees another sample, and no [T, T
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from isthmus.engine.line_attention import line_attention
+from isthmus.engine.context import Spans, gather_line
+from isthmus.engine.line_attention import check_line, line_attention
 from isthmus.engine.norm import ProjectionNorm
 from isthmus.engine.rope import rotate
 from isthmus.families.architecture import Architecture
@@ -24,7 +28,7 @@ from isthmus.families.architecture import Architecture
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where the samples of a packed line begin and end."""
+    """Where the samples of a packed line begin and end, and which of its tokens are here."""
 
     lengths: tuple[int, ...]
     """Tokens of each sample, on the host, so that no layer waits for the device to learn them."""
@@ -32,6 +36,8 @@ class Segments:
     """Labels learned in each sample; () where nothing is learned."""
     padded: bool = False
     """Whether the last sample is padding."""
+    spans: Spans | None = None
+    """What this rank has of the line under context parallelism; None: all of it."""
 
 
 def sample_attention(
@@ -42,32 +48,59 @@ def sample_attention(
     window: int | None = None,
     *,
     scale: float | None = None,
+    spans: Spans | None = None,
 ) -> Tensor:
     """Attend causally within each sample of a line, one after the other, with PyTorch's own kernel.
 
     Args and returns: those of :func:`isthmus.engine.line_attention.line_attention`, which is the faster one on CPUs
     and has scores that are capped and sinks, which PyTorch's kernel has not.
     """
-    outputs = []
-    for q_s, k_s, v_s in zip(*(tensor.split(list(lengths)) for tensor in (q.flatten(1, 2), k, v)), strict=True):
-        masked = window is not None and q_s.size(0) > window
+    check_line(q, k, lengths, spans)
+    outputs, at = [], 0
+    for start, end, first in _pieces(lengths, window, spans):
+        queries, keys = end - start, end - first
+        mask = None
+        if window is not None and keys > window:
+            mask = _window_mask(queries, keys, window, q.device)
+        elif keys > queries:
+            mask = causal_lower_right(queries, keys)  # the last query sees all keys
         out = scaled_dot_product_attention(
-            q_s.transpose(0, 1)[None],
-            k_s.transpose(0, 1)[None],
-            v_s.transpose(0, 1)[None],
-            attn_mask=_window_mask(q_s, window) if masked and window is not None else None,
-            is_causal=not masked,
+            q[at : at + queries].flatten(1, 2).transpose(0, 1)[None],
+            k[first:end].transpose(0, 1)[None],
+            v[first:end].transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=q.size(2) > 1,
         )
         outputs.append(out[0].transpose(0, 1))
+        at += queries
     return torch.cat(outputs).unflatten(1, q.shape[1:3])
 
 
-def _window_mask(q: Tensor, window: int) -> Tensor:
-    """True where a query may look: at itself and the ``window - 1`` keys before it."""
-    index = torch.arange(q.size(0), device=q.device)
-    distance = index[:, None] - index[None, :]
+def _pieces(lengths: tuple[int, ...], window: int | None, spans: Spans | None) -> Iterator[tuple[int, int, int]]:
+    """(start, end, first): queries [start, end) of one sample see keys [first, end).
+
+    Where a window hides keys they are so few that a mask grows with the window and not with the sample.
+    """
+    ends = list(accumulate(lengths))
+    for span_start, span_end in ((0, ends[-1]),) if spans is None else spans:
+        for length, sample_end in zip(lengths, ends, strict=True):
+            sample = sample_end - length
+            start, end = max(sample, span_start), min(sample_end, span_end)
+            if start >= end:
+                continue
+            if window is None or end - sample <= window:
+                yield start, end, sample
+                continue
+            for at in range(start, end, window):
+                yield at, min(at + window, end), max(sample, at - window + 1)
+
+
+def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """True where a query may look: at its own key and the ``window - 1`` before; the last key is the last query's."""
+    index = torch.arange(keys, device=device)
+    distance = index[keys - queries :, None] - index[None, :]
     return (distance >= 0) & (distance < window)
 
 
@@ -99,26 +132,30 @@ class VarlenAttention(nn.Module):
         """Attend.
 
         Args:
-            q: [T, G, R, D], R query heads to each of G key/value heads.
-            k: [T, G, D].
-            v: [T, G, Dv].
+            q: [T, G, R, D], R query heads to each of G key/value heads; T / cp under context parallelism.
+            k: [T, G, D], of the whole line or, under context parallelism, of this rank's tokens.
+            v: [T, G, Dv], like the keys.
             segments: sample lengths that sum to T.
 
         Returns:
             [T, G * R * Dv]
         """
         if self.recomputed and self.training:
-            attended = tensor_parallel.checkpoint(lambda q, k, v: self._attend(q, k, v, segments), False, q, k, v)
+            attended = tensor_parallel.checkpoint(lambda q, k, v: self.attend(q, k, v, segments), False, q, k, v)
             return attended  # type: ignore[no-any-return]
-        return self._attend(q, k, v, segments)
+        return self.attend(q, k, v, segments)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        """What :meth:`forward` does, with everything kept for the backward pass."""
+        if segments.spans is not None and k.size(0) == q.size(0):
+            # Here and not earlier: what is recomputed keeps only this rank's keys and values.
+            k, v = gather_line(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
+        lengths, spans = segments.lengths, segments.spans
         plain = self.softcap is None and self.softmax_offset is None
         if plain and q.device.type != "cpu":
-            return sample_attention(q, k, v, segments.lengths, self.window, scale=self.scale).flatten(1)
-        return line_attention(
-            q, k, v, segments.lengths, self.window, scale=self.scale, softcap=self.softcap, sinks=self.softmax_offset
-        ).flatten(1)
+            return sample_attention(q, k, v, lengths, self.window, scale=self.scale, spans=spans).flatten(1)
+        how: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.softmax_offset}
+        return line_attention(q, k, v, lengths, self.window, spans=spans, **how).flatten(1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -156,7 +193,8 @@ class PackedSelfAttention(SelfAttention):
         """Attend and project.
 
         Args:
-            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
+            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism; T is here and below what this rank
+                has of the line under context parallelism.
             rotary_pos_emb: from :func:`isthmus.engine.rope.line_tables`; None where positions are learned.
             packed_seq_params: the samples of the line.
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.engine.attention import Segments
+from isthmus.engine.context import own_part
 from isthmus.engine.dispatch import count
 from isthmus.engine.routing import LOSSES
 from isthmus.families.architecture import Moe
@@ -42,8 +43,8 @@ def spans_of(segments: Segments, rank: int, ranks: int, *, device: torch.device)
     """The samples of a line as spans, and the line as one.
 
     Args:
-        segments: of the whole line.
-        rank: which of ``ranks`` equal parts of the line is here.
+        segments: of the whole line, and what this context parallel rank has of it.
+        rank: which of ``ranks`` equal parts of that is here.
         ranks: how many parts it has.
         device: of the result.
     """
@@ -52,8 +53,7 @@ def spans_of(segments: Segments, rank: int, ranks: int, *, device: torch.device)
     learned = segments.learned[: len(samples)]
     numbers = torch.arange(len(lengths), device=device)
     of_token = numbers.repeat_interleave(torch.tensor(lengths, device=device), output_size=sum(lengths))
-    part = sum(lengths) // ranks
-    of_token = of_token[rank * part : (rank + 1) * part]
+    of_token = own_part(of_token, segments.spans).chunk(ranks)[rank]
 
     def spans(of_token: Tensor, lengths: Sequence[int], learned: Sequence[int]) -> Spans:
         sizes = torch.tensor([lengths, learned], dtype=torch.float32, device=device)

@@ -12,12 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from isthmus.engine.attention import Segments, VarlenAttention
+from isthmus.engine.context import gather_line
 from isthmus.engine.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.norm import RMSNorm
 from isthmus.engine.rope import rotate, yarn_mscale
@@ -70,7 +72,8 @@ class LatentAttention(MegatronModule):
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, mla.kv_lora_rank + mla.qk_rope_head_dim)
         self.kv_layernorm = RMSNorm(config, mla.kv_lora_rank, mla.norm_epsilon)
         width_kv = all_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, width_kv, **columns)
+        self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, width_kv, **columns, disable_grad_reduce=True)
+        self.linear_kv_up_proj.sequence_parallel = False  # _latent has gathered what it is given
         self.core_attention = VarlenAttention(
             config, layer_number, softmax_scale=latent_scale(architecture), pg_collection=pg_collection
         )
@@ -82,36 +85,61 @@ class LatentAttention(MegatronModule):
         """Attend and project.
 
         Args:
-            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
+            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism; T is here what this rank has of the
+                line under context parallelism.
             rotary_pos_emb: [T, qk_rope_head_dim] from :func:`isthmus.engine.rope.line_tables`.
             packed_seq_params: the samples of the line.
 
         Returns:
             The output [T, 1, H] (or [T / tp, 1, H]), and None for a bias.
         """
-        q, k, v = self._project(hidden_states, rotary_pos_emb)
-        attended = self.core_attention(q, k, v, packed_seq_params)
+        q = self._queries(hidden_states, rotary_pos_emb)
+        latent, turned = self._latent(hidden_states, rotary_pos_emb, packed_seq_params)
+
+        def attend(q: Tensor, latent: Tensor, turned: Tensor) -> Tensor:
+            return self.core_attention.attend(q, *self._expanded(latent, turned), packed_seq_params)
+
+        if self.core_attention.recomputed and self.training:
+            # Keys and values, too, are made again: they are many times wider than what they are made of.
+            attended = tensor_parallel.checkpoint(attend, False, q, latent, turned)
+        else:
+            attended = attend(q, latent, turned)
         out, _ = self.linear_proj(attended[:, None])
         return out, None
 
-    def _project(self, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, heads, 1, D], keys [T, heads, D] and values [T, heads, Dv] of this rank's heads."""
-        mla, interleaved = self.mla, self.config.rotary_interleaved
+    def _queries(self, hidden: Tensor, table: Tensor) -> Tensor:
+        """Of this rank's heads, [T, heads, 1, D]."""
+        mla = self.mla
         if mla.q_lora_rank is None:
             q, _ = self.linear_q_proj(hidden)
         else:
             q, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
-        latent, k_turned = self.linear_kv_down_proj(hidden).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
-        kv, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
-        # Each rank's heads see the same rotated keys: their gradient is the sum over the ranks.
+        widths = (mla.qk_nope_head_dim, mla.qk_rope_head_dim)
+        plain, turned = q.view(q.size(0), self.heads, -1).split(widths, dim=-1)
+        turned = rotate(turned, table, interleaved=self.config.rotary_interleaved)
+        return torch.cat((plain, turned), dim=-1)[:, :, None]
+
+    def _latent(self, hidden: Tensor, table: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """What keys and values are made of, of the whole line: [T, 1, kv_lora_rank] and [T, 1, qk_rope_head_dim]."""
+        widths = (self.mla.kv_lora_rank, self.mla.qk_rope_head_dim)
+        latent, turned = self.linear_kv_down_proj(hidden).split(widths, dim=-1)
+        both = torch.cat((self.kv_layernorm(latent), turned), dim=-1)
+        # Each tp rank's heads are made of the same vectors: their gradient is the sum over the ranks.
         if self.config.sequence_parallel:
-            k_turned = gather_from_sequence_parallel_region(k_turned, tensor_parallel_output_grad=True)
+            both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True)
         else:
-            k_turned = copy_to_tensor_model_parallel_region(k_turned)
-        tokens = q.size(0)
-        q_plain, q_turned = q.view(tokens, self.heads, -1).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
-        k_plain, v = kv.view(tokens, self.heads, -1).split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
-        q_turned, k_turned = (rotate(each, table, interleaved=interleaved) for each in (q_turned, k_turned))
-        q = torch.cat((q_plain, q_turned), dim=-1)
-        k = torch.cat((k_plain, k_turned.expand(-1, self.heads, -1)), dim=-1)
-        return q[:, :, None], k, v
+            both = copy_to_tensor_model_parallel_region(both)
+        latent, turned = both.split(widths, dim=-1)
+        turned = rotate(turned, table, interleaved=self.config.rotary_interleaved)
+        if segments.spans is None:
+            return latent, turned
+        # What context parallel ranks exchange is this and not the keys and values of all heads.
+        latent, turned = gather_line(torch.cat((latent, turned), dim=-1)).split(widths, dim=-1)
+        return latent, turned
+
+    def _expanded(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [T, heads, D] and values [T, heads, Dv] of this rank's heads."""
+        kv, _ = self.linear_kv_up_proj(latent)
+        widths = (self.mla.qk_nope_head_dim, self.mla.v_head_dim)
+        plain, v = kv.view(kv.size(0), self.heads, -1).split(widths, dim=-1)
+        return torch.cat((plain, turned.expand(-1, self.heads, -1)), dim=-1), v

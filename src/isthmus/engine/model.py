@@ -108,6 +108,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         tensor_model_parallel_size=sizes.tp,
+        context_parallel_size=sizes.cp,
         pipeline_model_parallel_size=sizes.pp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.expert_tp,
@@ -227,14 +228,14 @@ class Decoder(GPTModel):
         learned: Tensor | None = None,
         ahead: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Run this stage on one packed line of T tokens.
+        """Run this stage on one packed line, or on the T tokens of it that this context parallel rank has.
 
         Args:
-            input_ids: int64 [T].
+            input_ids: int64 [T]; under sequence parallelism T is a multiple of tp.
             position_ids: int64 [T], restarting in each sample.
-            segments: the samples of the line; under sequence parallelism T is a multiple of tp.
+            segments: the samples of the whole line, and which of its tokens these are.
             labels: int64 [T], the next tokens; None asks for logits.
-            learned: int64 [n], the places of the line whose label counts.
+            learned: int64 [n], the places among the T whose label counts.
             ahead: for each depth k, from 1, the places from which the label k places on counts; none asks no layer
                 to predict ahead.
 
@@ -247,7 +248,9 @@ class Decoder(GPTModel):
         tables = None
         if self.architecture.position == "rope":
             dtype = self.config.params_dtype
-            tables = line_tables(self.architecture, self.frequencies, position_ids, segments.lengths, dtype)
+            tables = line_tables(
+                self.architecture, self.frequencies, position_ids, segments.lengths, dtype, segments.spans
+            )
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=segments
         )

@@ -46,7 +46,8 @@ def wrap_data_parallel(model: Decoder) -> DistributedDataParallel:
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(config=model.config, ddp_config=ddp, module=model)
     # Alone there is nothing to exchange, but gloo would copy all gradients and all weights onto themselves.
-    alone = wrapped.bucket_groups if parallel_state.get_data_parallel_world_size() == 1 else []
+    copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    alone = wrapped.bucket_groups if copies == 1 else []
     if parallel_state.get_expert_data_parallel_world_size() == 1:
         alone = [*alone, *wrapped.expert_parallel_bucket_groups]
     for buckets in alone:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus.engine.context import Spans, own_part
 from isthmus.families.architecture import Architecture, RopeScaling
 
 
@@ -101,7 +102,12 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def line_tables(
-    architecture: Architecture, sets: Tensor, position_ids: Tensor, lengths: tuple[int, ...], dtype: torch.dtype
+    architecture: Architecture,
+    sets: Tensor,
+    position_ids: Tensor,
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
+    spans: Spans | None = None,
 ) -> Tensor:
     """The table of :func:`rotation_table` for a line of samples, [T, R].
 
@@ -113,6 +119,7 @@ def line_tables(
         position_ids: int64 [T], restarting at 0 in each packed sample.
         lengths: tokens of each sample.
         dtype: of the activations.
+        spans: which tokens of the samples the positions are of; None: all.
     """
     scaling = architecture.rope_scaling
     table = functools.partial(rotation_table, position_ids=position_ids, dtype=dtype)
@@ -121,7 +128,8 @@ def line_tables(
     if scaling is not None and scaling.kind == "longrope":
         samples = torch.tensor(lengths, device=position_ids.device)
         beyond = samples > scaling.original_max_position_embeddings
-        return table(sets[beyond.long().repeat_interleave(samples)], magnitude=magnitude(scaling))
+        of_token = own_part(beyond.long().repeat_interleave(samples), spans)
+        return table(sets[of_token], magnitude=magnitude(scaling))
     return table(sets[0], magnitude=magnitude(scaling))
 
 

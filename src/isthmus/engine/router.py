@@ -62,7 +62,7 @@ class Router(MegatronModule):
         cut, tp = self.config.sequence_parallel, self.groups.tp
         samples, line = spans_of(segments, *((tp.rank(), tp.size()) if cut else (0, 1)), device=logits.device)
         if self.settings.losses:
-            scores, group = balance_scores(logits, self.moe), tp if cut else None
+            scores, group = balance_scores(logits, self.moe), self.groups.tp_cp if cut else self.groups.cp
             compute = {
                 "aux_loss": lambda: aux_loss(scores, chosen, line, group),
                 "seq_aux_loss": lambda: aux_loss(scores, chosen, samples, group),

@@ -22,6 +22,7 @@ from isthmus.engine.ahead import places_ahead
 from isthmus.engine.attention import Segments
 from isthmus.engine.balance import Load, take_stock, updated_bias
 from isthmus.engine.compat import same_loss_scale
+from isthmus.engine.context import own_part, own_spans
 from isthmus.engine.moe import MoeBlock
 from isthmus.engine.optimizer import MIN_LOSS_SCALE
 from isthmus.errors import Diverged
@@ -80,16 +81,17 @@ def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, A
     device = next(model.parameters()).device
     boundaries = line.cu_seqlens.tolist()
     lengths = tuple(end - start for start, end in itertools.pairwise(boundaries))
-    learned = line.loss_mask.nonzero()[:, 0]
+    spans = own_spans(line.input_ids.numel())
+    learned = own_part(line.loss_mask, spans).nonzero()[:, 0]
     of_samples = tuple(part.sum().item() for part in line.loss_mask.split(lengths))
     config = get_model_config(model)
     depths = (config.mtp_num_layers or 0) if model.training else 0
     ahead = places_ahead(learned, line.position_ids, depths)
     output = model(
-        line.input_ids.to(device, non_blocking=True),
-        line.position_ids.to(device, non_blocking=True),
-        Segments(lengths, of_samples, padded=line.num_tokens < line.input_ids.numel()),
-        labels=line.labels.to(device, non_blocking=True),
+        own_part(line.input_ids, spans).to(device, non_blocking=True),
+        own_part(line.position_ids, spans).to(device, non_blocking=True),
+        Segments(lengths, of_samples, padded=line.num_tokens < line.input_ids.numel(), spans=spans),
+        labels=own_part(line.labels, spans).to(device, non_blocking=True),
         learned=learned.to(device, non_blocking=True),
         ahead=[places.to(device, non_blocking=True) for places in ahead],
     )

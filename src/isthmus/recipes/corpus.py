@@ -45,7 +45,7 @@ class Corpus:
             "seed": config.data.seed,
             "dp_rank": position.dp_rank,
             "dp_size": dp,
-            "pad_to_multiple_of": config.parallel.tp,
+            "pad_to_multiple_of": config.parallel.line_multiple,
             # Micro batches take turns on virtual stages, in rounds of one for each rank of the pipeline.
             "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
         }

@@ -37,7 +37,6 @@ def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
             f"{what} ({architecture.family}). Leave it out, or the tensors of these layers out of the folder."
         )
     unbuilt = {
-        "cp": sizes.cp > 1,
         "fsdp": sizes.fsdp,
     }
     for name, asked in unbuilt.items():

@@ -197,7 +197,8 @@ class Session:
 
         def write() -> None:
             place = self.position
-            first_copy = {False: place.dp_rank == 0, True: place.edp_rank == 0}  # experts have copies of their own
+            # Experts have copies of their own.
+            first_copy = {False: place.dp_rank == place.cp_rank == 0, True: place.edp_rank == 0}
             live = self._exported()
             mine = {name: live[name] for name in live if first_copy[expert_of(name) is not None]}
             export_weights(mine, plans.family, plans.architecture, plan, staged.path, layout=self.layout)

@@ -136,7 +136,7 @@ class Loop:
         result = self.stepper.train_step(lines)
         lengths = [length for line in lines for length in (line.cu_seqlens[1:] - line.cu_seqlens[:-1]).tolist()]
         own = [float(sum(line.num_tokens for line in lines)), float(sum(length**2 for length in lengths))]
-        counts_here = self.position.tp_rank == 0 and self.position.pp_rank == 0
+        counts_here = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
         num_tokens, sum_squared, stops = sum_over_ranks([*(own if counts_here else (0.0, 0.0)), float(stop.requested)])
         elapsed_s = time.monotonic() - started_s
         flops = flops_per_batch(

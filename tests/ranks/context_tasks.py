@@ -1,0 +1,86 @@
+"""What ranks do in tests of context parallelism; see :mod:`ranks.tasks`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isthmus.data.batches import MicroBatch
+from isthmus.engine.attention import Segments, VarlenAttention
+from isthmus.engine.context import own_part, own_spans
+from isthmus.engine.groups import ParallelSizes, open_groups
+from isthmus.engine.line_attention import blocks_of
+from isthmus.platforms.detect import detect
+from ranks.live_memory import LiveMemory
+from ranks.tasks import start
+
+
+def attend(*, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Attention of all ranks together, in float64, against that of each alone over the whole line.
+
+    Args:
+        cases: ``lengths`` of the samples, ``window``, and whether to ``recompute``.
+
+    Returns:
+        For each case the largest difference on any rank of the output and of each gradient, as shares of the largest.
+    """
+    size = dist.get_world_size()
+    open_groups(ParallelSizes(cp=size, world_size=size), detect("cpu"), seed=0)
+    return [_difference(**case) for case in cases]
+
+
+def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict[str, float]:
+    config = SimpleNamespace(
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=None,
+        softmax_type="vanilla",
+        recompute_granularity="selective" if recompute else None,
+        recompute_modules=["core_attn"],
+        params_dtype=torch.float64,
+    )
+    layer = VarlenAttention(config)
+    random = torch.Generator().manual_seed(0)
+    tokens, spans = sum(lengths), own_spans(sum(lengths))
+    shapes = {"q": (2, 3, 8), "k": (2, 8), "v": (2, 6), "upstream": (36,)}
+    whole = {name: torch.randn(tokens, *shape, dtype=torch.float64, generator=random) for name, shape in shapes.items()}
+    part = {name: own_part(tensor, spans) for name, tensor in whole.items()}
+
+    def run(given: dict[str, torch.Tensor], segments: Segments) -> list[torch.Tensor]:
+        inputs = [given[name].clone().requires_grad_() for name in "qkv"]
+        out = layer(*inputs, segments)
+        out.backward(given["upstream"])
+        return [out.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
+
+    got, wanted = run(part, Segments(tuple(lengths), spans=spans)), run(whole, Segments(tuple(lengths)))
+    mine = [
+        ((ours - own_part(theirs, spans)).abs().max() / theirs.abs().max()).item()
+        for ours, theirs in zip(got, wanted, strict=True)
+    ]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return dict(zip(("out", "q", "k", "v"), map(max, *every), strict=True))
+
+
+def memory_of_a_step(*, model: str, samples: str, lengths: list[int], **layout: Any) -> list[dict[str, int]]:
+    """Train on one sample of each length in turn; the bytes that the tensors of each step take, of rank 0."""
+    training = start(model=model, samples=samples, optim={"lr": 0.0, "min_lr": 0.0}, **layout)
+    vocab, taken = training.session.blueprint.architecture.vocab_size, []
+    for length in lengths:
+        tokens = torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(0))
+        line = MicroBatch(
+            input_ids=tokens,
+            labels=tokens.roll(-1),
+            loss_mask=torch.ones(length, dtype=torch.bool),
+            position_ids=torch.arange(length),
+            cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+            num_tokens=length,
+            num_samples=1,
+        )
+        blocks_of.cache_clear()
+        with LiveMemory() as memory:
+            training.stepper.train_step([line])
+        taken.append({"peak": memory.peak_bytes, "largest": memory.largest_bytes})
+    return taken

@@ -1,0 +1,133 @@
+"""A line cut over context parallel ranks trains as it does in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ranks.tiny import build_model_folder
+from ranks.world import World
+
+TOLERANCE = 1e-5
+"""Relative."""
+
+
+def test_attention_of_the_ranks_is_that_of_one(four: World) -> None:
+    """Output and gradients in float64; the chunks of these lines are dealt in several turns."""
+    lines = [((2400,), None), ((700, 20, 1680), None), ((1500, 900), 150)]
+    cases = [
+        {"lengths": lengths, "window": window, "recompute": recompute}
+        for lengths, window in lines
+        for recompute in (False, True)
+    ]
+    for differences in four.run("ranks.context_tasks.attend", cases=cases):
+        print(differences)
+        assert max(differences.values()) < 1e-13
+
+
+def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
+    steps = len(run["loss"])
+    assert run["learned"] == truth["learned"][:steps]
+    for curve in ("loss", "grad_norm"):
+        furthest = max(abs(a - b) / abs(b) for a, b in zip(run[curve], truth[curve][:steps], strict=True))
+        print(curve, furthest)
+        assert furthest < TOLERANCE
+    for held_out in ("valid_before", "valid_after")[: 2 if steps == len(truth["loss"]) else 1]:
+        assert run[held_out] == pytest.approx(truth[held_out], rel=TOLERANCE)
+
+
+LAYOUTS = {
+    "cp2": (2, {"cp": 2}),
+    "cp2-tp2-sp": (4, {"cp": 2, "tp": 2}),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2}),
+    "cp2-pp2": (4, {"cp": 2, "pp": 2}),
+    "cp2-dp2": (4, {"cp": 2}),
+}
+MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "grouped queries": ("qwen3", {"tie_word_embeddings": True}, ["cp2", "cp2-tp2-sp", "cp2-pp2", "cp2-dp2"]),
+    "latent attention and experts": ("deepseek_v3", {"num_hidden_layers": 2}, ["cp2", "cp2-ep2", "cp2-tp2-sp"]),
+    "a window in some layers, sinks": ("gpt_oss", {"num_hidden_layers": 2}, ["cp2"]),
+    "learned positions": ("gpt2", {"num_hidden_layers": 2}, ["cp2-tp2-sp"]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cut_line_trains_as_a_whole_one(
+    name: str, one: World, worlds: dict[int, World], samples: Path, tmp_path: Path
+) -> None:
+    family, settings, layouts = MODELS[name]
+    model = build_model_folder(tmp_path / "model", family, **settings)
+    run: dict[str, Any] = {"model": model, "samples": samples, "evaluate": True, "micro_batch_size": 2}
+    steps = 20 if name == "grouped queries" else 4
+    if "experts" in name:
+        run["moe"] = {
+            "aux_loss": 0.1,
+            "seq_aux_loss": 0.05,
+            "z_loss": 0.01,
+        }  # of whole samples
+    truth = one.run("ranks.tasks.train", **run, steps=steps)
+    for layout in layouts:
+        ranks, sizes = LAYOUTS[layout]
+        print(layout)
+        assert_same(worlds[ranks].run("ranks.tasks.train", **run, **sizes, steps=steps if ranks == 2 else 4), truth)
+
+
+def test_a_line_of_one_sample(one: World, two: World, models: dict[str, Path], samples: Path) -> None:
+    run = {"model": models["llama-tied"], "samples": samples, "evaluate": True, "packing": False, "steps": 4}
+    assert_same(two.run("ranks.tasks.train", **run, cp=2), one.run("ranks.tasks.train", **run))
+
+
+def test_activations_are_computed_again(one: World, two: World, samples: Path, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
+    run: dict[str, Any] = {"model": model, "samples": samples, "steps": 2, "evaluate": True}
+    truth = one.run("ranks.tasks.train", **run)
+    for recompute in ("selective", "full"):
+        assert_same(two.run("ranks.tasks.train", **run, cp=2, recompute=recompute), truth)
+
+
+def test_a_run_goes_on_under_another_cp(
+    one: World, two: World, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    run: dict[str, Any] = {"model": models["qwen2-untied"], "samples": samples, "steps": 4}
+    truth = one.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "whole")
+    cut = two.run("ranks.tasks.train", **run, cp=2, save_at=[2], root=tmp_path / "cut")
+    again = one.run("ranks.tasks.train", **run, resume=tmp_path / "cut" / "iter_0000002")
+    cut_again = two.run("ranks.tasks.train", **run, cp=2, resume=tmp_path / "whole" / "iter_0000002")
+    for later in (cut["loss"][2:], again["loss"], cut_again["loss"]):
+        assert later == pytest.approx(truth["loss"][2:], rel=TOLERANCE)
+
+
+def test_an_export_is_that_of_one_process(
+    one: World, two: World, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    for name, world, sizes in (("whole", one, {}), ("cut", two, {"cp": 2})):
+        folders = {"root": tmp_path / f"{name}-checkpoints", "destination": tmp_path / name}
+        world.run("ranks.tasks.save_and_export", model=models["qwen3-tied"], samples=samples, **folders, **sizes)
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    # AdamW's first steps are as large for a gradient of nearly nothing, whose sign is then a matter of rounding.
+    assert all(torch.allclose(cut[name], whole[name], rtol=0, atol=1e-5) for name in whole)
+
+
+def test_memory_grows_with_the_line_and_not_with_its_square(
+    one: World, two: World, samples: Path, tmp_path: Path
+) -> None:
+    """Nor does anything as large as all logits exist, and two ranks take not much more than half of it each.
+
+    What they do not share out is a block of scores at a time.
+    """
+    vocab, lengths = 12_000, [2048, 8192]
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": vocab}
+    model = build_model_folder(tmp_path / "model", "llama", **sizes)
+    run: dict[str, Any] = {"model": model, "samples": samples, "lengths": lengths}
+    whole = one.run("ranks.context_tasks.memory_of_a_step", **run)
+    cut = two.run("ranks.context_tasks.memory_of_a_step", **run, cp=2)
+    print(whole, cut)
+    assert whole[1]["peak"] < 4.2 * whole[0]["peak"]
+    for taken in (whole, cut):
+        assert taken[1]["largest"] < 4 * 8192 * 8192 / 8
+    assert cut[1]["peak"] < 0.7 * whole[1]["peak"]
