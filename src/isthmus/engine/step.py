@@ -20,6 +20,7 @@ from torch import Tensor
 from isthmus.engine.attention import Segments
 from isthmus.engine.balance import Load, take_stock, updated_bias
 from isthmus.engine.moe import MoeBlock
+from isthmus.engine.phase import phase
 from isthmus.errors import Diverged
 
 
@@ -131,7 +132,8 @@ class Stepper:
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss_sum, num_tokens = _run_pipeline(self.model, lines, forward_only=False)
+        with phase("forward and backward"):
+            loss_sum, num_tokens = _run_pipeline(self.model, lines, forward_only=False)
         loss = loss_sum / max(1, num_tokens)
         if not math.isfinite(loss):
             raise Diverged(
@@ -139,7 +141,8 @@ class Stepper:
                 "of them. Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
         lr = self.lr
-        _, grad_norm, _ = self.optimizer.step()
+        with phase("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
         norm = float(grad_norm)
         if not math.isfinite(norm):
             raise Diverged(
