@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,6 +153,8 @@ def _rank(request: dict[str, Any]) -> None:
             path = "/dev/null" if end is None else request["file"] + end
             os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), number)
         os.environ.update(request["variables"])
+        if "FAULT" in os.environ:
+            _go_wrong(os.environ["FAULT"])
         from isthmus.cli.main import main as isthmus
 
         code = isthmus(request["argv"])
@@ -159,6 +162,22 @@ def _rank(request: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _go_wrong(how: str) -> None:
+    """At the third step: ``fail``, or ``sleep`` with everything else going on."""
+    from isthmus.data.batches import Batches
+
+    step = Batches.step
+
+    def broken(self: Batches, step_index: int) -> Any:
+        if step_index == 2 and how == "sleep":
+            time.sleep(1000)
+        if step_index == 2:
+            raise ZeroDivisionError("division by zero")
+        return step(self, step_index)
+
+    Batches.step = broken  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import Stem, rows
+from faults.command import rows
 from faults.hosts import ADDRESSES, DEAD_ADDRESSES, Hosts, two_hosts
 
 
@@ -34,7 +34,7 @@ def as_slurm_does(rank: int) -> dict[str, str]:
 
 
 def test_two_hosts_train_what_one_process_trains(
-    isthmus: Stem, hosts: Hosts, namespaces: tuple[str, str], small: list[str], tmp_path: Path
+    hosts: Hosts, namespaces: tuple[str, str], small: list[str], tmp_path: Path
 ) -> None:
     """tp inside a host, dp across; by Slurm's variables, with no interface named."""
     words = [*small, "parallel.tp=2", "train.steps=6"]
@@ -46,7 +46,8 @@ def test_two_hosts_train_what_one_process_trains(
     spread = [row for row in rows(tmp_path / "out") if "loss" in row]
 
     alone = tmp_path / "alone"
-    assert isthmus(*small, "--out", alone, "train.steps=6").returncode == 0
+    (one,) = hosts.start([[([*small, "--out", str(alone), "train.steps=6"], {})]]).ended()
+    assert one.returncode == 0, one
     single = [row for row in rows(alone) if "loss" in row]
     assert len(spread) == len(single) == 6
     for name in ("loss", "grad_norm"):
