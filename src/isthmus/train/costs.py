@@ -65,7 +65,7 @@ class Costs:
 
 
 def weight_uses(shapes: Mapping[str, Shape]) -> dict[Shape, str]:
-    """What products with a matrix of some shape are for; ``shapes`` holds this rank's weights by name.
+    """What products with a matrix of some shape [out, in] are for; ``shapes`` holds this rank's weights by name.
 
     A shape that weights of several uses have names all of them.
     """
@@ -74,9 +74,8 @@ def weight_uses(shapes: Mapping[str, Shape]) -> dict[Shape, str]:
         if len(shape) < 2:
             continue
         use = next((words for pattern, words in _WEIGHTS if pattern.search(name)), "other weights")
-        for matrix in (tuple(shape[-2:]), tuple(shape[:-3:-1])):
-            if use not in uses[matrix]:
-                uses[matrix].append(use)
+        if use not in uses[shape[-2:]]:
+            uses[shape[-2:]].append(use)
     return {shape: " or ".join(names) for shape, names in uses.items()}
 
 
@@ -107,12 +106,13 @@ def costs_of(events: Sequence[Any], uses: Mapping[Shape, str]) -> Costs:
             for event, within in _walk([root]):
                 kind = _kind(event, within, uses)
                 seconds = event.self_cpu_time_total / 1e6
-                if kind == HOST and talking:
+                if talking and not event.name.startswith("aten::"):
+                    # Between its operations a function of Python may wait for other ranks.
                     waited = length(overlap(_own_spans(event), talking)) / 1e6
                     kinds[COMMUNICATION].seconds += waited
                     seconds -= waited
                 kinds[kind].seconds += seconds
-                kinds[kind].calls += kind != HOST and not event.cpu_children
+                kinds[kind].calls += kind not in (HOST, within and _kind(within[-1], within[:-1], uses))
                 kinds[kind].allocated_bytes += max(0, event.self_cpu_memory_usage)
     costs.kinds = dict(sorted(kinds.items(), key=lambda item: -item[1].seconds))
     return costs
@@ -163,26 +163,28 @@ def _kind(event: Any, within: tuple[Any, ...], uses: Mapping[Shape, str]) -> str
         for pattern, kind in _KINDS:
             if pattern.search(name):
                 return kind
-    return OTHER
+    return OTHER if event.name.startswith("aten::") else HOST
 
 
 def _use(event: Any, within: tuple[Any, ...], uses: Mapping[Shape, str]) -> str:
-    """What a product is for: by the shape of a weight among its operands, or of one beside it in the same function."""
+    """What a product is for, by the weight among its operands.
+
+    Forward that is the last operand, transposed; backward it is the last operand of the function's first product, which
+    yields the gradient of the input. The function's other products, of the gradient of the weight, go with it.
+    """
     if any("CrossEntropy" in one.name for one in within):
         return "the output layer"
-    found = _match(event, uses)
-    function = next((one for one in reversed(within) if one.name.endswith("Backward")), None)
-    if found is None and function is not None:
-        beside = (_match(other, uses) for other, _ in _walk([function]) if _PRODUCTS.search(other.name))
-        found = next((use for use in beside if use), None)
-    return found or "no weight"
+    function = next((one for one in reversed(within) if not re.match("aten::|autograd::", one.name)), None)
+    if function is None or not re.search(r"Backward\d*$", function.name):
+        shape = _last_operand(event)
+        return uses.get(shape if event.name == "aten::linear" else shape[::-1], "no weight")
+    products = sorted((one for one, _ in _walk([function]) if _PRODUCTS.search(one.name)), key=span)
+    return uses.get(_last_operand(products[0]), "no weight")
 
 
-def _match(event: Any, uses: Mapping[Shape, str]) -> str | None:
-    operands = [tuple(shape[-2:]) for shape in event.input_shapes or () if len(shape) >= 2]
-    if len(operands) >= 2:
-        operands.append((operands[-2][0], operands[-1][-1]))  # what comes out
-    return next((uses[shape] for shape in operands if shape in uses), None)
+def _last_operand(event: Any) -> Shape:
+    shapes = [tuple(shape[-2:]) for shape in event.input_shapes or () if len(shape) >= 2]
+    return shapes[-1] if shapes else ()
 
 
 def span(event: Any) -> Span:

@@ -49,8 +49,9 @@ def test_a_step_on_a_cpu_adds_up() -> None:
         phase("forward and backward", 50, 800,
             event("aten::mm", 100, 300, input_shapes=[[7, 32], [32, 96]], self_cpu_memory_usage=64),
             event("_RMSNormFunction", 300, 350, event("aten::mul", 310, 340)),
+            event("aten::copy_", 360, 370),
             event("_LinearIntoMainGradBackward", 400, 500,
-                event("aten::mm", 400, 440, input_shapes=[[7, 64], [64, 32]]),
+                event("aten::mm", 400, 440, input_shapes=[[96, 64], [64, 32]]),
                 event("aten::mm", 440, 480, input_shapes=[[5, 7], [7, 32]]))),
         phase("optimizer", 800, 950, event("aten::_fused_adamw_", 810, 900), event("c10d::allgather_", 900, 910)),
     )  # fmt: skip
@@ -60,11 +61,12 @@ def test_a_step_on_a_cpu_adds_up() -> None:
     assert us == {
         "matrix products of the feed-forward block": 200,
         "matrix products of the attention projections": 80,  # a block of a weight's gradient goes with its product
-        "optimizer": 140, "data": 50, "norms": 50, COMMUNICATION: 110, "other tensor operations": 20, HOST: 350,
+        "optimizer": 140, "data": 50, "norms": 50, COMMUNICATION: 110, "other tensor operations": 10, HOST: 360,
     }  # fmt: skip
     assert sum(us.values()) == pytest.approx(1e6 * costs.wall_s) and not costs.on_device
-    assert costs.largest(2) == f"{HOST} 35%, matrix products of the feed-forward block 20%"
+    assert costs.largest(2) == f"{HOST} 36%, matrix products of the feed-forward block 20%"
     assert costs.kinds["matrix products of the feed-forward block"].allocated_bytes == 64
+    assert (costs.kinds["norms"].calls, costs.kinds["matrix products of the attention projections"].calls) == (1, 2)
 
 
 def test_on_a_device_kernels_count_and_what_is_left_is_idle() -> None:
@@ -89,8 +91,8 @@ def test_on_a_device_kernels_count_and_what_is_left_is_idle() -> None:
 
 
 def test_weights_of_one_shape_are_named_together() -> None:
-    assert USES[(32, 48)] == USES[(48, 32)] == "the attention projections or the feed-forward block"
-    assert USES[(96, 32)] == "the feed-forward block" and (32,) not in USES
+    assert USES[(32, 48)] == "the attention projections or the feed-forward block"
+    assert USES[(96, 32)] == "the feed-forward block" and len(USES) == 3
 
 
 def test_spans() -> None:
