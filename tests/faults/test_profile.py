@@ -53,7 +53,7 @@ def test_table_adds_up_and_names_the_largest(hosts: Hosts, small: list[str], tmp
         total_ms, _ = costs.pop("together")
         measured_ms = 1e3 * sum(row["step_time_s"] for row in rows(out) if row["step"] in (2, 3) and "loss" in row) / 2
         assert sum(ms for ms, _ in costs.values()) == pytest.approx(total_ms, rel=0.01)
-        assert total_ms == pytest.approx(measured_ms, rel=0.1)
+        assert total_ms == pytest.approx(measured_ms, rel=0.25)
         # Four weights a layer, and of each the output and both gradients; with tp=2 qkv and fc2 have one shape.
         ours = re.compile("matrix products of .*(attention|feed)")
         products = {what: calls for what, (_, calls) in costs.items() if ours.match(what)}

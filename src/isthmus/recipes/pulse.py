@@ -31,7 +31,7 @@ GRACE_S = 3.0
 """For this rank's own error to be told, where it meets one of its own."""
 _BEAT_S = 1.0
 _LEAVING = "leaving, since another rank did not answer"
-_ECHO = re.compile(r"gloo|nccl|store|socket|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
+_ECHO = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
 
 
 @dataclass(frozen=True, slots=True)
