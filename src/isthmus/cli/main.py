@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -51,6 +52,10 @@ def parse_and_run(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; see docs/reference/exit-codes.md."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if "--debug" not in words:
+        # torch's C++ warns, with a stack, of every connection that a lost peer closes. Before torch is imported.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and its profiler says that it starts
     from isthmus.recipes.rank_report import reports_folder
 
     if reports_folder() is not None:

@@ -96,6 +96,10 @@ class ParallelConfig(Section):
     """Tensor parallel ranks of each expert; null: as many as tp."""
     fsdp: bool = False
     """Fully sharded data parallelism: weights, gradients and optimizer state are cut over the data parallel ranks."""
+    join_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rank waits at the start for others that have not come yet."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rank waits within the run for another one that does not answer."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -166,6 +170,8 @@ class TrainConfig(Section):
     """full: layers of each pipeline stage, its first ones, that are computed again; null: all of them."""
     eval_every: Interval = None
     """Steps between evaluations on held-out data; null or 0: only before the first and after the last step."""
+    profile: Annotated[str, Field(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$")] | None = None
+    """Steps to profile, first and last, such as 3-5: a trace and a table of each rank in the run folder; null: none."""
     threads: Count | None = None
     """CPU threads per rank; null: the machine's cores shared out evenly among its ranks."""
 
@@ -175,6 +181,27 @@ class TrainConfig(Section):
         if isinstance(given, dict) and given.get("steps") is None and given.get("epochs") is None:
             return given | {"epochs": 1.0}
         return given
+
+    @property
+    def profiled_steps(self) -> range:
+        """Steps to profile, counted from 1; empty for none."""
+        if self.profile is None:
+            return range(0)
+        first, last = map(int, self.profile.split("-"))
+        return range(first, last + 1)
+
+    @model_validator(mode="after")
+    def _profile_fits(self) -> TrainConfig:
+        steps = self.profiled_steps
+        if self.profile is not None and not steps:
+            _refuse("profile", f"profile={self.profile} ends before it begins; give the first step, then the last")
+        if steps and self.steps is not None and steps[-1] > self.steps:
+            _refuse(
+                "profile",
+                f"profile={self.profile} goes beyond the {self.steps} steps of the run; name steps from 1 to "
+                f"{self.steps}",
+            )
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> TrainConfig:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from isthmus.engine.meeting import meet
 from isthmus.errors import IsthmusError, UsageError
 
 if TYPE_CHECKING:
@@ -101,10 +102,55 @@ def world_from_environment() -> tuple[int, int, int]:
     )
 
 
+def join_ranks(
+    platform: Platform, *, init_method: str | None = None, join_timeout_s: float = 600.0, timeout_s: float = 1800.0
+) -> str:
+    """Join the other ranks of the environment; does nothing in a process that has.
+
+    Args:
+        platform: decides the collective backend and the device of this rank.
+        init_method: rendezvous URL; None takes the environment's, or a private one for a single rank.
+        join_timeout_s: how long to wait for ranks that have not come yet.
+        timeout_s: how long a collective waits for a peer before it fails.
+
+    Returns:
+        Who met where, for the user; empty on one machine.
+
+    Raises:
+        UsageError, Hang: see :func:`isthmus.engine.meeting.meet`.
+    """
+    rank, world_size, local_rank = world_from_environment()
+    if platform.device_type == "cpu":
+        from isthmus.engine import compat, cpu_adapter
+
+        cpu_adapter.install()
+        compat.random_state_on_cpu()
+    else:
+        torch.cuda.set_device(local_rank)
+    if dist.is_initialized():
+        return ""
+    backend, met = platform.collective_backend, ""
+    store: dist.Store | None = None
+    if init_method is None and world_size == 1:
+        store = dist.HashStore()
+    elif init_method is None:
+        store, met = meet(rank, world_size, collective_backend=backend, timeout_s=join_timeout_s)
+        store.set_timeout(timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        store=None if store is None else dist.PrefixStore("collectives", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return met
+
+
 def open_groups(
     sizes: ParallelSizes, platform: Platform, *, seed: int, init_method: str | None = None, timeout_s: float = 1800.0
 ) -> Position:
-    """Join the run's world and build Megatron-Core's groups in it.
+    """Join the run's world, if that was not done yet, and build Megatron-Core's groups in it.
 
     A process may do so again; models that it built under another layout before can then no longer be run.
 
@@ -118,24 +164,7 @@ def open_groups(
     Returns:
         This rank's place in the layout.
     """
-    rank, world_size, local_rank = world_from_environment()
-    if platform.device_type == "cpu":
-        from isthmus.engine import compat, cpu_adapter
-
-        cpu_adapter.install()
-        compat.random_state_on_cpu()
-    else:
-        torch.cuda.set_device(local_rank)
-    if not dist.is_initialized():
-        store = dist.HashStore() if world_size == 1 and init_method is None else None
-        dist.init_process_group(
-            platform.collective_backend,
-            init_method=None if store else (init_method or "env://"),
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+    join_ranks(platform, init_method=init_method, timeout_s=timeout_s)
 
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -149,12 +178,12 @@ def open_groups(
         context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.expert_tp,
-        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+        distributed_timeout_minutes=timeout_s / 60,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return Position(
-        rank=rank,
+        rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),

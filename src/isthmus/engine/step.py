@@ -25,6 +25,7 @@ from isthmus.engine.compat import same_loss_scale
 from isthmus.engine.context import own_part, own_spans
 from isthmus.engine.moe import MoeBlock
 from isthmus.engine.optimizer import MIN_LOSS_SCALE
+from isthmus.engine.phase import phase
 from isthmus.errors import Diverged
 
 
@@ -176,7 +177,8 @@ class Stepper:
             stage.train()
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
-        totals = _run_pipeline(self.model, lines, forward_only=False)
+        with phase("forward and backward"):
+            totals = _run_pipeline(self.model, lines, forward_only=False)
         loss = totals.loss_sum / max(1, totals.num_tokens)
         if not math.isfinite(loss):
             raise Diverged(
@@ -184,7 +186,8 @@ class Stepper:
                 "of them. Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."
             )
         lr, loss_scale = self.lr, self.loss_scale
-        updated, grad_norm, _ = self.optimizer.step()
+        with phase("optimizer"):
+            updated, grad_norm, _ = self.optimizer.step()
         if loss_scale is not None:
             same_loss_scale(self.optimizer)
         result = StepResult(

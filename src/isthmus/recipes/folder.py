@@ -16,7 +16,10 @@ CONFIG, METRICS, CHECKPOINTS, EXPORT, DATA = "config.yaml", "metrics.jsonl", "ch
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """One run's folder: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``checkpoints/``, ``hf/``."""
+    """One run's folder.
+
+    In it: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``profile/``, ``checkpoints/``, ``hf/``.
+    """
 
     root: Path
 
@@ -124,7 +127,8 @@ class RunFolder:
                 shutil.rmtree(left, ignore_errors=True)
             if fresh:
                 (self.root / METRICS).unlink(missing_ok=True)
-                shutil.rmtree(self.root / "tensorboard", ignore_errors=True)
+                for name in ("tensorboard", "profile"):
+                    shutil.rmtree(self.root / name, ignore_errors=True)
 
     def _write_config(self, text: str) -> None:
         staged = self.config.with_name(f".{CONFIG}")

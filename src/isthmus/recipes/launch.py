@@ -186,6 +186,8 @@ def _rank_environment(folder: Path, nproc: int) -> dict[str, str]:
         # Ranks that each take all cores get in one another's way.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // nproc))),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "",
+        # Once a rank has failed; the others leave by themselves (see peers), unless one is stopped or stuck.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
     }
     if root.name not in ("site-packages", "dist-packages"):
         path = os.environ.get("PYTHONPATH")

@@ -16,7 +16,7 @@ from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.data.prepare import PrepareReport
 from isthmus.data.store import SampleStore
-from isthmus.engine.groups import Position, agree, close_groups, open_groups
+from isthmus.engine.groups import Position, agree, close_groups, join_ranks, open_groups
 from isthmus.errors import UsageError
 from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
 from isthmus.platforms.base import Platform
@@ -24,6 +24,7 @@ from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
 from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
+from isthmus.recipes.pulse import Pulse
 from isthmus.recipes.session import (
     Blueprint,
     Session,
@@ -35,6 +36,7 @@ from isthmus.recipes.session import (
 )
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
+from isthmus.train.profile import StepProfile
 from isthmus.train.stop import StopFlag
 
 PrepareFor = Callable[[RunConfig, Tokenizer, list[Path]], tuple[SampleStore, PrepareReport]]
@@ -85,20 +87,35 @@ def run(config: RunConfig, prepare: PrepareFor) -> RunResult:
     with StopFlag() as stop:
         try:
             ground = survey(config)
-            position = open_groups(ground.plans.sizes, ground.platform, seed=config.train.seed)
-            logging = config.logging
-            with Reporter(
-                ground.folder.root,
-                is_main=position.rank == 0,
-                tensorboard=logging.tensorboard,
-                every=logging.every,
-                device="rank" if ground.platform.device_type == "cpu" else "GPU",
-            ) as reporter:
-                for line in ground.said:
-                    reporter.say(line)
-                return _train(ground, position, prepare, reporter, stop)
+            limits = config.parallel
+            met = join_ranks(ground.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s)
+            with Pulse(limits.timeout_s) as pulse:
+                try:
+                    return _run_joined(ground, met, prepare, stop)
+                except RuntimeError as error:
+                    end = pulse.explain(error)
+                    if end is None:
+                        raise
+                    raise end from error
         finally:
             close_groups()
+
+
+def _run_joined(ground: Ground, met: str, prepare: PrepareFor, stop: StopFlag) -> RunResult:
+    """The run, of ranks that have met."""
+    config, logging = ground.config, ground.config.logging
+    sizes, timeout_s = ground.plans.sizes, config.parallel.timeout_s
+    position = open_groups(sizes, ground.platform, seed=config.train.seed, timeout_s=timeout_s)
+    with Reporter(
+        ground.folder.root,
+        is_main=position.rank == 0,
+        tensorboard=logging.tensorboard,
+        every=logging.every,
+        device="rank" if ground.platform.device_type == "cpu" else "GPU",
+    ) as reporter:
+        for line in (*ground.said, *([met] if met else [])):
+            reporter.say(line)
+        return _train(ground, position, prepare, reporter, stop)
 
 
 def survey(config: RunConfig) -> Ground:
@@ -126,6 +143,8 @@ def survey(config: RunConfig) -> Ground:
 
 def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Reporter, stop: StopFlag) -> RunResult:
     from isthmus.engine import checkpoint
+    from isthmus.engine.held import held_bytes
+    from isthmus.engine.model import live_tensors
     from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 
@@ -165,8 +184,16 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             reporter.say(f"resumed from {ground.resume} at step {start}")
         if start > steps:
             raise UsageError(f"{ground.resume} is at step {start}, beyond this run's {steps} steps. Raise train.steps.")
+        profiled = config.train.profiled_steps
+        if profiled and profiled[-1] > steps:
+            raise UsageError(
+                f"train.profile={config.train.profile} goes beyond the {steps} steps of this run. Name steps from 1 to "
+                f"{steps}."
+            )
         agree(lambda: folder.begin(text, fresh=ground.resume is None) if main else None)
     reporter.begin(total_steps=steps, start=start)
+    if profiled and profiled[-1] <= start < steps:
+        reporter.say(f"train.profile={config.train.profile}: those steps are done already; none is profiled")
 
     def save(step: int) -> None:
         progress = checkpoint.Progress(step=step, data=fingerprint)
@@ -197,6 +224,15 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             memory_gib=ground.platform.memory_gib,
         ),
         reporter=reporter,
+        profile=StepProfile(
+            profiled,
+            folder.root,
+            rank=position.rank,
+            weights={name: tuple(tensor.shape) for name, tensor in live_tensors(session.model).items()},
+            held=lambda: held_bytes(session.model, optimizer),
+            memory_gib=ground.platform.memory_gib,
+            say=reporter.say,
+        ),
         save=save,
         export=export,
     )

@@ -63,7 +63,9 @@ def blueprint(config: RunConfig) -> Blueprint:
     check_tp_size(architecture, config.parallel.tp)
     check_stages(architecture, config.parallel.pp, config.parallel.vpp)
     _, world_size, _ = world_from_environment()
-    parallel = config.parallel.model_dump() | {"sp": config.parallel.sequence_parallel}
+    parallel = config.parallel.model_dump(exclude={"join_timeout_s", "timeout_s"}) | {
+        "sp": config.parallel.sequence_parallel
+    }
     sizes = ParallelSizes(**parallel, world_size=world_size)
     check_layout(architecture, sizes)
     check_experts(architecture, config.moe)
@@ -251,7 +253,7 @@ def open_session(
     config: RunConfig, plans: Blueprint, platform: Platform, precision: str, *, training: bool = True
 ) -> Session:
     """Join the ranks and build this rank's part of the model; see :func:`build_session`."""
-    position = open_groups(plans.sizes, platform, seed=config.train.seed)
+    position = open_groups(plans.sizes, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
     return build_session(config, plans, platform, position, precision, training=training)
 
 

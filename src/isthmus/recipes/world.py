@@ -57,12 +57,9 @@ def end_with_parent() -> None:
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a Slurm node list: ``gpu[07-09,12],cpu1`` -> ``gpu07``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
-    if match is None:
-        return nodes
-    prefix, numbers, suffix = match.groups()
-    return prefix + (re.split("[-,]", numbers)[0] if numbers else "") + suffix
+    """The first host of a Slurm node list: ``gpu[07-09,12],cpu1`` -> ``gpu07``; ``rack[1-2]n[4,6]`` -> ``rack1n4``."""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match.group()) if match else nodes
 
 
 def _first(tasks_per_node: str) -> str:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from isthmus.engine.groups import Position, sum_over_ranks
+from isthmus.engine.phase import phase
 from isthmus.engine.step import PackedLine, Stepper
 from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
 from isthmus.train.flops import flops_per_batch
 from isthmus.train.metrics import Reporter, StepMetrics
+from isthmus.train.profile import StepProfile
 from isthmus.train.stop import StopFlag
 
 
@@ -73,6 +75,7 @@ class Loop:
         position: Position,
         device: Device,
         reporter: Reporter,
+        profile: StepProfile,
         save: Callable[[int], None],
         export: Callable[[int], None],
     ) -> None:
@@ -83,6 +86,7 @@ class Loop:
         self.position = position
         self.device = device
         self.reporter = reporter
+        self.profile = profile
         self.save = save
         self.export = export
 
@@ -94,7 +98,8 @@ class Loop:
         """
         if self.validation is None:
             return None
-        loss = self.stepper.evaluate(self.validation.eval_batches())
+        with phase("held-out loss"):
+            loss = self.stepper.evaluate(self.validation.eval_batches())
         self.reporter.evaluation(step, loss)
         if not math.isfinite(loss):
             mend = "Lower optim.lr or lengthen optim.warmup_steps." if step else "Look at the weights and the data."
@@ -108,10 +113,17 @@ class Loop:
             Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
             Diverged: the loss, the held-out loss or the gradient norm is not finite.
         """
+        with self.profile:
+            return self._run(plan, stop)
+
+    def _run(self, plan: Plan, stop: StopFlag) -> Outcome:
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
         for step in range(plan.start, plan.steps):
-            metrics, stop_requested = self._step(step, stop)
+            with self.profile.around(step + 1), phase(f"step {step + 1}"):
+                metrics, stop_requested = self._step(step, stop)
+            if stop_requested:
+                self.profile.finish()  # what is saved now is no part of a step
             done = step + 1
             loss = metrics.loss
             if step > plan.start:
@@ -120,9 +132,11 @@ class Loop:
                 if _due(plan.eval_every, done):
                     self.evaluate(done)
                 if _due(plan.export_every, done):
-                    self.export(done)
+                    with phase("export"):
+                        self.export(done)
                 if stop_requested or _due(plan.save_every, done):
-                    self.save(done)
+                    with phase("checkpoint"):
+                        self.save(done)
                 if stop_requested:
                     raise Preempted(
                         f"stopped after step {done} of {plan.steps} as asked; the state is saved. "
@@ -132,7 +146,8 @@ class Loop:
 
     def _step(self, step: int, stop: StopFlag) -> tuple[StepMetrics, bool]:
         started_s = time.monotonic()
-        lines = self.batches.step(step)
+        with phase("data"):
+            lines = self.batches.step(step)
         result = self.stepper.train_step(lines)
         lengths = [length for line in lines for length in (line.cu_seqlens[1:] - line.cu_seqlens[:-1]).tolist()]
         own = [float(sum(line.num_tokens for line in lines)), float(sum(length**2 for length in lengths))]

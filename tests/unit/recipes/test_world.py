@@ -33,7 +33,8 @@ def test_a_batch_script_of_slurm_is_no_task() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[07-09,12],cpu1", "gpu07"), ("a[3]-ib,b", "a3-ib"), ("10.0.0.1", "10.0.0.1")],
-)
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[07-09,12],cpu1", "gpu07"), ("a[3]-ib,b", "a3-ib"), ("10.0.0.1", "10.0.0.1"),
+     ("rack[1-2]n[4,6-7]", "rack1n4"), ("n[007-128]", "n007"), ("10.0.0.[1-2]", "10.0.0.1")],
+)  # fmt: skip
 def test_first_node(nodes: str, first: str) -> None:
     assert first_node(nodes) == first

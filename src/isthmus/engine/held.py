@@ -1,0 +1,43 @@
+"""The memory that a rank holds from step to step: weights, gradients, optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def held_bytes(model: Any, optimizer: Any) -> dict[str, int]:
+    """Bytes by what they are for; memory that several tensors share counts once, where it is met first.
+
+    Args:
+        model: with its data-parallel wrapper; gradients are the buffers that its parameters add to.
+        optimizer: Megatron-Core's, one or a chain; main weights are part of its state.
+    """
+    parameters = list(model.parameters())
+    inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    groups = [group["params"] for one in inner if one is not None for group in one.param_groups]
+    states = [list(_tensors(one.state)) for one in inner if one is not None]
+    seen: set[int] = set()
+    gradients = (getattr(parameter, "main_grad", None) for parameter in parameters)
+    return {
+        "weights": _bytes(parameters, seen),
+        "gradients": _bytes((gradient for gradient in gradients if gradient is not None), seen),
+        "optimizer state": _bytes((tensor for tensors in (*groups, *states) for tensor in tensors), seen),
+    }
+
+
+def _tensors(state: Mapping[Any, Any]) -> Iterable[Tensor]:
+    for entry in state.values():
+        yield from (value for value in entry.values() if isinstance(value, Tensor))
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
