@@ -38,14 +38,16 @@ def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: 
     assert (ours - logits(model, ids[None])[0]).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("fsdp", ["false", "true"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: str) -> None:
+def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: str, fsdp: str) -> None:
     data = tmp_path / "chats.jsonl"
     chat = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two three four"}]
     data.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(32)))
     out = tmp_path / "run"
     command = [sys.executable, "-m", "isthmus", "sft", "--model", str(model), "--data", str(data), "--out", str(out)]
     settings = ["train.steps=20", "optim.lr=1e-2", "data.seq_length=64", f"train.precision={precision}"]
+    settings.append(f"parallel.fsdp={fsdp}")
     done = subprocess.run([*command, *settings], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "platform cuda" in done.stderr or "platform rocm" in done.stderr

@@ -13,7 +13,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from isthmus.engine.compat import clip_in_place, fill_adam_state
+from isthmus.engine.fsdp import FullyShardedDataParallel
 from isthmus.engine.model import Decoder
+from isthmus.engine.overlap import Overlap, OverlappingDataParallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,15 +36,30 @@ class OptimizerSettings:
     eps: float
 
 
-def wrap_data_parallel(model: Decoder) -> DistributedDataParallel:
-    """Move the parameters into flat buffers with float32 gradients beside them, sharded over dp for the optimizer."""
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    wrapped = DistributedDataParallel(config=model.config, ddp_config=ddp, module=model)
+def wrap_data_parallel(model: Decoder, overlap: Overlap | None = None) -> DistributedDataParallel:
+    """Move the parameters into flat buffers with float32 gradients beside them, sharded over dp for the optimizer.
+
+    Args:
+        model: without or with its weights.
+        overlap: what of the exchange over dp runs beside the computation; None: nothing.
+    """
+    alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+    overlap = Overlap() if overlap is None or alone else overlap
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap.grad_reduce,
+        overlap_param_gather=overlap.param_gather,
+        bucket_size=overlap.bucket_elements,
+    )
+    wrapped = OverlappingDataParallel(config=model.config, ddp_config=ddp, module=model)
+    if overlap.grad_reduce:
+        model.config.no_sync_func = wrapped.no_sync  # only the last micro batch's gradients are complete
     # Alone there is nothing to exchange, but gloo would copy all gradients and all weights onto themselves.
-    alone = wrapped.bucket_groups if parallel_state.get_data_parallel_world_size() == 1 else []
-    if parallel_state.get_expert_data_parallel_world_size() == 1:
-        alone = [*alone, *wrapped.expert_parallel_bucket_groups]
-    for buckets in alone:
+    idle = wrapped.bucket_groups if alone else []
+    if parallel_state.get_expert_data_parallel_world_size() == 1 and not overlap.grad_reduce:
+        idle = [*idle, *wrapped.expert_parallel_bucket_groups]
+    for buckets in idle:
         buckets.start_grad_sync = buckets.start_param_sync = _no_exchange
     return wrapped
 
@@ -51,13 +68,18 @@ def _no_exchange(**_how: bool) -> None:
     """In place of a bucket's collectives."""
 
 
-def build_optimizer(model: DistributedDataParallel, settings: OptimizerSettings) -> MegatronOptimizer:
+def build_optimizer(
+    model: DistributedDataParallel | FullyShardedDataParallel, settings: OptimizerSettings
+) -> MegatronOptimizer:
     """AdamW over this rank's shard of the parameters; float32 main weights when the model's are bfloat16.
+
+    The rows of a fully sharded model are float32 themselves and are updated as they are.
 
     Call it after the weights are in: the main weights are copied from them.
     """
     clip_in_place()
-    dtype = model.config.params_dtype
+    by_rows = isinstance(model, FullyShardedDataParallel)
+    dtype = torch.float32 if by_rows else model.config.params_dtype
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -70,12 +92,13 @@ def build_optimizer(model: DistributedDataParallel, settings: OptimizerSettings)
             clip_grad=settings.clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=not by_rows,
+            overlap_param_gather=model.ddp_config.overlap_param_gather,
         ),
         [model],
         use_gloo_process_groups=False,
     )
-    for adam in (each.optimizer for each in distributed_optimizers(optimizer)):
+    for adam in adams(optimizer):
         for group in adam.param_groups:
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
         fill_adam_state(adam)
@@ -88,6 +111,12 @@ def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOpti
     Experts have one of their own where other ranks hold their copies; a stage without experts has it without any.
     """
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if each.buffers]
+
+
+def adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Torch's own optimizers inside, those with parameters on this rank's stage."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each.optimizer for each in chain if getattr(each, "buffers", True)]
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from isthmus.engine.attention import Segments
 from isthmus.engine.balance import Load, take_stock, updated_bias
+from isthmus.engine.fsdp import FullyShardedDataParallel
 from isthmus.engine.moe import MoeBlock
+from isthmus.engine.row_shards import gathered, whole_to_fill
 from isthmus.errors import Diverged
 
 
@@ -110,7 +112,10 @@ class Stepper:
     """Runs training steps and evaluations on this rank's stage of the model."""
 
     def __init__(
-        self, model: DistributedDataParallel, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
+        self,
+        model: DistributedDataParallel | FullyShardedDataParallel,
+        optimizer: MegatronOptimizer,
+        schedule: OptimizerParamScheduler,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -173,7 +178,9 @@ class Stepper:
         for block in blocks if settings.expert_bias_update_rate else ():
             bias = block.router.expert_bias
             assert bias is not None
-            bias.data.copy_(updated_bias(bias.data, counts[block.layer], settings.expert_bias_update_rate))
+            moved = updated_bias(gathered(bias.data), counts[block.layer], settings.expert_bias_update_rate)
+            with whole_to_fill(bias.data) as whole:
+                whole.copy_(moved)
         return load
 
     def evaluate(self, batches: Iterator[Sequence[PackedLine]]) -> float:

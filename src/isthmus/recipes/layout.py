@@ -30,10 +30,11 @@ def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
             "parallel.sp=true: each rank sends tokens of its own to the experts. Set it."
         )
     check_stages(architecture, sizes.pp)
+    if sizes.fsdp:
+        check_fsdp(sizes)
     unbuilt = {
         "vpp": sizes.vpp > 1,
         "cp": sizes.cp > 1,
-        "fsdp": sizes.fsdp,
     }
     for name, asked in unbuilt.items():
         if asked:
@@ -53,6 +54,38 @@ def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
         raise UsageError(
             f"moe.expert_bias_update_rate={moe.expert_bias_update_rate:g} moves a bias of the router's choice, and "
             f"{architecture.family} has none. Use moe.aux_loss to balance its experts."
+        )
+
+
+def check_fsdp(sizes: ParallelSizes) -> None:
+    """Refuse what fully sharded data parallelism does not go together with.
+
+    Raises:
+        UsageError: naming the setting in question.
+    """
+    if sizes.pp > 1:
+        raise UsageError(
+            f"parallel.fsdp=true with parallel.pp={sizes.pp}: a stage would gather its weights anew for every micro "
+            "batch. Set parallel.pp=1, or leave parallel.fsdp out."
+        )
+    if sizes.ep > 1 or sizes.expert_tp != sizes.tp:
+        raise UsageError(
+            f"parallel.fsdp=true with parallel.ep={sizes.ep} and parallel.etp={sizes.expert_tp}: weights are cut over "
+            f"the data parallel ranks, among which experts would be dealt out already. Set parallel.ep=1 and leave "
+            "parallel.etp out, or leave parallel.fsdp out."
+        )
+
+
+def check_fsdp_precision(sizes: ParallelSizes, precision: str) -> None:
+    """Refuse numbers that sharded weights are not gathered in.
+
+    Raises:
+        UsageError: ``precision`` scales its loss or its weights.
+    """
+    if sizes.fsdp and precision not in ("fp32", "bf16"):
+        raise UsageError(
+            f"parallel.fsdp=true with train.precision={precision}: sharded weights are float32 and are gathered as "
+            "fp32 or bf16. Set train.precision to one of these, or leave parallel.fsdp out."
         )
 
 

@@ -24,6 +24,7 @@ from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
 from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
+from isthmus.recipes.layout import check_fsdp_precision
 from isthmus.recipes.session import Blueprint, Session, blueprint, build_session, check_training, use_threads
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
@@ -112,6 +113,7 @@ def survey(config: RunConfig) -> Ground:
         supported, reason = platform.supports(precision)
         if not supported:
             raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
+    check_fsdp_precision(plans.sizes, precision)
     environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
     threads = use_threads(platform, config.train.threads)
     said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *plans.weights.said, *environment]

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.recipes.layout import check_experts, check_layout
+
+if TYPE_CHECKING:
+    from isthmus.engine.overlap import Overlap
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -61,7 +64,8 @@ def blueprint(config: RunConfig) -> Blueprint:
             f"{architecture.mtp_layers}), which are converted but not trained. Leave their tensors out of the folder."
         )
     _, world_size, _ = world_from_environment()
-    parallel = config.parallel.model_dump() | {"sp": config.parallel.sequence_parallel}
+    parallel = config.parallel.model_dump(exclude={"overlap_grad_reduce", "overlap_param_gather"})
+    parallel["sp"] = config.parallel.sequence_parallel
     sizes = ParallelSizes(**parallel, world_size=world_size)
     check_layout(architecture, sizes)
     check_experts(architecture, config.moe)
@@ -135,6 +139,7 @@ class Session:
         """
         from isthmus.engine.model import live_tensors
         from isthmus.engine.names import expert_of
+        from isthmus.engine.overlap import gather_weights
 
         plans = self.blueprint
         kept = {name: info.dtype for name, info in plans.weights.source.tensors.items()}
@@ -147,12 +152,18 @@ class Session:
                 staged.create()
                 plan.create(staged.path)
 
+        gather_weights([self.model])
+
         def write() -> None:
             place = self.position
             first_copy = {False: place.dp_rank == 0, True: place.edp_rank == 0}  # experts have copies of their own
             live = live_tensors(self.model)
-            mine = {name: live[name] for name in live if first_copy[expert_of(name) is not None]}
-            export_weights(mine, plans.family, plans.architecture, plan, staged.path, layout=self.layout)
+            if not plans.sizes.fsdp:  # else all have to help, and no expert has copies of its own
+                live = {name: live[name] for name in live if first_copy[expert_of(name) is not None]}
+            export_weights(
+                live, plans.family, plans.architecture, plan, staged.path,
+                layout=self.layout, writes=place.dp_rank == 0 or not plans.sizes.fsdp,
+            )  # fmt: skip
 
         def finish() -> None:
             if main:
@@ -223,11 +234,13 @@ def build_session(
         platform: of this process.
         position: of this rank, from ``open_groups``.
         precision: ``fp32`` or ``bf16``.
-        training: whether gradients are wanted, in buffers that the distributed optimizer shares out.
+        training: whether gradients are wanted, in buffers that the distributed optimizer shares out; with
+            ``parallel.fsdp`` each rank holds rows of weights and gradients either way.
 
     Raises:
         MissingInput, DataError: the folder holds no weights (and ``model.init`` is not ``random``) or not the right.
     """
+    from isthmus.engine.fsdp import build_sharded
     from isthmus.engine.model import build_model, live_tensors, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
     from isthmus.engine.routing import MoeSettings
@@ -240,15 +253,25 @@ def build_session(
         recompute=config.train.recompute,
         experts=MoeSettings(**config.moe.model_dump()),
     )
-    model: Any = build_model(plans.architecture, settings)
-    if training:
-        model = wrap_data_parallel(model)
+    build = build_sharded if plans.sizes.fsdp else build_model
+    model: Any = build(plans.architecture, settings)
+    if training and not plans.sizes.fsdp:
+        model = wrap_data_parallel(model, _overlap(config, platform))
     session = Session(plans, platform, position, dtype, model)
     source = plans.weights.source
     if config.model.init == "random":
         source = RandomWeights(plans.family, plans.architecture, config.train.seed)
     import_weights(live_tensors(model), plans.family, plans.architecture, source, layout=session.layout)
     return session
+
+
+def _overlap(config: RunConfig, platform: Platform) -> Overlap:
+    """What was asked for; else all of it on a GPU, and nothing on a CPU, whose cores compute and exchange in turns."""
+    from isthmus.engine.overlap import Overlap
+
+    grads, weights = config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather
+    grads = platform.device_type != "cpu" or bool(weights) if grads is None else grads
+    return Overlap(grad_reduce=grads, param_gather=grads if weights is None else weights)
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
