@@ -39,7 +39,13 @@ def test_four_ranks(layout: dict[str, Any], one: World, four: World, models: dic
 def test_experts_and_latent_attention(one: World, two: World, four: World, samples: Path, tmp_path: Path) -> None:
     """They go on from where a sharded run was, in a layout without sharding and the other way round."""
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
-    run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 4}
+    run = {
+        "model": model,
+        "samples": samples,
+        "micro_batch_size": 2,
+        "steps": 4,
+        "moe": {"expert_bias_update_rate": 0.05},
+    }
     sharded, whole = tmp_path / "sharded", tmp_path / "whole"
     truth = one.run(TRAIN, **run, save_at=[2], root=whole)
     resumed = one.run(TRAIN, **run | {"resume": whole / "iter_0000002"})
