@@ -40,8 +40,11 @@ def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: 
     assert (ours - logits(model, ids[None])[0]).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
-def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "fsdp"),
+    [("fp32", "false"), ("bf16", "false"), ("fp16", "false"), ("fp8", "false"), ("fp32", "true"), ("bf16", "true")],
+)
+def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: str, fsdp: str) -> None:
     supported, why = detect().supports(precision)
     if not supported:
         pytest.skip(why)
@@ -51,6 +54,7 @@ def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: 
     out = tmp_path / "run"
     command = [sys.executable, "-m", "isthmus", "sft", "--model", str(model), "--data", str(data), "--out", str(out)]
     settings = ["train.steps=20", "optim.lr=1e-2", "data.seq_length=64", f"train.precision={precision}"]
+    settings.append(f"parallel.fsdp={fsdp}")
     done = subprocess.run([*command, *settings], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "platform cuda" in done.stderr or "platform rocm" in done.stderr

@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema import RunConfig
 from isthmus.convert.online import export_plan, export_weights
@@ -26,7 +27,8 @@ from isthmus.data.batches import Batches
 from isthmus.data.store import SampleStore
 from isthmus.engine import checkpoint
 from isthmus.engine.model import live_tensors
-from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule, distributed_optimizers
+from isthmus.engine.optimizer import OptimizerSettings, adams, build_optimizer, build_schedule
+from isthmus.engine.overlap import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
 from isthmus.platforms.detect import detect
@@ -188,11 +190,13 @@ def _digest(training: Training) -> list[str]:
     hasher = hashlib.blake2b(digest_size=16)
 
     def add(tensor: torch.Tensor) -> None:
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
+    gather_weights(training.session.model)
     for _, tensor in sorted(live_tensors(training.session.model).items()):
         add(tensor)
-    for adam in (each.optimizer for each in distributed_optimizers(training.stepper.optimizer)):
+    for adam in adams(training.stepper.optimizer):
         for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
             for tensor in (parameter, *(value for _, value in sorted(adam.state[parameter].items()))):
                 add(tensor)

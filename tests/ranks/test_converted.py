@@ -100,6 +100,7 @@ def test_every_family_loads(family: str, one: World, tmp_path: Path) -> None:
         pytest.param(2, {"tp": 2}, id="tp2"),
         pytest.param(2, {"pp": 2}, id="pp2"),
         pytest.param(2, {}, id="dp2"),
+        pytest.param(2, {"fsdp": True}, id="fsdp2"),
     ],
 )
 def test_the_checkpoint_of_a_run_is_its_export(

@@ -100,6 +100,10 @@ class ParallelConfig(Section):
     """Seconds that a rank waits at the start for others that have not come yet."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a rank waits within the run for another one that does not answer."""
+    overlap_grad_reduce: bool | None = None
+    """Sum gradients over the data parallel ranks while others are still computed; null: on a GPU, not on a CPU."""
+    overlap_param_gather: bool | None = None
+    """Gather updated weights while the next forward pass already runs; null: as overlap_grad_reduce."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -117,6 +121,14 @@ class ParallelConfig(Section):
             _refuse("sp", "sp=true needs tp > 1, got tp=1; set parallel.tp, or leave parallel.sp out")
         if self.vpp > 1 and self.pp == 1:
             _refuse("vpp", f"vpp={self.vpp} needs pp > 1, got pp=1; set parallel.pp, or leave parallel.vpp out")
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if self.fsdp and getattr(self, name) is not None:
+                _refuse(name, f"fsdp=true has an overlap of its own, got {name} too; leave parallel.{name} out")
+        if self.overlap_param_gather and self.overlap_grad_reduce is False:
+            _refuse(
+                "overlap_param_gather",
+                "overlap_param_gather=true needs overlap_grad_reduce, got false; leave one of the two out",
+            )
         return self
 
 

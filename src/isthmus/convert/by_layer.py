@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from isthmus.platforms.free_memory import give_back
 
@@ -35,22 +33,11 @@ class Network(Protocol):
         """Hidden states [B * S, H] in what a layer takes or returns."""
 
 
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Parameters of modules that are built meanwhile have a shape and no memory; buffers are what they always are."""
-    replaced: Any = _on_meta  # torch types such hooks as if what they return were not taken
-    handle = register_module_parameter_registration_hook(replaced)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def run(network: Network, input_ids: Tensor, seen: Seen, *, by_layer: bool) -> Tensor:
     """Logits [B * S, V] of int64 [B, S].
 
     Args:
-        network: built :func:`without_memory` if it runs layer by layer.
+        network: built :func:`~isthmus.engine.without_memory.without_memory` if it runs layer by layer.
         input_ids: the samples.
         seen: told the input of the first layer and the output of all.
         by_layer: a layer's parameters are filled before it runs and lose their memory behind it; so do those before
@@ -100,10 +87,6 @@ def run(network: Network, input_ids: Tensor, seen: Seen, *, by_layer: bool) -> T
         release(-1)
         for handle in handles:
             handle.remove()
-
-
-def _on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    return None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
 
 
 def _is_parameter(network: Network, name: str) -> bool:

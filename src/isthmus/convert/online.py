@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isthmus.convert.coverage import check_coverage
 from isthmus.convert.source import WeightSource
+from isthmus.engine.row_shards import gathered, whole_to_fill
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.shard import Layout, local_shape, pieces
@@ -51,15 +52,15 @@ def import_weights(
     num_bytes = 0
     # Files are read from front to back, whatever the order of the live tensors.
     for placement in sorted(_placed(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
-        tensor = live[placement.canonical].detach()
         filled = 0
-        for piece in pieces(placement.rule, arch, layout, placement.expert):
-            name, target = placement.hf[piece.part], piece.view(tensor)
-            source.read(name, piece.hf, into=target)
-            filled += target.numel()
-            num_bytes += target.numel() * source.tensors[name].dtype.itemsize
-        if placement.rule.shard == "vocab" and filled < tensor.numel():
-            tensor[filled // tensor.shape[1] :].zero_()
+        with whole_to_fill(live[placement.canonical].detach()) as tensor:
+            for piece in pieces(placement.rule, arch, layout, placement.expert):
+                name, target = placement.hf[piece.part], piece.view(tensor)
+                source.read(name, piece.hf, into=target)
+                filled += target.numel()
+                num_bytes += target.numel() * source.tensors[name].dtype.itemsize
+            if placement.rule.shard == "vocab" and filled < tensor.numel():
+                tensor[filled // tensor.shape[1] :].zero_()
     return TransferReport(len(live), num_bytes, time.monotonic() - start_s)
 
 
@@ -96,7 +97,8 @@ def export_weights(
 ) -> TransferReport:
     """Write this rank's share into the files that ``plan.create(folder)`` made, and sync them.
 
-    Let one data-parallel rank for each share write (``writes``). The ``num_bytes`` of all of them add up to
+    Let one data-parallel rank for each share write (``writes``). Where tensors are sharded over those ranks, all of
+    them call it, and one tensor at a time is gathered. The ``num_bytes`` of all of them add up to
     ``plan.total_bytes``: what every tensor-parallel rank holds is written by the first of them, aliases by none, and
     vocabulary padding stays behind.
 
@@ -106,15 +108,19 @@ def export_weights(
     """
     start_s = time.monotonic()
     num_tensors = num_bytes = 0
-    with SafetensorsWriter(plan, folder) as writer:
-        for placement in _placed(live, family, arch, layout) if writes else ():
-            rule = placement.rule
-            if rule.alias or (rule.shard == "whole" and layout.place(rule)[0]):
-                continue
-            for piece in pieces(rule, arch, layout, placement.expert):
-                part = piece.view(live[placement.canonical])
-                num_bytes += writer.write(placement.hf[piece.part], piece.hf, part)
-            num_tensors += 1
+    placements = iter(_placed(live, family, arch, layout))
+    try:
+        with SafetensorsWriter(plan, folder) as writer:
+            for placement in placements:
+                rule, tensor = placement.rule, gathered(live[placement.canonical])
+                if not writes or rule.alias or (rule.shard == "whole" and layout.place(rule)[0]):
+                    continue
+                for piece in pieces(rule, arch, layout, placement.expert):
+                    num_bytes += writer.write(placement.hf[piece.part], piece.hf, piece.view(tensor))
+                num_tensors += 1
+    finally:
+        for placement in placements:  # whoever failed is still waited for by the ranks that hold the other rows
+            gathered(live[placement.canonical])
     return TransferReport(num_tensors, num_bytes, time.monotonic() - start_s)
 
 

@@ -9,11 +9,12 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from isthmus.convert.by_layer import Network, without_memory
+from isthmus.convert.by_layer import Network
 from isthmus.convert.canonical import own_placements, row_slices
 from isthmus.convert.from_hf import WovenWeights
 from isthmus.convert.stored import Stored
 from isthmus.engine.names import layer_of
+from isthmus.engine.without_memory import without_memory
 from isthmus.errors import UsageError
 from isthmus.platforms.free_memory import free_bytes
 

@@ -30,9 +30,12 @@ from torch.distributed import checkpoint as dcp
 
 from isthmus.engine import compat
 from isthmus.engine.checkpoint_errors import read_errors, write_errors
+from isthmus.engine.fsdp import FullyShardedDataParallel
+from isthmus.engine.fsdp_state import count_from, sharded_state
 from isthmus.engine.groups import ParallelSizes, agree
 from isthmus.engine.names import TRACKER
-from isthmus.engine.optimizer import distributed_optimizers
+from isthmus.engine.optimizer import adams, distributed_optimizers
+from isthmus.engine.overlap import gather_weights
 from isthmus.engine.step import Stepper
 from isthmus.errors import DataError, IsthmusError, MissingInput
 
@@ -112,6 +115,10 @@ def _random_state() -> ShardedObject:
 
 def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     """What is saved, or what is asked for: then ``optimizers`` has the tensors of each, whatever chain was saved."""
+    if isinstance(whole := stepper.model[0], FullyShardedDataParallel):  # it has no stages
+        (adam,) = adams(stepper.optimizer)
+        return sharded_state(whole, adam, is_loading=is_loading)
+    gather_weights(stepper.model)
     optimizers = distributed_optimizers(stepper.optimizer)
     for optimizer in optimizers:
         compat.keep_bucket_padding(optimizer)
@@ -258,12 +265,18 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
         state["rng_state"] = _random_state()
     with read_errors(folder):
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-        for name, stage in _stages(stepper).items():
+        sharded = isinstance(stepper.model[0], FullyShardedDataParallel)  # whose rows were read into their places
+        for name, stage in () if sharded else _stages(stepper).items():
             stage.load_state_dict(loaded[name])
-    for optimizer, tensors in zip(distributed_optimizers(stepper.optimizer), loaded["optimizers"], strict=True):
-        compat.load_adam(optimizer, tensors["param_state"], steps=_steps(common["optimizer"]))
-        if optimizer.grad_scaler is not None and "grad_scaler" in (saved := _first(common["optimizer"])):
-            optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
+    steps = _steps(common["optimizer"])
+    if sharded:
+        (adam,) = adams(stepper.optimizer)
+        count_from(adam, steps)
+    else:
+        for optimizer, tensors in zip(distributed_optimizers(stepper.optimizer), loaded["optimizers"], strict=True):
+            compat.load_adam(optimizer, tensors["param_state"], steps=steps)
+            if optimizer.grad_scaler is not None and "grad_scaler" in (saved := _first(common["optimizer"])):
+                optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
     progress = Progress(**common["isthmus"]["progress"])
     stepper.skipped = common["isthmus"].get("skipped", 0)
     stepper.schedule.step(increment=progress.step - stepper.skipped)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -13,7 +14,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from isthmus.engine.compat import clip_in_place, fill_adam_state
+from isthmus.engine.fsdp import FullyShardedDataParallel
 from isthmus.engine.model import Decoder
+from isthmus.engine.overlap import Overlap, OverlappingDataParallel
 
 MIN_LOSS_SCALE = 1.0
 """Of float16; an overflow at it is the gradient's own, and the run has diverged."""
@@ -41,16 +44,33 @@ class OptimizerSettings:
     """Steps in a row without overflow after which the loss scale is doubled."""
 
 
-def wrap_data_parallel(model: Decoder) -> DistributedDataParallel:
-    """Move the parameters into flat buffers with float32 gradients beside them, sharded over dp for the optimizer."""
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    wrapped = DistributedDataParallel(config=model.config, ddp_config=ddp, module=model)
+def wrap_data_parallel(model: Decoder, overlap: Overlap | None = None) -> DistributedDataParallel:
+    """Move the parameters into flat buffers with float32 gradients beside them, sharded over dp for the optimizer.
+
+    Args:
+        model: without or with its weights.
+        overlap: what of the exchange over dp runs beside the computation; None: nothing.
+    """
+    alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+    overlap = Overlap() if overlap is None or alone else overlap
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap.grad_reduce,
+        overlap_param_gather=overlap.param_gather,
+        bucket_size=overlap.bucket_elements,
+    )
+    wrapped = OverlappingDataParallel(config=model.config, ddp_config=ddp, module=model)
+    if overlap.grad_reduce:
+        # Only the last micro batch's gradients are complete; Megatron-Core wants a list where there are several stages.
+        others = model.config.no_sync_func
+        others = [] if others is None else others if isinstance(others, list) else [others]
+        model.config.no_sync_func = [*others, wrapped.no_sync] if others else wrapped.no_sync
     # Alone there is nothing to exchange, but gloo would copy all gradients and all weights onto themselves.
-    copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    alone = wrapped.bucket_groups if copies == 1 else []
-    if parallel_state.get_expert_data_parallel_world_size() == 1:
-        alone = [*alone, *wrapped.expert_parallel_bucket_groups]
-    for buckets in alone:
+    idle = wrapped.bucket_groups if alone else []
+    if parallel_state.get_expert_data_parallel_world_size() == 1 and not overlap.grad_reduce:
+        idle = [*idle, *wrapped.expert_parallel_bucket_groups]
+    for buckets in idle:
         buckets.start_grad_sync = buckets.start_param_sync = _no_exchange
     return wrapped
 
@@ -59,13 +79,20 @@ def _no_exchange(**_how: bool) -> None:
     """In place of a bucket's collectives."""
 
 
-def build_optimizer(model: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
+Wrapped: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
+"""A stage of the model with what shares its gradients and optimizer state out over dp."""
+
+
+def build_optimizer(model: Sequence[Wrapped], settings: OptimizerSettings) -> MegatronOptimizer:
     """AdamW over this rank's shard of its stages' parameters; float32 main weights when the model's have 16 bits.
+
+    The rows of a fully sharded model are float32 themselves and are updated as they are.
 
     Call it after the weights are in: the main weights are copied from them.
     """
     clip_in_place()
-    dtype = model[0].config.params_dtype
+    by_rows = isinstance(model[0], FullyShardedDataParallel)
+    dtype = torch.float32 if by_rows else model[0].config.params_dtype
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -83,12 +110,13 @@ def build_optimizer(model: list[DistributedDataParallel], settings: OptimizerSet
             loss_scale_window=settings.loss_scale_window,
             hysteresis=1,  # each overflow costs a step, so the first one counts
             params_dtype=dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=not by_rows,
+            overlap_param_gather=model[0].ddp_config.overlap_param_gather,
         ),
-        model,
+        list(model),
         use_gloo_process_groups=False,
     )
-    for adam in (each.optimizer for each in distributed_optimizers(optimizer)):
+    for adam in adams(optimizer):
         for group in adam.param_groups:
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
         fill_adam_state(adam)
@@ -101,6 +129,12 @@ def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOpti
     Experts have one of their own where other ranks hold their copies; a stage without experts has it without any.
     """
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if each.buffers]
+
+
+def adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Torch's own optimizers inside, those with parameters on this rank's stage."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each.optimizer for each in chain if getattr(each, "buffers", True)]
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,8 +24,9 @@ from isthmus.engine.balance import Load, take_stock, updated_bias
 from isthmus.engine.compat import same_loss_scale
 from isthmus.engine.context import own_part, own_spans
 from isthmus.engine.moe import MoeBlock
-from isthmus.engine.optimizer import MIN_LOSS_SCALE
+from isthmus.engine.optimizer import MIN_LOSS_SCALE, Wrapped
 from isthmus.engine.phase import phase
+from isthmus.engine.row_shards import gathered, whole_to_fill
 from isthmus.errors import Diverged
 
 
@@ -151,9 +152,9 @@ class Stepper:
     """Runs training steps and evaluations on this rank's stages of the model."""
 
     def __init__(
-        self, model: list[DistributedDataParallel], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
+        self, model: Sequence[Wrapped], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
     ) -> None:
-        self.model = model
+        self.model = list(model)
         self.optimizer = optimizer
         self.schedule = schedule
         self.skipped = 0
@@ -234,7 +235,9 @@ class Stepper:
         for block in blocks if settings.expert_bias_update_rate and updated else ():
             bias = block.router.expert_bias
             assert bias is not None
-            bias.data.copy_(updated_bias(bias.data, counts[block.layer], settings.expert_bias_update_rate))
+            moved = updated_bias(gathered(bias.data), counts[block.layer], settings.expert_bias_update_rate)
+            with whole_to_fill(bias.data) as whole:
+                whole.copy_(moved)
         return load
 
     def evaluate(self, batches: Iterator[Sequence[PackedLine]]) -> float:

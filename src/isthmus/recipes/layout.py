@@ -36,12 +36,8 @@ def check_layout(architecture: Architecture, sizes: ParallelSizes) -> None:
             f"layers that predict ahead (num_nextn_predict_layers={architecture.mtp_layers}) cannot be trained with "
             f"{what} ({architecture.family}). Leave it out, or the tensors of these layers out of the folder."
         )
-    unbuilt = {
-        "fsdp": sizes.fsdp,
-    }
-    for name, asked in unbuilt.items():
-        if asked:
-            raise UsageError(f"parallel.{name} cannot be trained with yet. Leave it out.")
+    if sizes.fsdp:
+        check_fsdp(sizes)
 
 
 def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
@@ -57,6 +53,38 @@ def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
         raise UsageError(
             f"moe.expert_bias_update_rate={moe.expert_bias_update_rate:g} moves a bias of the router's choice, and "
             f"{architecture.family} has none. Use moe.aux_loss to balance its experts."
+        )
+
+
+def check_fsdp(sizes: ParallelSizes) -> None:
+    """Refuse what fully sharded data parallelism does not go together with.
+
+    Raises:
+        UsageError: naming the setting in question.
+    """
+    if sizes.pp > 1:
+        raise UsageError(
+            f"parallel.fsdp=true with parallel.pp={sizes.pp}: a stage would gather its weights anew for every micro "
+            "batch. Set parallel.pp=1, or leave parallel.fsdp out."
+        )
+    if sizes.ep > 1 or sizes.expert_tp != sizes.tp:
+        raise UsageError(
+            f"parallel.fsdp=true with parallel.ep={sizes.ep} and parallel.etp={sizes.expert_tp}: weights are cut over "
+            f"the data parallel ranks, among which experts would be dealt out already. Set parallel.ep=1 and leave "
+            "parallel.etp out, or leave parallel.fsdp out."
+        )
+
+
+def check_fsdp_precision(sizes: ParallelSizes, precision: str) -> None:
+    """Refuse numbers that sharded weights are not gathered in.
+
+    Raises:
+        UsageError: ``precision`` scales its loss or its weights.
+    """
+    if sizes.fsdp and precision not in ("fp32", "bf16"):
+        raise UsageError(
+            f"parallel.fsdp=true with train.precision={precision}: sharded weights are float32 and are gathered as "
+            "fp32 or bf16. Set train.precision to one of these, or leave parallel.fsdp out."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from isthmus.recipes.layout import check_experts, check_layout, check_micro_batc
 
 if TYPE_CHECKING:
     from isthmus.engine.fp8 import Fp8Recipe
+    from isthmus.engine.overlap import Overlap
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Of weights and activations, by precision; fp8 is what products are taken in."""
@@ -63,9 +64,8 @@ def blueprint(config: RunConfig) -> Blueprint:
     check_tp_size(architecture, config.parallel.tp)
     check_stages(architecture, config.parallel.pp, config.parallel.vpp)
     _, world_size, _ = world_from_environment()
-    parallel = config.parallel.model_dump(exclude={"join_timeout_s", "timeout_s"}) | {
-        "sp": config.parallel.sequence_parallel
-    }
+    of_layout = {field.name for field in fields(ParallelSizes)} - {"world_size"}
+    parallel = config.parallel.model_dump(include=of_layout) | {"sp": config.parallel.sequence_parallel}
     sizes = ParallelSizes(**parallel, world_size=world_size)
     check_layout(architecture, sizes)
     check_experts(architecture, config.moe)
@@ -185,6 +185,7 @@ class Session:
             NoSpace, IOFailure: on every rank, when any could not write; nothing is published.
         """
         from isthmus.engine.names import expert_of
+        from isthmus.engine.overlap import gather_weights
 
         plans = self.blueprint
         kept = {name: info.dtype for name, info in plans.weights.source.tensors.items()}
@@ -197,13 +198,19 @@ class Session:
                 staged.create()
                 plan.create(staged.path)
 
+        gather_weights(self.model)
+
         def write() -> None:
             place = self.position
             # Experts have copies of their own.
             first_copy = {False: place.dp_rank == place.cp_rank == 0, True: place.edp_rank == 0}
             live = self._exported()
-            mine = {name: live[name] for name in live if first_copy[expert_of(name) is not None]}
-            export_weights(mine, plans.family, plans.architecture, plan, staged.path, layout=self.layout)
+            if not plans.sizes.fsdp:  # else all have to help, and no expert has copies of its own
+                live = {name: live[name] for name in live if first_copy[expert_of(name) is not None]}
+            export_weights(
+                live, plans.family, plans.architecture, plan, staged.path,
+                layout=self.layout, writes=first_copy[False] or not plans.sizes.fsdp,
+            )  # fmt: skip
 
         def finish() -> None:
             if main:
@@ -274,11 +281,13 @@ def build_session(
         platform: of this process.
         position: of this rank, from ``open_groups``.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
-        training: whether gradients are wanted, in buffers that the distributed optimizer shares out.
+        training: whether gradients are wanted, in buffers that the distributed optimizer shares out; with
+            ``parallel.fsdp`` each rank holds rows of weights and gradients either way.
 
     Raises:
         MissingInput, DataError: the folder holds no weights (and ``model.init`` is not ``random``) or not the right.
     """
+    from isthmus.engine.fsdp import build_sharded
     from isthmus.engine.linear import use_fp8
     from isthmus.engine.model import build_stages, copied_tensors, live_tensors, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
@@ -296,12 +305,15 @@ def build_session(
         experts=MoeSettings(**config.moe.model_dump()),
         mtp_loss_weight=train.mtp_loss_weight if plans.architecture.mtp_layers else None,
     )
-    model: list[Any] = list(build_stages(plans.architecture, settings))
+    fsdp = plans.sizes.fsdp
+    model: list[Any] = (
+        [build_sharded(plans.architecture, settings)] if fsdp else build_stages(plans.architecture, settings)
+    )
     said: tuple[str, ...] = ()
     if precision == "fp8":
         said = tuple(line for stage in model for line in use_fp8(stage, fp8_recipe(config, platform)))
-    if training:
-        model = [wrap_data_parallel(stage) for stage in model]
+    if training and not fsdp:
+        model = [wrap_data_parallel(stage, _overlap(config, platform)) for stage in model]
     session = Session(plans, platform, position, dtype, model, said)
     source = plans.weights.source
     if config.model.init == "random":
@@ -336,6 +348,15 @@ def fp8_recipe(config: RunConfig, platform: Platform) -> Fp8Recipe:
 
     e4m3, e5m2 = platform.fp8_types()
     return Fp8Recipe(config.train.fp8_scaling, e4m3, e5m2 if config.train.fp8_format == "hybrid" else e4m3)
+
+
+def _overlap(config: RunConfig, platform: Platform) -> Overlap:
+    """What was asked for; else all of it on a GPU, and nothing on a CPU, whose cores compute and exchange in turns."""
+    from isthmus.engine.overlap import Overlap
+
+    grads, weights = config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather
+    grads = platform.device_type != "cpu" or bool(weights) if grads is None else grads
+    return Overlap(grad_reduce=grads, param_gather=grads if weights is None else weights)
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:

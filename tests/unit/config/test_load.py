@@ -173,6 +173,16 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
     [
         ("train.epochs=2", "command line  train.epochs", "both given; keep one"),
         ("parallel.sp=true", "command line  parallel.sp", "needs tp > 1, got tp=1"),
+        (
+            "parallel={fsdp: true, overlap_grad_reduce: true}",
+            "command line  parallel.overlap_grad_reduce",
+            "fsdp=true has an overlap of its own",
+        ),
+        (
+            "parallel={overlap_grad_reduce: false, overlap_param_gather: true}",
+            "command line  parallel.overlap_param_gather",
+            "needs overlap_grad_reduce, got false",
+        ),
         ("optim.schedule=wsd", "sft.yaml:8:1  optim.decay_steps", "wsd needs decay_steps"),
         ("optim.decay_steps=5", "command line  optim.decay_steps", "belongs to schedule wsd, got cosine"),
         ("optim.min_lr=1", "command line  optim.min_lr", "above lr=1e-05"),

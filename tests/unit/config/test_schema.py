@@ -41,7 +41,7 @@ def test_names_that_are_pointed_to_exist() -> None:
 def test_names_that_people_script_against_exist() -> None:
     known = {".".join(key) for key in settings()}
     assert known >= {
-        *(f"parallel.{name}" for name in ("tp", "sp", "pp")),
+        *(f"parallel.{name}" for name in ("tp", "sp", "pp", "fsdp")),
         *(f"train.{name}" for name in ("steps", "global_batch_size", "micro_batch_size", "precision", "seed")),
         *(f"data.{name}" for name in ("seq_length", "packing", "seed")),
         *(f"optim.{name}" for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "clip_grad")),

@@ -1,0 +1,66 @@
+"""Exchanging gradients and weights beside the computation changes nothing but the time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.test_layouts import CURVES, furthest
+from ranks.tiny import build_model_folder
+from ranks.world import World
+
+TASK = "ranks.data_parallel_tasks.train_in_buckets"
+BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+SMALL = 4000
+"""Elements of a bucket, so that the tiny models have several."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3-tied", {"overlap_grad_reduce": True, "overlap_param_gather": False}), ("qwen2-untied", BOTH)],
+)
+def test_the_result_is_the_same(
+    name: str, layout: dict[str, Any], two: World, models: dict[str, Path], samples: Path
+) -> None:
+    """To the last bit, weights and optimizer included, where the buckets are the same: there is one of all."""
+    run = {"model": models[name], "samples": samples, "micro_batch_size": 2, "steps": 5, "evaluate": True}
+    plain = two.run("ranks.tasks.train", **run)
+    together = two.run(TASK, bucket_elements=None, **run | layout)
+    assert together["buckets"] == 1
+    assert {key: together[key] for key in plain} == plain
+
+
+@pytest.mark.parametrize(("ranks", "pp"), [(2, 1), (4, 2)])
+def test_buckets_are_exchanged_while_others_are_computed(
+    ranks: int, pp: int, worlds: dict[int, World], models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    """And a checkpoint between two steps holds weights that no forward pass has gathered yet."""
+    run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 1, "evaluate": True, "pp": pp}
+    run |= {"steps": 5, "save_at": [3]}
+    world = worlds[ranks]
+    plain = world.run("ranks.tasks.train", **run, root=tmp_path / "plain")
+    beside = world.run(TASK, bucket_elements=SMALL, **run | BOTH, root=tmp_path / "beside")
+    assert beside["buckets"] > 1
+    # The first step only counts how many gradients there are to wait for.
+    assert beside["reduced_early"] == beside["buckets"] * 4
+    assert beside["gathered_late"] >= beside["buckets"] * 5
+    for curve in CURVES:
+        assert furthest(beside[curve], plain[curve]) < 1e-6
+    assert beside["valid_after"] == pytest.approx(plain["valid_after"], rel=1e-6)
+    went_on = world.run("ranks.tasks.train", **run | {"save_at": None, "resume": tmp_path / "beside" / "iter_0000003"})
+    for curve in CURVES:
+        assert furthest(went_on[curve], plain[curve][3:]) < 1e-6
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_are_waited_for(ep: int, two: World, samples: Path, tmp_path: Path) -> None:
+    """Their weights are used without calling their modules, and spread over ranks they have buckets of their own."""
+    model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
+    run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 3, "ep": ep}
+    plain = two.run("ranks.tasks.train", **run)
+    beside = two.run(TASK, bucket_elements=SMALL, **run | BOTH)
+    assert beside["buckets"] > 1
+    for curve in CURVES:
+        assert furthest(beside[curve], plain[curve]) < 1e-6
