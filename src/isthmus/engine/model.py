@@ -201,7 +201,8 @@ class Decoder(GPTModel):
     def _choose_recomputed_blocks(self) -> None:
         """Tell dense feed-forward blocks from experts: Megatron-Core's layer does not know the latter's class."""
         chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
-        for layer in self.decoder.layers:
+        ahead = [layer.transformer_layer for layer in self.mtp.layers] if self.mtp_process else []
+        for layer in [*self.decoder.layers, *ahead]:
             layer.recompute_mlp = ("moe" if isinstance(layer.mlp, MoeBlock) else "mlp") in chosen
 
     def _mark_sharded_parameters(self) -> None:
