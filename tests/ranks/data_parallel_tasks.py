@@ -28,7 +28,7 @@ def shares(**layout: Any) -> list[dict[str, float]]:
     stepper = training.stepper
     stepper.train_step(training.batches.step(0))
     # Gradients live until the next step clears them.
-    parameters = list(training.session.model.parameters())
+    parameters = [each for stage in training.session.model for each in stage.parameters()]
     (adam,) = adams(stepper.optimizer)
     held = {
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],

@@ -86,8 +86,8 @@ class RowParallelLinear(mcore.RowParallelLinear):
 def use_fp8(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:
     """Take the products of attention's and feed-forward blocks' parallel layers in 8 bits.
 
-    The output layer, routers, experts and layers that every rank holds whole keep their type; so do layers whose part
-    on this rank has a width that the hardware does not multiply.
+    The output layer, routers, routed experts and layers that every rank holds whole keep their type; so do layers
+    whose part on this rank has a width that the hardware does not multiply.
 
     Returns:
         What the user ought to know: which of the layers could not be changed.

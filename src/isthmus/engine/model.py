@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -189,7 +189,7 @@ class Decoder(GPTModel):
         device = torch.cuda.current_device()
         self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # some may get memory later
         self._mark_sharded_parameters()
-        for layer in self.decoder.layers:
+        for layer in self._layers():
             if isinstance(layer.mlp, MoeBlock):
                 layer.register_forward_pre_hook(tell_line, with_kwargs=True)
         self._choose_recomputed_blocks()
@@ -201,9 +201,12 @@ class Decoder(GPTModel):
     def _choose_recomputed_blocks(self) -> None:
         """Tell dense feed-forward blocks from experts: Megatron-Core's layer does not know the latter's class."""
         chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
-        ahead = [layer.transformer_layer for layer in self.mtp.layers] if self.mtp_process else []
-        for layer in [*self.decoder.layers, *ahead]:
+        for layer in self._layers():
             layer.recompute_mlp = ("moe" if isinstance(layer.mlp, MoeBlock) else "mlp") in chosen
+
+    def _layers(self) -> list[TransformerLayer]:
+        """All layers of this stage, those that predict ahead included."""
+        return [module for module in self.modules() if isinstance(module, TransformerLayer)]
 
     def _mark_sharded_parameters(self) -> None:
         """Say which parameters are sharded: Megatron-Core does so only while drawing initial weights.

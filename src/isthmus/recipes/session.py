@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import Namespace
 from dataclasses import dataclass, fields
@@ -88,15 +89,11 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
             f"this model has learned ({architecture.family}). Use {architecture.max_position_embeddings} or less."
         )
     _check_recomputed(config, plans)
-    if plans.sizes.fsdp and config.train.precision in ("fp16", "fp8"):
-        raise UsageError(
-            f"train.precision={config.train.precision} is not built for parallel.fsdp. Use bf16, or leave fsdp out."
-        )
 
 
 def _check_recomputed(config: RunConfig, plans: Blueprint) -> None:
-    train, architecture, pp = config.train, plans.architecture, plans.sizes.pp
-    here = architecture.num_layers // (pp * plans.sizes.vpp)
+    train, architecture = config.train, plans.architecture
+    here = math.ceil(architecture.num_layers / (plans.sizes.pp * plans.sizes.vpp))
     if train.recompute_layers is not None and train.recompute_layers > here:
         raise UsageError(
             f"train.recompute_layers={train.recompute_layers} is more than the {here} layers of a pipeline stage. "
