@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -71,7 +72,9 @@ def test_rank_that_is_stopped(hosts: Hosts, small: list[str], tmp_path: Path) ->
     first, second = ranks.ended()
     assert (first.returncode, second.returncode) == (76, -signal.SIGKILL), first
     (line,) = first.errors
-    assert "no sign of life any more of rank 1" in line and "forward and backward" in line and waited_s < 15
+    # Where a signal meets it is chance; that the other does not wait for its collective's 600 s is not.
+    assert re.search("no sign of life any more of rank 1 .* last in (forward and backward|optimizer|between steps)", line)
+    assert waited_s < 100
 
 
 def _state(pid: int) -> str:

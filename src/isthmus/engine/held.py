@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
-def held_bytes(model: Any, optimizer: Any) -> dict[str, int]:
+def held_bytes(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
     """Bytes by what they are for; memory that several tensors share counts once, where it is met first.
 
     Args:
-        model: with its data-parallel wrapper; gradients are the buffers that its parameters add to.
+        stages: with their data-parallel wrappers; gradients are the buffers that parameters add to, or their own.
         optimizer: Megatron-Core's, one or a chain; main weights are part of its state.
     """
-    parameters = list(model.parameters())
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
     inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
     groups = [group["params"] for one in inner if one is not None for group in one.param_groups]
     states = [list(_tensors(one.state)) for one in inner if one is not None]
     seen: set[int] = set()
-    gradients = (getattr(parameter, "main_grad", None) for parameter in parameters)
+    gradients = (getattr(parameter, "main_grad", parameter.grad) for parameter in parameters)
     return {
         "weights": _bytes(parameters, seen),
         "gradients": _bytes((gradient for gradient in gradients if gradient is not None), seen),
@@ -36,7 +37,7 @@ def _tensors(state: Mapping[Any, Any]) -> Iterable[Tensor]:
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()

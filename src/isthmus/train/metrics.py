@@ -16,6 +16,8 @@ from isthmus.errors import IOFailure
 from isthmus.train.console import Console, Plain, open_console
 from isthmus.train.loggers import Logger, open_loggers
 
+_OF_SOME_RUNS = ("mtp_loss", "loss_scale", "skipped")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
@@ -50,8 +52,9 @@ class StepMetrics:
     """Of a model with experts: ``load_max_over_mean``, and the losses of its routers that are in use."""
 
     def flat(self) -> dict[str, Any]:
-        """All by name; what concerns experts as ``moe_load_max_over_mean`` and so on."""
+        """All by name, what concerns experts as ``moe_load_max_over_mean``; without what this run has none of."""
         row = asdict(self)
+        row = {name: value for name, value in row.items() if value is not None or name not in _OF_SOME_RUNS}
         return row | {f"moe_{name}": value for name, value in row.pop("moe").items()}
 
 

@@ -1,0 +1,266 @@
+"""Layers of a decoder, forward and backward: Isthmus beside Megatron-Core's own local layers and transformers'.
+
+    python benchmarks/layers.py --record
+
+All have the same weights and the same tokens; contestants take turns in one process and the medians count. What each
+makes of the tokens is compared before the clock starts. See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from certificate import certificate, cores, result_path, write_result
+from rounds import CpuWatch
+
+KINDS = {
+    "dense": "a decoder layer of Qwen3: grouped queries, norms of queries and keys, SwiGLU; one sample",
+    "dense-packed": "the same, eight samples: end to end here, a batch for the others",
+    "latent": "a decoder layer of DeepSeek-V3: latent attention, SwiGLU; one sample",
+    "loss": "the projection onto the vocabulary and its cross entropy",
+}
+CONTESTANTS = ("isthmus", "megatron-core", "transformers")
+"""megatron-core cannot build latent attention without TransformerEngine."""
+MOST_FOR_OTHERS = 0.05
+"""Share of the cores' time that other processes may have had; beyond it the figures are no measurement."""
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 32000}
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
+SAMPLES = 8
+AGREEMENT = {"fp32": 1e-4, "bf16": 5e-2}
+"""Mean difference from what Isthmus makes, over the mean size, of outputs and of gradients of the input."""
+Step = Callable[[], Any]
+"""Forward and backward; returns the output and the gradient of the input."""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
+    parser.add_argument("--precision", default="fp32,bf16", help="default: %(default)s")
+    parser.add_argument("--tokens", default="512,2048", help="of a line (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=cores(), help="default: all cores")
+    parser.add_argument("--quick", action="store_true", help="tiny layers, to see that all of it runs")
+    parser.add_argument("--out", type=Path, help="write the result here")
+    parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
+    chosen = parser.parse_args(arguments)
+    for name, known in (("kinds", KINDS), ("precision", AGREEMENT)):
+        setattr(chosen, name, getattr(chosen, name).split(","))
+        if unknown := set(getattr(chosen, name)) - set(known):
+            parser.error(f"not known: {', '.join(sorted(unknown))}")
+    chosen.tokens = [64] if chosen.quick else [int(tokens) for tokens in chosen.tokens.split(",")]
+    if chosen.record and chosen.quick:
+        parser.error("--quick is no measurement and is not recorded")
+    return chosen
+
+
+def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
+    """A layer of each contestant with the same weights, about to run on the same tokens."""
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from transformers import AutoConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+
+    from isthmus.engine.attention import Segments
+    from isthmus.engine.groups import ParallelSizes
+    from isthmus.engine.model import transformer_config
+    from isthmus.engine.rope import frequency_sets, line_tables
+    from isthmus.engine.routing import AS_IS
+    from isthmus.engine.spec import layer_spec
+    from isthmus.families.registry import all_families
+    from isthmus.families.shard import pieces, whole
+
+    family = "deepseek_v3" if kind == "latent" else "qwen3"
+    heads = sizes["num_attention_heads"]
+    width = sizes["hidden_size"] // heads
+    of_heads: dict[str, Any] = {"num_key_value_heads": heads // 2, "head_dim": width}
+    if kind == "latent":
+        of_heads = {
+            "num_key_value_heads": heads, "q_lora_rank": 3 * width, "kv_lora_rank": 2 * width, "v_head_dim": width,
+            "qk_nope_head_dim": width, "qk_rope_head_dim": width // 2, "first_k_dense_replace": 1,
+        }  # fmt: skip
+    hf_config = AutoConfig.for_model(family, num_hidden_layers=1, **sizes, **of_heads)
+    arch = all_families()[family].to_architecture(hf_config.to_dict())
+    config = transformer_config(arch, ParallelSizes(), dtype=dtype)
+    ours: Any = build_module(layer_spec(arch, moe=False, settings=AS_IS), config=config, layer_number=1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.fill_(1.0) if "layernorm" in name else parameter.normal_(std=0.03)
+    samples = SAMPLES if kind == "dense-packed" else 1
+    length = tokens // samples
+    hidden = torch.randn(tokens, 1, sizes["hidden_size"]).to(dtype)
+    upstream = torch.randn(hidden.shape).to(dtype)
+    positions = torch.arange(length).repeat(samples)
+    tables = line_tables(arch, frequency_sets(arch), positions, (length,) * samples, dtype)
+    segments = Segments((length,) * samples)
+
+    def run_ours(x: Any) -> Any:
+        return ours(x, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=segments)[0]
+
+    found = {"isthmus": _step(run_ours, hidden, upstream, ours)}
+
+    def batch(x: Any) -> Any:
+        return x.view(samples, length, -1)
+
+    if kind != "latent":
+        own_config = transformer_config(arch, ParallelSizes(), dtype=dtype)
+        own_config.use_te_activation_func = False
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        core: Any = build_module(spec, config=own_config, layer_number=1)
+        core.load_state_dict(ours.state_dict(), strict=False)
+        angles = torch.outer(torch.arange(length).float(), frequency_sets(arch)[0])
+        angles = torch.cat((angles, angles), dim=-1)[:, None, None]
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+
+        def run_core(x: Any) -> Any:
+            out = core(batch(x).transpose(0, 1).contiguous(), attention_mask=mask, rotary_pos_emb=angles)[0]
+            return out.transpose(0, 1).reshape(x.shape)
+
+        found["megatron-core"] = _step(run_core, hidden, upstream, core)
+    hf_config._attn_implementation = "sdpa"
+    kinds = (DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding) if kind == "latent" else (
+        Qwen3DecoderLayer, Qwen3RotaryEmbedding
+    )  # fmt: skip
+    theirs, rotary = kinds[0](hf_config, 0).to(dtype), kinds[1](hf_config)
+    state, live = theirs.state_dict(), dict(ours.named_parameters())
+    for placed in all_families()[family].placements(arch).values():
+        if (own := placed.canonical.removeprefix("decoder.layers.0.")) in live:
+            for piece in pieces(placed.rule, arch, whole(arch), placed.expert):
+                name = placed.hf[piece.part].removeprefix("model.layers.0.")
+                state[name][piece.hf] = piece.view(live[own].detach())
+    theirs.load_state_dict(state)
+    at = positions.view(samples, length)
+
+    def run_theirs(x: Any) -> Any:
+        out = theirs(batch(x), position_embeddings=rotary(x, at[:1]), attention_mask=None, position_ids=at)
+        return (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
+
+    return found | {"transformers": _step(run_theirs, hidden, upstream, theirs)}
+
+
+def loss(dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
+    """The last projection and its loss; the weights' gradients are wanted as well."""
+    import torch
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from isthmus.engine.cross_entropy import linear_cross_entropy
+
+    torch.manual_seed(0)
+    vocabulary = sizes["vocab_size"]
+    weight = torch.nn.Parameter((torch.randn(vocabulary, sizes["hidden_size"]) * 0.03).to(dtype))
+    hidden = torch.randn(tokens, sizes["hidden_size"]).to(dtype)
+    labels = torch.randint(vocabulary, (tokens,))
+
+    def own(x: Any) -> Any:
+        return linear_cross_entropy(x, weight, labels)
+
+    def core(x: Any) -> Any:
+        logits = torch.nn.functional.linear(x, weight)[:, None]
+        return vocab_parallel_cross_entropy(logits.float(), labels[:, None]).sum()
+
+    def theirs(x: Any) -> Any:
+        logits = torch.nn.functional.linear(x, weight)[None]
+        shifted = labels.new_full((1, tokens), -100)
+        return ForCausalLMLoss(logits, shifted, vocabulary, num_items_in_batch=1, shift_labels=labels[None])
+
+    module = torch.nn.ParameterList([weight])
+    runs = {"isthmus": own, "megatron-core": core, "transformers": theirs}
+    return {name: _step(run, hidden, None, module) for name, run in runs.items()}
+
+
+def _step(run: Callable[[Any], Any], hidden: Any, upstream: Any, module: Any) -> Step:
+    def step() -> Any:
+        x = hidden.clone().requires_grad_()
+        module.zero_grad(set_to_none=True)
+        out = run(x)
+        out.backward(upstream)
+        return out.detach(), x.grad
+
+    return step
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Run everything and gather the result, without its certificate."""
+    import torch
+
+    torch.set_num_threads(chosen.threads)
+    from isthmus.engine.groups import ParallelSizes, close_groups, open_groups
+    from isthmus.platforms.detect import detect
+
+    open_groups(ParallelSizes(), detect("cpu"), seed=0)
+    sizes = TINY if chosen.quick else SIZES
+    rows: list[dict[str, Any]] = []
+    for kind in chosen.kinds:
+        for precision in chosen.precision:
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+            for tokens in chosen.tokens:
+                who = loss(dtype, tokens, sizes) if kind == "loss" else decoder_layer(kind, dtype, tokens, sizes)
+                rows += _turns(who, chosen.rounds, {"kind": kind, "precision": precision, "tokens": tokens})
+    close_groups()
+    return {
+        "kinds": {kind: KINDS[kind] for kind in chosen.kinds},
+        "settings": {"sizes": sizes, "rounds": chosen.rounds, "threads": chosen.threads},
+        "quiet": all(row["others_cpu_use"] <= MOST_FOR_OTHERS for row in rows),
+        "rows": rows,
+    }
+
+
+def _turns(who: dict[str, Step], rounds: int, row: dict[str, Any]) -> list[dict[str, Any]]:
+    wanted = who["isthmus"]()
+    far = {}
+    for name, step in who.items():
+        got = step()
+        far[name] = max(
+            ((a.float() - b.float()).abs().mean() / b.float().abs().mean()).item()
+            for a, b in zip(got, wanted, strict=True)
+        )
+        if far[name] > AGREEMENT[row["precision"]]:
+            raise SystemExit(f"{row}: {name} computes something else: {far[name]:.1e} away")
+    times: dict[str, list[float]] = {name: [] for name in who}
+    watch = CpuWatch()
+    for _ in range(rounds):
+        for name, step in who.items():
+            started_s = time.perf_counter()
+            for _ in range(3):
+                step()
+            times[name].append((time.perf_counter() - started_s) / 3)
+    others = watch.shares()["others_cpu_use"]
+    own = statistics.median(times["isthmus"])
+    rows = []
+    for name in who:
+        middle = statistics.median(times[name])
+        rows.append(
+            row | {
+                "contestant": name, "time_s": middle, "time_s_rounds": times[name], "times_isthmus": middle / own,
+                "others_cpu_use": others, "furthest_from_isthmus": far[name],
+            }
+        )  # fmt: skip
+        print(
+            f"{row['kind']:<13} {row['precision']} {row['tokens']:>5} {name:<14}{middle * 1e3:>9.2f} ms"
+            f"{middle / own:>7.2f} x isthmus",
+            flush=True,
+        )
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    chosen = parse(arguments)
+    birth = certificate(["benchmarks/layers.py", *arguments])
+    result = {"benchmark": "layers", "certificate": birth} | measure(chosen)
+    out = result_path("layers", birth) if chosen.record else chosen.out
+    if out is not None:
+        write_result(out, result)
+        print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
