@@ -73,7 +73,7 @@ def test_rank_that_is_stopped(hosts: Hosts, small: list[str], tmp_path: Path) ->
     assert (first.returncode, second.returncode) == (76, -signal.SIGKILL), first
     (line,) = first.errors
     # Where a signal meets it is chance; that the other does not wait for its collective's 600 s is not.
-    places = "forward and backward|optimizer|between steps"
+    places = "step [0-9]+: forward and backward|step [0-9]+: optimizer|between steps"
     assert re.search(f"no sign of life any more of rank 1 .* last in ({places})", line)
     assert waited_s < 100
 

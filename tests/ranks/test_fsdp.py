@@ -29,6 +29,7 @@ def test_it_trains_as_one_process(name: str, one: World, two: World, models: dic
         # Rows that four ranks cannot share evenly: of the norms, the 77 words and the experts.
         pytest.param({"recompute": "selective"}, id="dp4"),
         pytest.param({"tp": 2, "sp": True, "recompute": "full"}, id="tp2-sp-dp2"),
+        pytest.param({"cp": 2}, id="cp2-dp2"),
     ],
 )
 def test_four_ranks(layout: dict[str, Any], one: World, four: World, models: dict[str, Path], samples: Path) -> None:

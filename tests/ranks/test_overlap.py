@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ranks.test_layouts import CURVES, furthest
-from ranks.tiny import build_model_folder
+from ranks.tiny import add_layers_ahead, build_model_folder
 from ranks.world import World
 
 TASK = "ranks.data_parallel_tasks.train_in_buckets"
@@ -63,4 +63,18 @@ def test_experts_are_waited_for(ep: int, two: World, samples: Path, tmp_path: Pa
     beside = two.run(TASK, bucket_elements=SMALL, **run | BOTH)
     assert beside["buckets"] > 1
     for curve in CURVES:
+        assert furthest(beside[curve], plain[curve]) < 1e-6
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stages_wait_for_what_they_hold(ahead: bool, four: World, samples: Path, tmp_path: Path) -> None:
+    """Virtual stages, each with buckets of its own; and layers ahead, whose stage has a copy of the embedding."""
+    layers = {"num_hidden_layers": 2, "num_mtp_layers": 1} if ahead else {"num_hidden_layers": 4}
+    model = build_model_folder(tmp_path / "model", "deepseek_v3" if ahead else "qwen3", **layers)
+    if ahead:
+        add_layers_ahead(model)
+    run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 3, "pp": 2, "vpp": 1 if ahead else 2}
+    plain = four.run("ranks.tasks.train", **run)
+    beside = four.run(TASK, bucket_elements=SMALL, **run | BOTH)
+    for curve in (*CURVES, *(["mtp_loss"] if ahead else [])):
         assert furthest(beside[curve], plain[curve]) < 1e-6

@@ -143,6 +143,22 @@ def test_what_is_recomputed_is_the_same(one: World, samples: Path, tmp_path: Pat
         assert run == plain[family]
 
 
+def test_experts_recomputed_beside_other_lines_see_their_own(
+    one: World, two: World, samples: Path, tmp_path: Path
+) -> None:
+    """The first stage has begun with another micro batch by the time that it computes one's experts again."""
+    model = build_model_folder(tmp_path / "model", "qwen2_moe", num_hidden_layers=2)
+    run: dict[str, Any] = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 2}
+    run |= {"moe": {"aux_loss": 0.05}, "packing": False}
+    truth = one.run("ranks.tasks.train", **run)
+    again = two.run(
+        "ranks.tasks.train", **run, pp=2, recompute="selective", more={"recompute_modules": ["core_attn", "moe"]}
+    )
+    assert max(furthest(again[curve], truth[curve]) for curve in ("loss", "grad_norm")) < 1e-5
+    for got, wanted in zip(again["load"], truth["load"], strict=True):
+        assert got == pytest.approx(wanted, rel=1e-5)
+
+
 RELIEF: dict[str, dict[str, Any]] = {
     "none": {},
     "core_attn": {"recompute": "selective"},

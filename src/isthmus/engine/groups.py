@@ -85,12 +85,10 @@ class Position:
     dp_rank: int
     """Which data this rank gets; the ranks of a context parallel group share it."""
     cp_rank: int
-    ep_rank: int
     etp_rank: int
     edp_rank: int
     """Which of the copies of its experts this rank has."""
     is_first_stage: bool
-    is_last_stage: bool
 
 
 def world_from_environment() -> tuple[int, int, int]:
@@ -188,11 +186,9 @@ def open_groups(
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         edp_rank=parallel_state.get_expert_data_parallel_rank(),
         is_first_stage=parallel_state.is_pipeline_first_stage(),
-        is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
 
 

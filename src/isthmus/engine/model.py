@@ -202,7 +202,10 @@ class Decoder(GPTModel):
         """Tell dense feed-forward blocks from experts: Megatron-Core's layer does not know the latter's class."""
         chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
         for layer in self._layers():
-            layer.recompute_mlp = ("moe" if isinstance(layer.mlp, MoeBlock) else "mlp") in chosen
+            experts = isinstance(layer.mlp, MoeBlock)
+            layer.recompute_mlp = not experts and "mlp" in chosen
+            if experts:
+                layer.mlp.recomputed = "moe" in chosen
 
     def _layers(self) -> list[TransformerLayer]:
         """All layers of this stage, those that predict ahead included."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -50,6 +51,8 @@ class MoeBlock(MegatronModule):
         if moe.shared_ffn_hidden_size:
             self.shared_experts = SharedExpertMLP(config, submodules, moe.shared_gate, groups)
         self.layer = 0
+        self.recomputed = False
+        """Whether what it makes is computed again in the backward pass instead of being kept."""
         self.segments: Segments | None = None
         """Of the line that the layer is at, see :func:`tell_line`."""
 
@@ -59,12 +62,17 @@ class MoeBlock(MegatronModule):
 
     def forward(self, hidden_states: Tensor, **_unused: Any) -> tuple[Tensor, None]:
         """``hidden_states`` [T, 1, H], or [T / tp, 1, H] under sequence parallelism; so is what comes back."""
-        hidden = hidden_states[:, 0]
-        weights, chosen = self.router(hidden, self.segments)
-        out = self.dispatch(hidden, weights, chosen, self.experts)[:, None]
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(hidden_states)
-        return out, None
+        segments = self.segments  # of now: by the backward pass the layer may be at another line
+
+        def made(hidden_states: Tensor) -> Tensor:
+            hidden = hidden_states[:, 0]
+            weights, chosen = self.router(hidden, segments)
+            out: Tensor = self.dispatch(hidden, weights, chosen, self.experts)[:, None]
+            return out if self.shared_experts is None else out + self.shared_experts(hidden_states)
+
+        if self.recomputed and self.training:
+            return tensor_parallel.checkpoint(made, False, hidden_states), None
+        return made(hidden_states), None
 
 
 def tell_line(layer: Any, _args: Any, kwargs: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ class OverlappingDataParallel(DistributedDataParallel):
             decoder = self.module
             for block in (module for module in decoder.modules() if isinstance(module, MoeBlock)):
                 block.register_forward_pre_hook(self._waits_for(block))
-            if decoder.pre_process:
+            if decoder.pre_process or decoder.mtp_process:
                 decoder.register_forward_pre_hook(self._waits_for(decoder.embedding))
             if decoder.post_process:
                 tied = decoder.share_embeddings_and_output_weights and decoder.pre_process

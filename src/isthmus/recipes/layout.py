@@ -48,7 +48,9 @@ def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
     """
     if architecture.moe is None and moe != MoeConfig():
         given = ", ".join(f"moe.{name}" for name in sorted(moe.model_fields_set)) or "moe"
-        raise UsageError(f"{given} is for mixtures of experts, and this model is none ({architecture.family}).")
+        raise UsageError(
+            f"{given} is for mixtures of experts, and this model is none ({architecture.family}). Leave it out."
+        )
     if moe.expert_bias_update_rate and not (architecture.moe is not None and architecture.moe.expert_bias):
         raise UsageError(
             f"moe.expert_bias_update_rate={moe.expert_bias_update_rate:g} moves a bias of the router's choice, and "

@@ -28,7 +28,13 @@ from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
-from isthmus.recipes.layout import check_experts, check_layout, check_micro_batches, check_stages
+from isthmus.recipes.layout import (
+    check_experts,
+    check_fsdp_precision,
+    check_layout,
+    check_micro_batches,
+    check_stages,
+)
 
 if TYPE_CHECKING:
     from isthmus.engine.fp8 import Fp8Recipe
@@ -89,6 +95,8 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
             f"this model has learned ({architecture.family}). Use {architecture.max_position_embeddings} or less."
         )
     _check_recomputed(config, plans)
+    if config.train.precision is not None:
+        check_fsdp_precision(plans.sizes, config.train.precision)
 
 
 def _check_recomputed(config: RunConfig, plans: Blueprint) -> None:
@@ -308,7 +316,7 @@ def build_session(
     )
     said: tuple[str, ...] = ()
     if precision == "fp8":
-        said = tuple(line for stage in model for line in use_fp8(stage, fp8_recipe(config, platform)))
+        said = use_fp8(torch.nn.ModuleList(model), fp8_recipe(config, platform))
     if training and not fsdp:
         model = [wrap_data_parallel(stage, _overlap(config, platform)) for stage in model]
     session = Session(plans, platform, position, dtype, model, said)
@@ -366,7 +374,7 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
         precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
 
     Returns:
-        This rank's :class:`isthmus.engine.model.Decoder`.
+        This rank's :class:`isthmus.engine.model.Decoder`, or with ``fsdp`` the wrapper that gathers its weights.
 
     Raises:
         UsageError: the layout does not fit, or has virtual stages.
@@ -385,7 +393,9 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
         raise UsageError(f"vpp={config.parallel.vpp} is for training, which has many micro batches. Leave it out.")
     platform = detect()
     check_precision(platform, precision)
-    session = open_session(config, blueprint(config), platform, precision, training=False)
+    plans = blueprint(config)
+    check_fsdp_precision(plans.sizes, precision)
+    session = open_session(config, plans, platform, precision, training=False)
     (stage,) = session.model
     return stage.eval()
 

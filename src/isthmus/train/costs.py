@@ -184,6 +184,8 @@ def _use(event: Any, within: tuple[Any, ...], uses: Mapping[Shape, str]) -> str:
 
 def _last_operand(event: Any) -> Shape:
     shapes = [tuple(shape[-2:]) for shape in event.input_shapes or () if len(shape) >= 2]
+    if "scaled_mm" in event.name:
+        shapes = shapes[:2]  # behind the operands come their scales
     return shapes[-1] if shapes else ()
 
 

@@ -42,8 +42,8 @@ def layer_bytes(
     Recomputing ``core_attn`` saves nothing: its inputs are all it keeps anyhow. Recomputing ``mlp`` leaves of the
     feed-forward block what it reads.
 
-    This is what is measured on a CPU. The attention kernels of GPUs keep their output, and a number a head, beside the
-    copy of it that is counted here.
+    This is what is measured on a CPU, without context parallelism and layers that predict ahead. The attention kernels
+    of GPUs keep their output, and a number a head, beside the copy of it that is counted here.
 
     Args:
         architecture: of the model; a layer with neither experts nor latent attention.
