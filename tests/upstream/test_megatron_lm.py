@@ -1,6 +1,6 @@
 """Against Megatron-LM as it was released (core_v0.16.1): it loads what we write, and we read what it trained.
 
-Its repository is no package: name a checkout in ``MEGATRON_LM``. ``einops`` has to be importable. Each case starts
+Its repository is no package: name a checkout in ``MEGATRON_LM``. ``einops`` and ``six`` have to be importable. Each case starts
 Megatron-LM's own ``pretrain_gpt.py`` or its own loader and model on the CPU, see ``driver.py``.
 """
 
@@ -27,7 +27,10 @@ MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: name a checkout of core_v0.16.1 in MEGATRON_LM"),
-    pytest.mark.skipif(find_spec("einops") is None, reason="Megatron-LM imports einops: pip install einops"),
+    pytest.mark.skipif(
+        find_spec("einops") is None or find_spec("six") is None,
+        reason="Megatron-LM imports einops and six: pip install einops six",
+    ),
 ]
 DRIVER = Path(__file__).with_name("driver.py")
 MACHINE = shlex.split(
