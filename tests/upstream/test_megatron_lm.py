@@ -1,7 +1,7 @@
 """Against Megatron-LM as it was released (core_v0.16.1): it loads what we write, and we read what it trained.
 
-Its repository is no package: name a checkout in ``MEGATRON_LM``. ``einops`` and ``six`` have to be importable. Each case
-starts Megatron-LM's own ``pretrain_gpt.py`` or its own loader and model on the CPU, see ``driver.py``.
+Its repository is no package: name a checkout in ``MEGATRON_LM``, and install ``einops`` and ``six``, which it imports.
+Each case starts Megatron-LM's own ``pretrain_gpt.py`` or its own loader and model on the CPU, see ``driver.py``.
 """
 
 from __future__ import annotations
