@@ -70,7 +70,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
 
     from isthmus.engine.attention import Segments
     from isthmus.engine.groups import ParallelSizes
-    from isthmus.engine.model import transformer_config
+    from isthmus.engine.model_config import transformer_config
     from isthmus.engine.rope import frequency_sets, line_tables
     from isthmus.engine.routing import AS_IS
     from isthmus.engine.spec import layer_spec

@@ -75,7 +75,7 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     from isthmus.engine.groups import ParallelSizes
-    from isthmus.engine.model import transformer_config
+    from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe import MoeBlock
     from isthmus.engine.routing import AS_IS
     from isthmus.engine.spec import mlp_modules

@@ -52,7 +52,8 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
 
     sizes = ParallelSizes()
     open_groups(sizes, detect("cpu"), seed=0)  # first: it makes megatron.core importable without CUDA
-    from isthmus.engine.model import build_model, live_tensors, padded_vocab_size, transformer_config
+    from isthmus.engine.model import build_model, live_tensors
+    from isthmus.engine.model_config import padded_vocab_size, transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
 
     before_gib = rss_gib()

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "sft": ("isthmus.recipes.sft", "run"),
     "pretrain": ("isthmus.recipes.pretrain", "run"),
-    "load_model": ("isthmus.recipes.session", "load_model"),
+    "load_model": ("isthmus.recipes.loading", "load_model"),
 }
 __all__ = ["__version__", "convert", *_LAZY]
 

@@ -1,6 +1,6 @@
 from isthmus.convert.transfer import convert as convert
+from isthmus.recipes.loading import load_model as load_model
 from isthmus.recipes.pretrain import run as pretrain
-from isthmus.recipes.session import load_model as load_model
 from isthmus.recipes.sft import run as sft
 
 __version__: str

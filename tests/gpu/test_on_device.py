@@ -30,7 +30,7 @@ def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: 
     """TF32 is off by default in torch, so fp32 is held to about its own rounding; bf16 to eight bits."""
     from isthmus.engine.groups import close_groups
     from isthmus.hf.tiny import logits
-    from isthmus.recipes.session import load_model, model_logits
+    from isthmus.recipes.loading import load_model, model_logits
 
     ids = torch.arange(40) % 300
     try:

@@ -25,7 +25,7 @@ from isthmus.engine.attention import Segments
 from isthmus.families.registry import KEPT, family_for
 from isthmus.families.shard import weave
 from isthmus.hf.shrunken import effective_config
-from isthmus.recipes.session import load_model, model_logits
+from isthmus.recipes.loading import load_model, model_logits
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH
 

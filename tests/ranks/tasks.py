@@ -32,7 +32,8 @@ from isthmus.engine.overlap import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
 from isthmus.platforms.detect import detect
-from isthmus.recipes.session import Session, blueprint, load_model, model_logits, open_session
+from isthmus.recipes.loading import load_model, model_logits
+from isthmus.recipes.session import Session, blueprint, open_session
 from isthmus.train.memory import stage_bytes
 from ranks.member import leave_groups
 from ranks.tiny import SEQ_LENGTH

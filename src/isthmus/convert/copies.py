@@ -53,7 +53,8 @@ def difference(family: Family, copy: Copy) -> float:
 
 
 def _filled(family: Family, copy: Copy) -> Any:
-    from isthmus.engine.model import build_model, live_tensors, transformer_config
+    from isthmus.engine.model import build_model, live_tensors
+    from isthmus.engine.model_config import transformer_config
 
     arch = family.to_architecture(copy.folder.config)
     model = build_model(arch, transformer_config(arch, ParallelSizes(), dtype=torch.float32)).eval()

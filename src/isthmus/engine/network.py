@@ -52,7 +52,8 @@ class MegatronNetwork:
             read: a whole tensor in float32, by its canonical name.
             by_layer: whoever calls this has seen to it that parameters get no memory.
         """
-        from isthmus.engine.model import build_model, transformer_config
+        from isthmus.engine.model import build_model
+        from isthmus.engine.model_config import transformer_config
 
         config = transformer_config(architecture, ParallelSizes(), dtype=torch.float32)
         self._read = read

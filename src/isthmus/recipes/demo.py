@@ -178,7 +178,7 @@ def logits_difference(model_folder: Path, chats: Path, *, max_tokens: int = 256)
     from isthmus.engine.groups import close_groups
     from isthmus.hf.tiny import logits
     from isthmus.hf.tokenizer import load_tokenizer
-    from isthmus.recipes.session import load_model, model_logits
+    from isthmus.recipes.loading import load_model, model_logits
 
     text = chats.read_text(encoding="utf-8")[:4000]
     ids = torch.tensor(load_tokenizer(model_folder).encode(text)[:max_tokens])

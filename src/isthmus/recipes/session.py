@@ -27,7 +27,6 @@ from isthmus.hf.folder import ModelFolder, write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
-from isthmus.platforms.detect import detect
 from isthmus.recipes.layout import (
     check_experts,
     check_fsdp_precision,
@@ -157,7 +156,7 @@ class Session:
     @property
     def layout(self) -> Layout:
         """Which slices of each tensor this rank holds."""
-        from isthmus.engine.model import padded_vocab_size
+        from isthmus.engine.model_config import padded_vocab_size
 
         sizes = self.blueprint.sizes
         return Layout(
@@ -244,7 +243,7 @@ class Session:
 
     def megatron_args(self, step: int) -> Namespace:
         """Which model a checkpoint of this run holds, as Megatron-LM says it."""
-        from isthmus.engine.model import padded_vocab_size
+        from isthmus.engine.model_config import padded_vocab_size
 
         arch = self.blueprint.architecture
         padded = padded_vocab_size(arch.vocab_size, self.blueprint.sizes.tp)
@@ -294,7 +293,8 @@ def build_session(
     """
     from isthmus.engine.fsdp import build_sharded
     from isthmus.engine.linear import use_fp8
-    from isthmus.engine.model import build_stages, copied_tensors, live_tensors, transformer_config
+    from isthmus.engine.model import build_stages, copied_tensors, live_tensors
+    from isthmus.engine.model_config import transformer_config
     from isthmus.engine.optimizer import wrap_data_parallel
     from isthmus.engine.routing import MoeSettings
 
@@ -362,50 +362,3 @@ def _overlap(config: RunConfig, platform: Platform) -> Overlap:
     grads, weights = config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather
     grads = platform.device_type != "cpu" or bool(weights) if grads is None else grads
     return Overlap(grad_reduce=grads, param_gather=grads if weights is None else weights)
-
-
-def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
-    """A Hugging Face model folder as a Megatron-Core decoder with its weights, for evaluation or a loop of your own.
-
-    Args:
-        hf_dir: config.json and safetensors.
-        parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone). Virtual stages
-            are for training alone.
-        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
-
-    Returns:
-        This rank's :class:`isthmus.engine.model.Decoder`, or with ``fsdp`` the wrapper that gathers its weights.
-
-    Raises:
-        UsageError: the layout does not fit, or has virtual stages.
-    """
-    config = RunConfig.model_validate(
-        {
-            "recipe": "pretrain",
-            "out": "unused",
-            "model": {"path": str(hf_dir)},
-            "data": {"files": ["unused"]},
-            # Not over the sequence as well: its length would have to be a multiple of tp.
-            "parallel": {"sp": False, **(parallel or {})},
-        }
-    )
-    if config.parallel.vpp > 1:
-        raise UsageError(f"vpp={config.parallel.vpp} is for training, which has many micro batches. Leave it out.")
-    platform = detect()
-    check_precision(platform, precision)
-    plans = blueprint(config)
-    check_fsdp_precision(plans.sizes, precision)
-    session = open_session(config, plans, platform, precision, training=False)
-    (stage,) = session.model
-    return stage.eval()
-
-
-@torch.no_grad()
-def model_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [S, V] in float32 of one sequence, int64 [S], of a model that has all its stages on this rank's line."""
-    from isthmus.engine.attention import Segments
-
-    input_ids = input_ids.to(next(model.parameters()).device)
-    length = input_ids.numel()
-    logits: torch.Tensor = model(input_ids, torch.arange(length, device=input_ids.device), Segments((length,)))
-    return logits.float().cpu()
