@@ -69,13 +69,15 @@ def _kind(entry: dict[str, Any]) -> str:
     if entry.get("type") == "array":
         items = _kind(entry["items"])
         return f"list of {items}" if "enum" in entry["items"] else f"list of {items}s"
+    if entry["type"] == "object":
+        return "mapping of names"
     name = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}[entry["type"]]
     return " ".join([name, *(f"{sign} {entry[key]:g}" for key, sign in _BOUNDS.items() if key in entry)])
 
 
 def _default(entry: dict[str, Any]) -> str:
     value = entry.get("default")
-    if value is None or value == []:
+    if value is None or value in ([], {}):
         return "not given"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

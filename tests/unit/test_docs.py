@@ -95,7 +95,7 @@ def test_settings_in_text_are_settings() -> None:
         (name, word.partition("=")[0])
         for page, name in zip(PAGES, IDS, strict=True)
         for word in re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+(?:=[^`]*)?)`", page.read_text())
-        if word.partition(".")[0] in groups and not word.endswith((".py", ".md", ".json", ".yaml", ".jsonl"))
+        if word.partition(".")[0] in groups and not word.endswith((".py", ".md", ".json", ".yaml", ".jsonl", ".model"))
     }
     assert len(named) > 10
     assert {entry for entry in named if entry[1] not in known} == set()

@@ -58,7 +58,7 @@ def reason(error: Mapping[str, Any], key: Key) -> str:
     if kind == "extra_forbidden":
         guess = _meant(key)
         return "is not a setting" + (f" (did you mean {guess}?)" if guess else "")
-    if kind == "missing":
+    if kind in ("missing", "lacks"):
         option = next((option for option, stands_for in GIVEN_BY.items() if stands_for == key), None)
         ways = f"{option} or {dotted(key)}=..." if option else f"{dotted(key)}=..."
         return f"is missing: {_describe(key)} Give it with {ways}"
@@ -67,7 +67,7 @@ def reason(error: Mapping[str, Any], key: Key) -> str:
     if kind == "tuple_type":
         return f"must be a list, got {_show(value)}"
     if kind == "too_short":
-        return "must not be empty" if key != ("data", "files") else "must name at least one file"
+        return "must not be empty"
     text = str(error["msg"]).replace("Input should be", "must be").replace("a valid string", "text")
     return f"{text.replace('String should have', 'must have')}, got {_show(value)}{_mend(kind, value)}"
 

@@ -168,7 +168,7 @@ class _Draft:
         except ValidationError as errors:
             for error in errors.errors(include_url=False):
                 key = tuple(str(part) for part in error["loc"])
-                if error["type"] == "clash":
+                if error["type"] in ("clash", "lacks"):
                     key += tuple(error["ctx"]["key"].split("."))
                 self.complaints.append(self._line(key, reason(error, key)))
         self.refuse_if_wrong()

@@ -60,6 +60,20 @@ class Document:
     where: str
 
 
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two answers to one conversation, the better one and the worse one."""
+
+    prompt: list[Message]
+    """Turns before the answers."""
+    chosen: list[Message]
+    """Turns that follow the prompt; at least one is the assistant's."""
+    rejected: list[Message]
+    """Likewise."""
+    tools: list[dict[str, Any]] | None
+    where: str
+
+
 def parse_record(record: Record) -> Conversation | Document:
     """Tell what kind of record this is and bring it into one form.
 

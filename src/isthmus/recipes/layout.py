@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from isthmus.config.schema import MoeConfig, TrainConfig
+from isthmus.config.schema.moe import MoeConfig
+from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.groups import ParallelSizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture

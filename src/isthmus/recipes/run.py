@@ -34,6 +34,7 @@ from isthmus.recipes.session import (
     check_training,
     use_threads,
 )
+from isthmus.recipes.unbuilt import check_built
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
 from isthmus.train.profile import StepProfile
@@ -124,12 +125,13 @@ def survey(config: RunConfig) -> Ground:
     Raises:
         IsthmusError: an input is absent or damaged, or the config asks for what cannot be.
     """
+    check_built(config)
     folder = RunFolder(Path(config.out))
     resume = folder.checkpoint_to_resume(config.checkpoint.resume)
     plans = blueprint(config)
     check_training(config, plans)
     check_files(config)
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(plans.source.path, trust_remote_code=config.model.trust_remote_code)
     platform = detect(config.platform)
     chosen = config.train.precision
     precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()

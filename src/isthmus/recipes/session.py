@@ -34,6 +34,7 @@ from isthmus.recipes.layout import (
     check_micro_batches,
     check_stages,
 )
+from isthmus.recipes.source import open_source
 
 if TYPE_CHECKING:
     from isthmus.engine.fp8 import Fp8Recipe
@@ -62,7 +63,7 @@ def blueprint(config: RunConfig) -> Blueprint:
         UsageError: the family is not known or the model not one that can be trained, the weights are quantised in a way
             that is not read, or the layout does not fit.
     """
-    source = ModelFolder.open(config.model.path)
+    source = open_source(config.model)
     family = family_for(source.config)
     weights = open_weights(source, family)
     architecture = weights.arch

@@ -204,7 +204,7 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
             "names nothing; use core_attn, mlp or moe",
         ),
         ("train.recompute_modules=[layernorm]", "command line", "must be 'core_attn', 'mlp' or 'moe', got 'layernorm'"),
-        ("data.files=[]", "command line  data.files", "must name at least one file"),
+        ("data.files=[]", "command line  data.files", "is missing: Training files"),
         ("data.files={a: 1}", "command line", "data.files has no settings of its own"),
         ("data.files=3", "command line", "must be a list, got 3"),
         ("data.files=", "command line", "must be a list"),

@@ -29,7 +29,7 @@ def test_only_the_inputs_and_the_output_must_be_given() -> None:
         if field.is_required()
     }
     by_command = {"RunConfig.recipe", "RunConfig.model", "RunConfig.data"}
-    assert required - by_command == {"RunConfig.out", "ModelConfig.path", "DataConfig.files"}
+    assert required - by_command == {"RunConfig.out", "DataSet.files"}
 
 
 def test_names_that_are_pointed_to_exist() -> None:

@@ -1,0 +1,1 @@
+"""What other programs' settings mean here."""

@@ -1,0 +1,61 @@
+"""Every setting of a run: its name, type, unit, default and limits. Nothing else is accepted.
+
+A setting is addressed by its dotted name (``optim.lr``) in a config file, on the command line and in messages.
+Paths are taken relative to the working directory; ``~`` is the home folder.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from isthmus.config.schema.data import DataConfig
+from isthmus.config.schema.model import ModelConfig, TokenizerConfig
+from isthmus.config.schema.moe import MoeConfig
+from isthmus.config.schema.optim import OptimConfig
+from isthmus.config.schema.output import CheckpointConfig, LoggingConfig
+from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.config.schema.section import PathText, Section, refuse
+from isthmus.config.schema.train import TrainConfig
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    recipe: Literal["sft", "pretrain"]
+    """sft: learn the answers of chats; pretrain: learn all of the text."""
+    out: PathText
+    """Run folder: metrics, resolved config, checkpoints and the exported model."""
+    model: ModelConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    moe: MoeConfig = MoeConfig()
+    train: TrainConfig = TrainConfig(epochs=1.0)
+    optim: OptimConfig = OptimConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    platform: Literal["auto", "cpu", "cuda", "rocm"] = "auto"
+    """Hardware to run on; auto: a GPU if there is one."""
+
+    @model_validator(mode="after")
+    def _schedule_fits_steps(self) -> RunConfig:
+        steps, warmup, decay = self.train.steps, self.optim.warmup_steps, self.optim.decay_steps or 0
+        if steps is not None and (warmup >= steps or warmup + decay > steps):
+            falls = f" and decay_steps={decay}" if decay else ""
+            verb = "do" if decay else "does"
+            refuse("optim.warmup_steps", f"warmup_steps={warmup}{falls} {verb} not fit in train.steps={steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _chats_have_their_settings(self) -> RunConfig:
+        defaults = {"loss_on": "assistant", "overlong": "truncate"}
+        for name, default in defaults.items() if self.recipe == "pretrain" else ():
+            if getattr(self.data, name) != default:
+                refuse(
+                    f"data.{name}",
+                    f"{name}={getattr(self.data, name)} is for the chats of sft; "
+                    "pretraining learns every token of the text, in pieces of seq_length. Leave it out",
+                )
+        return self

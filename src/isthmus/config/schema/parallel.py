@@ -1,0 +1,62 @@
+"""How a run is laid out over ranks."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from isthmus.config.schema.section import Count, Section, refuse
+
+
+class ParallelConfig(Section):
+    """How the model is laid out over the ranks; data parallelism takes the ranks that are left."""
+
+    tp: Count = 1
+    """Tensor parallel ranks: every matrix is cut into this many parts."""
+    sp: bool | None = None
+    """Sequence parallelism (activations outside the matrices are cut over tp); null: on when tp > 1."""
+    pp: Count = 1
+    """Pipeline parallel ranks: the layers are cut into this many stages."""
+    vpp: Count = 1
+    """Virtual stages of each pipeline rank: layers are dealt out in turns, and ranks idle less."""
+    cp: Count = 1
+    """Context parallel ranks: every micro batch is cut along its tokens into this many parts."""
+    ep: Count = 1
+    """Expert parallel ranks: the experts of a layer are dealt out over this many of the data parallel ranks."""
+    etp: Count | None = None
+    """Tensor parallel ranks of each expert; null: as many as tp."""
+    fsdp: bool = False
+    """Fully sharded data parallelism: weights, gradients and optimizer state are cut over the data parallel ranks."""
+    join_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rank waits at the start for others that have not come yet."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rank waits within the run for another one that does not answer."""
+    overlap_grad_reduce: bool | None = None
+    """Sum gradients over the data parallel ranks while others are still computed; null: on a GPU, not on a CPU."""
+    overlap_param_gather: bool | None = None
+    """Gather updated weights while the next forward pass already runs; null: as overlap_grad_reduce."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether sequence parallelism is on, with null resolved."""
+        return self.tp > 1 if self.sp is None else self.sp
+
+    @property
+    def line_multiple(self) -> int:
+        """Tokens of a line come in multiples of it: each cp rank has two equal stretches, cut over the tp ranks."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> ParallelConfig:
+        if self.sp and self.tp == 1:
+            refuse("sp", "sp=true needs tp > 1, got tp=1; set parallel.tp, or leave parallel.sp out")
+        if self.vpp > 1 and self.pp == 1:
+            refuse("vpp", f"vpp={self.vpp} needs pp > 1, got pp=1; set parallel.pp, or leave parallel.vpp out")
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if self.fsdp and getattr(self, name) is not None:
+                refuse(name, f"fsdp=true has an overlap of its own, got {name} too; leave parallel.{name} out")
+        if self.overlap_param_gather and self.overlap_grad_reduce is False:
+            refuse(
+                "overlap_param_gather",
+                "overlap_param_gather=true needs overlap_grad_reduce, got false; leave one of the two out",
+            )
+        return self
