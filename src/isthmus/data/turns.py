@@ -61,7 +61,7 @@ def _message_of(turn: dict[str, Any], number: int, where: str) -> Message:
     for key in ("name", "tool_call_id"):
         if turn.get(key) is not None:
             spoken[key] = turn[key]
-    for key in _REASONING:
+    for key in _REASONING if role == "assistant" else ():
         if turn.get(key):
             spoken["reasoning_content"] = sound(text(turn[key], f"turn {number}'s {key}", where), where)
             break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from isthmus.errors import DataError
 S = {"role": "system", "content": "s"}
 Q = {"role": "user", "content": "q"}
 A, B = ({"role": "assistant", "content": words} for words in ("a", "b"))
-SHARED = Path(os.environ.get("ISTHMUS_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared/data"))
 
 
 def parse(value) -> Preference:
@@ -86,8 +84,7 @@ def test_what_is_no_pair_is_refused_with_its_line(value, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.skipif(not (SHARED / "dpo_en_demo.json").is_file(), reason="needs dpo_en_demo.json in ISTHMUS_SHARED_DATA")
-def test_real_pairs():
-    pairs = [parse_preference(record) for record in read_records(SHARED / "dpo_en_demo.json")]
+def test_real_pairs(shared_data: Path):
+    pairs = [parse_preference(record) for record in read_records(shared_data / "dpo_en_demo.json")]
     assert len(pairs) == 300
     assert all(pair.prompt[-1]["role"] == "user" and not pair.is_tie for pair in pairs)
