@@ -1,7 +1,8 @@
 """Files to records, in two steps: chunks, which are cheap to come by, and the records in them, which cost more.
 
-The content decides how a file is read, not its name; only where content cannot tell does the name: ``.txt``.
-A plain text file is one document as it stands: nothing in it says where another would begin.
+The content decides how a file is read, not its name; the name does only for text and tables, which have no mark:
+``.txt``, ``.csv`` and ``.tsv``. A plain text file is one document as it stands: nothing in it says where another
+would begin.
 """
 
 from __future__ import annotations
@@ -10,34 +11,44 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from isthmus.data.arrow_table import parquet_chunks
 from isthmus.data.chunks import Chunk as Chunk
 from isthmus.data.chunks import OnError as OnError
 from isthmus.data.chunks import Record as Record
 from isthmus.data.chunks import Skipped as Skipped
+from isthmus.data.csv_table import table_chunks
+from isthmus.data.data_sets import HUB, data_set_chunks
 from isthmus.data.json_text import array_chunks, decoded, line_chunks
-from isthmus.data.opened import opened, unpacked_name
-from isthmus.errors import DataError, UsageError
+from isthmus.data.opened import is_packed, opened, unpacked_name
+from isthmus.data.sources import find_sources
+from isthmus.errors import DataError
 
 
 def read_records(path: Path | str, *, on_error: OnError = "stop", skipped: Skipped | None = None) -> Iterator[Record]:
-    """Yield the records of one file in their order; the errors are those of the two functions that follow."""
+    """Yield the records of one source in their order; the errors are those of the two functions that follow."""
     for chunk in read_chunks([path]):
         yield from chunk_records(chunk, on_error=on_error, skipped=skipped)
 
 
 def read_chunks(files: Sequence[Path | str]) -> Iterator[Chunk]:
-    """Cut files into chunks, in their order: the same ones each time, as long as the files stay as they are.
+    """Cut sources into chunks, in their order: the same ones each time, as long as the files stay as they are.
 
-    Memory does not grow with the size of the files.
+    Memory does not grow with the size of the files; only a text file is read as a whole, where its chunk is parsed.
+
+    Args:
+        files: also folders, patterns and data sets, see ``isthmus.data.sources``.
 
     Raises:
-        MissingInput: there is no such file.
-        UsageError: a path is a folder.
+        MissingInput: there is no such file or data set.
+        UsageError: there is no data file in a folder, or a library to read one is not installed.
         DataError: a file is empty, or broken in a way that leaves no sure place to go on from.
         IOFailure: reading failed.
     """
-    for file in files:
-        yield from _file_chunks(Path(file))
+    for name in find_sources(files).names:
+        if name.startswith(HUB) or Path(name).is_dir():
+            yield from data_set_chunks(name)
+        else:
+            yield from _file_chunks(name)
 
 
 def chunk_records(chunk: Chunk, *, on_error: OnError = "stop", skipped: Skipped | None = None) -> Iterator[Record]:
@@ -75,23 +86,27 @@ class TextFile:
         yield Record({"text": text}, f"{self.path}:1")
 
 
-def _file_chunks(path: Path) -> Iterator[Chunk]:
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder, not a data file. Name the .json, .jsonl or .txt files in it.")
+def _file_chunks(path: str) -> Iterator[Chunk]:
     with opened(path) as file:
         start = file.read(4096)
-    if unpacked_name(path).endswith(".txt"):
-        yield TextFile(str(path))
-        return
+    name = unpacked_name(Path(path))
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if not first:
+    if name.endswith(".txt"):
+        yield TextFile(path)
+    elif name.endswith(".parquet") or start.startswith(b"PAR1"):
+        if is_packed(path):
+            raise DataError(f"{path}: a parquet file that is packed once more. Unpack it; parquet is packed in itself.")
+        yield from parquet_chunks(path)
+    elif not first:
         raise DataError(f"{path}: the file is empty. Wanted JSON records or text.")
-    if first == b"[":
-        yield from array_chunks(str(path))
+    elif name.endswith((".csv", ".tsv")):
+        yield from table_chunks(path, tabs=name.endswith(".tsv"))
+    elif first == b"[":
+        yield from array_chunks(path)
     elif first == b"{":
-        yield from line_chunks(str(path))
+        yield from line_chunks(path)
     else:
         raise DataError(
             f"{path}:1: not JSON: begins with {first!r}. Wanted a JSON array of objects, one JSON object a line, "
-            "or plain text in a file that ends in .txt."
+            "parquet, a table in a file that ends in .csv or .tsv, or plain text in one that ends in .txt."
         )

@@ -56,6 +56,12 @@ def opened(path: Path | str) -> Iterator[BinaryIO]:
         raise IOFailure(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
+def is_packed(path: Path | str) -> bool:
+    """Whether a file that can be opened begins like gzip or Zstandard."""
+    with Path(path).open("rb") as file:
+        return file.read(4).startswith((_GZIP, _ZSTD))
+
+
 def unpacked_name(path: Path) -> str:
     """The name of a file without what only says how it is packed."""
     return path.stem if path.suffix in PACKED_SUFFIXES else path.name
