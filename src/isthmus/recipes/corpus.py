@@ -12,10 +12,12 @@ from typing import Any
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.batches import Batches
+from isthmus.data.columns import check_columns
 from isthmus.data.prepare import PrepareReport, split_validation
+from isthmus.data.sources import find_sources
 from isthmus.data.store import SampleStore
 from isthmus.engine.groups import Position, once
-from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.recipes.origin import Origin, read_origin
 
@@ -58,10 +60,10 @@ def check_files(config: RunConfig) -> None:
 
     Raises:
         MissingInput: naming the first that is not.
+        UsageError: a folder has no data file in it, or data.columns renames to what nothing reads.
     """
-    for name in [*config.data.files, *config.data.valid_files]:
-        if not Path(name).exists():
-            raise MissingInput(f"{name}: no such data file.")
+    find_sources([*config.data.files, *config.data.valid_files])
+    check_columns(config.data.columns)
 
 
 def load_corpus(

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isthmus.config.schema import RunConfig
+from isthmus.data.data_sets import HUB
+from isthmus.data.sources import find_sources
 from isthmus.errors import DataError
 from isthmus.hf.tokenizer import Tokenizer
 
@@ -35,14 +39,19 @@ class Origin:
             config: names the files.
             tokenizer: its vocabulary and chat template.
             earlier: the record of before; where path, size and time of a file are the same, it is not read again.
+
+        Raises:
+            MissingInput, UsageError: there is no such file, or no data file in a folder.
         """
         known = {json.dumps(file["stat"]): file["digest"] for file in earlier.get("files", [])}
-        files = [_file(Path(name), known) for name in (*config.data.files, *config.data.valid_files)]
+        files, held_out = (
+            [_file(name, known) for name in _files_of(names)] for names in (config.data.files, config.data.valid_files)
+        )
         vocabulary = json.dumps([tokenizer.inner.get_vocab(), tokenizer.chat_template], sort_keys=True)
         settings = config.data.model_dump(mode="json")
         record = {
-            "files": files,
-            "held_out_files": len(config.data.valid_files),
+            "files": [*files, *held_out],
+            "held_out_files": len(held_out),
             "tokenizer": hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest(),
             "recipe": config.recipe,
             "settings": {name: settings[name] for name in sorted(settings) if name not in _NO_MATTER},
@@ -70,9 +79,19 @@ def _content(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"files": [file["digest"] for file in record.get("files", [])]}
 
 
-def _file(path: Path, known: dict[str, str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {"stat": [str(path)], "digest": ""}  # whoever reads it says what is wrong
+def _files_of(names: Sequence[str]) -> Iterator[str]:
+    """The files that names of data stand for; a data set of the Hub remains a name."""
+    for source in find_sources(names).names:
+        if os.path.isdir(source):
+            yield from sorted(str(path) for path in Path(source).rglob("*") if path.is_file())
+        else:
+            yield source
+
+
+def _file(name: str, known: dict[str, str]) -> dict[str, Any]:
+    if name.startswith(HUB):
+        return {"stat": [name], "digest": name}  # a run that goes on needs no network, and takes what it once fetched
+    path = Path(name)
     stat = path.stat()
     seen = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     digest = known.get(json.dumps(seen))

@@ -20,7 +20,6 @@ def check_built(config: RunConfig) -> None:
         "tokenizer.vocab_size": tokenizer.vocab_size,
         "data.sets": data.sets,
         "data.mock": data.mock,
-        "data.columns": data.columns,
         "data.test_files": data.test_files,
         "data.test_fraction": data.test_fraction,
         "data.length_buckets": data.length_buckets,
