@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -120,6 +123,28 @@ def test_bytes_that_are_no_text(refused: Run, tmp_path: Path) -> None:
     data = tmp_path / "data.json"
     data.write_bytes(b'[{"instruction": "\xff\xfe", "output": "x"}]')
     assert str(data) in refused(code=65, data=data)
+
+
+def test_data_cut_short_in_its_packing(refused: Run, tmp_path: Path) -> None:
+    chat = json.dumps({"instruction": "Say it.", "output": "It is said."}) + "\n"
+    data = tmp_path / "data.jsonl.gz"
+    data.write_bytes(gzip.compress(chat.encode() * 50)[:-9])
+    assert f"{data}: cut short" in refused(code=65, data=data)
+    data = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(chat)] * 50), data)
+    data.write_bytes(data.read_bytes()[:-9])
+    assert f"{data}: damaged or cut short" in refused(code=65, data=data)
+
+
+def test_columns_and_folders_that_hold_nothing_known(refused: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text("ask,say\nWhat?,That.\n")
+    assert "data.columns maps other names" in refused(code=65, data=data)
+    columns = ["data.columns.prompt=aks", "data.columns.completion=say"]
+    assert f"{data}:2: no field aks" in refused(*columns, code=65, data=data)
+    assert "Did you mean prompt?" in refused("data.columns.prompts=ask", code=2, data=data)
+    data.rename(tmp_path / "data.xls")
+    assert "no data file in it" in refused(code=2, data=tmp_path)
 
 
 def test_data_file_that_is_not_there(refused: Run, tmp_path: Path) -> None:

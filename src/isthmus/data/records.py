@@ -105,7 +105,10 @@ def parse_record(record: Record) -> Conversation | Document:
         return Document(sound(value["text"], where), where)
     else:
         keys = ", ".join(sorted(map(str, value))) or "none"
-        raise DataError(f"{where}: unknown kind of record with the keys {keys}. Wanted one of: {_KINDS}.")
+        raise DataError(
+            f"{where}: unknown kind of record with the keys {keys}. Wanted one of: {_KINDS}; "
+            "data.columns maps other names."
+        )
     messages = with_system(messages, value, where)
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{where}: no assistant turn, so there is nothing to learn from this record.")

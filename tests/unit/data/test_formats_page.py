@@ -1,0 +1,51 @@
+"""The examples on the page of data formats are what they say they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from isthmus.data.chunks import Record
+from isthmus.data.formats import read_records
+from isthmus.data.preference import parse_preference
+from isthmus.data.records import Conversation, Document, Preference, kind_of, parse_record
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/reference/data-formats.md"
+KINDS = {"Text": ("text", Document), "Chats": ("chat", Conversation), "Preference pairs": ("preference", Preference)}
+
+
+def examples(section: str) -> list[tuple[str, str]]:
+    """The ending and the text of each file in a section."""
+    text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```(jsonl|csv)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("section", KINDS)
+def test_every_example_is_of_the_kind_that_its_section_says(tmp_path: Path, section: str) -> None:
+    name, kind = KINDS[section]
+    found = examples(section)
+    assert {ending for ending, _ in found} == {"jsonl", "csv"}
+    for ending, text in found:
+        path = tmp_path / f"example.{ending}"
+        path.write_text(text)
+        records = list(read_records(path))
+        assert len(records) >= 1 and (ending == "csv" or len(records) == text.count("\n"))
+        for record in records:
+            assert kind_of(record) == name
+            assert isinstance(parsed(record), kind)
+
+
+def parsed(record: Record) -> Conversation | Document | Preference:
+    return parse_preference(record) if kind_of(record) == "preference" else parse_record(record)
+
+
+def test_all_pairs_of_the_page_say_the_same(tmp_path: Path) -> None:
+    said = set()
+    for ending, text in examples("Preference pairs"):
+        path = tmp_path / f"example.{ending}"
+        path.write_text(text)
+        for pair in map(parse_preference, read_records(path)):
+            said.add(tuple(turn["content"] for turns in (pair.prompt, pair.chosen, pair.rejected) for turn in turns))
+    assert said == {("hi", "Hello.", "Hmpf."), ("Greet in this language.\nFrench", "Bonjour.", "Hello.")}
