@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, cast
 
 from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
 
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_GZIP = (b"\x1f\x8b",)
+_ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + k]) + b"\x2a\x4d\x18" for k in range(16)))  # a frame, one to be skipped
 _FOREIGN = {
     b"BZh": "bzip2",
     b"\xfd7zXZ\x00": "xz",
@@ -59,7 +60,7 @@ def opened(path: Path | str) -> Iterator[BinaryIO]:
 def is_packed(path: Path | str) -> bool:
     """Whether a file that can be opened begins like gzip or Zstandard."""
     with Path(path).open("rb") as file:
-        return file.read(4).startswith((_GZIP, _ZSTD))
+        return file.read(4).startswith(_GZIP + _ZSTD)
 
 
 def unpacked_name(path: Path) -> str:

@@ -58,20 +58,25 @@ def _message_of(turn: dict[str, Any], number: int, where: str) -> Message:
         spoken = message(role, "" if content is None and turn.get("tool_calls") else content, where)
         if turn.get("tool_calls"):
             spoken["tool_calls"] = normal_calls(turn["tool_calls"], where)
-    for key in ("name", "tool_call_id"):
-        if turn.get(key) is not None:
-            spoken[key] = turn[key]
+    if len(turn) > 2:
+        spoken |= _extras(turn, role, number, where)
+    return spoken
+
+
+def _extras(turn: dict[str, Any], role: str, number: int, where: str) -> Message:
+    """What a turn has beside who says what."""
+    extras: Message = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
     for key in _REASONING if role == "assistant" else ():
         if turn.get(key):
-            spoken["reasoning_content"] = sound(text(turn[key], f"turn {number}'s {key}", where), where)
+            extras["reasoning_content"] = sound(text(turn[key], f"turn {number}'s {key}", where), where)
             break
     for key in _LEARNED:
         weight = turn.get(key)
         if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
             raise DataError(f"{where}: turn {number} has {key} {weight!r:.40}. Wanted 0 or 1, or false or true.")
         if weight == 0:
-            spoken["weight"] = 0
-    return spoken
+            extras["weight"] = 0
+    return extras
 
 
 def message(role: str, content: Any, where: str) -> Message:

@@ -24,6 +24,8 @@ TALK = [{"role": "user", "content": "q ✓\nmore"}, {"role": "assistant", "conte
 VALUES = [{"n": str(n), "messages": TALK} for n in range(40)]
 LINES = "".join(json.dumps(value) + "\n\n" for value in VALUES).encode()
 
+SKIPPED = b"\x50\x2a\x4d\x18\x04\x00\x00\x00none"  # a frame of Zstandard that holds no data, as seekable files have
+
 
 def values(*names: Path | str, **options) -> list[dict]:
     return [record.value for name in names for record in read_records(name, **options)]
@@ -47,7 +49,7 @@ def sources(tmp_path: Path) -> dict[str, Path]:
         "jsonl": LINES, "json": json.dumps(VALUES, indent=1, ensure_ascii=False).encode(), "gz": gzip.compress(LINES),
         "two.gz": gzip.compress(LINES[:1000]) + gzip.compress(LINES[1000:]),
         "zst": zstandard.compress(LINES),
-        "two.zst": zstandard.compress(LINES[:1000]) + zstandard.compress(LINES[1000:]),
+        "two.zst": SKIPPED + zstandard.compress(LINES[:1000]) + SKIPPED + zstandard.compress(LINES[1000:]),
     }  # fmt: skip
     paths = {name: tmp_path / f"a.{name}" for name in contents}
     for name, content in contents.items():
