@@ -17,7 +17,7 @@ import re
 from typing import Any
 
 from isthmus.data.chunks import Record
-from isthmus.data.records import Preference, given_turns, question, with_system
+from isthmus.data.records import Preference, given_turns, present, question, with_system
 from isthmus.data.toolcalls import normal_tools
 from isthmus.data.turns import Message, message, side, turns
 from isthmus.errors import DataError
@@ -31,7 +31,7 @@ def parse_preference(record: Record) -> Preference:
     Raises:
         DataError: no pair, a field of the wrong type, an answer without an assistant turn, or no prompt.
     """
-    value, where = record.value, record.where
+    value, where = present(record), record.where
     if "chosen" not in value or "rejected" not in value:
         keys = ", ".join(sorted(map(str, value))) or "none"
         raise DataError(f"{where}: no preference pair, which has chosen and rejected; got the keys {keys}.")
@@ -68,7 +68,7 @@ def _prompt(value: dict[str, Any], where: str) -> list[Message] | None:
         return turns(given, where)
     if "instruction" in value:
         return question(value, where)
-    if value.get("prompt") is not None:
+    if "prompt" in value:
         return _dialog(value["prompt"], where) or side(value["prompt"], "user", "prompt", where)
     return None
 

@@ -74,7 +74,7 @@ class Preference:
 
 def kind_of(record: Record) -> Kind | None:
     """What a record looks like, by its keys alone; None when it is no known kind."""
-    value = record.value
+    value = present(record)
     if "chosen" in value and "rejected" in value:
         return "preference"
     pairs = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"))
@@ -91,7 +91,7 @@ def parse_record(record: Record) -> Conversation | Document:
     Raises:
         DataError: no known kind, a field of the wrong type, or a conversation without an assistant turn.
     """
-    value, where = record.value, record.where
+    value, where = present(record), record.where
     if "chosen" in value and "rejected" in value:
         raise DataError(f"{where}: a preference pair (chosen/rejected) is no chat record. Wanted one of: {_KINDS}.")
     if (given := given_turns(value, where)) is not None:
@@ -113,6 +113,11 @@ def parse_record(record: Record) -> Conversation | Document:
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{where}: no assistant turn, so there is nothing to learn from this record.")
     return Conversation(messages, normal_tools(value.get("tools"), where), where)
+
+
+def present(record: Record) -> dict[str, Any]:
+    """The fields of a record that are not null: rows of a table have all fields of all kinds that are in it."""
+    return {name: cell for name, cell in record.value.items() if cell is not None}
 
 
 def given_turns(value: dict[str, Any], where: str) -> list[Any] | None:

@@ -72,7 +72,11 @@ def test_tools_and_ties():
         ({"chosen": [Q, A], "rejected": [{**Q, "content": "other"}, B]}, "nothing is asked"),
         ({"prompt": "q", "chosen": [Q], "rejected": [B]}, "chosen must go on after the prompt with an assistant turn"),
         ({"prompt": "q", "chosen": "a", "rejected": []}, "rejected must go on after the prompt"),
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "rejected must be text, got NoneType"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": None},
+            "no preference pair, which has chosen and rejected; got the keys chosen, prompt",
+        ),
+        ({"prompt": "q", "chosen": "a", "rejected": 7}, "rejected must be text, got int"),
         ({"prompt": 7, "chosen": "a", "rejected": "b"}, "prompt must be text, got int"),
         ({"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}, "chosen must go on after the prompt"),
     ],
