@@ -88,8 +88,7 @@ class Batches:
                 ranks have at the same time are of like length.
 
         Raises:
-            UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``, or a line may be longer
-                than the largest bucket.
+            UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``.
             DataError: the store is empty, or holds a sample longer than ``seq_length`` + 1.
         """
         for name, value in (("micro_batch_size", micro_batch_size), ("seq_length", seq_length)):
@@ -102,11 +101,6 @@ class Batches:
             raise UsageError(
                 f"train.global_batch_size={global_batch_size} is not a multiple of "
                 f"micro_batch_size={micro_batch_size} x data-parallel ranks={dp_size}. Use {mend}."
-            )
-        if length_buckets and length_buckets[-1] < micro_batch_size * seq_length:
-            raise UsageError(
-                f"data.length_buckets ends at {length_buckets[-1]}, a line may have {micro_batch_size * seq_length} "
-                "tokens. Add that as the last one."
             )
         if not len(store):
             raise DataError("there are no samples to make batches of.")
@@ -122,13 +116,13 @@ class Batches:
         check_fit(inputs, seq_length)
         self._inputs = inputs
         # None: one sample each; where all are full, packing changes nothing.
-        self._bins = pack(inputs, seq_length) if packing and int(inputs.min()) < seq_length else None
+        self._sequences = pack(inputs, seq_length) if packing and int(inputs.min()) < seq_length else None
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     @property
     def sequences_per_epoch(self) -> int:
         """Sequences (samples, or bins of packed samples) that make one pass over the data."""
-        return len(self.store if self._bins is None else self._bins)
+        return len(self.store if self._sequences is None else self._sequences)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -168,7 +162,7 @@ class Batches:
 
     def _sequence(self, number: int) -> list[int]:
         """Its samples."""
-        return [number] if self._bins is None else self._bins[number]
+        return [number] if self._sequences is None else self._sequences[number]
 
     def _deal(self, sequences: list[list[int]]) -> list[MicroBatch]:
         """Deal a global batch out: first micro batch of rank 0, of rank 1, ..., second of rank 0, ...
@@ -188,9 +182,13 @@ class Batches:
 
     def _line_length(self, tokens: int) -> int:
         """Of a line of this many tokens, with its padding, of which there are at least two where there is no more."""
-        tokens = tokens or 2
-        if self.length_buckets:
-            return self.length_buckets[bisect_left(self.length_buckets, tokens)]
+        tokens, buckets = tokens or 2, self.length_buckets
+        if buckets:
+            if tokens > buckets[-1]:
+                raise UsageError(
+                    f"a line has {tokens} tokens, data.length_buckets ends at {buckets[-1]}. Add a larger one."
+                )
+            return buckets[bisect_left(buckets, tokens)]
         return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def _join(self, samples: list[int]) -> MicroBatch:

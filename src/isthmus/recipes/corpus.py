@@ -31,10 +31,11 @@ class Corpus:
 
     train: Samples
     valid: Samples | None
+    test: Samples | None = None
 
     @classmethod
     def made_up(cls, config: RunConfig, vocab_size: int) -> Corpus:
-        """Mock data; ``data.valid_fraction`` is of the samples that the run takes."""
+        """Mock data; held-out parts are as large as their fractions of the samples that the run takes."""
 
         def held_out(part: Literal["valid", "test"], fraction: float) -> MockSamples | None:
             taken = (config.train.steps or 0) * config.train.global_batch_size
@@ -42,7 +43,7 @@ class Corpus:
 
         data = config.data
         make = partial(MockSamples, seq_length=data.seq_length, vocab_size=vocab_size, seed=data.seed)
-        return cls(make(), held_out("valid", data.valid_fraction))
+        return cls(make(), held_out("valid", data.valid_fraction), held_out("test", data.test_fraction))
 
     def fingerprint(self, config: RunConfig) -> str:
         """Equal when step k of two runs takes the same sequences."""
@@ -50,8 +51,8 @@ class Corpus:
         order = [self.train.digest(), data.seq_length, data.packing, data.seed, config.train.global_batch_size]
         return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
 
-    def batches(self, config: RunConfig, position: Position, dp: int) -> tuple[Batches, Batches | None]:
-        """The lines of this rank, for training and for held-out loss."""
+    def batches(self, config: RunConfig, position: Position, dp: int) -> tuple[Batches, Batches | None, Batches | None]:
+        """The lines of this rank, for training, for held-out loss and for the test."""
         settings: dict[str, Any] = {
             "seq_length": config.data.seq_length,
             "micro_batch_size": config.train.micro_batch_size,
@@ -65,9 +66,13 @@ class Corpus:
             "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
             "length_buckets": config.data.length_buckets,
         }
-        held_out = None if self.valid is None else Batches(self.valid, shuffle=False, **settings)
+
+        def held_out(samples: Samples | None) -> Batches | None:
+            return None if samples is None else Batches(samples, shuffle=False, **settings)
+
         # Samples that are drawn at random are in no order that could be shuffled.
-        return Batches(self.train, shuffle=not config.data.mock, **settings), held_out
+        train = Batches(self.train, shuffle=not config.data.mock, **settings)
+        return train, held_out(self.valid), held_out(self.test)
 
 
 def check_files(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ def check_built(config: RunConfig) -> None:
         "data.sets": data.sets,
         "data.columns": data.columns,
         "data.test_files": data.test_files,
-        "data.test_fraction": data.test_fraction,
+        "data.test_fraction": data.test_fraction and not data.mock,
     }
     for name, value in unbuilt.items():
         if value:
