@@ -38,16 +38,27 @@ class Origin:
         """
         known = {json.dumps(file["stat"]): file["digest"] for file in earlier.get("files", [])}
         files = [_file(Path(name), known) for name in (*config.data.files, *config.data.valid_files)]
-        vocabulary = json.dumps([tokenizer.inner.get_vocab(), tokenizer.chat_template], sort_keys=True)
         settings = config.data.model_dump(mode="json")
         record = {
             "files": files,
             "held_out_files": len(config.data.valid_files),
-            "tokenizer": hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest(),
+            "tokenizer": tokenizer_record(tokenizer),
             "recipe": config.recipe,
             "settings": {name: settings[name] for name in sorted(settings) if name not in _NO_MATTER},
         }
         return cls(record, unchanged=_content(record) == _content(earlier))
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """Hashes that tell tokenizers apart: of the vocabulary with what begins and ends a text, and of the template."""
+    parts = {
+        "vocabulary": [tokenizer.inner.get_vocab(), tokenizer.bos_id, tokenizer.eos_id],
+        "template": tokenizer.chat_template,
+    }
+    return {
+        name: hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=16).hexdigest()
+        for name, part in parts.items()
+    }
 
 
 def read_origin(path: Path) -> dict[str, Any]:
