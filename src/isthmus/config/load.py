@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,22 +165,68 @@ class _Draft:
             # A section that is absent or empty is checked like one that lacks everything, for complaints by setting.
             if hasattr(section.annotation, "model_fields") and self.values.get(name) is None:
                 self.values[name] = {}
-        try:
-            config = RunConfig.model_validate(self.values)
-        except ValidationError as errors:
-            for error in errors.errors(include_url=False):
-                key = tuple(str(part) for part in error["loc"])
-                if error["type"] in ("clash", "lacks"):
-                    key += tuple(error["ctx"]["key"].split("."))
-                self.complaints.append(self._line(key, reason(error, key)))
+        config = self._validated()
         self.refuse_if_wrong()
+        assert config is not None
         return config
+
+    def _validated(self) -> RunConfig | None:
+        """The settings as a whole; or None, and a complaint of each that is wrong.
+
+        Pydantic stops in a section where a single setting is wrong, before it looks at how they go together. So those
+        are set aside, and the rest is looked at again; what would only be wrong for want of them is not told.
+        """
+        told: set[Key] = set()
+        aside: set[str] = set()
+        values = self.values
+        while True:
+            try:
+                config = RunConfig.model_validate(values)
+                return None if told else config
+            except ValidationError as errors:
+                wrong = {_key_of(error): error for error in errors.errors(include_url=False)}
+            values = copy.deepcopy(values)
+            for key, error in wrong.items():
+                why = reason(error, key)
+                if key not in told and aside.isdisjoint(re.findall(r"\w+", why)):
+                    self.complaints.append(self._line(key, why))
+            if told.issuperset(wrong):
+                return None
+            told |= wrong.keys()
+            for key, error in wrong.items():
+                if error["type"] in ("missing", "lacks"):
+                    _replace(values, key, "?")  # all that must be given are paths
+                else:
+                    aside.add(_replace(values, key, None))
 
     def _line(self, key: Key, why: str) -> str:
         """``origin  key  reason``; the origin is that of the key or of what holds it, or the file."""
         held_in = (self.origins[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in self.origins)
         origin = next(held_in, self.file)
         return "  ".join(filter(None, [origin, dotted(key), why]))
+
+
+def _key_of(error: Any) -> Key:
+    """The setting that pydantic's record of an error is about."""
+    key = tuple(str(part) for part in error["loc"])
+    return key + tuple(error["ctx"]["key"].split(".")) if error["type"] in ("clash", "lacks") else key
+
+
+def _replace(values: dict[str, Any], key: Key, value: Any) -> str:
+    """Put another value, or with None nothing, where ``key`` or the list it is in stands; returns its last name."""
+    *sections, name = key
+    for section in sections:
+        if isinstance(values.get(section), list | tuple):
+            name = section
+            break
+        if not isinstance(values.get(section), dict):
+            values[section] = {}
+        values = values[section]
+    if value is None:
+        values.pop(name, None)
+    else:
+        values[name] = value
+    return name
 
 
 def _plain(value: Any) -> Any:

@@ -2,12 +2,14 @@
 
 The order of sequences is one endless line, a new permutation each epoch, drawn from the seed and the epoch alone. Step
 k takes the next ``global_batch_size`` of them, whatever the number of ranks and the micro-batching; so a run goes
-on from any step without state, under any layout.
+on from any step without state, under any layout. Which of them lie on one line, and on which rank, is settled within a
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from isthmus.data.packing import check_fit, pack
-from isthmus.data.store import SampleStore
+from isthmus.data.samples import Samples
 from isthmus.errors import DataError, UsageError
 
 
@@ -53,7 +55,7 @@ class Batches:
 
     def __init__(
         self,
-        store: SampleStore,
+        store: Samples,
         *,
         seq_length: int,
         micro_batch_size: int,
@@ -65,11 +67,29 @@ class Batches:
         pad_to_multiple_of: int = 1,
         micro_batches_multiple_of: int = 1,
         shuffle: bool = True,
+        length_buckets: Sequence[int] = (),
     ) -> None:
         """Lay out the sequences: one sample each, or with ``packing`` bins of at most ``seq_length`` tokens.
 
+        Args:
+            store: the samples.
+            seq_length: most tokens of a sequence.
+            micro_batch_size: sequences on a line.
+            global_batch_size: sequences of a step, over all ranks.
+            packing: whether a sequence takes several samples.
+            seed: of the order.
+            dp_rank: of this rank.
+            dp_size: ranks that a step is dealt to.
+            pad_to_multiple_of: what the length of a line is a multiple of.
+            micro_batches_multiple_of: what the number of lines of a rank is a multiple of.
+            shuffle: False takes samples in the order of the store, epoch by epoch.
+            length_buckets: lengths of lines, ascending and multiples of ``pad_to_multiple_of``. A line is padded to the
+                next of them, and a step has its sequences sorted by length, so that those on a line and those that
+                ranks have at the same time are of like length.
+
         Raises:
-            UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``.
+            UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``, or a line may be longer
+                than the largest bucket.
             DataError: the store is empty, or holds a sample longer than ``seq_length`` + 1.
         """
         for name, value in (("micro_batch_size", micro_batch_size), ("seq_length", seq_length)):
@@ -83,6 +103,11 @@ class Batches:
                 f"train.global_batch_size={global_batch_size} is not a multiple of "
                 f"micro_batch_size={micro_batch_size} x data-parallel ranks={dp_size}. Use {mend}."
             )
+        if length_buckets and length_buckets[-1] < micro_batch_size * seq_length:
+            raise UsageError(
+                f"data.length_buckets ends at {length_buckets[-1]}, a line may have {micro_batch_size * seq_length} "
+                "tokens. Add that as the last one."
+            )
         if not len(store):
             raise DataError("there are no samples to make batches of.")
         self.store = store
@@ -90,22 +115,25 @@ class Batches:
         self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
         self.dp_rank, self.dp_size, self.pad_to_multiple_of = dp_rank, dp_size, pad_to_multiple_of
         self.micro_batches_multiple_of = micro_batches_multiple_of
+        self.seq_length, self.length_buckets = seq_length, tuple(length_buckets)
         inputs = np.maximum(store.lengths - 1, 0)
         if int(inputs.min()) < 1:
             raise DataError(f"sample {int(inputs.argmin())} has fewer than 2 tokens, so it holds no label.")
         check_fit(inputs, seq_length)
-        self._sequences = pack(inputs, seq_length) if packing else [[k] for k in range(len(store))]
+        self._inputs = inputs
+        # None: one sample each; where all are full, packing changes nothing.
+        self._bins = pack(inputs, seq_length) if packing and int(inputs.min()) < seq_length else None
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     @property
     def sequences_per_epoch(self) -> int:
         """Sequences (samples, or bins of packed samples) that make one pass over the data."""
-        return len(self._sequences)
+        return len(self.store if self._bins is None else self._bins)
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps until every sequence has been seen once; the last of them reaches into the next epoch."""
-        return -(-len(self._sequences) // self.global_batch_size)
+        return -(-self.sequences_per_epoch // self.global_batch_size)
 
     @property
     def num_microbatches(self) -> int:
@@ -123,34 +151,53 @@ class Batches:
 
         Every rank gets as many micro batches as the others, with micro batches of padding where sequences run out.
         """
-        for first in range(0, len(self._sequences), self.global_batch_size):
-            yield self._deal(self._sequences[first : first + self.global_batch_size])
+        count = self.sequences_per_epoch
+        for first in range(0, count, self.global_batch_size):
+            yield self._deal([self._sequence(k) for k in range(first, min(first + self.global_batch_size, count))])
 
     def _at(self, position: int) -> list[int]:
         """The sequence at this place of the endless line."""
-        epoch, place = divmod(position, len(self._sequences))
+        epoch, place = divmod(position, self.sequences_per_epoch)
         if not self.shuffle:
-            return self._sequences[place]
+            return self._sequence(place)
         if self._order is None or self._order[0] != epoch:
             # Raw bits of a counter-based generator, sorted: unlike numpy's shuffles they never change with its version.
             bits = np.random.Philox(key=np.array([self.seed % 2**64, epoch], dtype=np.uint64))
-            self._order = epoch, np.argsort(bits.random_raw(len(self._sequences)), kind="stable")
-        return self._sequences[int(self._order[1][place])]
+            self._order = epoch, np.argsort(bits.random_raw(self.sequences_per_epoch), kind="stable")
+        return self._sequence(int(self._order[1][place]))
+
+    def _sequence(self, number: int) -> list[int]:
+        """Its samples."""
+        return [number] if self._bins is None else self._bins[number]
 
     def _deal(self, sequences: list[list[int]]) -> list[MicroBatch]:
-        """Deal a global batch out: first micro batch of rank 0, of rank 1, ..., second of rank 0, ..."""
-        size = self.micro_batch_size
+        """Deal a global batch out: first micro batch of rank 0, of rank 1, ..., second of rank 0, ...
+
+        With buckets the longest come first, and every other round goes backwards over the ranks: in each round their
+        work is about the same, and no rank has the longer ones of all rounds.
+        """
+        size, ranks = self.micro_batch_size, self.dp_size
         multiple = self.micro_batches_multiple_of
-        rounds = -(-len(sequences) // (size * self.dp_size * multiple)) * multiple
-        starts = [(k * self.dp_size + self.dp_rank) * size for k in range(rounds)]
+        rounds = -(-len(sequences) // (size * ranks * multiple)) * multiple
+        places = [self.dp_rank] * rounds
+        if self.length_buckets:
+            sequences = sorted(sequences, key=lambda samples: -int(self._inputs[samples].sum()))
+            places[1::2] = [ranks - 1 - self.dp_rank] * (rounds // 2)
+        starts = [(k * ranks + place) * size for k, place in enumerate(places)]
         return [self._join([s for sequence in sequences[at : at + size] for s in sequence]) for at in starts]
 
+    def _line_length(self, tokens: int) -> int:
+        """Of a line of this many tokens, with its padding, of which there are at least two where there is no more."""
+        tokens = tokens or 2
+        if self.length_buckets:
+            return self.length_buckets[bisect_left(self.length_buckets, tokens)]
+        return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
     def _join(self, samples: list[int]) -> MicroBatch:
-        """Lay samples end to end and pad the line to a multiple, with a segment of its own that nobody learns from."""
-        lengths = [int(self.store.offsets[k + 1] - self.store.offsets[k]) - 1 for k in samples]
+        """Lay samples end to end and pad the line, with a segment of its own that nobody learns from."""
+        lengths = self._inputs[samples].tolist()
         real = sum(lengths)
-        multiple = self.pad_to_multiple_of
-        total = -(-max(real, 2 if not samples else 0) // multiple) * multiple
+        total = self._line_length(real)
         input_ids = np.zeros(total, dtype=np.int64)
         labels = np.zeros(total, dtype=np.int64)
         loss_mask = np.zeros(total, dtype=np.bool_)
@@ -166,7 +213,7 @@ class Batches:
             bounds.append(end)
             at = end
         if total > real:
-            position_ids[real:] = np.arange(total - real)
+            position_ids[real:] = np.arange(total - real) % self.seq_length  # a model may have learned no further ones
             bounds.append(total)
         return MicroBatch(
             input_ids=torch.from_numpy(input_ids),

@@ -7,12 +7,15 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.batches import Batches
+from isthmus.data.mock import MockSamples
 from isthmus.data.prepare import PrepareReport, split_validation
+from isthmus.data.samples import Samples
 from isthmus.data.store import SampleStore
 from isthmus.engine.groups import Position, once
 from isthmus.errors import DataError, MissingInput, UsageError
@@ -26,8 +29,20 @@ Prepare = Callable[[list[Path]], tuple[SampleStore, PrepareReport]]
 class Corpus:
     """Training and held-out samples."""
 
-    train: SampleStore
-    valid: SampleStore | None
+    train: Samples
+    valid: Samples | None
+
+    @classmethod
+    def made_up(cls, config: RunConfig, vocab_size: int) -> Corpus:
+        """Mock data; ``data.valid_fraction`` is of the samples that the run takes."""
+
+        def held_out(part: Literal["valid", "test"], fraction: float) -> MockSamples | None:
+            taken = (config.train.steps or 0) * config.train.global_batch_size
+            return make(part=part, count=max(1, round(fraction * taken))) if fraction else None
+
+        data = config.data
+        make = partial(MockSamples, seq_length=data.seq_length, vocab_size=vocab_size, seed=data.seed)
+        return cls(make(), held_out("valid", data.valid_fraction))
 
     def fingerprint(self, config: RunConfig) -> str:
         """Equal when step k of two runs takes the same sequences."""
@@ -48,9 +63,11 @@ class Corpus:
             "pad_to_multiple_of": config.parallel.line_multiple,
             # Micro batches take turns on virtual stages, in rounds of one for each rank of the pipeline.
             "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
+            "length_buckets": config.data.length_buckets,
         }
         held_out = None if self.valid is None else Batches(self.valid, shuffle=False, **settings)
-        return Batches(self.train, **settings), held_out
+        # Samples that are drawn at random are in no order that could be shuffled.
+        return Batches(self.train, shuffle=not config.data.mock, **settings), held_out
 
 
 def check_files(config: RunConfig) -> None:
@@ -76,6 +93,8 @@ def load_corpus(
 ) -> Corpus:
     """Tokenize the data files into ``folder`` unless that was done before from the same files in the same way.
 
+    Mock data needs no folder.
+
     Args:
         config: names the files.
         folder: of the run.
@@ -90,6 +109,10 @@ def load_corpus(
             that goes on is not what it began with.
         UsageError: the tokenizer knows more tokens than the model.
     """
+
+    if config.data.mock:
+        say(f"data: random tokens, {config.data.seq_length} a sample")
+        return Corpus.made_up(config, vocab_size)
 
     def make() -> None:
         marker = folder / "source.json"

@@ -15,8 +15,8 @@ from isthmus.config.schema import RunConfig
 from isthmus.errors import DataError
 from isthmus.hf.tokenizer import Tokenizer
 
-# Where the files lie is no matter, and packing happens after tokenizing.
-_NO_MATTER = ("files", "valid_files", "packing")
+# Where the files lie is no matter, and packing and padding happen after tokenizing.
+_NO_MATTER = ("files", "valid_files", "packing", "length_buckets")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,9 @@ def check_built(config: RunConfig) -> None:
         "tokenizer.type": tokenizer.type,
         "tokenizer.vocab_size": tokenizer.vocab_size,
         "data.sets": data.sets,
-        "data.mock": data.mock,
         "data.columns": data.columns,
         "data.test_files": data.test_files,
         "data.test_fraction": data.test_fraction,
-        "data.length_buckets": data.length_buckets,
     }
     for name, value in unbuilt.items():
         if value:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
+from isthmus.data.prefetch import prefetched
 from isthmus.engine.groups import Position, sum_over_ranks
 from isthmus.engine.phase import phase
 from isthmus.engine.step import PackedLine, Stepper
@@ -113,15 +115,15 @@ class Loop:
             Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
             Diverged: the loss, the held-out loss or the gradient norm is not finite.
         """
-        with self.profile:
-            return self._run(plan, stop)
+        with self.profile, closing(prefetched(self.batches.step, range(plan.start, plan.steps))) as batches:
+            return self._run(plan, batches, stop)
 
-    def _run(self, plan: Plan, stop: StopFlag) -> Outcome:
+    def _run(self, plan: Plan, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> Outcome:
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
         for step in range(plan.start, plan.steps):
             with self.profile.around(step + 1), phase(f"step {step + 1}"):
-                metrics, stop_requested = self._step(step, stop)
+                metrics, stop_requested = self._step(step, batches, stop)
             if stop_requested:
                 self.profile.finish()  # what is saved now is no part of a step
             done = step + 1
@@ -144,15 +146,17 @@ class Loop:
                     )
         return Outcome(loss, self.evaluate(plan.steps), tokens / seconds if seconds else None)
 
-    def _step(self, step: int, stop: StopFlag) -> tuple[StepMetrics, bool]:
+    def _step(self, step: int, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> tuple[StepMetrics, bool]:
         started_s = time.monotonic()
         with phase("data"):
-            lines = self.batches.step(step)
+            lines = next(batches)
         result = self.stepper.train_step(lines)
-        lengths = [length for line in lines for length in (line.cu_seqlens[1:] - line.cu_seqlens[:-1]).tolist()]
-        own = [float(sum(line.num_tokens for line in lines)), float(sum(length**2 for length in lengths))]
+        lengths = [length for line in lines for length in _sample_lengths(line)]
+        own = [sum(lengths), sum(length**2 for length in lengths), sum(line.input_ids.numel() for line in lines)]
         counts_here = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
-        num_tokens, sum_squared, stops = sum_over_ranks([*(own if counts_here else (0.0, 0.0)), float(stop.requested)])
+        num_tokens, sum_squared, places, stops = sum_over_ranks(
+            [*(float(number) if counts_here else 0.0 for number in own), float(stop.requested)]
+        )
         elapsed_s = time.monotonic() - started_s
         flops = flops_per_batch(
             self.architecture,
@@ -174,6 +178,7 @@ class Loop:
             memory_gib=self.device.memory_gib(),
             num_tokens=int(num_tokens),
             learned_tokens=result.learned_tokens,
+            padding=1 - num_tokens / places,
             step_time_s=elapsed_s,
             consumed_sequences=(step + 1) * self.batches.global_batch_size,
             moe={} if result.load is None else result.load.figures(),
@@ -182,6 +187,12 @@ class Loop:
         )
         self.reporter.step(metrics)
         return metrics, stops > 0
+
+
+def _sample_lengths(line: PackedLine) -> list[int]:
+    """Tokens of each sample of a line; of its segments a last one of padding is none."""
+    segments: list[int] = (line.cu_seqlens[1:] - line.cu_seqlens[:-1]).tolist()
+    return segments[:-1] if line.num_tokens < line.input_ids.numel() else segments
 
 
 def _due(every: int | None, done: int) -> bool:

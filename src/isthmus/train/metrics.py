@@ -41,6 +41,8 @@ class StepMetrics:
     """Peak of this rank so far."""
     num_tokens: int
     learned_tokens: int
+    padding: float = 0.0
+    """Share of the lines that is padding, 0..1."""
     step_time_s: float
     consumed_sequences: int
     """Since the start of the run."""

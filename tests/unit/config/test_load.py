@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -257,3 +258,20 @@ def test_the_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config.train.steps = 3  # type: ignore[misc]
     assert isinstance(config, RunConfig)
+
+
+def test_all_that_is_wrong_is_told_at_once_and_nothing_that_follows_from_it(tmp_path: Path) -> None:
+    text = """
+        out: run
+        model: {init: hfs}
+        data: {files: [a], mock: true, seq_length: "12"}
+        parallel: {sp: true, vpp: 2, tq: 4}
+        train: {steps: 5, epochs: 2, precision: fp9, fp8_scaling: rowwise, recompute_layers: 3}
+        optim: {warmup_steps: 10, min_lr: 1}
+    """
+    lines = refused(tmp_path, dedent(text))[1:]
+    assert {line.split()[1] for line in lines} == {
+        *("model.init", "model.path", "data.seq_length", "data.mock", "parallel.tq", "parallel.sp", "parallel.vpp"),
+        *("train.precision", "train.recompute_layers", "train.epochs", "optim.min_lr", "optim.warmup_steps"),
+    }
+    assert all(line.split()[0].startswith("sft.yaml:") or "is missing" in line for line in lines)
