@@ -18,10 +18,7 @@ def check_built(config: RunConfig) -> None:
         "tokenizer.path": tokenizer.path,
         "tokenizer.type": tokenizer.type,
         "tokenizer.vocab_size": tokenizer.vocab_size,
-        "data.sets": data.sets,
         "data.columns": data.columns,
-        "data.test_files": data.test_files,
-        "data.test_fraction": data.test_fraction,
     }
     for name, value in unbuilt.items():
         if value:
