@@ -176,7 +176,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def find_prefix(name: Path | str) -> Path | None:
-    """The prefix of the pair that ``name`` means (PREFIX, PREFIX.bin or PREFIX.idx), None when it means none, or a raw file."""
+    """The prefix of the pair that ``name`` means (PREFIX, PREFIX.bin or PREFIX.idx); None when it means none."""
     text = str(name)
     if Path(text).exists() and not text.endswith((".bin", ".idx")):
         return None

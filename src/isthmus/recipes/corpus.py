@@ -216,6 +216,7 @@ def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
 
 def _changed(checkpoint: Path) -> DataError:
     return DataError(
-        f"the data files, a setting under data, the tokenizer, train.global_batch_size or the version of isthmus differ "
-        f"from those of {checkpoint}, so its position means nothing in them. Restore them, or start a new run with --out."
+        f"the data files, a setting under data, the tokenizer, train.global_batch_size or the form of isthmus' data "
+        f"differ from those of {checkpoint}, so its position means nothing in them. Restore them, or start a new run "
+        "with --out."
     )
