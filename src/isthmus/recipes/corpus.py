@@ -14,6 +14,7 @@ from typing import Any, Literal
 from isthmus.config.schema import RunConfig
 from isthmus.data.batches import Batches
 from isthmus.data.blend import Share
+from isthmus.data.columns import check_columns
 from isthmus.data.mock import MockSamples
 from isthmus.data.prepare import PrepareReport
 from isthmus.data.samples import Samples
@@ -87,9 +88,11 @@ def check_files(config: RunConfig) -> None:
 
     Raises:
         MissingInput: naming the first that is not.
-        UsageError: raw files and prepared ones are mixed in one set.
+        UsageError: a folder has no data file in it, data.columns renames to what nothing reads, or raw files and
+            prepared ones are mixed in one set.
     """
     find_parts(config)
+    check_columns(config.data.columns)
 
 
 def load_corpus(

@@ -12,13 +12,12 @@ def check_built(config: RunConfig) -> None:
     Raises:
         UsageError: naming the first.
     """
-    model, tokenizer, data = config.model, config.tokenizer, config.data
+    model, tokenizer = config.model, config.tokenizer
     unbuilt = {
         "model.config": model.config,
         "tokenizer.path": tokenizer.path,
         "tokenizer.type": tokenizer.type,
         "tokenizer.vocab_size": tokenizer.vocab_size,
-        "data.columns": data.columns,
     }
     for name, value in unbuilt.items():
         if value:
