@@ -22,7 +22,8 @@ STEP_KEYS = {
 
 
 def test_what_a_run_leaves(isthmus: Stem, small: list[str], model: Path, tmp_path: Path) -> None:
-    result = isthmus(*small, "train.eval_every=2", "checkpoint.every=2").result
+    more = ["train.eval_every=2", "checkpoint.every=2", "data.test_fraction=0.1"]
+    result = isthmus(*small, *more).result
     out = tmp_path / "out"
     assert result["model"] == str(out / "hf") and result["steps"] == 4
     assert result["valid_loss"] < result["valid_loss_before"]
@@ -33,11 +34,13 @@ def test_what_a_run_leaves(isthmus: Stem, small: list[str], model: Path, tmp_pat
     assert all(0 < row["learned_tokens"] < row["num_tokens"] for row in steps)
     held_out = {row["step"]: row["valid_loss"] for row in rows(out) if "valid_loss" in row}
     assert list(held_out) == [0, 2, 4] and held_out[4] == result["valid_loss"]
+    test = {row["step"]: row["test_loss"] for row in rows(out) if "test_loss" in row}
+    assert test == {4: result["test_loss"]} and 0 < test[4] != held_out[4]
 
     config = load_config("sft", out / "config.yaml", [], {})
     words = [word for word in small[7:] if "=" in word]
     flags = {"model": small[2], "data": [small[4]], "out": small[6]}
-    again = load_config("sft", None, [*words, "train.eval_every=2", "checkpoint.every=2"], flags)
+    again = load_config("sft", None, [*words, *more], flags)
     assert config == again
 
     exported = {path.name for path in (out / "hf").iterdir()}

@@ -1,7 +1,7 @@
 """What a chat template can say, found by trying it, and conversations rewritten to what it can.
 
-Many templates pass over tools, calls of tools or a system turn without a word, which would train a model on answers
-to things it never saw, or on empty turns. What a template does not show is put into the text of a turn instead.
+Many templates pass over tools, calls of tools, a system turn or reasoning without a word, which would train a model on
+answers to things it never saw, or on empty turns. What a template does not show is put into the text of a turn instead.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Abilities:
     system: bool
     tools: bool
     calls: bool
+    reasoning: str | None
+    """The key of a turn whose reasoning it shows: ``content`` where it has no other, None where it cuts that out."""
 
     @classmethod
     def of(cls, render: Render) -> Abilities:
@@ -54,7 +56,17 @@ class Abilities:
             system=_shows(render, [system, user], None, "probesystem"),
             tools=_shows(render, [user], [_TOOL], "probetool"),
             calls=_shows(render, called, None, "probetool", "probevalue", "probeanswer", "probeend"),
+            reasoning=_reasoning_key(render, user),
         )
+
+
+def _reasoning_key(render: Render, user: Message) -> str | None:
+    thought, end = "probethought", "probeend"
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        if _shows(render, [user, {"role": "assistant", "content": end, key: thought}], None, thought, end):
+            return key
+    folded = {"role": "assistant", "content": _folded(thought, end)}
+    return "content" if _shows(render, [user, folded], None, thought, end) else None
 
 
 def _shows(render: Render, messages: list[Message], tools: list[dict[str, Any]] | None, *wanted: str) -> bool:
@@ -68,8 +80,12 @@ def _shows(render: Render, messages: list[Message], tools: list[dict[str, Any]] 
 def adapt(
     messages: list[Message], tools: list[dict[str, Any]] | None, abilities: Abilities
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """The same conversation, with whatever the template would pass over written into the text of its turns."""
-    messages = [dict(message) for message in messages]
+    """The same conversation, with whatever the template would pass over written into the text of its turns.
+
+    Raises:
+        DataError: there is reasoning, and the template cuts it out of the text too.
+    """
+    messages = [_with_reasoning(dict(message), abilities.reasoning) for message in messages]
     if tools and not abilities.tools:
         messages, tools = _with_system(messages, _tools_text(tools)), None
     if abilities.calls:
@@ -79,6 +95,23 @@ def adapt(
     if not abilities.system:
         messages = _without_system(messages)
     return messages, tools
+
+
+def _with_reasoning(message: Message, key: str | None) -> Message:
+    reasoning = message.pop("reasoning_content", None)
+    if reasoning is None:
+        return message
+    if key is None:
+        raise DataError(
+            "there is reasoning in this record, and the chat template cuts it out of every answer. Use a template that "
+            "shows it (chat_template.jinja in the model folder), or data without it."
+        )
+    shown = _folded(reasoning, message["content"]) if key == "content" else reasoning
+    return {**message, key: shown}
+
+
+def _folded(reasoning: str, content: str) -> str:
+    return f"<think>\n{reasoning.strip()}\n</think>\n\n{content}"
 
 
 def _tools_text(tools: list[dict[str, Any]]) -> str:

@@ -91,8 +91,8 @@ class ChatRenderer:
         Raises:
             DataError: the template refuses the conversation, or does not show what the assistant said.
         """
-        messages, tools = adapt(conversation.messages, conversation.tools, self.abilities)
         try:
+            messages, tools = adapt(conversation.messages, conversation.tools, self.abilities)
             texts = self._texts(messages, tools)
             for chat in texts:
                 chat.text.encode("utf-8")

@@ -165,6 +165,32 @@ def test_turns_of_weight_zero_are_not_learned(build, template):
     assert learned(build(template), talk[:2]) == []
 
 
+THOUGHT: list[Message] = [TALK[0], {**TALK[1], "reasoning_content": "What is it?"}]
+SHOWN = "<think>\nWhat is it?\n</think>\n\nWide and blue."
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (THINKING, SHOWN + "<|im_end|>"),
+        (THINKING.replace("m.reasoning_content", "m.thinking"), SHOWN + "<|im_end|>"),
+        (CHATML, SHOWN + "<|im_end|>"),
+        (MARKED, SHOWN + "<|im_end|>"),
+        (LONG_OPENING, SHOWN.removeprefix("<think>\n") + "</s>"),
+    ],
+    ids=["shown", "shown-by-another-name", "folded", "folded-and-marked", "opening"],
+)
+def test_reasoning_is_learned_where_the_template_shows_it_or_in_the_text(build, template, expected):
+    assert learned(build(template), THOUGHT) == [[expected]]
+
+
+def test_reasoning_that_the_template_cuts_out_is_refused_and_not_lost(build):
+    template = LLAMA2.replace("m.content + ' ' + eos", "m.content.split('</think>')[-1] + ' ' + eos")
+    assert learned(build(template), TALK)
+    with pytest.raises(DataError, match=r"^file.jsonl:7: there is reasoning .* cuts it out"):
+        learned(build(template), THOUGHT)
+
+
 def test_empty_answer_still_learns_to_stop(build):
     assert learned(build(CHATML), [TALK[0], {"role": "assistant", "content": ""}]) == [["<|im_end|>"]]
 
