@@ -91,8 +91,7 @@ class Batches:
             shares: the sets that the store is made of, which are mixed by weight; none: it is one set.
 
         Raises:
-            UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``, or a line may be longer
-                than the largest bucket.
+            UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``.
             DataError: the store or a set is empty, or holds a sample longer than ``seq_length`` + 1.
         """
         for name, value in (("micro_batch_size", micro_batch_size), ("seq_length", seq_length)):
@@ -105,11 +104,6 @@ class Batches:
             raise UsageError(
                 f"train.global_batch_size={global_batch_size} is not a multiple of "
                 f"micro_batch_size={micro_batch_size} x data-parallel ranks={dp_size}. Use {mend}."
-            )
-        if length_buckets and length_buckets[-1] < micro_batch_size * seq_length:
-            raise UsageError(
-                f"data.length_buckets ends at {length_buckets[-1]}, a line may have {micro_batch_size * seq_length} "
-                "tokens. Add that as the last one."
             )
         self.shares = tuple(shares) or (Share("data", len(store), 1.0),)
         if not all(share.samples for share in self.shares) or sum(share.samples for share in self.shares) != len(store):
@@ -200,9 +194,13 @@ class Batches:
 
     def _line_length(self, tokens: int) -> int:
         """Of a line of this many tokens, with its padding, of which there are at least two where there is no more."""
-        tokens = tokens or 2
-        if self.length_buckets:
-            return self.length_buckets[bisect_left(self.length_buckets, tokens)]
+        tokens, buckets = tokens or 2, self.length_buckets
+        if buckets:
+            if tokens > buckets[-1]:
+                raise UsageError(
+                    f"a line has {tokens} tokens, data.length_buckets ends at {buckets[-1]}. Add a larger one."
+                )
+            return buckets[bisect_left(buckets, tokens)]
         return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def _join(self, samples: list[int]) -> MicroBatch:

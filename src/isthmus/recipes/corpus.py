@@ -42,7 +42,7 @@ class Corpus:
 
     @classmethod
     def made_up(cls, config: RunConfig, vocab_size: int) -> Corpus:
-        """Mock data; ``data.valid_fraction`` is of the samples that the run takes."""
+        """Mock data; held-out parts are as large as their fractions of the samples that the run takes."""
 
         def held_out(part: Literal["valid", "test"], fraction: float) -> MockSamples | None:
             taken = (config.train.steps or 0) * config.train.global_batch_size
