@@ -61,7 +61,7 @@ def _check(pair: IndexedPair, config: RunConfig, mine: dict[str, str]) -> None:
     if "tokenizer" not in record:  # made by Megatron, which does not write down with what
         return
     for name, what in (("vocabulary", "tokenizer"), ("template", "chat template")):
-        if (name == "vocabulary" or kind == "chat") and record["tokenizer"].get(name) != mine[name]:
+        if (name == "vocabulary" or kind != "text") and record["tokenizer"].get(name) != mine[name]:
             raise DataError(
                 f"{pair.prefix}: prepared with another {what} than this model's. Prepare the records with "
                 "the tokenizer of the model that is trained."

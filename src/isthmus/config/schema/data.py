@@ -15,14 +15,14 @@ class DataSet(Section):
     files: Paths = Field(min_length=1)
     """As data.files."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the samples that come from this set, relative to the weights of the others."""
+    """Share of the sequences that come from this set, relative to the weights of the others."""
 
 
 class DataConfig(Section):
     """What is learned from, and how it is cut."""
 
     files: Paths = ()
-    """Training files, folders of them, patterns, or hf:ORG/NAME:SPLIT. Needed, unless there are sets, or mock data."""
+    """Training files, folders, patterns, hf:ORG/NAME:SPLIT, or prefixes of prepared pairs; needed unless sets or mock."""
     sets: dict[str, DataSet] = Field(default_factory=dict)
     """Instead of files: several sets by name, mixed by weight."""
     mock: bool = False
