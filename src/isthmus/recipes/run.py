@@ -24,6 +24,7 @@ from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
 from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
+from isthmus.recipes.layout import check_offload
 from isthmus.recipes.pulse import Pulse
 from isthmus.recipes.session import (
     Blueprint,
@@ -137,6 +138,7 @@ def survey(config: RunConfig) -> Ground:
     chosen = config.train.precision
     precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()
     check_precision(platform, precision)
+    check_offload(config.optim, plans.sizes, platform.device_type)
     environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
     threads = use_threads(platform, config.train.threads)
     said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *plans.weights.said, *environment]
