@@ -22,7 +22,7 @@ class DataConfig(Section):
     """What is learned from, and how it is cut."""
 
     files: Paths = ()
-    """Training files, folders, patterns, hf:ORG/NAME:SPLIT, or prefixes of prepared pairs; needed unless sets or mock."""
+    """Training files, folders, patterns, hf:ORG/NAME:SPLIT, prefixes of prepared pairs; needed unless sets or mock."""
     sets: dict[str, DataSet] = Field(default_factory=dict)
     """Instead of files: several sets by name, mixed by weight."""
     mock: bool = False
