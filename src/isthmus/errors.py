@@ -6,6 +6,12 @@ The codes follow sysexits.h where it has one; they are listed in docs/reference/
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
 
 class IsthmusError(Exception):
     """Base of all errors that are meant for the user; shown as one line, with a traceback only under ``--debug``."""
@@ -71,3 +77,21 @@ class Diverged(IsthmusError):
     """The loss or the gradient is not a finite number, or the gradient is zero and nothing is learned."""
 
     exit_code = 79
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
+    """Turn an OSError that occurs while writing at ``path`` into one for the user.
+
+    Raises:
+        NoSpace: the disk or the quota is full; with what is needed and what is free.
+        IOFailure: any other reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise IOFailure(f"{path} cannot be written: {error.strerror or error}.") from error
+        free_gib = shutil.disk_usage(path if path.exists() else path.parent).free / 2**30
+        need = f"{need_bytes / 2**30:.2f} GiB needed, " if need_bytes is not None else ""
+        raise NoSpace(f"no space left to write {path}: {need}{free_gib:.2f} GiB free. Make room.") from error

@@ -14,7 +14,6 @@ from isthmus.data.formats import Columns, OnError, Skipped, read_records
 from isthmus.data.records import Conversation, Document, parse_record
 from isthmus.data.sources import find_sources
 from isthmus.data.spans import token_mask
-from isthmus.data.split import split_validation as split_validation
 from isthmus.data.store import Int32, SampleStore, UInt8
 from isthmus.errors import DataError, UsageError
 
@@ -83,7 +82,7 @@ class _Samples:
         """All samples so far; DataError when there are none."""
         store = SampleStore.from_samples(self._samples, self._groups)
         report = self.report
-        report.samples, report.tokens, report.learned_tokens = len(store), len(store.tokens), store.num_learned
+        report.samples, report.tokens, report.learned_tokens = len(store), store.num_tokens, store.num_learned
         if not len(store):
             reason = f" First: {report.skipped.reasons[0]}" if report.skipped.reasons else ""
             raise DataError(

@@ -78,6 +78,13 @@ class StepResult:
     """Steps of the run so far whose gradient overflowed, so that nothing was updated; None as above."""
 
 
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor from the host; to a GPU from pinned memory, without which the host would wait for all before it."""
+    if device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, Any]:
     line = next(iterator)
     device = next(model.parameters()).device
@@ -90,12 +97,12 @@ def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, A
     depths = (config.mtp_num_layers or 0) if model.training else 0
     ahead = places_ahead(learned, line.position_ids, depths)
     output = model(
-        own_part(line.input_ids, spans).to(device, non_blocking=True),
-        own_part(line.position_ids, spans).to(device, non_blocking=True),
+        _sent(own_part(line.input_ids, spans), device),
+        _sent(own_part(line.position_ids, spans), device),
         Segments(lengths, of_samples, padded=line.num_tokens < line.input_ids.numel(), spans=spans),
-        labels=own_part(line.labels, spans).to(device, non_blocking=True),
-        learned=learned.to(device, non_blocking=True),
-        ahead=[places.to(device, non_blocking=True) for places in ahead],
+        labels=_sent(own_part(line.labels, spans), device),
+        learned=_sent(learned, device),
+        ahead=[_sent(places, device) for places in ahead],
     )
 
     def count(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-from isthmus.errors import IOFailure, NoSpace
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
-    """Turn an OSError that occurs while writing at ``path`` into one for the user.
-
-    Raises:
-        NoSpace: the disk or the quota is full; with what is needed and what is free.
-        IOFailure: any other reason.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise IOFailure(f"{path} cannot be written: {error.strerror or error}.") from error
-        free_gib = shutil.disk_usage(path if path.exists() else path.parent).free / 2**30
-        need = f"{need_bytes / 2**30:.2f} GiB needed, " if need_bytes is not None else ""
-        raise NoSpace(f"no space left to write {path}: {need}{free_gib:.2f} GiB free. Make room.") from error
+from isthmus.errors import NoSpace
+from isthmus.errors import disk_errors as disk_errors
 
 
 class StagedFolder:

@@ -15,12 +15,17 @@ from typing import Any
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.data_sets import HUB
+from isthmus.data.manifest import SUFFIXES, pair_file
 from isthmus.data.sources import find_sources
 from isthmus.errors import DataError
 from isthmus.hf.tokenizer import Tokenizer
+from isthmus.recipes.parts import Part
 
-# Where the files lie is no matter, and packing happens after tokenizing.
-_NO_MATTER = ("files", "valid_files", "packing")
+# Where the files lie is no matter, and what is held out, mixed, packed and padded is so after tokenizing.
+_NO_MATTER = {"files", "sets", "valid_files", "test_files", "valid_fraction", "test_fraction", "seed"}
+_NO_MATTER |= {"packing", "length_buckets"}
+_FORMAT = 2
+"""Of what the run folder holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,12 @@ class Origin:
     """Whether it says the same as the earlier one that was given."""
 
     @classmethod
-    def of(cls, config: RunConfig, tokenizer: Tokenizer, earlier: dict[str, Any]) -> Origin:
+    def of(cls, config: RunConfig, parts: Sequence[Part], tokenizer: Tokenizer, earlier: dict[str, Any]) -> Origin:
         """The origin of the data that ``config`` asks for.
 
         Args:
-            config: names the files.
+            config: says what is done with the files.
+            parts: the files.
             tokenizer: its vocabulary and chat template.
             earlier: the record of before; where path, size and time of a file are the same, it is not read again.
 
@@ -44,19 +50,29 @@ class Origin:
             MissingInput, UsageError: there is no such file, or no data file in a folder.
         """
         known = {json.dumps(file["stat"]): file["digest"] for file in earlier.get("files", [])}
-        files, held_out = (
-            [_file(name, known) for name in _files_of(names)] for names in (config.data.files, config.data.valid_files)
-        )
-        vocabulary = json.dumps([tokenizer.inner.get_vocab(), tokenizer.chat_template], sort_keys=True)
+        files = [[_file(name, known) for name in _files_of(part)] for part in parts]
         settings = config.data.model_dump(mode="json")
         record = {
-            "files": [*files, *held_out],
-            "held_out_files": len(held_out),
-            "tokenizer": hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest(),
+            "format": _FORMAT,
+            "parts": [[part.use, len(one), part.prepared] for part, one in zip(parts, files, strict=True)],
+            "files": [file for one in files for file in one],
+            "tokenizer": tokenizer_record(tokenizer),
             "recipe": config.recipe,
             "settings": {name: settings[name] for name in sorted(settings) if name not in _NO_MATTER},
         }
         return cls(record, unchanged=_content(record) == _content(earlier))
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """Hashes that tell tokenizers apart: of the vocabulary with what begins and ends a text, and of the template."""
+    parts = {
+        "vocabulary": [tokenizer.inner.get_vocab(), tokenizer.bos_id, tokenizer.eos_id],
+        "template": tokenizer.chat_template,
+    }
+    return {
+        name: hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=16).hexdigest()
+        for name, part in parts.items()
+    }
 
 
 def read_origin(path: Path) -> dict[str, Any]:
@@ -79,10 +95,17 @@ def _content(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"files": [file["digest"] for file in record.get("files", [])]}
 
 
-def _files_of(names: Sequence[str]) -> Iterator[str]:
-    """The files that names of data stand for; a data set of the Hub remains a name."""
-    for source in find_sources(names).names:
-        if os.path.isdir(source):
+def _files_of(part: Part) -> Iterator[str]:
+    """The files that a part stands for; a data set of the Hub remains a name.
+
+    Of a pair it is the manifest, which tells of the others, so that they need not be read; all, where there is none.
+    """
+    for source in part.files if part.prepared else find_sources(part.files).names:
+        if part.prepared:
+            alone = pair_file(source, ".json")
+            every = [alone] if alone.is_file() else [pair_file(source, suffix) for suffix in SUFFIXES]
+            yield from (str(path) for path in every if path.is_file())
+        elif os.path.isdir(source):
             yield from sorted(str(path) for path in Path(source).rglob("*") if path.is_file())
         else:
             yield source

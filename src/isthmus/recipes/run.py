@@ -56,6 +56,7 @@ class RunResult:
     """Of the last step; None when there was none to do."""
     valid_loss_before: float | None
     valid_loss: float | None
+    test_loss: float | None
     tokens_per_s: float | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,8 +167,11 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             resume=ground.resume,
             say=reporter.say,
         )
-        batches, held_out = corpus.batches(config, position, plans.sizes.dp)
+        batches, held_out, test = corpus.batches(config, position, plans.sizes.dp)
         steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
+        if corpus.shares:
+            mix = ", ".join(f"{name} {epochs:.2f}" for name, epochs in batches.epochs(steps).items())
+            reporter.say(f"epochs of each set in {steps} steps: {mix}")
         session = build_session(config, plans, ground.platform, position, ground.precision)
         for line in session.said:
             reporter.say(line)
@@ -220,6 +224,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         stepper,
         batches,
         held_out,
+        test,
         architecture=plans.architecture,
         position=position,
         device=Device(
@@ -261,6 +266,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         loss=outcome.last_loss,
         valid_loss_before=before,
         valid_loss=outcome.valid_loss,
+        test_loss=outcome.test_loss,
         tokens_per_s=outcome.tokens_per_s,
     )
 

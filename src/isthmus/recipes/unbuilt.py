@@ -12,17 +12,12 @@ def check_built(config: RunConfig) -> None:
     Raises:
         UsageError: naming the first.
     """
-    model, tokenizer, data = config.model, config.tokenizer, config.data
+    model, tokenizer = config.model, config.tokenizer
     unbuilt = {
         "model.config": model.config,
         "tokenizer.path": tokenizer.path,
         "tokenizer.type": tokenizer.type,
         "tokenizer.vocab_size": tokenizer.vocab_size,
-        "data.sets": data.sets,
-        "data.mock": data.mock,
-        "data.test_files": data.test_files,
-        "data.test_fraction": data.test_fraction,
-        "data.length_buckets": data.length_buckets,
     }
     for name, value in unbuilt.items():
         if value:

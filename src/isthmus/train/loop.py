@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+from isthmus.data.prefetch import prefetched
 from isthmus.engine.groups import Position, sum_over_ranks
 from isthmus.engine.phase import phase
 from isthmus.engine.step import PackedLine, Stepper
@@ -58,6 +60,7 @@ class Outcome:
 
     last_loss: float | None
     valid_loss: float | None
+    test_loss: float | None
     tokens_per_s: float | None
     """Over all steps of this call but the first, which warms up."""
 
@@ -70,6 +73,7 @@ class Loop:
         stepper: Stepper,
         batches: BatchSource,
         validation: BatchSource | None,
+        test: BatchSource | None = None,
         *,
         architecture: Architecture,
         position: Position,
@@ -82,6 +86,7 @@ class Loop:
         self.stepper = stepper
         self.batches = batches
         self.validation = validation
+        self.test = test
         self.architecture = architecture
         self.position = position
         self.device = device
@@ -90,17 +95,18 @@ class Loop:
         self.save = save
         self.export = export
 
-    def evaluate(self, step: int) -> float | None:
-        """Held-out loss after ``step`` steps, reported; None without held-out data.
+    def evaluate(self, step: int, part: Literal["valid", "test"] = "valid") -> float | None:
+        """Loss of held-out data after ``step`` steps, reported; None where there is none of that part.
 
         Raises:
             Diverged: it is not finite, so that such weights are neither saved nor exported.
         """
-        if self.validation is None:
+        source = self.validation if part == "valid" else self.test
+        if source is None:
             return None
         with phase("held-out loss"):
-            loss = self.stepper.evaluate(self.validation.eval_batches())
-        self.reporter.evaluation(step, loss)
+            loss = self.stepper.evaluate(source.eval_batches())
+        self.reporter.evaluation(step, loss, part=part)
         if not math.isfinite(loss):
             mend = "Lower optim.lr or lengthen optim.warmup_steps." if step else "Look at the weights and the data."
             raise Diverged(f"the held-out loss is {loss} after {step} steps; nothing is saved from there. {mend}")
@@ -113,15 +119,15 @@ class Loop:
             Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
             Diverged: the loss, the held-out loss or the gradient norm is not finite.
         """
-        with self.profile:
-            return self._run(plan, stop)
+        with self.profile, closing(prefetched(self.batches.step, range(plan.start, plan.steps))) as batches:
+            return self._run(plan, batches, stop)
 
-    def _run(self, plan: Plan, stop: StopFlag) -> Outcome:
+    def _run(self, plan: Plan, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> Outcome:
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
         for step in range(plan.start, plan.steps):
             with self.profile.around(step + 1), phase(f"step {step + 1}"):
-                metrics, stop_requested = self._step(step, stop)
+                metrics, stop_requested = self._step(step, batches, stop)
             if stop_requested:
                 self.profile.finish()  # what is saved now is no part of a step
             done = step + 1
@@ -142,17 +148,20 @@ class Loop:
                         f"stopped after step {done} of {plan.steps} as asked; the state is saved. "
                         "The same command goes on from there."
                     )
-        return Outcome(loss, self.evaluate(plan.steps), tokens / seconds if seconds else None)
+        valid_loss, test_loss = self.evaluate(plan.steps), self.evaluate(plan.steps, "test")
+        return Outcome(loss, valid_loss, test_loss, tokens / seconds if seconds else None)
 
-    def _step(self, step: int, stop: StopFlag) -> tuple[StepMetrics, bool]:
+    def _step(self, step: int, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> tuple[StepMetrics, bool]:
         started_s = time.monotonic()
         with phase("data"):
-            lines = self.batches.step(step)
+            lines = next(batches)
         result = self.stepper.train_step(lines)
-        lengths = [length for line in lines for length in (line.cu_seqlens[1:] - line.cu_seqlens[:-1]).tolist()]
-        own = [float(sum(line.num_tokens for line in lines)), float(sum(length**2 for length in lengths))]
+        lengths = [length for line in lines for length in _sample_lengths(line)]
+        own = [sum(lengths), sum(length**2 for length in lengths), sum(line.input_ids.numel() for line in lines)]
         counts_here = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
-        num_tokens, sum_squared, stops = sum_over_ranks([*(own if counts_here else (0.0, 0.0)), float(stop.requested)])
+        num_tokens, sum_squared, places, stops = sum_over_ranks(
+            [*(float(number) if counts_here else 0.0 for number in own), float(stop.requested)]
+        )
         elapsed_s = time.monotonic() - started_s
         flops = flops_per_batch(
             self.architecture,
@@ -174,6 +183,7 @@ class Loop:
             memory_gib=self.device.memory_gib(),
             num_tokens=int(num_tokens),
             learned_tokens=result.learned_tokens,
+            padding=1 - num_tokens / places,
             step_time_s=elapsed_s,
             consumed_sequences=(step + 1) * self.batches.global_batch_size,
             moe={} if result.load is None else result.load.figures(),
@@ -182,6 +192,12 @@ class Loop:
         )
         self.reporter.step(metrics)
         return metrics, stops > 0
+
+
+def _sample_lengths(line: PackedLine) -> list[int]:
+    """Tokens of each sample of a line; of its segments a last one of padding is none."""
+    segments: list[int] = (line.cu_seqlens[1:] - line.cu_seqlens[:-1]).tolist()
+    return segments[:-1] if line.num_tokens < line.input_ids.numel() else segments
 
 
 def _due(every: int | None, done: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from isthmus.errors import IOFailure
 from isthmus.train.console import Console, Plain, open_console
@@ -41,6 +41,8 @@ class StepMetrics:
     """Peak of this rank so far."""
     num_tokens: int
     learned_tokens: int
+    padding: float = 0.0
+    """Share of the lines that is padding, 0..1."""
     step_time_s: float
     consumed_sequences: int
     """Since the start of the run."""
@@ -143,13 +145,14 @@ class Reporter:
             self._log(metrics.step, {k: v for k, v in row.items() if k != "step" and v is not None})
         self._console.advance(metrics.step)
 
-    def evaluation(self, step: int, valid_loss: float) -> None:
-        """Record the loss on held-out data after ``step`` steps."""
+    def evaluation(self, step: int, loss: float, *, part: Literal["valid", "test"] = "valid") -> None:
+        """Record the loss on held-out data after ``step`` steps, as ``valid_loss`` or ``test_loss``."""
         if not self._is_main:
             return
-        self._record({"step": step, "valid_loss": valid_loss})
-        self._console.line(f"step {step}/{self._total_steps}  held-out loss {valid_loss:.4f}")
-        self._log(step, {"valid_loss": valid_loss})
+        self._record({"step": step, f"{part}_loss": loss})
+        name = {"valid": "held-out", "test": "test"}[part]
+        self._console.line(f"step {step}/{self._total_steps}  {name} loss {loss:.4f}")
+        self._log(step, {f"{part}_loss": loss})
 
     def _record(self, row: dict[str, Any]) -> None:
         assert self._file is not None, "begin() comes first"

@@ -59,3 +59,29 @@ class RunConfig(Section):
                     "pretraining learns every token of the text, in pieces of seq_length. Leave it out",
                 )
         return self
+
+    @model_validator(mode="after")
+    def _mock_ends(self) -> RunConfig:
+        if self.data.mock and self.train.steps is None:
+            refuse("data.mock", "mock=true makes samples without end, so there is no epoch of them; give train.steps")
+        return self
+
+    @model_validator(mode="after")
+    def _buckets_hold_lines(self) -> RunConfig:
+        buckets, multiple = self.data.length_buckets, self.parallel.line_multiple
+        odd = [bucket for bucket in buckets if bucket % multiple]
+        size, seq_length = self.train.micro_batch_size, self.data.seq_length
+        if odd:
+            refuse(
+                "data.length_buckets",
+                f"lines are cut over tp={self.parallel.tp} and cp={self.parallel.cp} ranks into equal parts, so "
+                f"length_buckets must be multiples of {multiple}, got {odd[0]}; use {odd[0] + -odd[0] % multiple}",
+            )
+        if buckets and buckets[-1] < size * seq_length:
+            longest = size * seq_length + -size * seq_length % multiple
+            refuse(
+                "data.length_buckets",
+                f"length_buckets ends at {buckets[-1]}, but a line may have micro_batch_size={size} x "
+                f"seq_length={seq_length} tokens; add {longest}",
+            )
+        return self

@@ -15,18 +15,18 @@ class DataSet(Section):
     files: Paths = Field(min_length=1)
     """As data.files."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the samples that come from this set, relative to the weights of the others."""
+    """Share of the sequences that come from this set, relative to the weights of the others."""
 
 
 class DataConfig(Section):
     """What is learned from, and how it is cut."""
 
     files: Paths = ()
-    """Training files, folders of them, patterns, or hf:ORG/NAME:SPLIT. Needed, unless there are sets, or mock data."""
+    """Training files, folders, patterns, hf:ORG/NAME:SPLIT, prefixes of prepared pairs; needed unless sets or mock."""
     sets: dict[str, DataSet] = Field(default_factory=dict)
     """Instead of files: several sets by name, mixed by weight."""
     mock: bool = False
-    """Instead of files: made-up samples of seq_length tokens, to try a layout or measure its speed."""
+    """Instead of files: random tokens in samples of seq_length, to try a layout or its speed; needs train.steps."""
     columns: dict[str, str] = Field(default_factory=dict)
     """What the fields of records are called in the files, by the names known here, such as text: body."""
     valid_files: Paths = ()
@@ -50,7 +50,7 @@ class DataConfig(Section):
     on_error: Literal["stop", "skip"] = "stop"
     """What happens at a record that cannot be read: stop, or leave it out and count it."""
     length_buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """Lengths that lines are padded to, the next above their own, so that few shapes come up; none: no padding."""
+    """Tokens that a line of micro_batch_size sequences is padded to, the next above its own; none: no padding."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -59,4 +59,21 @@ class DataConfig(Section):
             lacks("files")
         if len(given) > 1:
             refuse(given[1], f"{' and '.join(given)} are all given; keep one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _made_up_data_is_of_no_files(self) -> DataConfig:
+        for name in ("valid_files", "test_files", "columns", "loss_on", "overlong", "on_error") if self.mock else ():
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                refuse(name, f"{name} says something about files, and mock=true has none; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _buckets_ascend(self) -> DataConfig:
+        ascending = tuple(sorted(set(self.length_buckets)))
+        if self.length_buckets != ascending:
+            refuse(
+                "length_buckets",
+                f"length_buckets={list(self.length_buckets)} do not ascend, each once; write {list(ascending)}",
+            )
         return self

@@ -1,0 +1,65 @@
+"""Made-up samples: tokens drawn evenly from the vocabulary, each sample when it is asked for; nothing is stored."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+COUNT = 2**20
+"""Samples before they come again; a run of that many learns nothing from them in any case."""
+_PARTS = ("train", "valid", "test")
+_STREAM = 1 << 62
+"""Apart from the keys of the order of samples, which are epochs."""
+
+
+class MockSamples:
+    """Samples of ``seq_length`` labels each, all learned; sample k is a function of the arguments and k alone."""
+
+    def __init__(
+        self,
+        *,
+        seq_length: int,
+        vocab_size: int,
+        seed: int,
+        part: Literal["train", "valid", "test"] = "train",
+        count: int = COUNT,
+    ) -> None:
+        """Take what samples are made from.
+
+        Args:
+            seq_length: labels of a sample.
+            vocab_size: ids are below it; at most 2^31.
+            seed: of all parts.
+            part: samples of one are none of another.
+            count: how many there are; the first ones are the same whatever it is.
+        """
+        self._tokens, self._vocab_size, self._seed, self._part = seq_length + 1, vocab_size, seed, part
+        self._count = min(count, COUNT)
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._count
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample, [n]; a view of one number."""
+        return np.broadcast_to(np.int64(self._tokens), (self._count,))
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """Tokens of a sample, and a mask of ones."""
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        key = np.array([self._seed % 2**64, _STREAM + _PARTS.index(self._part)], dtype=np.uint64)
+        # The number of a sample stands in the counter's highest word, which no sample counts up to.
+        bits = np.random.Philox(key=key, counter=np.array([0, 0, 0, index], dtype=np.uint64))
+        high = bits.random_raw(self._tokens) >> np.uint64(32)
+        # Bits times size, as D. Lemire draws an integer below it (arXiv 1805.10941), without his correction: ids are
+        # as likely as each other to one part in 2^32 / vocab_size.
+        tokens = (high * np.uint64(self._vocab_size)) >> np.uint64(32)
+        return tokens.astype(np.int32), np.ones(self._tokens, dtype=np.uint8)
+
+    def digest(self) -> str:
+        """What samples are made from; not how many there are, which changes none of them."""
+        return f"mock {self._part} {self._tokens} {self._vocab_size} {self._seed}"
