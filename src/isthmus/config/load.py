@@ -136,7 +136,8 @@ class _Draft:
                 self.complaints.append(f"command line  {override}  the value is not YAML: {error.reason}")
                 return
             value = text
-        self.put(key, value if isinstance(value, str | dict) or key not in _TEXT else text, "command line")
+        whole = isinstance(value, str) or key not in _TEXT or (key in _SHORT and isinstance(value, dict))
+        self.put(key, value if whole else text, "command line")
 
     def put(self, key: Key, value: Any, origin: str) -> None:
         """Set one value; a mapping is laid over what is there, setting by setting."""

@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.load import settle
-from isthmus.config.presets import PREFIX, config_path
-
-
-def is_model_file(named: str) -> bool:
-    """Whether ``model.path`` names YAML, which holds no weights, and not a folder or a repository."""
-    return named.startswith(PREFIX) or named.lower().endswith((".yaml", ".yml"))
+from isthmus.config.presets import config_path
 
 
 def read_model(named: str) -> dict[str, Any]:

@@ -45,6 +45,11 @@ def config_path(named: str, kind: Kind = "train") -> Path:
     return _FOLDER / kind / f"{name}.yaml"
 
 
+def is_model_file(named: str) -> bool:
+    """Whether ``model.path`` names YAML, which brings no weights, and not a folder or a repository."""
+    return named.startswith(PREFIX) or named.lower().endswith((".yaml", ".yml"))
+
+
 def kind_of(named: str) -> Kind:
     """Of which kind a preset is; of one that is not there, and of a file, the config of a run."""
     return "models" if named.removeprefix(PREFIX) in preset_names("models") else "train"

@@ -18,7 +18,7 @@ from isthmus.data.prepare import PrepareReport
 from isthmus.data.store import SampleStore
 from isthmus.engine.groups import Position, agree, close_groups, join_ranks, open_groups
 from isthmus.errors import UsageError
-from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
+from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
@@ -35,6 +35,7 @@ from isthmus.recipes.session import (
     check_training,
     use_threads,
 )
+from isthmus.recipes.tokens import run_tokenizer
 from isthmus.recipes.unbuilt import check_built
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
@@ -132,7 +133,7 @@ def survey(config: RunConfig) -> Ground:
     plans = blueprint(config)
     check_training(config, plans)
     check_files(config)
-    tokenizer = load_tokenizer(plans.source.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = run_tokenizer(config, plans.source, plans.architecture.vocab_size)
     platform = detect(config.platform)
     chosen = config.train.precision
     precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()

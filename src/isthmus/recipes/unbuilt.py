@@ -12,12 +12,8 @@ def check_built(config: RunConfig) -> None:
     Raises:
         UsageError: naming the first.
     """
-    model, tokenizer, data = config.model, config.tokenizer, config.data
+    data = config.data
     unbuilt = {
-        "model.config": model.config,
-        "tokenizer.path": tokenizer.path,
-        "tokenizer.type": tokenizer.type,
-        "tokenizer.vocab_size": tokenizer.vocab_size,
         "data.sets": data.sets,
         "data.mock": data.mock,
         "data.columns": data.columns,
