@@ -99,9 +99,9 @@ def test_facts_that_a_number_of_parameters_does_not_tell() -> None:
 def test_a_model_is_no_config_of_a_run_and_the_other_way_round() -> None:
     with pytest.raises(UsageError, match=r"preset:llama3-8b is a model, and the config of a run is wanted.*--model"):
         config_path("preset:llama3-8b")
-    with pytest.raises(UsageError, match="llama3.2-1b-sft is the config of a run, and a model is wanted here"):
+    with pytest.raises(UsageError, match=r"llama3\.2-1b-sft is the config of a run, and a model is wanted here"):
         read_model("preset:llama3.2-1b-sft")
-    with pytest.raises(UsageError, match="Did you mean preset:llama3.1-8b"):
+    with pytest.raises(UsageError, match=r"Did you mean preset:llama3\.1-8b"):
         read_model("preset:llama31-8b")
 
 

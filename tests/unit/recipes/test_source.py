@@ -62,7 +62,7 @@ def test_a_file_of_keys_and_keys_alone_are_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"config": {"num_layer": 2, "hiden_size": 8}}, r"num_hidden_layers\?\), model\.config\.hiden_size \(did you mean h"),
+        ({"config": {"num_layer": 2, "hiden_size": 8}}, r"num_hidden_layers\?\), model\.config\.hiden_size \(did"),
         ({"config": {"router_aux_loss_coef": 0.1}}, r"config\.router_aux_loss_coef.* type llama is not changed by it"),
         ({"path": None, "config": {"model_type": "lama"}}, "model_type 'lama' is not a known family"),
         ({"path": "preset:llama3-9b"}, "Did you mean preset:llama3-8b"),
