@@ -26,7 +26,7 @@ def run_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> To
         UsageError: it is of another kind than ``tokenizer.type``, or has more tokens than the model has rows.
     """
     tokenizer = _open(config, source, vocab_size)
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.vocab_size > vocab_size and not config.data.mock:  # which is made up of the model's own tokens
         last = tokenizer.inner.convert_ids_to_tokens(tokenizer.vocab_size - 1)
         raise UsageError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the last of them {last!r}, and the model's embedding "

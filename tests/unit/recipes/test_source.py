@@ -100,6 +100,7 @@ def test_which_tokenizer_a_run_has(words: Path) -> None:
     assert run_tokenizer(config_of(model=model, tokenizer=numbers), source, 301).eos_id == 300
     with pytest.raises(UsageError, match="NullTokenizer reads numbers, and sft learns from chats"):
         run_tokenizer(config_of("sft", model=model, tokenizer=numbers), source, 301)
+    run_tokenizer(config_of(model=model, tokenizer=numbers, data={"mock": True}), source, 300)  # no text to tokenize
     mock = run_tokenizer(config_of(model=model, data={"mock": True}), source, 50)
     assert isinstance(mock, NumberTokenizer) and mock.vocab_size == 50
 
