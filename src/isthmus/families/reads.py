@@ -8,6 +8,9 @@ from typing import Any
 from isthmus.families.family import Family
 from isthmus.families.settings import ABOUT_ELSE, ROPE, WINDOW
 
+WITHOUT_BEARING = ("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_window_layers")
+"""Keys that configs on the Hub have and that no family reads: of training, or of a window that is switched off."""
+
 
 class _Watched(dict[str, Any]):
     """A config that remembers what it was asked for."""

@@ -12,8 +12,8 @@ from isthmus.config.model_file import laid_over, read_model
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema.model import ModelConfig
 from isthmus.errors import MissingInput, UsageError
-from isthmus.families.reads import is_about_else, keys_read
-from isthmus.families.registry import all_families, family_for
+from isthmus.families.reads import WITHOUT_BEARING, is_about_else, keys_read
+from isthmus.families.registry import family_for
 from isthmus.hf.fetch import fetch, looks_like_id
 from isthmus.hf.folder import ModelFolder
 
@@ -27,15 +27,15 @@ def open_source(model: ModelConfig) -> ModelFolder:
         IOFailure: the Hub cannot be reached.
     """
     if model.path is None:
-        found = ModelFolder.described("model.config", model.config)
-    elif is_model_file(model.path):
-        found = ModelFolder.described(model.path, read_model(model.path))
+        return _described("model.config", model.config)
+    if is_model_file(model.path):
+        found = _described(model.path, read_model(model.path))
     else:
         found = ModelFolder.open(local_folder(model.path, weights=model.init == "hf", code=model.trust_remote_code))
     if not model.config:
         return found
     merged = laid_over(found.config, model.config)
-    _check_keys(model, merged)
+    _check_keys("model.config", model.config, keys_read(family_for(merged), merged), merged)
     return ModelFolder.described(found.path, merged)
 
 
@@ -61,26 +61,28 @@ def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
     return fetch(named, weights=weights, code=code, say=lambda told: print(told, file=sys.stderr, flush=True))
 
 
-def _check_keys(model: ModelConfig, merged: Mapping[str, Any]) -> None:
-    """Refuse keys of ``model.config`` that would change nothing: most are slips.
+def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
+    """A whole model, which may have keys that only transformers has a use for, as a config.json does."""
+    family = family_for(config)
+    known = keys_read(family, config) | {*WITHOUT_BEARING}
+    if not family.auto_map and family.data is None:  # transformers has a class for it
+        from isthmus.hf.shrunken import effective_config  # which imports much
 
-    A whole model may bring keys that only transformers has a use for, as a config.json does.
-    """
-    family = family_for(merged)
-    known = keys_read(family, merged)
-    also = known if model.path is not None else known | _of_transformers(family.name)
-    strange = [key for key in model.config if key not in also and not is_about_else(key)]
+        known |= {*effective_config({"model_type": family.name})}
+    _check_keys(named, config, known, config)
+    return ModelFolder.described(named, config)
+
+
+def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Mapping[str, Any]) -> None:
+    """Refuse keys that would change nothing: most are slips."""
+    strange = [key for key in keys if key not in known and not is_about_else(key)]
     if not strange:
         return
     said = []
     for key in strange:
         near = difflib.get_close_matches(key, known, n=1)
-        said.append(f"model.config.{key}" + (f" (did you mean {near[0]}?)" if near else ""))
-    raise UsageError(f"{', '.join(said)}: a model of type {family.name} is not changed by it. Leave it out.")
-
-
-def _of_transformers(model_type: str) -> set[str]:
-    from isthmus.hf.shrunken import effective_config
-
-    own = all_families()[model_type].auto_map if model_type in all_families() else {}
-    return set() if own else set(effective_config({"model_type": model_type}))
+        said.append(key + (f" (did you mean {near[0]}?)" if near else ""))
+    balance = " What balances experts is set under moe." if any("aux_loss" in key for key in strange) else ""
+    raise UsageError(
+        f"{where}: a model of type {config['model_type']} is not changed by {', '.join(said)}. Leave it out.{balance}"
+    )

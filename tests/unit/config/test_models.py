@@ -13,7 +13,7 @@ from isthmus.config.load import load_config
 from isthmus.config.model_file import laid_over, read_model
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.errors import UsageError
-from isthmus.families.reads import is_about_else, keys_read
+from isthmus.families.reads import WITHOUT_BEARING, is_about_else, keys_read
 from isthmus.families.registry import family_for
 from isthmus.hf.shrunken import effective_config
 
@@ -43,12 +43,6 @@ PUBLISHED = {
     "gpt2-125m-moe": 12 * (4 * 768 * 769 + 4 * 768 + 64 * 768 * (1 + 2 * 3072)) + (50257 + 1024 + 2) * 768,
 }
 """Parameters of the weights on the Hub."""
-WITHOUT_EFFECT = {
-    "deepseek_v2": {"aux_loss_alpha", "seq_aux"},  # of training, in the code that comes with the model
-    "deepseek_v3": {"aux_loss_alpha", "seq_aux"},
-    "qwen3_moe": {"max_window_layers"},  # there is no window
-}
-"""Keys of the config on the Hub that transformers does not know."""
 
 
 def test_each_has_been_counted() -> None:
@@ -66,7 +60,7 @@ def test_a_model_means_the_same_there_and_back(name: str) -> None:
     if arch.num_layers * (arch.moe.num_experts if arch.moe else 1) < 10_000:  # else all layers say the same slowly
         assert sum(map(math.prod, family.hf_shapes(arch).values())) == PUBLISHED[name]
     of_transformers = set() if family.auto_map else set(effective_config({"model_type": family.name}))
-    known = keys_read(family, config) | of_transformers | WITHOUT_EFFECT.get(family.name, set())
+    known = keys_read(family, config) | of_transformers | {*WITHOUT_BEARING}
     assert [key for key in config if key not in known and not is_about_else(key)] == []
 
 

@@ -55,6 +55,9 @@ def test_keys_over_a_folder_leave_its_weights_behind(tmp_path: Path, words: Path
 def test_a_file_of_keys_and_keys_alone_are_models(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_hidden_layers: 3\n")
     assert opened(path=str(tmp_path / "mine.yaml"), init="random").config["num_hidden_layers"] == 3
+    (tmp_path / "slip.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_layers: 3\n")
+    with pytest.raises(UsageError, match=r"slip.yaml: a model of type qwen3 is not changed by num_layers \(did you"):
+        opened(path=str(tmp_path / "slip.yaml"), init="random")
     whole = json.loads((build_model_folder(tmp_path / "m", "mixtral") / "config.json").read_text())
     assert opened(init="random", config=whole).config == whole  # with all that transformers saves
 
@@ -62,8 +65,11 @@ def test_a_file_of_keys_and_keys_alone_are_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"config": {"num_layer": 2, "hiden_size": 8}}, r"num_hidden_layers\?\), model\.config\.hiden_size \(did"),
-        ({"config": {"router_aux_loss_coef": 0.1}}, r"config\.router_aux_loss_coef.* type llama is not changed by it"),
+        (
+            {"config": {"num_layer": 2, "hiden_size": 8}},
+            r"num_layer \(did .*\?\), hiden_size \(did you mean hidden_size",
+        ),
+        ({"config": {"router_aux_loss_coef": 0.1}}, r"type llama is not changed by router_aux_loss_coef.* under moe"),
         ({"path": None, "config": {"model_type": "lama"}}, "model_type 'lama' is not a known family"),
         ({"path": "preset:llama3-9b"}, "Did you mean preset:llama3-8b"),
     ],
