@@ -20,7 +20,8 @@ from ranks.tiny import build_model_folder
 
 
 def config_of(recipe: str = "pretrain", **sections: Any) -> RunConfig:
-    return RunConfig.model_validate({"recipe": recipe, "out": "o", "data": {"files": ["a"]}, **sections})
+    plain = {"recipe": recipe, "out": "o", "train": {"steps": 1}, "data": {"files": ["a"]}}
+    return RunConfig.model_validate(plain | sections)
 
 
 def opened(**model: Any) -> Any:
