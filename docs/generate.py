@@ -1,4 +1,4 @@
-"""Writes the reference pages that are made from the code: docs/reference/config.md and docs/reference/families.md.
+"""Writes the reference pages that are made from the code: config.md, families.md and presets.md in docs/reference.
 
 Run it with `make docs`; tests/unit/test_docs.py fails while a page differs from what this would write.
 """
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from isthmus.config.model_file import read_model
+from isthmus.config.presets import PREFIX, about, config_path, opening_lines, preset_names
 from isthmus.config.schema import RunConfig
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
@@ -165,6 +167,47 @@ def _refusals() -> Iterator[str]:
         yield f"| `{key}` | {who} | {rest} |"
 
 
+def presets_page() -> str:
+    """What comes along: configs of runs with their commands, and models with what they are quoted from."""
+    lines = [
+        "# Presets",
+        "",
+        _MADE,
+        "",
+        "`isthmus config ls` lists them, `isthmus config show preset:NAME` prints one with all that it builds on, and",
+        "`isthmus config cp NAME FILE.yaml` makes it your own.",
+        "",
+        "## Runs",
+        "",
+        "Each stands wherever a config file can. What comes after it on the command line counts more.",
+        "",
+        "| preset | what it is for | command |",
+        "| --- | --- | --- |",
+        *(_run_row(name) for name in preset_names()),
+        "",
+        "## Models",
+        "",
+        "Each is a `model.path`, with `model.init=random`: the keys of the `config.json` on the Hub, and no weights. A",
+        "test counts the parameters that they make.",
+        "",
+        "| preset | family | what it is |",
+        "| --- | --- | --- |",
+        *(_model_row(name) for name in preset_names("models")),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _run_row(name: str) -> str:
+    lines = opening_lines(config_path(f"{PREFIX}{name}"))
+    command = next(line for line in lines if line.startswith("isthmus "))
+    return f"| `{PREFIX}{name}` | {_one_line(about(name))} | `{command}` |"
+
+
+def _model_row(name: str) -> str:
+    return f"| `{PREFIX}{name}` | `{read_model(PREFIX + name)['model_type']}` | {_one_line(about(name, 'models'))} |"
+
+
 if __name__ == "__main__":
     (REFERENCE / "config.md").write_text(config_page())
     (REFERENCE / "families.md").write_text(families_page())
+    (REFERENCE / "presets.md").write_text(presets_page())

@@ -144,7 +144,7 @@ def test_the_family_page_shows_a_family_as_it_is() -> None:
 
 def test_generated_pages_are_current() -> None:
     generate: dict[str, Any] = runpy.run_path(str(ROOT / "docs/generate.py"))
-    for name in ("config", "families"):
+    for name in ("config", "families", "presets"):
         written = (ROOT / f"docs/reference/{name}.md").read_text()
         assert written == generate[f"{name}_page"](), f"docs/reference/{name}.md is old: run `make docs`"
 

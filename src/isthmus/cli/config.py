@@ -25,15 +25,22 @@ def show(
         str | None, typer.Option(metavar="RECIPE", help="sft or pretrain, for --resolved of a file that does not say.")
     ] = None,
 ) -> int:
-    """Print the settings of a config file, with those of its bases, variables filled in and overrides applied."""
+    """Print the settings of a config file, with those of its bases, variables filled in and overrides applied.
+
+    Of a preset that is a model, print the keys of its config.json.
+    """
     from isthmus.cli.words import config_and_overrides
     from isthmus.config.load import origins_of, settle
+    from isthmus.config.presets import kind_of
     from isthmus.config.yaml_text import write_mapping
 
-    file, overrides = config_and_overrides(words or [])
+    kind = kind_of(words[0]) if words else "train"
+    if kind == "models" and resolved:
+        raise UsageError(f"--resolved is for configs of runs, and {(words or [''])[0]} is a model. Leave it out.")
+    file, overrides = config_and_overrides(words or [], kind)
     if recipe is not None and not resolved:
         raise UsageError("--recipe is for --resolved, which checks the settings. Give that as well, or leave it out.")
-    settled = settle(recipe, file, overrides, check=resolved)
+    settled = settle(recipe, file, overrides, check=resolved, kind=kind)
     values = settled.given if settled.config is None else settled.config.model_dump(mode="json")
     if not origin:
         print(write_mapping(values).rstrip("\n"))
@@ -45,14 +52,19 @@ def show(
     return 0
 
 
-@app.command("ls", short_help="List the configs that come with Isthmus.")
+@app.command("ls", short_help="List the configs and the models that come with Isthmus.")
 def ls() -> int:
-    """List the configs that come with Isthmus; preset:NAME stands for one wherever a config file can."""
+    """List the configs that come with Isthmus, for wherever a config file can stand, and the models, for --model."""
     from isthmus.config.presets import PREFIX, about, preset_names
 
-    width = max(map(len, preset_names()))
-    for name in preset_names():
-        print(f"{PREFIX}{name:<{width}}  {about(name)}")
+    runs, models = preset_names("train"), preset_names("models")
+    width = max(map(len, (*runs, *models)))
+    print("configs of runs")
+    for name in runs:
+        print(f"  {PREFIX}{name:<{width}}  {about(name)}")
+    print("models (model.init=random)")
+    for name in models:
+        print(f"  {PREFIX}{name:<{width}}  {about(name, 'models')}")
     return 0
 
 
@@ -61,15 +73,22 @@ def cp(
     preset: Annotated[str, typer.Argument(metavar="NAME", help="As `isthmus config ls` prints it.")],
     destination: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The new file; it must not exist.")],
 ) -> int:
-    """Copy a preset into a file of your own."""
-    from isthmus.config.presets import PREFIX, config_path
+    """Copy a preset into a file of your own; a model with all that it builds on, for --model FILE.yaml."""
+    from isthmus.config.model_file import read_model
+    from isthmus.config.presets import PREFIX, config_path, kind_of, opening_lines
+    from isthmus.config.yaml_text import write_mapping
     from isthmus.hf.staged import disk_errors
 
-    source = config_path(f"{PREFIX}{preset.removeprefix(PREFIX)}")
+    name = f"{PREFIX}{preset.removeprefix(PREFIX)}"
+    source = config_path(name, kind_of(name))
+    text = source.read_text(encoding="utf-8")
+    if kind_of(name) == "models":
+        comment = "".join(f"# {line}".rstrip() + "\n" for line in opening_lines(source))
+        text = comment + write_mapping(read_model(name))
     if destination.exists():
         raise NoSpace(f"{destination} exists already. Remove it or choose another name.")
     with disk_errors(destination):
-        destination.write_bytes(source.read_bytes())
+        destination.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -82,6 +101,8 @@ def schema() -> int:
     found: dict[str, Any] = RunConfig.model_json_schema()
     found["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     found["properties"] |= FILE_KEYS
+    plain = {"type": "string", "description": "model.path alone."}
+    found["properties"]["model"] = {"anyOf": [plain, found["properties"]["model"]]}
     # A file may leave to its bases, or to the command line, what a run needs.
     for part in (found, *found["$defs"].values()):
         part.pop("required", None)

@@ -23,7 +23,9 @@ Words = Annotated[
         show_default=False,
     ),
 ]
-Model = Annotated[str | None, typer.Option(metavar="HF_DIR", help="Hugging Face model folder to start from.")]
+Model = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Hugging Face model folder, an id on the Hub, or preset:NAME.")
+]
 Data = Annotated[list[str] | None, typer.Option(metavar="FILE...", help="Training files: JSON, JSON Lines or text.")]
 Out = Annotated[
     str | None, typer.Option(metavar="DIR", help="Run folder: metrics, checkpoints and the exported model.")

@@ -13,7 +13,9 @@ import typer
 
 HfLike = Annotated[
     Path | None,
-    typer.Option(metavar="HF_DIR", help="Model folder whose config.json describes a checkpoint that brings none."),
+    typer.Option(
+        metavar="HF_DIR", help="Model folder, or preset:NAME, whose config describes a checkpoint that brings none."
+    ),
 ]
 Bin = Annotated[
     bool,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from isthmus.config.presets import PREFIX, config_path
+from isthmus.config.presets import PREFIX, Kind, config_path
 from isthmus.errors import UsageError
 
 
@@ -29,8 +29,8 @@ def spread_data(argv: Sequence[str]) -> list[str]:
     return spread
 
 
-def config_and_overrides(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The config file among the words, if there is one, and the settings in their order.
+def config_and_overrides(words: Sequence[str], kind: Kind = "train") -> tuple[Path | None, list[str]]:
+    """The config file (or model, by ``kind``) among the words, if there is one, and the settings in their order.
 
     Raises:
         UsageError: two config files, a preset that is not there, or a word that is none of these.
@@ -47,7 +47,7 @@ def config_and_overrides(words: Sequence[str]) -> tuple[Path | None, list[str]]:
         elif file is not None:
             raise UsageError(f"two config files, {file} and {word}; wanted one.")
         else:
-            file = config_path(word)
+            file = config_path(word, kind)
     return file, overrides
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.presets import config_path
+from isthmus.config.presets import Kind, config_path
 from isthmus.config.yaml_text import Key, Syntax, read_mapping, read_value
 from isthmus.errors import IOFailure, MissingInput, UsageError
 
@@ -43,28 +43,29 @@ class Setting:
     """``file:line:column``"""
 
 
-def read_settings(path: Path, complain: Callable[[str], None]) -> Iterator[Setting]:
+def read_settings(path: Path, complain: Callable[[str], None], kind: Kind = "train") -> Iterator[Setting]:
     """What a config file and all that it builds on set, the weakest first: a later setting replaces an earlier one.
 
     Args:
         path: a YAML file.
         complain: told what is wrong with a single value.
+        kind: what the file and the presets it builds on are.
 
     Raises:
         MissingInput: the file is not there.
         UsageError: it is not YAML, a base is not there, or files build on each other in a circle; with the chain.
         IOFailure: a file cannot be read.
     """
-    return _read(path, (), complain)
+    return _read(path, (), complain, kind)
 
 
-def _read(path: Path, chain: tuple[Path, ...], complain: Callable[[str], None]) -> Iterator[Setting]:
+def _read(path: Path, chain: tuple[Path, ...], complain: Callable[[str], None], kind: Kind) -> Iterator[Setting]:
     if path.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(str(each) for each in (*chain, path))
         raise UsageError(f"config files build on each other in a circle: {circle}. Take one of them out of its bases.")
     values, places = _load(path, chain)
-    for base in _bases(values, path):
-        yield from _read(base, (*chain, path), complain)
+    for base in _bases(values, path, kind):
+        yield from _read(base, (*chain, path), complain, kind)
     overrides = values.pop(_OVERRIDES, None)
     for name in (*_BASES, _OVERRIDES):
         values.pop(name, None)
@@ -95,7 +96,7 @@ def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key
         raise UsageError(f"{path}{place}  {error.reason}") from error
 
 
-def _bases(values: Mapping[str, Any], path: Path) -> list[Path]:
+def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:
     named = [name for name in _BASES if values.get(name) is not None]
     if len(named) > 1:
         raise UsageError(f"{path} has both bases and extends, which are the same. Keep one of them.")
@@ -103,7 +104,7 @@ def _bases(values: Mapping[str, Any], path: Path) -> list[Path]:
     listed = [listed] if isinstance(listed, str) else listed
     if not isinstance(listed, list) or not all(isinstance(base, str) for base in listed):
         raise UsageError(f"{path}  {named[0]}  is a list of files, got {listed!r}.")
-    return [path.parent / config_path(base).expanduser() for base in listed]
+    return [path.parent / config_path(base, kind).expanduser() for base in listed]
 
 
 def _leaves(

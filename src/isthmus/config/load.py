@@ -14,12 +14,15 @@ from pydantic import ValidationError
 
 from isthmus.config.complain import GIVEN_BY, dotted, reason
 from isthmus.config.inherit import read_settings
+from isthmus.config.presets import Kind
 from isthmus.config.schema import RunConfig
 from isthmus.config.yaml_text import Key, Syntax, read_value, write_mapping
 from isthmus.errors import UsageError
 
-_TEXT = {("out",), ("model", "path"), ("checkpoint", "resume")}
+_TEXT = {("out",), ("model",), ("model", "path"), ("tokenizer", "path"), ("checkpoint", "resume")}
 """Settings whose override is text whatever it looks like: a folder may be named 2026-11-21."""
+_SHORT: dict[Key, Key] = {("model",): ("model", "path")}
+"""Sections that may be plain text, and the setting that is meant."""
 _OPTIONS = {option.lstrip("-").replace("-", "_"): option for option in GIVEN_BY}
 
 
@@ -65,11 +68,15 @@ def settle(
     flags: Mapping[str, Any] | None = None,
     *,
     check: bool = True,
+    kind: Kind = "train",
 ) -> Settled:
-    """Like :func:`load_config`, and where every setting is from; with ``check`` off, nothing has to be complete."""
+    """Like :func:`load_config`, and where every setting is from; with ``check`` off, nothing has to be complete.
+
+    With ``check`` off, ``file`` may also be a model (``kind``): what is given then are the keys of its config.json.
+    """
     draft = _Draft()
     if file is not None:
-        draft.add_file(file)
+        draft.add_file(file, kind)
     for name, value in (flags or {}).items():
         if value is not None:
             option = _OPTIONS.get(name)
@@ -110,9 +117,9 @@ class _Draft:
         self.file: str | None = None
         self.complaints: list[str] = []
 
-    def add_file(self, path: Path) -> None:
+    def add_file(self, path: Path, kind: Kind) -> None:
         self.file = str(path)
-        for setting in read_settings(path, self.complaints.append):
+        for setting in read_settings(path, self.complaints.append, kind):
             self.put(setting.key, setting.value, setting.origin)
 
     def add_override(self, override: str) -> None:
@@ -129,10 +136,12 @@ class _Draft:
                 self.complaints.append(f"command line  {override}  the value is not YAML: {error.reason}")
                 return
             value = text
-        self.put(key, value if isinstance(value, str) or key not in _TEXT else text, "command line")
+        whole = isinstance(value, str) or key not in _TEXT or (key in _SHORT and isinstance(value, dict))
+        self.put(key, value if whole else text, "command line")
 
     def put(self, key: Key, value: Any, origin: str) -> None:
         """Set one value; a mapping is laid over what is there, setting by setting."""
+        key = _SHORT.get(key, key) if isinstance(value, str) else key
         if isinstance(value, dict) and value:
             for name, inner in value.items():
                 self.put((*key, str(name)), inner, origin)

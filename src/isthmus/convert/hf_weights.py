@@ -44,7 +44,7 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> H
     said: list[str] = []
     source: WeightSource = BinWeights(folder.path) if bin else folder
     if folder.quantization is not None:
-        quantization, dtype = quantization_of(folder.quantization), _dtype_of(folder.config)
+        quantization, dtype = quantization_of(folder.quantization), named_dtype(folder.config, torch.bfloat16)
         source = dequantized = DequantizedWeights(source, quantization, dtype)
         if dequantized.num_dequantized:
             said.append(f"weights are {quantization}: dequantised to {str(dtype).removeprefix('torch.')}")
@@ -91,6 +91,6 @@ def _completed(source: WeightSource, family: Family, config: Mapping[str, Any]) 
     return PrefixedWeights(source, prefix, expected)
 
 
-def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """What the model computes in, which is what its weights were quantised from."""
-    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+def named_dtype(config: Mapping[str, Any], otherwise: torch.dtype) -> torch.dtype:
+    """What a config says that the model computes in, which is what its weights were saved in or quantised from."""
+    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), otherwise)

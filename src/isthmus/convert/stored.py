@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from isthmus.config.model_file import read_model
+from isthmus.config.presets import is_model_file
 from isthmus.convert.canonical import CanonicalWeights
 from isthmus.convert.fitting import fit
 from isthmus.convert.from_args import architecture_of
@@ -53,8 +55,8 @@ def open_stored(
 
     Args:
         path: the model folder, or a checkpoint, or a folder of checkpoints with a tracker file.
-        hf_like: a Hugging Face folder (weights are not needed) whose config describes a checkpoint that brings none;
-            without it the arguments of the training that wrote the checkpoint do.
+        hf_like: a Hugging Face folder (weights are not needed) or ``preset:NAME``, whose config describes a checkpoint
+            that brings none; without it the arguments of the training that wrote the checkpoint do.
         bin: read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors.
         vocab_size: rows of the embedding that are not padding, of a checkpoint that only its arguments describe.
         alike: what it may be the same model as: what its arguments leave open is taken from there.
@@ -82,7 +84,7 @@ def open_stored(
     folder = LegacyFolder(checkpoint) if legacy else TorchDistFolder(checkpoint)
     around = (path, checkpoint, checkpoint.parent)
     config = hf_like or next((at / HF_PART for at in around if (at / HF_PART / "config.json").is_file()), None)
-    known = None if config is None else ModelFolder.open(config)
+    known = None if config is None else _open_like(config)
     if known is None:
         family, arch, said = _from_args(folder, vocab_size, alike)
     elif vocab_size is not None:
@@ -93,6 +95,13 @@ def open_stored(
     if isinstance(folder, LegacyFolder):
         return Stored(path, "torch", family, arch, LegacyWeights(folder, family, arch), known, said)
     return Stored(path, "torch_dist", family, arch, TorchDistWeights(folder, family, arch), known, said)
+
+
+def _open_like(named: Path) -> ModelFolder:
+    """A model's folder, or one of the models that come along, which have no tokenizer."""
+    if is_model_file(str(named)):
+        return ModelFolder.described(named, read_model(str(named)))
+    return ModelFolder.open(named)
 
 
 def _from_args(

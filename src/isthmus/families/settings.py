@@ -53,15 +53,15 @@ _MULTIPLIERS: Mapping[str, tuple[str, str | None]] = {
 """Field of the Architecture that a setting says, and how."""
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
 _FORMULAS = {"num_query_groups": "{num_attention_heads}", "kv_channels": "{hidden_size}/{num_attention_heads}"}
-_NO_BEARING = re.compile(
+ABOUT_ELSE = re.compile(
     r"architectures|model_type|torch_dtype|dtype|transformers_version|auto_map|_.*|use_cache|.*_token_id|id2label|"
     r"label2id|return_dict|output_(?:attentions|hidden_states|router_logits|scores)|problem_type|tokenizer_class|chunk_size_feed_forward|task_specific_params|"
     r"is_encoder_decoder|max_length|summary_.*"
 )
 """Settings that are about something else than tensors and logits."""
 _DROPOUT = re.compile(r".*drop.*")
-_WINDOW = ("sliding_window", "layer_types")
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+WINDOW = ("sliding_window", "layer_types")
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 _INIT = ("initializer_range", "init_std")
 _KINDS = {"full_attention", "sliding_attention"}
 
@@ -87,7 +87,7 @@ class Settings:
         if effective.get("is_encoder_decoder"):
             raise UsageError("it has an encoder; only decoders are built.")
         for name, value in effective.items():
-            if isinstance(value, Mapping) and value and not _NO_BEARING.fullmatch(name) and name not in _ROPE:
+            if isinstance(value, Mapping) and value and not ABOUT_ELSE.fullmatch(name) and name not in ROPE:
                 raise UsageError(f"config.json: {name} is an object with settings of its own, which is not understood.")
         self.sizes = {name: found for name, words in _SIZES.items() if (found := self._first(words)) is not None}
         self.one_group = False
@@ -164,12 +164,12 @@ class Settings:
 
     def numbers(self) -> list[str]:
         """Settings that are numbers and no sizes, whose bearing on the logits can be tried."""
-        known = {*self.sizes.values(), self.shared, *_ROPE, *_INIT}
+        known = {*self.sizes.values(), self.shared, *ROPE, *_INIT}
         return [
             name
             for name, value in self.effective.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and value != 0
-            and name not in known and not _NO_BEARING.fullmatch(name) and not _DROPOUT.fullmatch(name)
+            and name not in known and not ABOUT_ELSE.fullmatch(name) and not _DROPOUT.fullmatch(name)
         ]  # fmt: skip
 
     def check_meanings(self, live: Container[str]) -> None:
@@ -182,7 +182,7 @@ class Settings:
             UsageError: naming them.
         """
         off = [name for name, value in _OFF.items() if self.effective.get(name) == value]
-        known = {*_MULTIPLIERS, *_WINDOW, *off, self.epsilon}
+        known = {*_MULTIPLIERS, *WINDOW, *off, self.epsilon}
         if strange := [name for name in self.numbers() if name in live and name not in known]:
             told = ", ".join(f"{name}={self.effective[name]}" for name in strange)
             raise UsageError(f"config.json: {told} changes the logits, and what it means is not known.")
@@ -254,11 +254,11 @@ class Settings:
     def fixed(self, live: Container[str]) -> dict[str, Any]:
         """Everything else that the config says, which holds for models that say the same."""
         keyed = {told["hf"] for told in self.keys(live).values()}
-        handled = {*keyed, *_ROPE, *_WINDOW, "sliding_window_pattern"}
+        handled = {*keyed, *ROPE, *WINDOW, "sliding_window_pattern"}
         dead = self.without_bearing(live)
         found: dict[str, Any] = {}
         for name, value in sorted(self.effective.items()):
-            if name in handled or name in dead or _NO_BEARING.fullmatch(name) or isinstance(value, Mapping):
+            if name in handled or name in dead or ABOUT_ELSE.fullmatch(name) or isinstance(value, Mapping):
                 continue
             absent = self.defaults.get(name)
             if name in self._layer_lists():
@@ -311,7 +311,7 @@ class Settings:
         return [
             name
             for name, value in self.effective.items()
-            if isinstance(value, list) and len(value) == self.num_layers and not _NO_BEARING.fullmatch(name)
+            if isinstance(value, list) and len(value) == self.num_layers and not ABOUT_ELSE.fullmatch(name)
         ]
 
     def _enough_layers(self) -> int:
@@ -333,8 +333,8 @@ def refuse_unseen(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         UsageError: naming them.
     """
     seen = {told["hf"] for told in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
-    handled = {*_ROPE, *_WINDOW, "sliding_window_pattern"}
-    if unseen := [key for key in config if key not in seen | handled and not _NO_BEARING.fullmatch(key)]:
+    handled = {*ROPE, *WINDOW, "sliding_window_pattern"}
+    if unseen := [key for key in config if key not in seen | handled and not ABOUT_ELSE.fullmatch(key)]:
         raise UsageError(f"config.json: {', '.join(unseen)} is not supported for {data['name']}: {WHY}.")
 
 

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -21,19 +21,22 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
-_SMALL_FILES = (
+_TOKENIZER_FILES = (
     *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template*", "*.jinja", GENERATION_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*"),
+    *("chat_template*", "*.jinja"),
 )
+SMALL_FILES = (*_TOKENIZER_FILES, GENERATION_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Patterns of the files that belong to a model beside its config and its weights."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 class ModelFolder:
     """Reads slices of tensors straight from the safetensors files; holds no tensor and no map of the files."""
 
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        """Use ``ModelFolder.open``."""
+    def __init__(self, path: Path, config: dict[str, Any], *, weightless: bool = False) -> None:
+        """Use ``ModelFolder.open``, or ``ModelFolder.described`` for a model that is known by its config alone."""
         self.path = path
+        self._weightless = weightless
         self.config = {key: value for key, value in config.items() if key != "quantization_config"}
         """What ``config.json`` says of the model, however its weights are stored."""
         self.quantization = config.get("quantization_config")
@@ -59,9 +62,24 @@ class ModelFolder:
             raise MissingInput(f"{folder} holds no config.json. Give the folder of a Hugging Face model.")
         return cls(folder, _read_json(folder / "config.json"))
 
+    @classmethod
+    def described(cls, name: str | os.PathLike[str], config: Mapping[str, Any]) -> ModelFolder:
+        """A model of which only the config counts.
+
+        Args:
+            name: what it is called; where that is a folder, its small files belong to the model, its weights do not.
+            config: the keys of its ``config.json``.
+        """
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        return cls(Path(name), plain, weightless=True)
+
     @property
     def has_weights(self) -> bool:
         """Whether there are safetensors weights (``.bin`` files are not read)."""
+        return not self._weightless and self._has_files
+
+    @property
+    def _has_files(self) -> bool:
         return (self.path / SINGLE_FILE).is_file() or (self.path / INDEX_FILE).is_file()
 
     @cached_property
@@ -72,10 +90,12 @@ class ModelFolder:
             DataError: a file is cut short or malformed, or the index does not agree with the files.
             UnsafeInput: the index names a file outside of the folder.
         """
+        if not self.has_weights:
+            return {}
         # transformers looks for the single file first, too.
         if (self.path / SINGLE_FILE).is_file():
             return read_header(self.path / SINGLE_FILE)
-        return self._read_index() if (self.path / INDEX_FILE).is_file() else {}
+        return self._read_index()
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
         """Read a slice of one tensor, see :meth:`isthmus.hf.reader.TensorReader.read`."""
@@ -83,7 +103,7 @@ class ModelFolder:
 
     def small_files(self) -> list[Path]:
         """Tokenizer, chat template, generation settings and licence: what an export takes over byte for byte."""
-        return sorted(path for path in self.path.iterdir() if path.is_file() and _is_small(path.name))
+        return _files_of(self.path, SMALL_FILES)
 
     def close(self) -> None:
         """Close the files; reading opens them again."""
@@ -135,8 +155,18 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def write_model_files(folder: Path, source: ModelFolder | None, hf_config: Mapping[str, Any]) -> None:
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Those of a folder's files that are its tokenizer's, the chat template among them; none where no folder is."""
+    return _files_of(folder, _TOKENIZER_FILES)
+
+
+def write_model_files(
+    folder: Path, source: ModelFolder | None, hf_config: Mapping[str, Any], tokenizer: Sequence[Path] | None = None
+) -> None:
     """Write ``config.json`` into ``folder`` and copy the small files of ``source`` there, byte for byte.
+
+    With ``tokenizer`` these files take the place of those of the source's own tokenizer, and the tokens that begin and
+    end a text are those of the config in ``generation_config.json`` too.
 
     A config whose classes are our own (``auto_map``) is followed by their files, and one whose source has no
     ``generation_config.json`` by one of the same meaning: later versions of transformers do not look into the config.
@@ -148,8 +178,14 @@ def write_model_files(folder: Path, source: ModelFolder | None, hf_config: Mappi
     generation = {key: hf_config[key] for key in _GENERATION if hf_config.get(key) is not None}
     if generation:
         _write_json(folder / GENERATION_FILE, generation)
-    for path in [*(source.small_files() if source else ()), *(_modelling_files() if "auto_map" in hf_config else ())]:
+    copied = source.small_files() if source else []
+    if tokenizer is not None:
+        copied = [path for path in copied if not _matches(path.name, _TOKENIZER_FILES)] + [*tokenizer]
+    for path in [*copied, *(_modelling_files() if "auto_map" in hf_config else ())]:
         shutil.copyfile(path, folder / path.name)
+    if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):
+        kept = {key: value for key, value in _read_json(folder / GENERATION_FILE).items() if key not in _GENERATION}
+        _write_json(folder / GENERATION_FILE, kept | generation)
 
 
 def _modelling_files() -> list[Path]:
@@ -160,11 +196,17 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _is_small(name: str) -> bool:
-    def matches(patterns: tuple[str, ...]) -> bool:
+def _files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_file() and _matches(path.name, patterns))
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    def among(patterns: tuple[str, ...]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    return matches(_SMALL_FILES) and not matches(_WEIGHTS)
+    return among(patterns) and not among(_WEIGHTS)
 
 
 def _is_within(folder: Path, file: Path) -> bool:

@@ -22,14 +22,16 @@ _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
-def read_sentencepiece(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of ``folder/tokenizer.model``; None when it is of another kind, which transformers may know.
+def read_sentencepiece(file: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a file such as ``tokenizer.model``, and of ``tokenizer_config.json`` beside it.
+
+    None when it is of another kind, which transformers may know.
 
     Raises:
         UsageError: the sentencepiece package is not installed.
         DataError: the file is cut short.
     """
-    proto = _parse(folder / "tokenizer.model")
+    proto = _parse(file)
     if proto is None:
         return None
     spec = proto.normalizer_spec
@@ -52,7 +54,7 @@ def read_sentencepiece(folder: Path) -> PreTrainedTokenizerBase | None:
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefixed else replace
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
-    named = _named_tokens(folder, proto)
+    named = _named_tokens(file.parent, proto)
     for piece in proto.pieces:
         if piece.type in (_UNKNOWN, _CONTROL):
             backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])

@@ -22,6 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from isthmus.data.templates import default_template
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
+from isthmus.hf.folder import tokenizer_files
 from isthmus.hf.sentencepiece import read_sentencepiece
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
@@ -46,8 +47,8 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
     if not any((path / name).is_file() for name in _FILES):
         raise MissingInput(f"{path}: no tokenizer files. Wanted tokenizer.json or tokenizer.model.")
     bare = not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file()
-    if bare and (rebuilt := read_sentencepiece(path)) is not None:
-        return Tokenizer(rebuilt, differs_from_files=True)
+    if bare and (rebuilt := read_sentencepiece(path / "tokenizer.model")) is not None:
+        return Tokenizer(rebuilt, path, differs_from_files=True)
     try:
         inner = AutoTokenizer.from_pretrained(
             path, config=_stand_in(path), trust_remote_code=trust_remote_code, local_files_only=True
@@ -61,7 +62,7 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
         if isinstance(error, PermissionError):
             raise IOFailure(f"{path}: the tokenizer cannot be read: {reason}.") from error
         raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {reason}") from error
-    return Tokenizer(inner)
+    return Tokenizer(inner, path)
 
 
 def _stand_in(path: Path) -> PreTrainedConfig | None:
@@ -81,11 +82,14 @@ def _stand_in(path: Path) -> PreTrainedConfig | None:
 class Tokenizer:
     """One tokenizer and its chat template; a default template stands in where it has none (``template_source``)."""
 
-    def __init__(self, inner: PreTrainedTokenizerBase, *, differs_from_files: bool = False) -> None:
+    def __init__(
+        self, inner: PreTrainedTokenizerBase, folder: Path | None = None, *, differs_from_files: bool = False
+    ) -> None:
         """Wrap a fast tokenizer.
 
         Args:
             inner: the transformers tokenizer; its chat template is set when it has none.
+            folder: where its files lie, if anywhere.
             differs_from_files: whether the folder's files, read by transformers, would tokenize in another way.
 
         Raises:
@@ -98,6 +102,7 @@ class Tokenizer:
                 "Convert it to tokenizer.json first."
             )
         self.inner = inner
+        self.folder = folder
         self._backend = Backend.from_str(backend.to_str())
         # Byte-level tokenizers may take the blank off a token's characters; a mask needs every character.
         self._backend.post_processor = processors.ByteLevel(trim_offsets=False, add_prefix_space=False)
@@ -106,7 +111,7 @@ class Tokenizer:
         added = inner.added_tokens_decoder.values()
         specials = {token.content for token in added if token.special} | set(inner.all_special_tokens)
         self.special_tokens: tuple[str, ...] = tuple(sorted(specials, key=lambda token: (-len(token), token)))
-        first = inner.encode("", add_special_tokens=True) or inner.encode("a", add_special_tokens=True)[:1]
+        first = inner.encode("", add_special_tokens=True) or inner.encode("0", add_special_tokens=True)[:1]
         self.adds_bos = inner.bos_token_id is not None and first[:1] == [inner.bos_token_id]
         self.template_source: TemplateSource = "tokenizer"
         template = inner.chat_template
@@ -120,6 +125,11 @@ class Tokenizer:
             inner.chat_template = template
         self.chat_template: str = template
         self.differs_from_files = differs_from_files or self.template_source != "tokenizer"
+
+    @property
+    def files(self) -> list[Path]:
+        """What an export copies to have this tokenizer; nothing where it has to be saved anew."""
+        return [] if self.folder is None or self.differs_from_files else tokenizer_files(self.folder)
 
     @property
     def eos_id(self) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
@@ -18,7 +19,7 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
     """A Hugging Face model folder as a Megatron-Core decoder with its weights, for evaluation or a loop of your own.
 
     Args:
-        hf_dir: config.json and safetensors.
+        hf_dir: config.json and safetensors, or the id of a model on the Hub.
         parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone). Virtual stages
             are for training alone.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
@@ -27,8 +28,10 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
         This rank's :class:`isthmus.engine.model.Decoder`, or with ``fsdp`` the wrapper that gathers its weights.
 
     Raises:
-        UsageError: the layout does not fit, or has virtual stages.
+        UsageError: the layout does not fit, or has virtual stages; or it is a preset, which has no weights.
     """
+    if is_model_file(str(hf_dir)):
+        raise UsageError(f"{hf_dir} is a model without weights. Give a folder, or an id on the Hub.")
     config = RunConfig.model_validate(
         {
             "recipe": "pretrain",

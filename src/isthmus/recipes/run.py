@@ -18,7 +18,7 @@ from isthmus.data.prepare import PrepareReport
 from isthmus.data.store import SampleStore
 from isthmus.engine.groups import Position, agree, close_groups, join_ranks, open_groups
 from isthmus.errors import UsageError
-from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
+from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
@@ -35,7 +35,7 @@ from isthmus.recipes.session import (
     check_training,
     use_threads,
 )
-from isthmus.recipes.unbuilt import check_built
+from isthmus.recipes.tokens import run_tokenizer
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
 from isthmus.train.profile import StepProfile
@@ -127,13 +127,12 @@ def survey(config: RunConfig) -> Ground:
     Raises:
         IsthmusError: an input is absent or damaged, or the config asks for what cannot be.
     """
-    check_built(config)
     folder = RunFolder(Path(config.out))
     resume = folder.checkpoint_to_resume(config.checkpoint.resume)
     plans = blueprint(config)
     check_training(config, plans)
     check_files(config)
-    tokenizer = load_tokenizer(plans.source.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = run_tokenizer(config, plans.source, plans.architecture.vocab_size)
     platform = detect(config.platform)
     chosen = config.train.precision
     precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()

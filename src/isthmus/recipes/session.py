@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isthmus.config.schema import RunConfig
-from isthmus.convert.hf_weights import HfWeights, open_weights
+from isthmus.convert.hf_weights import HfWeights, named_dtype, open_weights
 from isthmus.convert.megatron_args import megatron_args
 from isthmus.convert.online import export_plan, export_weights, import_weights
 from isthmus.convert.source import RandomWeights
@@ -35,6 +35,7 @@ from isthmus.recipes.layout import (
     check_stages,
 )
 from isthmus.recipes.source import open_source
+from isthmus.recipes.tokens import with_tokens_of
 
 if TYPE_CHECKING:
     from isthmus.engine.fp8 import Fp8Recipe
@@ -183,7 +184,8 @@ class Session:
         Args:
             destination: appears whole or not at all.
             tokenizer: written anew where the source's files would not tokenize as it did; else they are copied.
-            dtype: of the tensors; None keeps each tensor's dtype in the source.
+            dtype: of the tensors; None keeps each tensor's dtype in the source. Where that has no weights it is the one
+                that its config names.
             replace: whether an earlier export of this run may go, once the new one is complete.
 
         Raises:
@@ -194,7 +196,8 @@ class Session:
 
         plans = self.blueprint
         kept = {name: info.dtype for name, info in plans.weights.source.tensors.items()}
-        plan = export_plan(plans.family, plans.architecture, dtype or (kept if kept else torch.float32))
+        dtypes = dtype or kept or named_dtype(plans.source.config, torch.float32)
+        plan = export_plan(plans.family, plans.architecture, dtypes)
         staged = StagedFolder(destination, replace=replace)
         main = self.position.rank == 0
 
@@ -256,7 +259,9 @@ class Session:
         plans = self.blueprint
         written = str(dtype).removeprefix("torch.") if dtype else None
         config = plans.family.to_hf_config(plans.architecture, plans.source.config, dtype=written)
-        write_model_files(folder, plans.source, config)
+        own = tokenizer.folder == plans.source.path
+        config = config if own else with_tokens_of(tokenizer, config)
+        write_model_files(folder, plans.source, config, None if own else tokenizer.files)
         if tokenizer.differs_from_files:
             tokenizer.save(folder)
 

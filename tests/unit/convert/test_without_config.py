@@ -61,6 +61,17 @@ def test_a_mistral_without_a_window_may_be_a_llama(tmp_path: Path) -> None:
         verify(model, tmp_path / "back")
 
 
+def test_a_model_as_yaml_describes_a_checkpoint_too(tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=None)
+    checkpoint = bare(model, tmp_path / "there")
+    own = json.loads((model / "config.json").read_text()) | {"rope_parameters": None}
+    keys = "".join(f"{key}: {json.dumps(value)}\n" for key, value in own.items())
+    (tmp_path / "like.yaml").write_text(f"bases: [preset:mistral-7b-v0.3]\n{keys}rope_theta: 1e+4\n")
+    done = convert(checkpoint, tmp_path / "back", hf_like=tmp_path / "like.yaml")
+    assert (done.family, done.notes) == ("mistral", [])
+    verify(model, tmp_path / "back")
+
+
 def test_padding_that_nothing_tells_is_kept_unless_it_is_said(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "llama")
     checkpoint = bare(model, tmp_path / "there", to="torch", grid=Grid(tp=4))

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from isthmus.config.presets import is_model_file
 from isthmus.config.schema.section import Count, PathText, Section, lacks, refuse
 
 
@@ -13,7 +14,7 @@ class ModelConfig(Section):
     """The model to start from."""
 
     path: PathText | None = None
-    """Hugging Face model folder, the id of one on the Hub, or preset:NAME: config, tokenizer, and the weights."""
+    """Hugging Face model folder, the id of one on the Hub, preset:NAME, or YAML with the keys of a config.json."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keys of a config.json, laid over those of path; or a whole model, where there is no path (init=random)."""
     init: Literal["hf", "random"] = "hf"
@@ -29,6 +30,13 @@ class ModelConfig(Section):
             lacks("path")
         if self.config and self.init != "random":
             refuse("config", "config changes the model, so its weights do not fit; set model.init=random as well")
+        if self.path is not None and is_model_file(self.path) and self.init != "random":
+            refuse(
+                "init",
+                f"{self.path} is a model without weights; set model.init=random, or start from a folder or an id",
+            )
+        if self.path is None and "model_type" not in self.config:
+            refuse("config", "config is a whole model where there is no path, and lacks its model_type; give either")
         return self
 
 
@@ -43,4 +51,14 @@ class TokenizerConfig(Section):
     ) = None
     """Megatron-LM's name for its kind, checked against what lies there; null: whatever it is."""
     vocab_size: Count | None = None
-    """NullTokenizer: how many numbers it takes for tokens."""
+    """NullTokenizer: how many numbers, from 0, it takes for tokens; the end of a document is one more."""
+
+    @model_validator(mode="after")
+    def _numbers_need_no_files(self) -> TokenizerConfig:
+        if self.type != "NullTokenizer" and self.vocab_size is not None:
+            refuse("vocab_size", "vocab_size is for NullTokenizer; others bring their own. Leave it out")
+        if self.type == "NullTokenizer" and self.path is not None:
+            refuse("path", "NullTokenizer reads numbers and has no files; leave path out, or type")
+        if self.type == "NullTokenizer" and self.vocab_size is None:
+            lacks("vocab_size")
+        return self

@@ -1,0 +1,59 @@
+"""Runs that start from nothing but a model's name: what they train on, and what they leave, is whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from faults.command import Stem
+from isthmus.convert.transfer import convert
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+
+
+def words(preset: str, data: Path, out: Path, **keys: Any) -> list[str]:
+    model = [f"model={preset}", "model.init=random", *(f"model.config.{key}={value}" for key, value in keys.items())]
+    run = ["--data", str(data), "--out", str(out), "data.seq_length=32", "train.global_batch_size=4", "train.steps=2"]
+    return ["pretrain", *run, "--json", "logging.tensorboard=false", *model]
+
+
+def test_a_preset_made_small_with_a_tokenizer_of_another(isthmus: Stem, model: Path, tmp_path: Path) -> None:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"The number is {number}."}) + "\n" for number in range(32)))
+    keys = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
+    run = words("preset:llama3.2-1b", documents, tmp_path / "out", **keys)
+    assert "brings no tokenizer" in isthmus(*run).error(66)
+    assert isthmus(*run, f"tokenizer.path={model}").result["steps"] == 2
+    exported = tmp_path / "out" / "hf"
+    assert (exported / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    config = json.loads((exported / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert config["model_type"] == "llama" and config["eos_token_id"] == tokenizer.eos_token_id
+    assert config["rope_scaling"]["factor"] == 32.0
+    network, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert network.dtype == torch.bfloat16 == getattr(torch, config["dtype"])
+    assert torch.isfinite(network(**tokenizer("The number", return_tensors="pt")).logits).all()
+    convert(tmp_path / "out" / "checkpoints" / "iter_0000002", tmp_path / "converted")
+    again = json.loads((tmp_path / "converted" / "config.json").read_text())
+    assert again == config | {"dtype": "float32", "torch_dtype": "float32"}  # as it was trained
+    assert (tmp_path / "converted" / "tokenizer.json").is_file()
+
+
+def test_numbers_and_a_model_that_transformers_does_not_have(isthmus: Stem, tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.txt"
+    numbers.write_text("\n".join(" ".join(str((line * step) % 90) for step in range(24)) for line in range(64)))
+    keys = SMALL | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "num_experts": 4, "vocab_size": 96}
+    run = words("preset:gpt2-125m-moe", numbers, tmp_path / "out", **keys)
+    null = ["tokenizer.type=NullTokenizer", "tokenizer.vocab_size=90"]
+    assert "the tokenizer has 101 tokens" in isthmus(*run, null[0], "tokenizer.vocab_size=100").error(2)
+    assert isthmus(*run, *null).result["steps"] == 2
+    exported = tmp_path / "out" / "hf"
+    network = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
+    ids = AutoTokenizer.from_pretrained(exported)("1 2 3", return_tensors="pt")["input_ids"]
+    assert ids.tolist() == [[1, 2, 3]] and network(ids).logits.shape == (1, 3, 96)
+    assert network.config.eos_token_id == 90 and network.config.num_experts == 4

@@ -1,0 +1,143 @@
+"""Models that come along: what their families make of them, and that nothing in them is without a meaning."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.main import main
+from isthmus.config.load import load_config
+from isthmus.config.model_file import laid_over, read_model
+from isthmus.config.presets import config_path, opening_lines, preset_names
+from isthmus.errors import UsageError
+from isthmus.families.reads import WITHOUT_BEARING, is_about_else, keys_read
+from isthmus.families.registry import family_for
+from isthmus.hf.shrunken import effective_config
+
+PUBLISHED = {
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 684_489_845_504,  # with the layer that predicts ahead
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "llama3.3-70b": 70_553_706_496,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "yi-34b": 34_388_917_248,
+    # By hand: attention and norms, router and experts of 12 layers; tokens, positions and the last norm.
+    "gpt2-125m-moe": 12 * (4 * 768 * 769 + 4 * 768 + 64 * 768 * (1 + 2 * 3072)) + (50257 + 1024 + 2) * 768,
+}
+"""Parameters of the weights on the Hub."""
+
+
+def test_each_has_been_counted() -> None:
+    assert preset_names("models") == sorted(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_means_the_same_there_and_back(name: str) -> None:
+    config = read_model(f"preset:{name}")
+    family = family_for(config)
+    arch = family.to_architecture(config)
+    family.check_training(config)
+    assert family.to_architecture(family.to_hf_config(arch, config)) == arch
+    assert family.to_architecture(family.to_hf_config(arch)) == arch
+    if arch.num_layers * (arch.moe.num_experts if arch.moe else 1) < 10_000:  # else all layers say the same slowly
+        assert sum(map(math.prod, family.hf_shapes(arch).values())) == PUBLISHED[name]
+    of_transformers = set() if family.auto_map else set(effective_config({"model_type": family.name}))
+    known = keys_read(family, config) | of_transformers | {*WITHOUT_BEARING}
+    assert [key for key in config if key not in known and not is_about_else(key)] == []
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_opening_comment_names_the_source(name: str) -> None:
+    opening = " ".join(opening_lines(config_path(f"preset:{name}", "models")))
+    assert "/" in opening and ("config.json of " in opening or "databricks/megablocks" in opening)
+
+
+def test_facts_that_a_number_of_parameters_does_not_tell() -> None:
+    def arch(name: str):  # type: ignore[no-untyped-def]
+        config = read_model(f"preset:{name}")
+        return family_for(config).to_architecture(config)
+
+    llama, scaled, small = arch("llama3-8b"), arch("llama3.1-8b"), arch("llama3.2-1b")
+    assert llama.rope_scaling is None and llama.rotary_base == scaled.rotary_base == 500000.0
+    assert (scaled.rope_scaling.factor, small.rope_scaling.factor, small.tie_embeddings) == (8.0, 32.0, True)
+    assert scaled.rope_scaling.kind == "llama3" and scaled.rope_scaling.original_max_position_embeddings == 8192
+    assert (arch("mistral-7b-v0.1").sliding_window, arch("mistral-7b-v0.3").sliding_window) == (4096, None)
+    assert (arch("qwen2.5-7b").norm_epsilon, arch("qwen2.5-72b").norm_epsilon) == (1e-6, 1e-5)
+    assert arch("qwen2.5-7b").qkv_bias and arch("qwen3-8b").qk_norm and not arch("qwen3-8b").qkv_bias
+    lite, large = arch("deepseek-v2-lite"), arch("deepseek-v3")
+    assert (lite.mla.q_lora_rank, lite.moe.dense_layers, lite.moe.normalize) == (None, (0,), False)
+    assert (large.moe.num_groups, large.moe.group_top_k, large.moe.scaling_factor) == (8, 4, 2.5)
+    assert (lite.rope_scaling.mscale, large.rope_scaling.mscale, large.rope_scaling.factor) == (0.707, 1.0, 40.0)
+    moe = arch("gpt2-125m-moe")
+    assert (moe.position, moe.moe.top_k, moe.gated, moe.activation) == ("learned", 1, False, "gelu_tanh")
+
+
+def test_a_model_is_no_config_of_a_run_and_the_other_way_round() -> None:
+    with pytest.raises(UsageError, match=r"preset:llama3-8b is a model, and the config of a run is wanted.*--model"):
+        config_path("preset:llama3-8b")
+    with pytest.raises(UsageError, match=r"llama3\.2-1b-sft is the config of a run, and a model is wanted here"):
+        read_model("preset:llama3.2-1b-sft")
+    with pytest.raises(UsageError, match=r"Did you mean preset:llama3\.1-8b"):
+        read_model("preset:llama31-8b")
+
+
+def test_keys_are_laid_over_one_by_one() -> None:
+    below = {"a": 1, "rope_scaling": {"factor": 8.0, "rope_type": "llama3"}, "list": [1, 2]}
+    over = {"rope_scaling": {"factor": 4.0}, "list": [3]}
+    assert laid_over(below, over) == {"a": 1, "rope_scaling": {"factor": 4.0, "rope_type": "llama3"}, "list": [3]}
+    assert laid_over({"rope_scaling": None}, {"rope_scaling": {"factor": 2}}) == {"rope_scaling": {"factor": 2}}
+
+
+def test_the_model_of_a_run_is_plain_text_too(tmp_path: Path) -> None:
+    rest = "data: {files: [a]}\nout: o\n"
+    (tmp_path / "base.yaml").write_text("model: {path: old, init: random}\n" + rest)
+    (tmp_path / "mine.yaml").write_text("bases: [base.yaml]\nmodel: new\n")
+    model = load_config("pretrain", tmp_path / "mine.yaml").model
+    assert (model.path, model.init) == ("new", "random")
+    model = load_config("pretrain", tmp_path / "mine.yaml", ["model=preset:llama3-8b"]).model
+    assert model.path == "preset:llama3-8b"
+    model = load_config("pretrain", tmp_path / "mine.yaml", ["model={export_dtype: float32}"]).model
+    assert (model.path, model.export_dtype) == ("new", "float32")
+    with pytest.raises(UsageError, match=r"command line  model.init  preset:llama3-8b is a model without weights"):
+        load_config("pretrain", tmp_path / "mine.yaml", ["model=preset:llama3-8b", "model.init=hf"])
+    with pytest.raises(UsageError, match="lacks its model_type"):
+        load_config("pretrain", None, ["model.config.vocab_size=9", "model.init=random", "data.files=[a]", "out=o"])
+
+
+def test_the_verb_knows_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "ls"]) == 0
+    runs, models = capsys.readouterr().out.split("models (model.init=random)")
+    assert "preset:llama3.2-1b-sft " in runs and "preset:llama3.2-1b " in models
+    assert main(["config", "show", "preset:llama3.1-70b", "vocab_size=9", "--origin"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    where = {row[0]: Path(row[2]).name.partition(":")[0] for row in rows if len(row) == 3}
+    assert (where["hidden_size"], where["rms_norm_eps"]) == ("llama3.1-70b.yaml", "llama3-8b.yaml")
+    assert ["vocab_size", "9", "command", "line"] in rows
+    assert main(["config", "show", "preset:llama3.1-70b", "--resolved"]) == 2
+    assert main(["config", "cp", "llama3.1-70b", "mine.yaml"]) == 0
+    assert read_model("mine.yaml") == read_model("preset:llama3.1-70b")
+    assert Path("mine.yaml").read_text().startswith("# Llama 3.1 70B")
+    capsys.readouterr()
+    assert main(["config", "schema"]) == 0
+    assert {"type": "string"}.items() <= json.loads(capsys.readouterr().out)["properties"]["model"]["anyOf"][0].items()

@@ -1,0 +1,86 @@
+"""Configs that come along: complete, of batches that can be dealt out, and of layouts that their models fit into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.words import config_and_overrides, spread_data
+from isthmus.config.load import load_config
+from isthmus.config.model_file import read_model
+from isthmus.config.presets import config_path, opening_lines, preset_names
+from isthmus.config.schema import RunConfig
+from isthmus.engine.groups import ParallelSizes
+from isthmus.families.registry import family_for
+from isthmus.recipes.layout import check_experts, check_fsdp_precision, check_layout, check_micro_batches
+
+OF_ID = {"Qwen/Qwen3-0.6B": "qwen3-0.6b", "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b"}
+"""What lies on the Hub under the ids that presets name."""
+OPTIONS = {"--data": "data", "--out": "out", "--nproc": None}
+
+
+def opened(name: str) -> tuple[RunConfig, int]:
+    """The config that the opening command of a preset runs, and its number of ranks."""
+    lines = list(opening_lines(config_path(f"preset:{name}")))
+    words = spread_data(next(line for line in lines if line.startswith("isthmus ")).split())[1:]
+    recipe, rest, flags, world = words[0], [], {}, 1
+    while words := words[1:]:
+        if words[0] not in OPTIONS:
+            rest.append(words[0])
+            continue
+        if words[0] == "--nproc":
+            world = int(words[1])
+        else:
+            flags[OPTIONS[words[0]]] = [words[1]] if words[0] == "--data" else words[1]
+        words = words[1:]
+    file, overrides = config_and_overrides(rest)
+    assert file is not None and Path(file).stem == name
+    return load_config(recipe, file, overrides, flags), world
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_fits_its_model(name: str) -> None:
+    config, world = opened(name)
+    assert config.model.path is not None
+    model = read_model(config.model.path if config.model.init == "random" else f"preset:{OF_ID[config.model.path]}")
+    family = family_for(model)
+    arch = family.to_architecture(model)
+    family.check_training(model)
+    parallel = config.parallel
+    sizes = ParallelSizes(
+        tp=parallel.tp, pp=parallel.pp, sp=parallel.sequence_parallel, vpp=parallel.vpp, cp=parallel.cp,
+        ep=parallel.ep, etp=parallel.etp, fsdp=parallel.fsdp, world_size=world,
+    )  # fmt: skip
+    check_layout(arch, sizes)
+    check_experts(arch, config.moe)
+    check_micro_batches(config.train, sizes)
+    check_fsdp_precision(sizes, config.train.precision or "bf16")
+    train = config.train
+    assert train.global_batch_size % (train.micro_batch_size * sizes.dp) == 0
+    assert config.data.seq_length <= arch.max_position_embeddings
+
+
+def test_what_the_seeds_of_these_presets_say() -> None:
+    llama = opened("llama3.2-1b-sft")[0]
+    assert (llama.train.global_batch_size, llama.optim.lr) == (128, 2.83e-5)
+    found = {}
+    for name in ("llama3.1-8b-bf16", "llama3.1-8b-fp8", "llama2-7b-bf16", "llama2-7b-fp8", "llama3-70b-fsdp",
+                 "llama2-70b-fsdp", "deepseek-v2-lite", "mixtral-8x7b", "qwen2.5-7b", "qwen2.5-72b-fsdp"):  # fmt: skip
+        config, world = opened(f"{name}-benchmark")
+        assert (world, config.train.steps, config.data.mock, config.model.init) == (8, 50, True, "random")
+        train = config.train
+        found[name] = (train.micro_batch_size, train.global_batch_size, config.data.seq_length, train.precision)
+        assert config.parallel.fsdp == ("fsdp" in name) == (train.recompute == "full")
+    assert found == {
+        "llama3.1-8b-bf16": (2, 128, 8192, "bf16"),
+        "llama3.1-8b-fp8": (2, 128, 8192, "fp8"),
+        "llama2-7b-bf16": (4, 256, 4096, "bf16"),
+        "llama2-7b-fp8": (4, 256, 4096, "fp8"),
+        "llama3-70b-fsdp": (3, 24, 8192, "bf16"),
+        "llama2-70b-fsdp": (7, 56, 4096, "bf16"),
+        "deepseek-v2-lite": (4, 256, 4096, "bf16"),
+        "mixtral-8x7b": (2, 32, 4096, "bf16"),
+        "qwen2.5-7b": (10, 640, 2048, "bf16"),
+        "qwen2.5-72b-fsdp": (4, 32, 2048, "bf16"),
+    }
