@@ -1,0 +1,69 @@
+"""A translated run as a config file: each setting with the words it is from, and the remarks above."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from isthmus.config.dialects.translation import Remark, Translation
+from isthmus.config.yaml_text import write_mapping
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"train.steps": 5}`` -> ``{"train": {"steps": 5}}``, in the order of the settings."""
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        *sections, last = name.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return values
+
+
+def as_yaml(translation: Translation, title: str) -> str:
+    """A config file that says what the translation says.
+
+    Args:
+        translation: of another program's words.
+        title: what the file opens with, a line or more.
+    """
+    lines = [f"# {line}".rstrip() for line in title.splitlines()]
+    if translation.remarks:
+        lines += ["#", "# What is done otherwise, or not at all:"]
+        lines += [f"# - {remark_line(remark)}" for remark in translation.remarks]
+    lines += [f"recipe: {translation.recipe}", *_section(nested(translation.settings), (), translation.origins)]
+    return "\n".join(lines) + "\n"
+
+
+def remark_line(remark: Remark) -> str:
+    """A remark on one line."""
+    return f"{remark.said} ({remark.became}): {remark.why}"
+
+
+def as_json(translation: Translation) -> dict[str, Any]:
+    """All of it, for ``--json``."""
+    world = translation.world
+    return {
+        "config": {"recipe": translation.recipe, **nested(translation.settings)},
+        "origins": dict(translation.origins),
+        "remarks": [{"said": one.said, "became": one.became, "why": one.why} for one in translation.remarks],
+        "world": {name: getattr(world, name) for name in world.__slots__},
+    }
+
+
+def _section(values: Mapping[str, Any], prefix: tuple[str, ...], origins: Mapping[str, str]) -> Iterator[str]:
+    indent = "  " * len(prefix)
+    for name, value in values.items():
+        key = (*prefix, name)
+        if isinstance(value, dict) and value and ".".join(key) not in origins:
+            yield f"{indent}{name}:"
+            yield from _section(value, key, origins)
+            continue
+        first, *rest = write_mapping({name: value}).rstrip("\n").splitlines()
+        origin = origins.get(".".join(key))
+        if origin is not None and rest and not first.endswith(":"):  # a text over several lines
+            yield f"{indent}# {origin}"
+        elif origin is not None:
+            first = f"{first}  # {origin}"
+        yield from (f"{indent}{line}" for line in (first, *rest))
