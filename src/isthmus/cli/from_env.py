@@ -142,7 +142,9 @@ def _into(log: Path, *, on_screen: bool) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     # In a session of its own it hears of no signal, and so has all that is said up to the end.
-    tee = subprocess.Popen(["tee", "--", str(log)], stdin=subprocess.PIPE, start_new_session=True) if on_screen else None
+    tee = (
+        subprocess.Popen(["tee", "--", str(log)], stdin=subprocess.PIPE, start_new_session=True) if on_screen else None
+    )
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if tee is None else tee.stdin.fileno()  # type: ignore[union-attr]
     saved = [os.dup(1), os.dup(2)]
     try:

@@ -58,6 +58,18 @@ class Platform(ABC):
         """
 
     @abstractmethod
+    def memory_used(self) -> float:
+        """Share of the device's memory that is taken now, by whomever, 0..1; on a CPU of the machine's."""
+
+    @abstractmethod
+    def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
+        """Memory that a rank may count on: all of its device, or its share of what this machine has left.
+
+        Args:
+            ranks_here: ranks on this machine.
+        """
+
+    @abstractmethod
     def device_count(self) -> int | None:
         """Devices that this machine's ranks have, one for each; None where any number of ranks share what there is."""
 

@@ -55,8 +55,12 @@ class Blueprint:
     sizes: ParallelSizes
 
 
-def blueprint(config: RunConfig) -> Blueprint:
+def blueprint(config: RunConfig, *, world_size: int | None = None) -> Blueprint:
     """Read the model's config and check the layout against it.
+
+    Args:
+        config: the run's.
+        world_size: ranks of the run; None: as many as the environment says.
 
     Raises:
         MissingInput, DataError, UnsafeInput: the model folder is absent or damaged.
@@ -70,7 +74,8 @@ def blueprint(config: RunConfig) -> Blueprint:
     # What the model itself cannot be cut into is told before how many ranks there are.
     check_tp_size(architecture, config.parallel.tp)
     check_stages(architecture, config.parallel.pp, config.parallel.vpp)
-    _, world_size, _ = world_from_environment()
+    if world_size is None:
+        _, world_size, _ = world_from_environment()
     of_layout = {field.name for field in fields(ParallelSizes)} - {"world_size"}
     parallel = config.parallel.model_dump(include=of_layout) | {"sp": config.parallel.sequence_parallel}
     sizes = ParallelSizes(**parallel, world_size=world_size)

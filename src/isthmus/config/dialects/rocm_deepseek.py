@@ -53,7 +53,9 @@ def read_deepseek(v: Variables) -> ScriptRun:
     steps = v.whole("TRAIN_ITERS", 50)
     t.put("train.steps", steps, v.said("TRAIN_ITERS", 50))
     if steps > 50:
-        t.remark(v.said("TRAIN_ITERS"), "otherwise", "all of them; the script's --exit-interval 50 ends every run at 50")
+        t.remark(
+            v.said("TRAIN_ITERS"), "otherwise", "all of them; the script's --exit-interval 50 ends every run at 50"
+        )
     mbs, gbs, length = v.whole("MBS", 4), v.whole("GBS", 256), v.whole("SEQ_LEN", 2048)
     t.put("train.micro_batch_size", mbs, v.said("MBS", 4))
     t.put("train.global_batch_size", gbs, v.said("GBS", 256))
@@ -80,7 +82,9 @@ def read_deepseek(v: Variables) -> ScriptRun:
     for name, value in fixed.items():
         t.put(f"optim.{name}", value, "fixed in the script")
     if steps <= 5:
-        t.remark(v.said("TRAIN_ITERS"), "otherwise", "too few for the script's warm-up of 2 iterations, so there is none")
+        t.remark(
+            v.said("TRAIN_ITERS"), "otherwise", "too few for the script's warm-up of 2 iterations, so there is none"
+        )
     t.put("moe.aux_loss", 0.01, "--moe-aux-loss-coeff 1e-2")
     folder = v.text("DATA_DIR", _DATA)
     mock = put_data(

@@ -27,7 +27,13 @@ VARIABLES = frozenset(
     FUSED_SINGLE_QKV_ROPE GRAD_REDUCE_IN_BF16 WANDB_API_KEY NO_TRAINING TEE_OUTPUT NO_TORCH_COMPILE
     TE_BF16 TE_F16 transformer-impl""".split()
 ).union(WORLD, OWN)
-ELSEWHERE = {"GBS": "BS", "SEQ_LEN": "SEQ_LENGTH", "TRAIN_ITERS": "TOTAL_ITERS", "SEQLEN": "SEQ_LENGTH", "TP_SIZE": "TP"}
+ELSEWHERE = {
+    "GBS": "BS",
+    "SEQ_LEN": "SEQ_LENGTH",
+    "TRAIN_ITERS": "TOTAL_ITERS",
+    "SEQLEN": "SEQ_LENGTH",
+    "TP_SIZE": "TP",
+}
 """What other scripts call the same."""
 _MODELS = {
     "llama2": {"7": "llama2-7b", "13": "llama2-13b", "70": "llama2-70b"},
@@ -167,7 +173,11 @@ def _put_optimizer(script: str, t: Translation, v: Variables) -> None:
     words = {"schedule": "--lr-decay-style cosine", "schedule_steps": "--lr-decay-iters 320000",
              "beta1": "--adam-beta1 0.9", "beta2": "--adam-beta2 0.95"}  # fmt: skip
     for name, value in fixed.items():
-        t.put(f"optim.{name}", value, words.get(name, f"--{name.replace('_', '-')} {value:g}" if value != "cosine" else ""))
+        t.put(
+            f"optim.{name}",
+            value,
+            words.get(name, f"--{name.replace('_', '-')} {value:g}" if value != "cosine" else ""),
+        )
 
 
 def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> None:
@@ -180,7 +190,9 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
             t.remark(v.said("TOKENIZER_MODEL"), "not at all", "made-up data has no text, so no tokenizer is fetched")
         return
     t.put("tokenizer.type", kind, v.said("TOKENIZER_TYPE", kind))
-    t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZERS[script]), v.said("TOKENIZER_MODEL", _TOKENIZERS[script]))
+    t.put(
+        "tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZERS[script]), v.said("TOKENIZER_MODEL", _TOKENIZERS[script])
+    )
     if not v.says("TOKENIZER_MODEL"):
         t.remark(
             "TOKENIZER_MODEL", "otherwise",

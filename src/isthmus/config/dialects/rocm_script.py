@@ -67,7 +67,11 @@ class ScriptRun:
         model_ranks = self.setting("parallel.tp", 1) * self.setting("parallel.pp", 1) * self.setting("parallel.cp", 1)
         if ranks % model_ranks:
             return None
-        mbs, bs, dp = self.setting("train.micro_batch_size"), self.setting("train.global_batch_size"), ranks // model_ranks
+        mbs, bs, dp = (
+            self.setting("train.micro_batch_size"),
+            self.setting("train.global_batch_size"),
+            ranks // model_ranks,
+        )
         if bs % (mbs * dp) == 0:
             return None
         below = bs // (mbs * dp) * mbs * dp
@@ -95,7 +99,9 @@ def read_world(v: Variables, port: int | None, translation: Translation) -> Worl
     if nodes > 1 and not v.says("MASTER_ADDR"):
         v.refuse("NNODES", "wanted MASTER_ADDR too: the name of the first node, the same on all of them")
     if re.fullmatch(r"IP_\w+|\$.*|<.*>", v.text("MASTER_ADDR", "")):
-        translation.remark(v.said("MASTER_ADDR"), "mistaken", "a placeholder: put the first node's name or address here")
+        translation.remark(
+            v.said("MASTER_ADDR"), "mistaken", "a placeholder: put the first node's name or address here"
+        )
     chosen = v.whole("MASTER_PORT", port) if port is not None or v.says("MASTER_PORT") else None
     nproc = v.whole("NPROC", 1) if v.says("NPROC") else None
     address = v.text("MASTER_ADDR", "localhost")

@@ -17,7 +17,12 @@ class Variables:
     """What was said, and all that is wrong with it. An empty value counts as none, as ``${NAME:-default}`` has it."""
 
     def __init__(
-        self, known: Collection[str], environment: Mapping[str, str], arguments: Sequence[str], *, exported: Iterable[str]
+        self,
+        known: Collection[str],
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+        *,
+        exported: Iterable[str],
     ) -> None:
         """Sort the words.
 
