@@ -142,10 +142,12 @@ def _into(log: Path, *, on_screen: bool) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     # In a session of its own it hears of no signal, and so has all that is said up to the end.
-    tee = (
-        subprocess.Popen(["tee", "--", str(log)], stdin=subprocess.PIPE, start_new_session=True) if on_screen else None
-    )
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if tee is None else tee.stdin.fileno()  # type: ignore[union-attr]
+    words = ["tee", "--", str(log)]
+    tee = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) if on_screen else None
+    if tee is None or tee.stdin is None:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    else:
+        target = tee.stdin.fileno()
     saved = [os.dup(1), os.dup(2)]
     try:
         os.dup2(target, 1)

@@ -149,7 +149,7 @@ def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
-    """Linear warm-up from zero to ``lr``, then the schedule down to ``min_lr``, at the last step if no other is named."""
+    """Linear warm-up from zero to ``lr``, then the schedule down to ``min_lr``, at the last step or the one named."""
     end = settings.schedule_steps or settings.total_steps
     return OptimizerParamScheduler(
         optimizer,

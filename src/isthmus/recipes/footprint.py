@@ -67,9 +67,9 @@ def footprint(
     """Reckon it.
 
     Parameters are counted one by one, as the family's rules cut them. Gradients are float32; the optimizer keeps two
-    float32 moments of each parameter, and a float32 weight where the model's has 16 bits, shared out over the ranks that
-    hold the same. With ``parallel.fsdp`` all of it is float32 and shared out, and the widest layer is gathered beside
-    the embedding and the projection.
+    float32 moments of each parameter, and a float32 weight where the model's has 16 bits, shared out over the ranks
+    that hold the same. With ``parallel.fsdp`` all of it is float32 and shared out, and the widest layer is gathered
+    beside the embedding and the projection.
 
     Activations are those of :mod:`isthmus.train.memory`. A layer with experts is taken for a dense one that is as wide
     as what a token visits, with copies of the tokens for their experts; latent attention for attention with its widths.
@@ -97,8 +97,8 @@ def footprint(
 def check_footprint(plans: Blueprint, config: RunConfig, platform: Platform, precision: str, *, ranks_here: int) -> str:
     """Refuse a run that this machine cannot hold.
 
-    It is refused where what is held from step to step is more than the memory of a rank, or all of it together more than
-    ``MARGIN`` times that.
+    It is refused where what is held from step to step is more than the memory of a rank, or all of it together more
+    than ``MARGIN`` times that.
 
     Returns:
         The estimate, for the user.
@@ -219,7 +219,8 @@ def _activations(arch: Architecture, sizes: ParallelSizes, config: RunConfig, el
 
 def _as_dense(arch: Architecture) -> tuple[Architecture, int]:
     """A dense model that keeps about as much, and the channels a token keeps beside that in each layer."""
-    extra, changed = 0, {}
+    extra = 0
+    changed: dict[str, int | None] = {}
     if arch.mla is not None:
         changed |= {"mla": None, "num_query_groups": arch.num_attention_heads}
         extra += arch.mla.kv_lora_rank + (arch.mla.q_lora_rank or 0)

@@ -18,8 +18,8 @@ def read_script(script: str, environment: Mapping[str, str], arguments: Sequence
     Args:
         script: one of ``SCRIPTS``.
         environment: its variables that are there count; all others are left alone.
-        arguments: ``NAME=VALUE``, which win: a variable of the script, a setting of a config file under its dotted name,
-            or a variable of the libraries below such as ``NCCL_IB_HCA``.
+        arguments: ``NAME=VALUE``, which win: a variable of the script, a setting of a config file under its dotted
+            name, or a variable of the libraries below such as ``NCCL_IB_HCA``.
 
     Returns:
         The run, with a remark on everything that is done otherwise or not at all.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from isthmus.config.dialects.rocm_script import (
     CURRENT_SCALING,
+    NO_CACHE,
     OWN,
     TE_TUNING,
     TIME,
@@ -29,7 +30,7 @@ _FIXED = "the script has {}={} whatever is said; here what is said counts"
 _REMARKS = (
     ("GEMM_TUNING", "1", "not at all", TE_TUNING),
     ("PAD_LEN", None, "not at all", "samples are not padded"),
-    ("DATA_CACHE_PATH", None, "not at all", "there is no index cache: made-up data needs none, and prepared files are mapped"),
+    ("DATA_CACHE_PATH", None, "not at all", NO_CACHE),
     ("MP_DATASET_TYPE", None, "not at all", "what lies in a file is found out from the file"),
     ("MP_AC_LAYERS", None, "not at all", "no part of the script reads it; train.recompute_layers says how many"),
     ("MP_SFT_PACKING", None, "not at all", "the script pretrains, and no part of it reads this"),
@@ -53,9 +54,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
     steps = v.whole("TRAIN_ITERS", 50)
     t.put("train.steps", steps, v.said("TRAIN_ITERS", 50))
     if steps > 50:
-        t.remark(
-            v.said("TRAIN_ITERS"), "otherwise", "all of them; the script's --exit-interval 50 ends every run at 50"
-        )
+        t.remark(v.said("TRAIN_ITERS"), "otherwise", "all of them; the script's --exit-interval ends a run at 50")
     mbs, gbs, length = v.whole("MBS", 4), v.whole("GBS", 256), v.whole("SEQ_LEN", 2048)
     t.put("train.micro_batch_size", mbs, v.said("MBS", 4))
     t.put("train.global_batch_size", gbs, v.said("GBS", 256))
@@ -82,9 +81,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
     for name, value in fixed.items():
         t.put(f"optim.{name}", value, "fixed in the script")
     if steps <= 5:
-        t.remark(
-            v.said("TRAIN_ITERS"), "otherwise", "too few for the script's warm-up of 2 iterations, so there is none"
-        )
+        t.remark(v.said("TRAIN_ITERS"), "otherwise", "too few for the script's warm-up of 2, so there is none")
     t.put("moe.aux_loss", 0.01, "--moe-aux-loss-coeff 1e-2")
     folder = v.text("DATA_DIR", _DATA)
     mock = put_data(
@@ -115,6 +112,6 @@ def read_deepseek(v: Variables) -> ScriptRun:
     put_settings(t, v)
     return ScriptRun(
         "train_deepseekv2.sh", t, log_folder, v.text("TRAIN_LOG", f"{log_folder}/{name}.log"),
-        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False), no_training=v.switch("NO_TRAINING", False),
-        summary_from=1, with_throughput=False, exports=v.exports,
+        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False),
+        no_training=v.switch("NO_TRAINING", False), summary_from=1, with_throughput=False, exports=v.exports,
     )  # fmt: skip

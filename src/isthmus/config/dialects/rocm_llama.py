@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from isthmus.config.dialects.rocm_script import (
     CURRENT_SCALING,
+    NO_CACHE,
     OWN,
     TE_TUNING,
     TIME,
@@ -18,8 +19,9 @@ from isthmus.config.dialects.script_variables import Variables
 from isthmus.config.dialects.translation import Translation
 
 VARIABLES = frozenset(
-    """MODEL_SIZE TP PP CP MBS BS SEQ_LENGTH TOTAL_ITERS SEQ_PARALLEL CONTI_PARAMS TE_FP8 TE_FP8_RECIPE TE_FP4 TE_FP4_RECIPE
-    FP4_SELECTIVE_BF16 FP4_BF16_START FP4_BF16_END FP4_PARAM_GATHER FP8_PARAM_GATHER FP8_TRANSPOSE_CACHE GEMM_TUNING MCORE
+    """MODEL_SIZE TP PP CP MBS BS SEQ_LENGTH TOTAL_ITERS SEQ_PARALLEL CONTI_PARAMS TE_FP8 TE_FP8_RECIPE TE_FP4
+    TE_FP4_RECIPE FP4_SELECTIVE_BF16 FP4_BF16_START FP4_BF16_END FP4_PARAM_GATHER FP8_PARAM_GATHER
+    FP8_TRANSPOSE_CACHE GEMM_TUNING MCORE
     OPTIMIZER FSDP MEGATRON_FSDP ENABLE_HSDP HSDP_NUM_REPLICAS RECOMPUTE ROPE_FUSION USE_FLASH_ATTN ENABLE_PROFILING
     MOCK_DATA DATA_DIR DATA_PATH DATA_CACHE_PATH TOKENIZER_TYPE TOKENIZER_MODEL EXP_NAME LOG_DIR CHECKPOINT_PATH
     SAVE_CKPT_PATH LOAD_CKPT_PATH SAVE_INTERVAL EVAL_INTERVAL EVAL_ITERS LOG_INTERVAL CKPT_FORMAT
@@ -42,6 +44,7 @@ _MODELS = {
 _VOCAB = {"llama2": 32000, "llama3": 128256}
 _TOKENIZERS = {"llama2": "NousResearch/Llama-2-7b-chat-hf", "llama3": "meta-llama/Llama-3.1-8B"}
 _SEQ_LENGTH, _PORT = {"llama2": 4096, "llama3": 2048}, {"llama2": 6020, "llama3": 6000}
+_LOSS = "the loss has one implementation, in pieces that never hold all logits"
 _KERNELS = "kernels are chosen by torch, and no TransformerEngine is used"
 _REMARKS = (
     ("GEMM_TUNING", "1", "not at all", TE_TUNING),
@@ -49,26 +52,26 @@ _REMARKS = (
     ("USE_FLASH_ATTN", "1", "otherwise", "torch's scaled_dot_product_attention takes its flash kernel by itself"),
     ("USE_FLASH_ATTN", "0", "otherwise", "torch's scaled_dot_product_attention chooses its kernel by itself"),
     ("transformer-impl", "local", "otherwise", "always so: TransformerEngine is not used"),
-    ("transformer-impl", "transformer_engine", "not at all", "TransformerEngine is not used; torch has all that is needed"),
+    ("transformer-impl", "transformer_engine", "not at all", "TransformerEngine is not used"),
     ("CONTI_PARAMS", "1", "otherwise", "parameters and gradients always lie in contiguous buffers"),
     ("MCORE", "0", "not at all", "models are always Megatron-Core's"),
     ("ROPE_FUSION", None, "otherwise", "positions are rotated in one operation of torch either way"),
-    ("DATA_CACHE_PATH", None, "not at all", "there is no index cache: made-up data needs none, and prepared files are mapped"),
+    ("DATA_CACHE_PATH", None, "not at all", NO_CACHE),
     ("CHECKPOINT_PATH", None, "not at all", "the scripts do not save there either; SAVE_CKPT_PATH does"),
     ("TE_BF16", None, "otherwise", "no script reads it: it is bfloat16 unless TE_FP8=1"),
-    ("TE_F16", None, "mistaken", "no script reads it, and so the run is in bfloat16; for fp16 set train.precision=fp16"),
+    ("TE_F16", None, "mistaken", "no script reads it: it is bfloat16; for fp16 set train.precision=fp16"),
     ("FP8_PARAM_GATHER", "1", "not at all", "weights are gathered in bfloat16"),
     ("FP8_TRANSPOSE_CACHE", "1", "not at all", "no transposed FP8 weights are kept"),
     ("ENABLE_HSDP", "1", "not at all", "weights are sharded over all data-parallel ranks, without replicas"),
     ("HSDP_NUM_REPLICAS", None, "not at all", "weights are sharded over all data-parallel ranks, without replicas"),
     ("MEGATRON_FSDP", "1", "otherwise", "sharding is by torch's FSDP2, as with FSDP=1"),
     ("GRADIENT_ACCUMULATION_FUSION", "1", "not at all", _KERNELS),
-    ("DDP_AVERAGE_IN_COLLECTIVE", None, "otherwise", "gradients are summed and divided by the learned tokens at the end"),
-    ("CROSS_ENTROPY_LOSS_FUSION", None, "otherwise", "the loss has one implementation, in pieces that never hold all logits"),
-    ("CROSS_ENTROPY_FUSION_IMPL", None, "otherwise", "the loss has one implementation, in pieces that never hold all logits"),
+    ("DDP_AVERAGE_IN_COLLECTIVE", None, "otherwise", "gradients are summed, and divided at the end"),
+    ("CROSS_ENTROPY_LOSS_FUSION", None, "otherwise", _LOSS),
+    ("CROSS_ENTROPY_FUSION_IMPL", None, "otherwise", _LOSS),
     ("FUSED_SINGLE_QKV_ROPE", "1", "not at all", _KERNELS),
     ("GRAD_REDUCE_IN_BF16", "1", "otherwise", "gradients are summed over ranks in float32"),
-    ("CKPT_FORMAT", "torch", "otherwise", "checkpoints are torch_dist; isthmus convert --to torch writes the older format"),
+    ("CKPT_FORMAT", "torch", "otherwise", "checkpoints are torch_dist; isthmus convert --to torch writes the other"),
 )  # fmt: skip
 
 
@@ -92,8 +95,8 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     if script == "llama3":
         t.remark(
             "train_llama3.sh", "otherwise",
-            "the model is Llama 3.1 as published, with rotary base 500000 and scaled frequencies; the script leaves the "
-            "base at 10000, which Hugging Face weights do not fit",
+            "the model is Llama 3.1 as published, with rotary base 500000 and scaled frequencies; the script leaves "
+            "the base at 10000, which Hugging Face weights do not fit",
         )  # fmt: skip
     _put_batch(script, t, v)
     _put_layout(t, v)
@@ -119,12 +122,11 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     log_folder = v.text("LOG_DIR", f"experiment/{name}")
     _put_output(t, v, log_folder)
     put_settings(t, v)
-    run = ScriptRun(
-        f"train_{script}.sh", t, log_folder, v.text("TRAIN_LOG", f"{log_folder}/output_{v.text('EXP_NAME', 'perf')}.log"),
-        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False), no_training=v.switch("NO_TRAINING", False),
-        exports=v.exports,
+    train_log = v.text("TRAIN_LOG", f"{log_folder}/output_{v.text('EXP_NAME', 'perf')}.log")
+    return ScriptRun(
+        f"train_{script}.sh", t, log_folder, train_log, tee=v.switch("TEE_OUTPUT", True),
+        dry_run=v.switch("DRY_RUN", False), no_training=v.switch("NO_TRAINING", False), exports=v.exports,
     )  # fmt: skip
-    return run
 
 
 def _put_batch(script: str, t: Translation, v: Variables) -> None:
@@ -205,8 +207,9 @@ def _put_output(t: Translation, v: Variables, log_folder: str) -> None:
     t.put("out", save or f"{log_folder}/run", v.said("SAVE_CKPT_PATH") if save else v.said("LOG_DIR", log_folder))
     if save:
         t.put("checkpoint.every", v.whole("SAVE_INTERVAL", 5000), v.said("SAVE_INTERVAL", 5000))
-        t.remark(v.said("SAVE_CKPT_PATH"), "otherwise",
-                 "the run's folder: its checkpoints, with the optimizer's state, are in checkpoints/ there")  # fmt: skip
+        t.remark(
+            v.said("SAVE_CKPT_PATH"), "otherwise", "the run's folder, with checkpoints and optimizer in checkpoints/"
+        )
     else:
         t.put("checkpoint.save_final", False, "the script saves nothing")
     t.put("checkpoint.export_final", False, "the script saves no Hugging Face model")

@@ -14,22 +14,25 @@ from isthmus.config.yaml_text import Syntax, read_value
 OWN = ("DRY_RUN", "NPROC", "TRAIN_LOG")
 """Variables of the scripts here: show the run and stop; ranks on this machine; the log file."""
 WORLD = ("MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK")
-EXPORTED = ("NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_", "HSA_", "HIP_", "ROCR_", "GPU_", "NVTE_", "TE_HIPBLASLT_",
-            "HIPBLASLT_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM",
-            "HF_TOKEN", "HF_HOME", "HF_ENDPOINT")  # fmt: skip
+EXPORTED = (
+    *("NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_", "HSA_", "HIP_", "ROCR_", "GPU_", "NVTE_", "TE_HIPBLASLT_"),
+    *("HIPBLASLT_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"),
+    *("TOKENIZERS_PARALLELISM", "HF_TOKEN", "HF_HOME", "HF_ENDPOINT"),
+)
 """Variables that the scripts pass on to the libraries below; an argument may set one too."""
 TIME = "<time>"
 """In the names of files and folders: when the run starts, which is filled in then."""
 NODE = 8
 """GPUs of the machines that the scripts are written for."""
 TE_TUNING = (
-    "it tunes the products of TransformerEngine, which is not used here. PYTORCH_TUNABLEOP_ENABLED=1 in the environment "
-    "tunes torch's own instead, at the price of slow first steps"
+    "it tunes the products of TransformerEngine, which is not used here. PYTORCH_TUNABLEOP_ENABLED=1 in the "
+    "environment tunes torch's own instead, at the price of slow first steps"
 )
 CURRENT_SCALING = (
-    "FP8 with delayed scaling (a history of 1024 maxima) is TransformerEngine's; here every matrix is scaled by its own "
-    "maximum, in the same hybrid of e4m3 and e5m2"
+    "FP8 with delayed scaling (a history of 1024 maxima) is TransformerEngine's; here every matrix is scaled by its "
+    "own maximum, in the same hybrid of e4m3 and e5m2"
 )
+NO_CACHE = "there is no index cache: made-up data needs none, and prepared files are mapped"
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ def read_world(v: Variables, port: int | None, translation: Translation) -> Worl
         translation.remark(
             v.said("MASTER_ADDR"), "mistaken", "a placeholder: put the first node's name or address here"
         )
-    chosen = v.whole("MASTER_PORT", port) if port is not None or v.says("MASTER_PORT") else None
+    chosen = v.whole("MASTER_PORT", port or 1) if port is not None or v.says("MASTER_PORT") else None
     nproc = v.whole("NPROC", 1) if v.says("NPROC") else None
     address = v.text("MASTER_ADDR", "localhost")
     return World(nnodes=nodes, node_rank=rank, nproc_per_node=nproc, master_addr=address, master_port=chosen)

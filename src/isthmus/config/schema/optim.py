@@ -57,7 +57,7 @@ class OptimConfig(Section):
         if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
             refuse(
                 "schedule_steps",
-                f"schedule_steps={self.schedule_steps} is within warmup_steps={self.warmup_steps}; raise it, or leave it "
-                "out",
+                f"schedule_steps={self.schedule_steps} is within warmup_steps={self.warmup_steps}; raise it, or leave "
+                "it out",
             )
         return self

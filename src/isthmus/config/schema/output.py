@@ -32,4 +32,4 @@ class LoggingConfig(Section):
     every: Count = 1
     """Steps between lines on the screen and in metrics.jsonl."""
     style: Literal["isthmus", "megatron"] = "isthmus"
-    """Words of a step's line on the screen: this program's own, or those of Megatron-LM, for tools that read its logs."""
+    """Words of a step's line on the screen: this program's own, or Megatron-LM's, for tools that read its logs."""
