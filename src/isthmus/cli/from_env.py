@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from isthmus.config.dialects.rocm import SCRIPTS, batch_names, read_script, started
+from isthmus.config.dialects.rocm import SCRIPTS, batch_names, read_script, remark_on_full_nodes, started
 from isthmus.config.dialects.rocm_log import summary
 from isthmus.config.dialects.rocm_script import ScriptRun
 from isthmus.config.dialects.written import as_json as translation_as_json
@@ -25,6 +25,7 @@ from isthmus.errors import MissingInput, UsageError
 def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
     """Print the config of the run that a script would start; it is checked before."""
     run = _read(script, words)
+    remark_on_full_nodes(script, run)
     load_config(None, None, [], {"recipe": run.translation.recipe, **run.translation.settings})
     if as_json:
         print(json.dumps(translation_as_json(run.translation), indent=2))

@@ -13,6 +13,16 @@ EnvDefaults = Mapping[str, tuple[str, str]]
 """Environment variables with the value that is meant for them and the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunShape:
+    """What the choice of some variables hangs on."""
+
+    nodes: int = 1
+    fsdp: bool = False
+    tp_or_cp: bool = False
+    """Whether ranks exchange activations within a layer."""
+
+
 @dataclass(frozen=True)
 class Platform(ABC):
     """One kind of hardware as this process sees it.
@@ -79,7 +89,11 @@ class Platform(ABC):
 
     @abstractmethod
     def env_defaults(self) -> EnvDefaults:
-        """Environment variables that suit the platform."""
+        """Environment variables that suit the platform whatever the run."""
+
+    def env_of_run(self, run: RunShape) -> EnvDefaults:
+        """Those that suit this run on these devices."""
+        return {}
 
     def prepare_process(self) -> tuple[str, ...]:
         """Set this process up for training, before it builds a model; returns what was done and why, for the user."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
+from isthmus.platforms.known_variables import words_about
 from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
 from isthmus.recipes.footprint import check_footprint
@@ -34,6 +36,7 @@ from isthmus.recipes.session import (
     build_session,
     check_precision,
     check_training,
+    run_shape,
     use_threads,
 )
 from isthmus.recipes.unbuilt import check_built
@@ -144,7 +147,9 @@ def survey(config: RunConfig) -> Ground:
     check_precision(platform, precision)
     check_offload(config.optim, plans.sizes, platform.device_type)
     memory = check_footprint(plans, config, platform, precision, ranks_here=ranks_here())
-    environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
+    shape = run_shape(plans.sizes, ranks_here())
+    environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform, shape).items()]
+    environment += words_about(os.environ, shape, on_gpu=platform.device_type == "cuda")
     threads = use_threads(platform, config.train.threads)
     said = [
         f"platform {platform.name}: {platform.reason}",

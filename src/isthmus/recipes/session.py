@@ -26,7 +26,7 @@ from isthmus.families.shard import Layout, check_tp_size
 from isthmus.hf.folder import ModelFolder, write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
-from isthmus.platforms.base import Platform
+from isthmus.platforms.base import Platform, RunShape
 from isthmus.recipes.layout import (
     check_experts,
     check_fsdp_precision,
@@ -131,6 +131,13 @@ def check_precision(platform: Platform, precision: str) -> None:
     supported, reason = platform.supports(precision)
     if not supported:
         raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
+
+
+def run_shape(sizes: ParallelSizes, ranks_here: int) -> RunShape:
+    """What the environment of a run hangs on."""
+    return RunShape(
+        nodes=math.ceil(sizes.world_size / ranks_here), fsdp=sizes.fsdp, tp_or_cp=sizes.tp > 1 or sizes.cp > 1
+    )
 
 
 def use_threads(platform: Platform, threads: int | None) -> str | None:

@@ -35,11 +35,14 @@ def read_script(script: str, environment: Mapping[str, str], arguments: Sequence
         run.translation.remark(
             name, "mistaken", f"the environment has it, and {run.script} does not read it; did you mean {meant}?"
         )
-    if run.translation.world.nproc_per_node is None:
-        why = run.misfit(NODE * run.translation.world.nnodes, batch_names(script))
-        if why is not None:
-            run.translation.remark(batch_names(script)[1], "mistaken", f"on nodes of {NODE} GPUs, {why}")
     return run
+
+
+def remark_on_full_nodes(script: str, run: ScriptRun) -> None:
+    """Say where a global batch cannot be dealt out over the nodes that the scripts are written for."""
+    why = run.misfit(NODE * run.translation.world.nnodes, batch_names(script))
+    if why is not None and run.translation.world.nproc_per_node is None:
+        run.translation.remark(batch_names(script)[1], "mistaken", f"on nodes of {NODE} GPUs, {why}")
 
 
 def batch_names(script: str) -> tuple[str, str]:
