@@ -15,7 +15,7 @@ from pathlib import Path
 
 from isthmus.config.dialects.rocm import SCRIPTS, batch_names, read_script, remark_on_full_nodes, started
 from isthmus.config.dialects.rocm_log import summary
-from isthmus.config.dialects.rocm_script import ScriptRun
+from isthmus.config.dialects.rocm_script import NODE, ScriptRun
 from isthmus.config.dialects.written import as_json as translation_as_json
 from isthmus.config.dialects.written import as_yaml, remark_line
 from isthmus.config.load import load_config
@@ -26,6 +26,7 @@ def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
     """Print the config of the run that a script would start; it is checked before."""
     run = _read(script, words)
     remark_on_full_nodes(script, run)
+    _refuse_misfit(run, script)
     load_config(None, None, [], {"recipe": run.translation.recipe, **run.translation.settings})
     if as_json:
         print(json.dumps(translation_as_json(run.translation), indent=2))
@@ -60,16 +61,20 @@ def run_script(script: str, words: Sequence[str]) -> int:
     said = [f"{remark_line(remark)}" for remark in run.translation.remarks]
     said += [f"{world.nnodes} x {nproc} ranks ({why}), this is node {world.node_rank}"]
     said += [f"log file {log}{'' if run.tee else ', and nothing on the screen'}", f"command: {shown}"]
-    config = load_config(None, None, [], {"recipe": run.translation.recipe, **run.translation.settings})
+    settings = {"recipe": run.translation.recipe, **run.translation.settings}
     if run.dry_run:
         from isthmus.recipes.footprint import foretell
 
         print(as_yaml(run.translation, _title(run)), end="")
-        verdict = f"would be refused: {misfit}." if misfit else foretell(config, ranks, ranks_here=nproc)
+        if misfit is not None:
+            verdict = f"would be refused: {misfit}."
+        else:
+            verdict = foretell(load_config(None, None, [], settings), ranks, ranks_here=nproc)
         print("\n".join(f"# {line}" for line in (*said[len(run.translation.remarks) :], *verdict.splitlines())))
         return 0
     if misfit is not None:
         raise UsageError(f"{run.script}: {misfit}.")
+    load_config(None, None, [], settings)
     log.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(as_yaml(run.translation, _title(run)), encoding="utf-8")
     with _into(log, on_screen=run.tee):
@@ -84,6 +89,14 @@ def _read(script: str, words: Sequence[str]) -> ScriptRun:
     if script not in SCRIPTS:
         raise UsageError(f"{script} is no script that is known. Use {', '.join(SCRIPTS)}.")
     return started(read_script(script, os.environ, words), datetime.now())
+
+
+def _refuse_misfit(run: ScriptRun, script: str) -> None:
+    """Refuse a global batch that no number of ranks can take, with sizes for the nodes that scripts are written for."""
+    mbs, bs = run.setting("train.micro_batch_size"), run.setting("train.global_batch_size")
+    if bs % mbs:
+        nodes = NODE * run.translation.world.nnodes
+        raise UsageError(f"{run.script}: {run.misfit(nodes, batch_names(script)) or f'{bs} is no multiple of {mbs}'}.")
 
 
 def _title(run: ScriptRun) -> str:

@@ -67,9 +67,9 @@ def footprint(
     """Reckon it.
 
     Parameters are counted one by one, as the family's rules cut them. Gradients are float32; the optimizer keeps two
-    float32 moments of each parameter, and a float32 weight where the model's has 16 bits, shared out over the ranks
-    that hold the same. With ``parallel.fsdp`` all of it is float32 and shared out, and the widest layer is gathered
-    beside the embedding and the projection.
+    float32 moments of each parameter (not counted with ``optim.offload``, which has them elsewhere) and a float32 copy
+    where the model's weights have 16 bits, shared out over the ranks that hold the same. With ``parallel.fsdp`` all of
+    it is float32 and shared out, and the widest layer is gathered beside the embedding and the projection.
 
     Activations are those of :mod:`isthmus.train.memory`. A layer with experts is taken for a dense one that is as wide
     as what a token visits, with copies of the tokens for their experts; latent attention for attention with its widths.
@@ -78,7 +78,8 @@ def footprint(
     element = DTYPES[precision].itemsize
     copies = sizes.dp * sizes.cp
     expert_copies = max(1, sizes.world_size // (sizes.pp * sizes.expert_tp * sizes.ep))
-    master = 12 if element < 4 else 8
+    moments = 0 if config.optim.offload else 8
+    master = moments + (4 if element < 4 else 0)
     found: list[Footprint] = []
     for rank, share in enumerate(shares):
         activations = _activations(architecture, sizes, config, element, rank)
@@ -87,7 +88,7 @@ def footprint(
             weights = 4 * each + (gathered * element if copies > 1 or element < 4 else 0)
             found.append(Footprint(share.total, weights, 4 * each, 8 * each, activations))
             continue
-        optimizer = math.ceil((master * share.ordinary + 8 * share.float32) / copies)
+        optimizer = math.ceil((master * share.ordinary + moments * share.float32) / copies)
         optimizer += math.ceil(master * share.of_experts / expert_copies)
         weights = element * (share.ordinary + share.of_experts) + 4 * share.float32
         found.append(Footprint(share.total, weights, 4 * share.total, optimizer, activations))
