@@ -393,8 +393,8 @@ def said(**layout: Any) -> list[str]:
     return list(start(**layout).session.said)
 
 
-def footprint_and_held(**layout: Any) -> dict[str, Any]:
-    """What :mod:`isthmus.recipes.footprint` says of the rank that holds most, and the numbers that this rank has."""
+def footprint_and_held(**layout: Any) -> list[dict[str, Any]]:
+    """What :mod:`isthmus.recipes.footprint` says of the rank that holds most, and the numbers that each rank has."""
     training = start(**layout)
     session, optimizer = training.session, training.stepper.optimizer
     config = RunConfig.model_validate(
@@ -410,9 +410,12 @@ def footprint_and_held(**layout: Any) -> dict[str, Any]:
     ]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in moments]
     parameters = [parameter for stage in session.model for parameter in stage.parameters()]
-    return {
+    mine = {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "moments": sum(tensor.numel() * tensor.element_size() for tensor in local),
         "said": {"parameters": said.parameters, "optimizer": said.optimizer, "weights": said.weights},
         "weights": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
     }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every

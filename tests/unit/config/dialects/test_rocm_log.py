@@ -32,7 +32,8 @@ def test_a_line_is_that_of_megatron_lm_with_rocm_s_memory_in_it() -> None:
     now = datetime(2025, 8, 13, 3, 42, 28)
     assert megatron_line(step(50, 10.2358), 50, now) == (
         " [2025-08-13 03:42:28] iteration       50/      50 | consumed samples:        12800 | elapsed time per "
-        "iteration (ms): 10235.8 | mem usages: 0.7494 | throughput per GPU (TFLOP/s/GPU): 640.2 | learning rate: 9.999999E-05 | "
+        "iteration (ms): 10235.8 | mem usages: 0.7494 | throughput per GPU (TFLOP/s/GPU): "
+        "640.2 | learning rate: 9.999999E-05 | "
         "global batch size:   256 | lm loss: 7.272264E+00 | loss scale: 1.0 | grad norm: 1.571 | number of skipped "
         "iterations:   0 | number of nan iterations:   0 |"
     )

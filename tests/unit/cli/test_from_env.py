@@ -1,0 +1,120 @@
+"""ROCm's scripts, typed as their pages have it, on a machine without any GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from isthmus.cli import here
+from isthmus.cli.main import main
+from isthmus.hf.tiny import build_tiny_qwen3
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
+TEXT = "To be, or not to be: that is the question.\n" * 200
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_RANK_REPORTS", "MODEL_SIZE", "MBS", "BS", "TP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(here, "run_folder", None)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    build_tiny_qwen3(
+        tmp_path / "model", [TEXT], vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    return tmp_path / "model"
+
+
+LOCAL = "model.path=model data.mock=false data.files=[text.txt] tokenizer.type=null tokenizer.vocab_size=null"
+
+
+def bash(line: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_shell(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
+    if script.name in ("train_llama2.sh", "train_llama3.sh"):
+        # ROCm's validation suite rewrites the one line that begins so.
+        assert len(re.findall(r"^TRAIN_LOG=", script.read_text(), re.MULTILINE)) == 1
+
+
+def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MBS", "4")
+    words = ["config", "from-env", "llama3", "MODEL_SIZE=8B", "BS=64", "TP=1", "GEMM_TUNING=1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "# - GEMM_TUNING=1 (not at all): " in text and "micro_batch_size: 4  # MBS=4" in text
+    values = YAML(typ="safe").load(text)
+    assert values["train"]["global_batch_size"] == 64
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    found["config"]["out"] = values["out"]  # the time is in it
+    assert found["config"] == values and found["origins"]["model.path"] == "MODEL_SIZE=8B"
+    for wrong, told in {"MODEL=8": "did you mean MODEL_SIZE?", "optim.lrr=1": "optim.lrr"}.items():
+        assert main([*words, wrong]) == 2 and told in capsys.readouterr().err
+    assert main(["config", "from-env", "llama4"]) == 2
+    assert main(["config", "from-env", "llama2", "MBS=3", "BS=56", "TP=1"]) == 2
+    assert "Use BS=48 or BS=72, or MBS=1 or MBS=7" in capsys.readouterr().err
+
+
+def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(model: Path) -> None:
+    # As the validation suite does it: its path in place of the script's own, and a later look at the log alone.
+    script = Path("train_llama3.sh")
+    text = (ROOT / "examples/llama/train_llama3.sh").read_text()
+    script.write_text(re.sub(r"^TRAIN_LOG=.*$", "TRAIN_LOG=logs/node0/training.log", text, flags=re.MULTILINE))
+    line = f"MBS=2 BS=4 TP=1 TE_FP8=0 SEQ_LENGTH=64 MODEL_SIZE=8 TOTAL_ITERS=5 bash {script} {LOCAL}"
+    done = bash(f"TEE_OUTPUT=0 {line} train.precision=fp32 LOG_DIR=here GEMM_TUNING=1")
+    assert done.returncode == 0, done.stderr
+    log = Path("logs/node0/training.log").read_text()
+    assert "iteration" not in done.stderr + done.stdout and "tokens/GPU/s: " in done.stdout
+    assert "GEMM_TUNING=1 (not at all)" in log and "memory, estimated: " in log and "1 x 1 ranks (cpu: " in log
+    tail = "\n".join(log.splitlines()[-15:])
+    for pattern in (
+        r"throughput per GPU(?:\s*\([^)]*\))?\s*:\s+([0-9\.]+)", r"tokens\/GPU\/s:\s+([0-9]+)",
+        r"mem usages:\s+([0-9\.]+)", r"elapsed time per iteration \(ms\):\s+([0-9\.]+)",
+    ):  # fmt: skip
+        assert re.search(pattern, tail), pattern
+    rows = [json.loads(row) for row in Path("here/run/metrics.jsonl").read_text().splitlines()]
+    # 320000 steps of cosine have not moved it.
+    assert [row["lr"] for row in rows] == pytest.approx([1e-4] * 5, rel=1e-6)
+    assert not Path("here/run/hf").exists() and not Path("here/run/checkpoints").exists()
+    again = bash(f"NO_TRAINING=1 {line} LOG_DIR=here")
+    assert again.returncode == 0 and again.stdout.startswith("means over 2 of 5 iterations:\nthroughput per GPU: ")
+
+
+def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path) -> None:
+    large = Path("large")
+    shutil.copytree(model, large)
+    (large / "model.safetensors").unlink(missing_ok=True)
+    config = json.loads((large / "config.json").read_text())
+    config |= {
+        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+        "num_key_value_heads": 8, "head_dim": 128,
+    }  # fmt: skip
+    (large / "config.json").write_text(json.dumps(config))
+    line = f"MBS=1 BS=8 TP=1 SEQ_LENGTH=64 MODEL_SIZE=70 bash {ROOT}/examples/llama/train_llama3.sh {LOCAL}"
+    line = line.replace("model.path=model", "model.path=large")
+    shown = bash(f"DRY_RUN=1 {line}")
+    assert shown.returncode == 0 and "# would be refused here: the model (qwen3) needs" in shown.stdout
+    assert YAML(typ="safe").load(shown.stdout)["model"]["path"] == "large" and not Path("experiment").exists()
+    refused = bash(line)
+    assert refused.returncode == 2 and "GiB a rank: weights" in refused.stderr and "fsdp" in refused.stderr
