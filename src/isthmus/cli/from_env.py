@@ -82,6 +82,8 @@ def run_script(script: str, words: Sequence[str]) -> int:
         code = _train(run, nproc, command)
     if code == 0:
         _summarise(run, log, ranks)
+    elif not run.tee:
+        print(f"isthmus: ended with exit code {code}; {log} says why.", file=sys.stderr)
     return code
 
 
