@@ -11,6 +11,7 @@ from isthmus.config.dialects.rocm_script import (
     WORLD,
     ScriptRun,
     put_data,
+    put_numbers_for_tokens,
     put_settings,
     read_world,
     remark_on,
@@ -88,8 +89,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
         t, v, default_path=f"{folder}/mmap_deepseekv2_datasets_text_document", prefix_of="DATA_DIR", implied=False
     )
     if mock:
-        t.put("tokenizer.type", "NullTokenizer", "made-up data has no text")
-        t.put("tokenizer.vocab_size", _VOCAB, "made-up data has no text")
+        put_numbers_for_tokens(t, v, _VOCAB)
     else:
         t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
         t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.said("TOKENIZER_MODEL", _TOKENIZER))

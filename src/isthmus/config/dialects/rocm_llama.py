@@ -11,6 +11,7 @@ from isthmus.config.dialects.rocm_script import (
     WORLD,
     ScriptRun,
     put_data,
+    put_numbers_for_tokens,
     put_settings,
     read_world,
     remark_on,
@@ -186,8 +187,7 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
     kinds = ("HuggingFaceTokenizer", *(("Llama2Tokenizer",) if script == "llama2" else ()))
     kind = v.one_of("TOKENIZER_TYPE", kinds, "HuggingFaceTokenizer")
     if mock:
-        t.put("tokenizer.type", "NullTokenizer", "made-up data has no text")
-        t.put("tokenizer.vocab_size", _VOCAB[script], "made-up data has no text")
+        put_numbers_for_tokens(t, v, _VOCAB[script])
         if v.says("TOKENIZER_MODEL"):
             t.remark(v.said("TOKENIZER_MODEL"), "not at all", "made-up data has no text, so no tokenizer is fetched")
         return

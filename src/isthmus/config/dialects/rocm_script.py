@@ -152,6 +152,14 @@ def put_settings(t: Translation, v: Variables) -> None:
         t.put(name, value, f"{name}={text}")
 
 
+def put_numbers_for_tokens(t: Translation, v: Variables, vocab_size: int) -> None:
+    """A tokenizer of numbers alone, for made-up data: those of the model's rows but the last, which ends documents."""
+    why = "made-up data has no text"
+    chosen = v.settings.get("model.config.vocab_size", "")
+    t.put("tokenizer.type", "NullTokenizer", why)
+    t.put("tokenizer.vocab_size", int(chosen) - 1 if re.fullmatch("[1-9][0-9]+", chosen) else vocab_size - 1, why)
+
+
 def remark_on(t: Translation, v: Variables, remarks: Sequence[tuple[str, str | None, Any, str]]) -> None:
     """Say what has no setting.
 

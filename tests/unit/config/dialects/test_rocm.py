@@ -27,14 +27,14 @@ DEEPSEEK: dict[str, Any] = {
     name: value for name, value in LLAMA.items() if name not in ("parallel.timeout_s", "logging.every")
 } | {
     "model.path": "preset:deepseek-v2-lite", "parallel.ep": 8, "optim.lr": 1e-5, "optim.min_lr": 1e-6,
-    "optim.warmup_steps": 2, "optim.schedule_steps": 48, "moe.aux_loss": 0.01, "tokenizer.vocab_size": 102400,
+    "optim.warmup_steps": 2, "optim.schedule_steps": 48, "moe.aux_loss": 0.01, "tokenizer.vocab_size": 102399,
 }  # fmt: skip
 
 
 def batch(preset: str, mbs: int, bs: int, length: int, steps: int, vocab: int) -> dict[str, Any]:
     return {
         "model.path": f"preset:{preset}", "train.micro_batch_size": mbs, "train.global_batch_size": bs,
-        "data.seq_length": length, "train.steps": steps, "tokenizer.vocab_size": vocab,
+        "data.seq_length": length, "train.steps": steps, "tokenizer.vocab_size": vocab - 1,
     }  # fmt: skip
 
 
@@ -171,6 +171,8 @@ def test_arguments_win_and_may_be_settings_or_variables_of_libraries() -> None:
                "NCCL_IB_HCA=a,b", "train.precision=fp32", "data.mock=false", "data.files=[a.txt]")  # fmt: skip
     settings = run.translation.settings
     assert (settings["train.micro_batch_size"], settings["train.global_batch_size"]) == (2, 32)
+    small = read("llama3", "MODEL_SIZE=8", "model.config.vocab_size=512")
+    assert small.translation.settings["tokenizer.vocab_size"] == 511
     assert settings["model.config.num_hidden_layers"] == 2 and settings["train.precision"] == "fp32"
     assert settings["data.files"] == ["a.txt"] and run.exports == {"NCCL_IB_HCA": "a,b"}
     values, _ = read_mapping(as_yaml(run.translation, ""))
