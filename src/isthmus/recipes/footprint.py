@@ -45,7 +45,7 @@ class Footprint:
             "activations about": self.activations,
         }  # fmt: skip
         said = ", ".join(f"{name} {_gib(number)}" for name, number in parts.items())
-        return f"{self.parameters:,} parameters and {_gib(self.held + self.activations)} GiB a rank: {said}"
+        return f"{self.parameters:,} parameters a rank, {_gib(self.held + self.activations)} GiB: {said}"
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ def check_footprint(plans: Blueprint, config: RunConfig, platform: Platform, pre
         mends += ["raise parallel.cp or parallel.tp", "lower data.seq_length"]
     mend = "; or ".join(mends)
     raise UsageError(
-        f"the model ({plans.architecture.family}) needs {needed}. {whose[0].upper()}{whose[1:]} is {_gib(memory)} GiB. "
+        f"the model ({plans.architecture.family}) has {needed}. {whose[0].upper()}{whose[1:]} is {_gib(memory)} GiB. "
         f"{mend[0].upper()}{mend[1:]}."
     )
 

@@ -102,7 +102,7 @@ def test_only_what_is_clearly_too_much_is_refused() -> None:
     assert check((needed.held + needed.activations) / MARGIN + 1)
     with pytest.raises(UsageError, match=r"Lower train.micro_batch_size; or set train.recompute=full; or raise"):
         check((needed.held + needed.activations) / MARGIN - 2)
-    with pytest.raises(UsageError, match=r"needs 1,486,901,248 parameters and .* state 16\.6, .* Set parallel.fsdp"):
+    with pytest.raises(UsageError, match=r"has 1,486,901,248 parameters a rank, .* state 16\.6, .* Set parallel.fsdp"):
         check(needed.held - 1)
     with pytest.raises(UsageError, match=r"Raise parallel.tp or parallel.pp over more ranks; or use a smaller model"):
         check(1, replace(plans, sizes=ParallelSizes(pp=2, world_size=2)))

@@ -10,6 +10,7 @@ from isthmus.config.dialects.rocm_script import (
     TIME,
     WORLD,
     ScriptRun,
+    of_all_nodes,
     put_data,
     put_numbers_for_tokens,
     put_settings,
@@ -103,7 +104,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
         f"-mbs{mbs}gbs{gbs}-ac_{recompute}-do_true-fa_true-sp_true-{TIME}"
     )
     log_folder = v.text("LOG_DIR", "experiment")
-    t.put("out", f"{log_folder}/{name}", v.said("LOG_DIR", "experiment"))
+    t.put("out", f"{log_folder}/{of_all_nodes(name, t.world)}", v.said("LOG_DIR", "experiment"))
     save = v.switch("SAVE", False)
     if not save:
         t.put("checkpoint.save_final", False, v.said("SAVE", 0))

@@ -10,6 +10,7 @@ from isthmus.config.dialects.rocm_script import (
     TIME,
     WORLD,
     ScriptRun,
+    of_all_nodes,
     put_data,
     put_numbers_for_tokens,
     put_settings,
@@ -121,7 +122,7 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
         f"/TE_FP8_{int(s['train.precision'] == 'fp8')}/{TIME}"
     )
     log_folder = v.text("LOG_DIR", f"experiment/{name}")
-    _put_output(t, v, log_folder)
+    _put_output(t, v, v.text("LOG_DIR", f"experiment/{of_all_nodes(name, t.world)}"))
     put_settings(t, v)
     train_log = v.text("TRAIN_LOG", f"{log_folder}/output_{v.text('EXP_NAME', 'perf')}.log")
     return ScriptRun(

@@ -111,6 +111,13 @@ def read_world(v: Variables, port: int | None, translation: Translation) -> Worl
     return World(nnodes=nodes, node_rank=rank, nproc_per_node=nproc, master_addr=address, master_port=chosen)
 
 
+def of_all_nodes(name: str, world: World) -> str:
+    """A script's name for a folder, less what is another on every node: ranks of one run share one folder."""
+    if world.nnodes == 1:
+        return name
+    return name.replace(f"_rank{world.node_rank}_", "_").replace(f"/{TIME}", "").replace(f"-{TIME}", "")
+
+
 def put_data(t: Translation, v: Variables, *, default_path: str, prefix_of: str, implied: bool) -> bool:
     """Mock data, or the files; returns whether it is mock.
 

@@ -127,6 +127,8 @@ def test_both_nodes() -> None:
         assert run.train_log == (
             f"experiment/2nodes_rank{rank}_train_8B_mbs2_bs256_tp1_pp1_cp1_iter10/TE_FP8_1/<time>/output_perf.log"
         )
+        # The log is the node's own, the run is one.
+        assert run.setting("out") == "experiment/2nodes_train_8B_mbs2_bs256_tp1_pp1_cp1_iter10/TE_FP8_1/run"
     alone = read("llama2", "MODEL_SIZE=7 TP=1 MASTER_ADDR=node0")
     assert "NNODES is not given" in next(r.why for r in alone.translation.remarks if r.said == "MASTER_ADDR=node0")
     for line, words in {"NNODES=2": "wanted MASTER_ADDR too", "NODE_RANK=1": "NNODES is not given"}.items():
