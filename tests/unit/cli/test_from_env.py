@@ -27,6 +27,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_RANK_REPORTS", "MODEL_SIZE", "MBS", "BS", "TP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(here, "run_folder", None)
+    monkeypatch.setattr(here, "argv", [])
     monkeypatch.chdir(tmp_path)
 
 
@@ -76,7 +77,9 @@ def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "Use BS=48 or BS=72, or MBS=1 or MBS=7" in capsys.readouterr().err
 
 
-def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(model: Path) -> None:
+def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # As the validation suite does it: its path in place of the script's own, and a later look at the log alone.
     script = Path("train_llama3.sh")
     text = (ROOT / "examples/llama/train_llama3.sh").read_text()
@@ -97,8 +100,9 @@ def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(model: Path)
     # 320000 steps of cosine have not moved it.
     assert [row["lr"] for row in rows] == pytest.approx([1e-4] * 5, rel=1e-6)
     assert not Path("here/run/hf").exists() and not Path("here/run/checkpoints").exists()
-    again = bash(f"NO_TRAINING=1 {line} LOG_DIR=here")
-    assert again.returncode == 0 and again.stdout.startswith("means over 2 of 5 iterations:\nthroughput per GPU: ")
+    words = ["MBS=2", "BS=4", "TP=1", "SEQ_LENGTH=64", "NPROC=1", "NO_TRAINING=1", "TRAIN_LOG=logs/node0/training.log"]
+    assert main(["config", "from-env", "llama3", "--run", *words]) == 0
+    assert capsys.readouterr().out.startswith("means over 2 of 5 iterations:\nthroughput per GPU: ")
 
 
 def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,3 +125,21 @@ def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path, capsys: py
     assert YAML(typ="safe").load(shown)["model"]["path"] == "large" and not Path("experiment").exists()
     refused = bash(line)
     assert refused.returncode == 2 and "GiB: weights" in refused.stdout and "fsdp" in refused.stdout
+
+
+def test_data_is_prepared_as_the_scripts_name_it(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$@" > words\n')  # what it would run
+    (tmp_path / "python").chmod(0o755)
+    script = f"PYTHON=./python bash {ROOT}/examples/llama/prepare_dataset.sh"
+    assert bash(f"DATASET=wiki TOKENIZER_MODEL=tok {script}").returncode == 0
+    wanted = "-m isthmus prepare hf:wikimedia/wikipedia/20231101.en data/wiki_text_document --tokenizer tok --kind text"
+    assert Path("words").read_text().strip() == wanted
+    done = bash(f"{script} DATASET=/d/books.jsonl.gz TOKENIZER_MODEL=tok DATA_DIR=here")
+    assert "prepare /d/books.jsonl.gz here/books_text_document " in Path("words").read_text()
+    assert "DATA_PATH=here/books_text_document" in done.stdout
+    for line, told in {
+        "DATASET=bookcorpus TOKENIZER_MODEL=tok": "withdrawn by its authors",
+        "DATASET=wiki": "TOKENIZER_MODEL is missing",
+    }.items():
+        refused = bash(f"{line} {script}")
+        assert refused.returncode == 2 and told in refused.stderr
