@@ -32,6 +32,7 @@ from isthmus.engine.overlap import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
 from isthmus.platforms.detect import detect
+from isthmus.recipes.footprint import footprint
 from isthmus.recipes.loading import load_model, model_logits
 from isthmus.recipes.session import Session, blueprint, open_session
 from isthmus.train.memory import stage_bytes
@@ -390,3 +391,31 @@ def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, An
 def said(**layout: Any) -> list[str]:
     """What building the session has to say to the user."""
     return list(start(**layout).session.said)
+
+
+def footprint_and_held(**layout: Any) -> list[dict[str, Any]]:
+    """What :mod:`isthmus.recipes.footprint` says of the rank that holds most, and the numbers that each rank has."""
+    training = start(**layout)
+    session, optimizer = training.session, training.stepper.optimizer
+    config = RunConfig.model_validate(
+        {
+            "recipe": "pretrain", "out": "unused", "model": {"path": layout["model"]}, "train": {"steps": 1},
+            "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
+        }
+    )  # fmt: skip
+    plans, precision = session.blueprint, layout.get("precision", "fp32")
+    said = footprint(plans.family, plans.architecture, plans.sizes, config, precision)
+    moments = [
+        state[name] for adam in adams(optimizer) for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in moments]
+    parameters = [parameter for stage in session.model for parameter in stage.parameters()]
+    mine = {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "moments": sum(tensor.numel() * tensor.element_size() for tensor in local),
+        "said": {"parameters": said.parameters, "optimizer": said.optimizer, "weights": said.weights},
+        "weights": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every

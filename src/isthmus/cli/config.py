@@ -146,3 +146,25 @@ def from_primus(
     from isthmus.cli.translated import print_translation
 
     return print_translation(translated(experiment, models), json_wanted=as_json)
+
+
+@app.command("from-env", short_help="Say a run of ROCm Megatron-LM's scripts in settings.")
+def from_env(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="llama2, llama3 or deepseek_v2.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME=VALUE", help="Variables of the script, which win over the environment; settings."),
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Do what the script would: log file, ranks, and the means at the end.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
+) -> int:
+    """Read the variables of ROCm Megatron-LM's scripts from the environment, and print the config of the same run."""
+    from isthmus.cli.from_env import print_config, run_script
+
+    if run and as_json:
+        raise UsageError("--json prints the settings and --run trains with them. Leave one of the two out.")
+    if run:
+        return run_script(script, words or [])
+    return print_config(script, words or [], as_json=as_json)

@@ -33,7 +33,9 @@ class OptimizerSettings:
     total_steps: int
     warmup_steps: int
     decay_steps: int | None
-    """Steps at the end over which ``wsd`` falls to min_lr; the other schedules fall over the whole run."""
+    """Steps at the end over which ``wsd`` falls to min_lr."""
+    schedule_steps: int | None = None
+    """The step at which the other schedules reach min_lr; None: the last of the run."""
     weight_decay: float
     clip_grad: float
     beta1: float
@@ -147,14 +149,15 @@ def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
-    """Linear warm-up from zero to ``lr``, then the schedule down to ``min_lr`` at the last step."""
+    """Linear warm-up from zero to ``lr``, then the schedule down to ``min_lr``, at the last step or the one named."""
+    end = settings.schedule_steps or settings.total_steps
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(settings.total_steps, settings.warmup_steps + 1),
+        lr_decay_steps=max(end, settings.warmup_steps + 1),
         lr_decay_style="WSD" if settings.schedule == "wsd" else settings.schedule,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

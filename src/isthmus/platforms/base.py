@@ -13,6 +13,16 @@ EnvDefaults = Mapping[str, tuple[str, str]]
 """Environment variables with the value that is meant for them and the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunShape:
+    """What the choice of some variables hangs on."""
+
+    nodes: int = 1
+    fsdp: bool = False
+    tp_or_cp: bool = False
+    """Whether ranks exchange activations within a layer."""
+
+
 @dataclass(frozen=True)
 class Platform(ABC):
     """One kind of hardware as this process sees it.
@@ -58,6 +68,18 @@ class Platform(ABC):
         """
 
     @abstractmethod
+    def memory_used(self) -> float:
+        """Share of the device's memory that is taken now, by whomever, 0..1; on a CPU of the machine's."""
+
+    @abstractmethod
+    def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
+        """Memory that a rank may count on: all of its device, or its share of what this machine has left.
+
+        Args:
+            ranks_here: ranks on this machine.
+        """
+
+    @abstractmethod
     def device_count(self) -> int | None:
         """Devices that this machine's ranks have, one for each; None where any number of ranks share what there is."""
 
@@ -67,7 +89,11 @@ class Platform(ABC):
 
     @abstractmethod
     def env_defaults(self) -> EnvDefaults:
-        """Environment variables that suit the platform."""
+        """Environment variables that suit the platform whatever the run."""
+
+    def env_of_run(self, run: RunShape) -> EnvDefaults:
+        """Those that suit this run on these devices."""
+        return {}
 
     def prepare_process(self) -> tuple[str, ...]:
         """Set this process up for training, before it builds a model; returns what was done and why, for the user."""

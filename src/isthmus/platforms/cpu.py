@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from isthmus.platforms.base import EnvDefaults, Platform
+from isthmus.platforms.free_memory import free_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _STATUS = Path("/proc/self/status")
@@ -63,6 +65,14 @@ class CpuPlatform(Platform):
                     return int(line.split()[1]) / 2**20
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+    def memory_used(self) -> float:
+        """See :meth:`Platform.memory_used`."""
+        return 1.0 - free_bytes() / int(psutil.virtual_memory().total)
+
+    def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
+        """See :meth:`Platform.memory_for_rank_bytes`."""
+        return free_bytes() // ranks_here
 
     def device_count(self) -> int | None:
         """See :meth:`Platform.device_count`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from isthmus.platforms.base import EnvDefaults
+from isthmus.platforms.base import EnvDefaults, RunShape
 from isthmus.platforms.gpu import GpuPlatform
 
 _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
@@ -41,15 +41,22 @@ class CudaPlatform(GpuPlatform):
     def env_defaults(self) -> EnvDefaults:
         """See :meth:`Platform.env_defaults`."""
         return {
-            "CUDA_DEVICE_MAX_CONNECTIONS": (
-                "1",
-                "kernels start in the order they are issued, on which Megatron-Core's overlap of tensor parallel "
-                "communication with matrix products relies",
-            ),
             "PYTORCH_ALLOC_CONF": (
                 "expandable_segments:True",
                 "packed micro batches differ in length, and memory segments that grow do not fragment",
             ),
+        }
+
+    def env_of_run(self, run: RunShape) -> EnvDefaults:
+        """See :meth:`Platform.env_of_run`."""
+        if run.fsdp:  # its gathers run beside the computation, each in a queue of its own
+            return {}
+        return {
+            "CUDA_DEVICE_MAX_CONNECTIONS": (
+                "1",
+                "kernels start in the order they are issued, on which Megatron-Core's overlap of tensor parallel "
+                "communication with matrix products relies",
+            )
         }
 
     @property

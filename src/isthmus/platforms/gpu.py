@@ -53,6 +53,15 @@ class GpuPlatform(Platform):
         """See :meth:`Platform.memory_gib`."""
         return float(torch.cuda.max_memory_reserved()) / 2**30
 
+    def memory_used(self) -> float:
+        """See :meth:`Platform.memory_used`."""
+        free, total = torch.cuda.mem_get_info()
+        return 1.0 - free / total
+
+    def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
+        """See :meth:`Platform.memory_for_rank_bytes`."""
+        return int(self.properties().total_memory)
+
     def device_count(self) -> int | None:
         """See :meth:`Platform.device_count`."""
         return torch.cuda.device_count()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from isthmus.platforms.base import EnvDefaults
+from isthmus.platforms.base import EnvDefaults, RunShape
 from isthmus.platforms.gpu import GpuPlatform
 
 _MATRIX_CORES = {
@@ -56,8 +58,34 @@ class RocmPlatform(GpuPlatform):
             ),
             "HSA_ENABLE_SDMA": ("1", "copies go through the copy engines and leave the compute units alone"),
             "TORCH_NCCL_HIGH_PRIORITY": ("1", "communication kernels are not queued behind the matrix products"),
-            "CUDA_DEVICE_MAX_CONNECTIONS": (
-                "1",
-                "Megatron-Core warns without it; HIP itself does not read it",
-            ),
         }
+
+    def env_of_run(self, run: RunShape) -> EnvDefaults:
+        """See :meth:`Platform.env_of_run`."""
+        chosen = {}
+        if not run.fsdp:
+            chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1", "Megatron-Core warns without it; HIP itself does not read it")
+        arch = self.arch()
+        if arch in ("gfx942", "gfx950"):
+            why = "packed micro batches differ in length, and memory segments that grow do not fragment"
+            chosen["PYTORCH_ALLOC_CONF"] = ("expandable_segments:True", why)
+        if arch == "gfx950":
+            chosen["RCCL_WARP_SPEED_AUTO"] = ("0", "AMD's own setting for the MI350 series")
+        if run.nodes > 1:
+            chosen |= {
+                "NCCL_CROSS_NIC": (
+                    "0",
+                    "a ring stays on one network card of each machine, as rails are wired",
+                ),
+                "NCCL_PXN_DISABLE": (
+                    "1",
+                    "no buffers for another GPU's network card; AMD's own choice",
+                ),
+                "NCCL_P2P_NET_CHUNKSIZE": ("524288", "larger pieces between machines for pipelines; AMD's own choice"),
+            }
+        return chosen
+
+    @property
+    def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
+        """See :attr:`Platform.env_aliases`."""
+        return {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,8 +23,10 @@ from isthmus.hf.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
+from isthmus.platforms.known_variables import words_about
 from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
+from isthmus.recipes.footprint import check_footprint
 from isthmus.recipes.layout import check_offload
 from isthmus.recipes.pulse import Pulse
 from isthmus.recipes.session import (
@@ -33,9 +36,11 @@ from isthmus.recipes.session import (
     build_session,
     check_precision,
     check_training,
+    run_shape,
     use_threads,
 )
 from isthmus.recipes.tokens import run_tokenizer
+from isthmus.recipes.world import ranks_here, speaks_last
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
 from isthmus.train.profile import StepProfile
@@ -49,8 +54,8 @@ class RunResult:
     """What a finished run leaves, for people and for ``--json``."""
 
     out: str
-    model: str
-    """The exported Hugging Face folder."""
+    model: str | None
+    """The exported Hugging Face folder; None without checkpoint.export_final."""
     steps: int
     loss: float | None
     """Of the last step; None when there was none to do."""
@@ -115,6 +120,9 @@ def _run_joined(ground: Ground, met: str, prepare: PrepareFor, stop: StopFlag) -
         tensorboard=logging.tensorboard,
         every=logging.every,
         device="rank" if ground.platform.device_type == "cpu" else "GPU",
+        style=logging.style,
+        # Megatron-LM prints on the last rank, and who reads its logs looks for them on the last machine.
+        echoes=logging.style == "megatron" and speaks_last(),
     ) as reporter:
         for line in (*ground.said, *([met] if met else [])):
             reporter.say(line)
@@ -138,9 +146,18 @@ def survey(config: RunConfig) -> Ground:
     precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()
     check_precision(platform, precision)
     check_offload(config.optim, plans.sizes, platform.device_type)
-    environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
+    memory = check_footprint(plans, config, platform, precision, ranks_here=ranks_here())
+    shape = run_shape(plans.sizes, ranks_here())
+    environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform, shape).items()]
+    environment += words_about(os.environ, shape, on_gpu=platform.device_type == "cuda")
     threads = use_threads(platform, config.train.threads)
-    said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *plans.weights.said, *environment]
+    said = [
+        f"platform {platform.name}: {platform.reason}",
+        f"layout: {plans.sizes}",
+        *plans.weights.said,
+        memory,
+        *environment,
+    ]
     said += [f"precision {precision}: {why}", *([threads] if threads else []), *platform.prepare_process()]
     return Ground(config, folder, resume, plans, tokenizer, platform, precision, tuple(said))
 
@@ -230,6 +247,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             world_size=plans.sizes.world_size,
             peak_tflops=ground.platform.peak_tflops(ground.precision),
             memory_gib=ground.platform.memory_gib,
+            memory_used=ground.platform.memory_used if config.logging.style == "megatron" else lambda: None,
         ),
         reporter=reporter,
         profile=StepProfile(
@@ -257,10 +275,11 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
     )
     if config.checkpoint.save_final and start < steps:
         save(steps)
-    export(None)
+    if config.checkpoint.export_final:
+        export(None)
     return RunResult(
         out=str(folder.root),
-        model=str(folder.export()),
+        model=str(folder.export()) if config.checkpoint.export_final else None,
         steps=steps,
         loss=outcome.last_loss,
         valid_loss_before=before,

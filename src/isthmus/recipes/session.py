@@ -26,7 +26,7 @@ from isthmus.families.shard import Layout, check_tp_size
 from isthmus.hf.folder import ModelFolder, write_model_files
 from isthmus.hf.staged import StagedFolder, disk_errors
 from isthmus.hf.tokenizer import Tokenizer
-from isthmus.platforms.base import Platform
+from isthmus.platforms.base import Platform, RunShape
 from isthmus.recipes.layout import (
     check_experts,
     check_fsdp_precision,
@@ -56,8 +56,12 @@ class Blueprint:
     sizes: ParallelSizes
 
 
-def blueprint(config: RunConfig) -> Blueprint:
+def blueprint(config: RunConfig, *, world_size: int | None = None) -> Blueprint:
     """Read the model's config and check the layout against it.
+
+    Args:
+        config: the run's.
+        world_size: ranks of the run; None: as many as the environment says.
 
     Raises:
         MissingInput, DataError, UnsafeInput: the model folder is absent or damaged.
@@ -71,7 +75,8 @@ def blueprint(config: RunConfig) -> Blueprint:
     # What the model itself cannot be cut into is told before how many ranks there are.
     check_tp_size(architecture, config.parallel.tp)
     check_stages(architecture, config.parallel.pp, config.parallel.vpp)
-    _, world_size, _ = world_from_environment()
+    if world_size is None:
+        _, world_size, _ = world_from_environment()
     of_layout = {field.name for field in fields(ParallelSizes)} - {"world_size"}
     parallel = config.parallel.model_dump(include=of_layout) | {"sp": config.parallel.sequence_parallel}
     sizes = ParallelSizes(**parallel, world_size=world_size)
@@ -127,6 +132,13 @@ def check_precision(platform: Platform, precision: str) -> None:
     supported, reason = platform.supports(precision)
     if not supported:
         raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
+
+
+def run_shape(sizes: ParallelSizes, ranks_here: int) -> RunShape:
+    """What the environment of a run hangs on."""
+    return RunShape(
+        nodes=math.ceil(sizes.world_size / ranks_here), fsdp=sizes.fsdp, tp_or_cp=sizes.tp > 1 or sizes.cp > 1
+    )
 
 
 def use_threads(platform: Platform, threads: int | None) -> str | None:

@@ -49,6 +49,17 @@ def rank() -> int:
     return _number(os.environ, "RANK", 0)
 
 
+def speaks_last() -> bool:
+    """Whether this is the last rank of all, on another machine than the first."""
+    last = _number(os.environ, "WORLD_SIZE", 1) - 1
+    return rank() == last and last >= ranks_here()
+
+
+def ranks_here() -> int:
+    """Ranks on this machine."""
+    return _number(os.environ, "LOCAL_WORLD_SIZE", 1)
+
+
 def end_with_parent() -> None:
     """Have the kernel send SIGTERM here when the process that started this rank dies, so that no rank runs on alone."""
     if sys.platform == "linux":

@@ -41,6 +41,8 @@ class Device:
     peak_tflops: float | None
     """Of one device at this run's precision; None where it is not known."""
     memory_gib: Callable[[], float]
+    memory_used: Callable[[], float | None] = lambda: None
+    """Share of the memory that is taken now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,10 +183,12 @@ class Loop:
             tflops_per_device=tflops,
             mfu=None if peak is None else tflops / peak,
             memory_gib=self.device.memory_gib(),
+            memory_used=self.device.memory_used(),
             num_tokens=int(num_tokens),
             learned_tokens=result.learned_tokens,
             padding=1 - num_tokens / places,
             step_time_s=elapsed_s,
+            global_batch_size=self.batches.global_batch_size,
             consumed_sequences=(step + 1) * self.batches.global_batch_size,
             moe={} if result.load is None else result.load.figures(),
             loss_scale=result.loss_scale,

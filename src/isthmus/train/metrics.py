@@ -15,8 +15,9 @@ from typing import IO, Any, Literal
 from isthmus.errors import IOFailure
 from isthmus.train.console import Console, Plain, open_console
 from isthmus.train.loggers import Logger, open_loggers
+from isthmus.train.megatron_line import megatron_line
 
-_OF_SOME_RUNS = ("mtp_loss", "loss_scale", "skipped")
+_OF_SOME_RUNS = ("mtp_loss", "loss_scale", "skipped", "memory_used")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,8 @@ class StepMetrics:
     """Share of the device's peak, 0..1; None where the peak is not known."""
     memory_gib: float
     """Peak of this rank so far."""
+    memory_used: float | None = None
+    """Share of the device's memory (on a CPU: of the machine's) that is taken now, by whomever, 0..1."""
     num_tokens: int
     learned_tokens: int
     padding: float = 0.0
@@ -46,6 +49,8 @@ class StepMetrics:
     step_time_s: float
     consumed_sequences: int
     """Since the start of the run."""
+    global_batch_size: int = 0
+    """Sequences of the step."""
     loss_scale: float | None = None
     """What the loss was multiplied by; None in all precisions but fp16."""
     skipped: int | None = None
@@ -56,6 +61,7 @@ class StepMetrics:
     def flat(self) -> dict[str, Any]:
         """All by name, what concerns experts as ``moe_load_max_over_mean``; without what this run has none of."""
         row = asdict(self)
+        del row["global_batch_size"]
         row = {name: value for name, value in row.items() if value is not None or name not in _OF_SOME_RUNS}
         return row | {f"moe_{name}": value for name, value in row.pop("moe").items()}
 
@@ -67,7 +73,17 @@ class Reporter:
     the run; a ``metrics.jsonl`` that cannot be written does.
     """
 
-    def __init__(self, run_dir: Path, *, is_main: bool, tensorboard: bool, every: int, device: str = "device") -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        is_main: bool,
+        tensorboard: bool,
+        every: int,
+        device: str = "device",
+        style: Literal["isthmus", "megatron"] = "isthmus",
+        echoes: bool = False,
+    ) -> None:
         """Set up; nothing is written before :meth:`begin`.
 
         Args:
@@ -76,12 +92,16 @@ class Reporter:
             tensorboard: also write TensorBoard events.
             every: steps between lines on the screen and TensorBoard points; metrics.jsonl gets every step.
             device: what the TFLOP/s are counted for, in the line's words ("GPU", "rank").
+            style: the words of a step's line.
+            echoes: print the lines of steps here too, though this is not the main rank.
         """
         self._run_dir = run_dir
         self._is_main = is_main
         self._tensorboard = tensorboard
         self._every = max(1, every)
         self._device = device
+        self._style = style
+        self._echoes = echoes and not is_main
         self._total_steps = 0
         self._file: IO[str] | None = None
         self._loggers: list[Logger] = []
@@ -134,6 +154,8 @@ class Reporter:
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
+        if self._echoes and metrics.step % self._every == 0:
+            self._console.line(self._line(metrics))
         if not self._is_main:
             return
         if self._first is None:
@@ -165,6 +187,8 @@ class Reporter:
             logger.scalars(step, values)
 
     def _line(self, m: StepMetrics) -> str:
+        if self._style == "megatron":
+            return megatron_line(m, self._total_steps)
         parts = [
             f"step {m.step}/{self._total_steps}",
             f"loss {m.loss:.4f}",

@@ -13,13 +13,17 @@ from isthmus.platforms.cuda import CudaPlatform
 from isthmus.platforms.rocm import RocmPlatform
 
 RANK_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_RUNS = (
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+    *("RCCL_WARP_SPEED_AUTO", "NCCL_CROSS_NIC", "NCCL_PXN_DISABLE", "NCCL_P2P_NET_CHUNKSIZE"),
+)
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @pytest.fixture(autouse=True)
 def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable that a platform looks at or sets comes from outside, and none stays behind."""
-    ours = {*CudaPlatform(reason="").env_defaults(), *RocmPlatform(reason="").env_defaults(), "PYTORCH_CUDA_ALLOC_CONF"}
+    ours = {*CudaPlatform(reason="").env_defaults(), *RocmPlatform(reason="").env_defaults(), *OF_RUNS}
     for variable in (*RANK_VARIABLES, *MASKS, *ours):
         monkeypatch.setenv(variable, "")  # so that it is put back as it was, also where it is absent now
         monkeypatch.delenv(variable)

@@ -15,11 +15,13 @@ class OptimConfig(Section):
     lr: float = Field(default=2e-5, gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the last step (not for the constant schedule)."""
+    """Learning rate at the end of the schedule (not for the constant one)."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How lr falls to min_lr after the warm-up; wsd (warm-up, stable, decay) falls in the last decay_steps only."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0 to lr."""
+    schedule_steps: Count | None = None
+    """cosine, linear: the step at which lr reaches min_lr, counted from the first of the run; null: the last step."""
     decay_steps: Count | None = None
     """Steps of the final fall; needed with schedule wsd and only there."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -45,5 +47,17 @@ class OptimConfig(Section):
             refuse(
                 "decay_steps",
                 f"decay_steps={self.decay_steps} belongs to schedule wsd, got {self.schedule}; leave it out",
+            )
+        if self.schedule_steps is not None and self.schedule not in ("cosine", "linear"):
+            refuse(
+                "schedule_steps",
+                f"schedule_steps={self.schedule_steps} belongs to schedules cosine and linear, got {self.schedule}; "
+                "leave it out",
+            )
+        if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
+            refuse(
+                "schedule_steps",
+                f"schedule_steps={self.schedule_steps} is within warmup_steps={self.warmup_steps}; raise it, or leave "
+                "it out",
             )
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from isthmus.config.schema.section import Count, Interval, PathText, Section
 
 
@@ -18,6 +20,8 @@ class CheckpointConfig(Section):
     """Steps between Hugging Face exports; null or 0: only at the end."""
     save_final: bool = True
     """Save a checkpoint after the last step."""
+    export_final: bool = True
+    """Export the model in Hugging Face format after the last step."""
 
 
 class LoggingConfig(Section):
@@ -27,3 +31,5 @@ class LoggingConfig(Section):
     """Write TensorBoard event files into the run folder, if tensorboard is installed."""
     every: Count = 1
     """Steps between lines on the screen and in metrics.jsonl."""
+    style: Literal["isthmus", "megatron"] = "isthmus"
+    """Words of a step's line on the screen: this program's own, or Megatron-LM's, for tools that read its logs."""

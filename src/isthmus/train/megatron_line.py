@@ -1,0 +1,46 @@
+"""A step's line in the words of Megatron-LM, which dashboards and validation suites read."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from isthmus.train.metrics import StepMetrics
+
+
+def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None) -> str:
+    """One line of ``training_log`` (megatron/training/training.py); ``mem usages`` is ROCm's addition to it.
+
+    The TFLOP/s count attention causal, as Megatron-LM does since core 0.12. A step that is not finite ends the run
+    here, so that none is ever counted.
+    """
+    stamp = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
+    parts = [
+        f" [{stamp}] iteration {m.step:8d}/{total_steps:8d}",
+        f"consumed samples: {m.consumed_sequences:12d}",
+        f"elapsed time per iteration (ms): {m.step_time_s * 1e3:.1f}",
+    ]
+    if m.memory_used is not None:
+        parts.append(f"mem usages: {m.memory_used:.4f}")
+    if m.tflops_per_device is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {_figure(m.tflops_per_device)}")
+    parts += [
+        f"learning rate: {m.lr:.6E}",
+        f"global batch size: {m.global_batch_size:5d}",
+        f"lm loss: {m.loss:.6E}",
+    ]
+    if m.mtp_loss is not None:
+        parts.append(f"mtp_1 loss: {m.mtp_loss:.6E}")
+    parts += [
+        f"loss scale: {1.0 if m.loss_scale is None else m.loss_scale:.1f}",
+        f"grad norm: {m.grad_norm:.3f}",
+        f"number of skipped iterations: {m.skipped or 0:3d}",
+        f"number of nan iterations: {0:3d} |",
+    ]
+    return " | ".join(parts)
+
+
+def _figure(tflops: float) -> str:
+    """As Megatron-LM has it, to a tenth; a CPU's would all be 0.0, so those have three figures."""
+    return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}" if tflops >= 1e-3 else f"{tflops:.7f}"

@@ -1,0 +1,145 @@
+"""ROCm's scripts, typed as their pages have it, on a machine without any GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from isthmus.cli import here
+from isthmus.cli.main import main
+from isthmus.hf.tiny import build_tiny_qwen3
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
+TEXT = "To be, or not to be: that is the question.\n" * 200
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_RANK_REPORTS", "MODEL_SIZE", "MBS", "BS", "TP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(here, "run_folder", None)
+    monkeypatch.setattr(here, "argv", [])
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    build_tiny_qwen3(
+        tmp_path / "model", [TEXT], vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    return tmp_path / "model"
+
+
+LOCAL = "model.path=model data.mock=false data.files=[text.txt] tokenizer.type=null tokenizer.vocab_size=null"
+
+
+def bash(line: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_shell(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
+    if script.name in ("train_llama2.sh", "train_llama3.sh"):
+        # ROCm's validation suite rewrites the one line that begins so.
+        assert len(re.findall(r"^TRAIN_LOG=", script.read_text(), re.MULTILINE)) == 1
+
+
+def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MBS", "4")
+    words = ["config", "from-env", "llama3", "MODEL_SIZE=8B", "BS=64", "TP=1", "GEMM_TUNING=1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "# - GEMM_TUNING=1 (not at all): " in text and "micro_batch_size: 4  # MBS=4" in text
+    values = YAML(typ="safe").load(text)
+    assert values["train"]["global_batch_size"] == 64
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    found["config"]["out"] = values["out"]  # the time is in it
+    assert found["config"] == values and found["origins"]["model.path"] == "MODEL_SIZE=8B"
+    for wrong, told in {"MODEL=8": "did you mean MODEL_SIZE?", "optim.lrr=1": "optim.lrr"}.items():
+        assert main([*words, wrong]) == 2 and told in capsys.readouterr().err
+    assert main(["config", "from-env", "llama4"]) == 2
+    assert main(["config", "from-env", "llama2", "MBS=3", "BS=56", "TP=1"]) == 2
+    assert "Use BS=48 or BS=72, or MBS=1 or MBS=7" in capsys.readouterr().err
+
+
+def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As the validation suite does it: its path in place of the script's own, and a later look at the log alone.
+    script = Path("train_llama3.sh")
+    text = (ROOT / "examples/llama/train_llama3.sh").read_text()
+    script.write_text(re.sub(r"^TRAIN_LOG=.*$", "TRAIN_LOG=logs/node0/training.log", text, flags=re.MULTILINE))
+    line = f"MBS=2 BS=4 TP=1 TE_FP8=0 SEQ_LENGTH=64 MODEL_SIZE=8 TOTAL_ITERS=5 bash {script} {LOCAL}"
+    done = bash(f"TEE_OUTPUT=0 {line} train.precision=fp32 LOG_DIR=here GEMM_TUNING=1")
+    assert done.returncode == 0, done.stderr
+    log = Path("logs/node0/training.log").read_text()
+    assert "lm loss" not in done.stderr + done.stdout and "tokens/GPU/s: " in done.stdout
+    assert "GEMM_TUNING=1 (not at all)" in log and "memory, estimated: " in log and "1 x 1 ranks (cpu: " in log
+    tail = "\n".join(log.splitlines()[-15:])
+    for pattern in (
+        r"throughput per GPU(?:\s*\([^)]*\))?\s*:\s+([0-9\.]+)", r"tokens\/GPU\/s:\s+([0-9]+)",
+        r"mem usages:\s+([0-9\.]+)", r"elapsed time per iteration \(ms\):\s+([0-9\.]+)",
+    ):  # fmt: skip
+        assert re.search(pattern, tail), pattern
+    rows = [json.loads(row) for row in Path("here/run/metrics.jsonl").read_text().splitlines()]
+    # 320000 steps of cosine have not moved it.
+    assert [row["lr"] for row in rows] == pytest.approx([1e-4] * 5, rel=1e-6)
+    assert not Path("here/run/hf").exists() and not Path("here/run/checkpoints").exists()
+    words = ["MBS=2", "BS=4", "TP=1", "SEQ_LENGTH=64", "NPROC=1", "NO_TRAINING=1", "TRAIN_LOG=logs/node0/training.log"]
+    assert main(["config", "from-env", "llama3", "--run", *words]) == 0
+    assert capsys.readouterr().out.startswith("means over 2 of 5 iterations:\nthroughput per GPU: ")
+
+
+def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = Path("large")
+    shutil.copytree(model, large)
+    (large / "model.safetensors").unlink(missing_ok=True)
+    config = json.loads((large / "config.json").read_text())
+    del config["layer_types"]
+    config |= {
+        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+        "num_key_value_heads": 8, "head_dim": 128,
+    }  # fmt: skip
+    (large / "config.json").write_text(json.dumps(config))
+    line = f"MBS=1 BS=8 TP=1 SEQ_LENGTH=64 MODEL_SIZE=70 bash {ROOT}/examples/llama/train_llama3.sh {LOCAL}"
+    line = line.replace("model.path=model", "model.path=large")
+    words = [word for word in line.split() if word not in ("bash", f"{ROOT}/examples/llama/train_llama3.sh")]
+    assert main(["config", "from-env", "llama3", "--run", "DRY_RUN=1", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "# would be refused here: the model (qwen3) has" in shown and "# command: isthmus pretrain" in shown
+    assert YAML(typ="safe").load(shown)["model"]["path"] == "large" and not Path("experiment").exists()
+    refused = bash(line)
+    assert refused.returncode == 2 and "GiB: weights" in refused.stdout and "fsdp" in refused.stdout
+
+
+def test_data_is_prepared_as_the_scripts_name_it(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$@" > words\n')  # what it would run
+    (tmp_path / "python").chmod(0o755)
+    script = f"PYTHON=./python bash {ROOT}/examples/llama/prepare_dataset.sh"
+    assert bash(f"DATASET=wiki TOKENIZER_MODEL=tok {script}").returncode == 0
+    wanted = "-m isthmus prepare hf:wikimedia/wikipedia/20231101.en data/wiki_text_document --tokenizer tok --kind text"
+    assert Path("words").read_text().strip() == wanted
+    done = bash(f"{script} DATASET=/d/books.jsonl.gz TOKENIZER_MODEL=tok DATA_DIR=here")
+    assert "prepare /d/books.jsonl.gz here/books_text_document " in Path("words").read_text()
+    assert "DATA_PATH=here/books_text_document" in done.stdout
+    for line, told in {
+        "DATASET=bookcorpus TOKENIZER_MODEL=tok": "withdrawn by its authors",
+        "DATASET=wiki": "TOKENIZER_MODEL is missing",
+    }.items():
+        refused = bash(f"{line} {script}")
+        assert refused.returncode == 2 and told in refused.stderr

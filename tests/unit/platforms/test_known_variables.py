@@ -1,0 +1,86 @@
+"""What guides recommend is recognised where it does nothing or harms; what suits a run is set, with its reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from isthmus.platforms.base import RunShape
+from isthmus.platforms.detect import apply_env, detect
+from isthmus.platforms.known_variables import words_about
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "word"),
+    [
+        ("PYTORCH_ROCM_DEVICE", "0,1", "no program reads it"),
+        ("GPU_MAX_HEAP_SIZE", "100", "OpenCL"),
+        ("GPU_MAX_ALLOC_PERCENT", "100", "OpenCL"),
+        ("HSA_ENABLE_SDMA", "0", "copy engines"),
+        ("RCCL_MSCCL_ENABLE", "0", "no MSCCL any more"),
+        ("NCCL_IB_DISABLE", "1", "TCP"),
+        ("NCCL_DEBUG", "INFO", "pages"),
+        ("MIOPEN_FIND_MODE", "3", "convolutions"),
+        ("MIOPEN_DEBUG_CONV_IMPLICIT_GEMM", "1", "convolutions"),
+        ("TE_HIPBLASLT_TUNING_RUN_COUNT", "10", "PYTORCH_TUNABLEOP_ENABLED=1"),
+        ("NVTE_CK_USES_BWD_V3", "1", "TransformerEngine"),
+    ],
+)
+def test_a_word_about_each_that_is_set(variable: str, value: str, word: str) -> None:
+    (line,) = words_about({variable: value, "HOME": "/h"}, RunShape(), on_gpu=False)
+    assert line.startswith(f"{variable}={value} is set: ") and word in line
+
+
+def test_no_word_about_values_that_are_right() -> None:
+    right = {"HSA_ENABLE_SDMA": "1", "NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"}
+    assert words_about(right, RunShape(), on_gpu=True) == []
+    both = {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert "two names of one choice" in words_about(both, RunShape(), on_gpu=True)[0]
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert "parallel.fsdp" in words_about(one, RunShape(fsdp=True), on_gpu=True)[0]
+    assert words_about(one, RunShape(fsdp=True), on_gpu=False) == words_about(one, RunShape(), on_gpu=True) == []
+    assert "relies on 1" in words_about({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, RunShape(tp_or_cp=True), on_gpu=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("arch", "run", "wanted"),
+    [
+        ("gfx90a", RunShape(), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("gfx942:sramecc+:xnack-", RunShape(fsdp=True), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            "gfx950:sramecc+",
+            RunShape(nodes=2),
+            {
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+                "RCCL_WARP_SPEED_AUTO": "0", "NCCL_CROSS_NIC": "0", "NCCL_PXN_DISABLE": "1",
+                "NCCL_P2P_NET_CHUNKSIZE": "524288",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_what_rocm_sets_hangs_on_the_run(
+    machine: Callable[..., None], arch: str, run: RunShape, wanted: dict[str, str]
+) -> None:
+    machine(hip="7.0", name="AMD Instinct", gcnArchName=arch)
+    platform = detect()
+    always = {name: value for name, (value, _) in platform.env_defaults().items()}
+    applied = apply_env(platform, run)
+    assert {name: value for name, (value, _) in applied.items()} == always | wanted
+    assert all(os.environ[name] == value and len(why) > 20 for name, (value, why) in applied.items())
+
+
+def test_what_the_user_set_stays(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(hip="7.0", name="AMD Instinct", gcnArchName="gfx942")
+    monkeypatch.setenv("NCCL_PXN_DISABLE", "0")
+    monkeypatch.setenv("PYTORCH_HIP_ALLOC_CONF", "garbage_collection_threshold:0.9")
+    applied = apply_env(detect(), RunShape(nodes=4))
+    assert os.environ["NCCL_PXN_DISABLE"] == "0" and not {"NCCL_PXN_DISABLE", "PYTORCH_ALLOC_CONF"} & applied.keys()
+
+
+def test_cuda_keeps_one_queue_unless_weights_are_gathered(machine: Callable[..., None]) -> None:
+    machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0)
+    platform = detect()
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in platform.env_of_run(RunShape(tp_or_cp=True))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in platform.env_of_run(RunShape(fsdp=True))
