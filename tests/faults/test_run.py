@@ -250,11 +250,18 @@ def test_pretraining(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_a_line_count_its_tokens_once(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+    """And padding, of lines that come in two lengths, for none."""
+    small.append("data.packing=false")
     assert isthmus(*small).returncode == 0
     shared = tmp_path / "shared"
-    assert finished(start(*small, "--nproc", "2", "parallel.cp=2", "--out", str(shared), cwd=tmp_path)).returncode == 0
+    more = ["--nproc", "2", "parallel.cp=2", "data.length_buckets=[32, 64]", "--out", str(shared)]
+    assert finished(start(*small, *more, cwd=tmp_path)).returncode == 0
     alone, together = ([row for row in rows(out) if "loss" in row] for out in (tmp_path / "out", shared))
     for key in ("num_tokens", "learned_tokens", "consumed_sequences"):
         assert [row[key] for row in together] == [row[key] for row in alone]
+    for row in together:
+        lines = row["num_tokens"] / (1 - row["padding"])
+        assert lines == pytest.approx(round(lines / 32) * 32) and lines > row["num_tokens"]
+    assert not any(row["padding"] for row in alone)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in together] == pytest.approx([row[key] for row in alone], rel=1e-5)
