@@ -16,6 +16,8 @@ from isthmus.data.chunks import Chunk as Chunk
 from isthmus.data.chunks import OnError as OnError
 from isthmus.data.chunks import Record as Record
 from isthmus.data.chunks import Skipped as Skipped
+from isthmus.data.columns import Columns as Columns
+from isthmus.data.columns import renamed
 from isthmus.data.csv_table import table_chunks
 from isthmus.data.data_sets import HUB, data_set_chunks
 from isthmus.data.json_text import array_chunks, decoded, line_chunks
@@ -24,10 +26,12 @@ from isthmus.data.sources import find_sources
 from isthmus.errors import DataError
 
 
-def read_records(path: Path | str, *, on_error: OnError = "stop", skipped: Skipped | None = None) -> Iterator[Record]:
+def read_records(
+    path: Path | str, *, on_error: OnError = "stop", skipped: Skipped | None = None, columns: Columns | None = None
+) -> Iterator[Record]:
     """Yield the records of one source in their order; the errors are those of the two functions that follow."""
     for chunk in read_chunks([path]):
-        yield from chunk_records(chunk, on_error=on_error, skipped=skipped)
+        yield from chunk_records(chunk, on_error=on_error, skipped=skipped, columns=columns)
 
 
 def read_chunks(files: Sequence[Path | str]) -> Iterator[Chunk]:
@@ -51,13 +55,16 @@ def read_chunks(files: Sequence[Path | str]) -> Iterator[Chunk]:
             yield from _file_chunks(name)
 
 
-def chunk_records(chunk: Chunk, *, on_error: OnError = "stop", skipped: Skipped | None = None) -> Iterator[Record]:
+def chunk_records(
+    chunk: Chunk, *, on_error: OnError = "stop", skipped: Skipped | None = None, columns: Columns | None = None
+) -> Iterator[Record]:
     """Yield the records of a chunk in their order.
 
     Args:
         chunk: may come from another process.
         on_error: what to do at a bad record: raise what is wrong, or note it in ``skipped``.
         skipped: where bad records are noted.
+        columns: what the files call the fields that are known here.
 
     Raises:
         DataError: (``on_error="stop"``) a record is bad.
@@ -65,10 +72,14 @@ def chunk_records(chunk: Chunk, *, on_error: OnError = "stop", skipped: Skipped 
     """
     skipped = skipped if skipped is not None else Skipped()
     for item in chunk.parse():
-        if isinstance(item, DataError):
-            skipped.refuse(item, on_error)
+        try:
+            if isinstance(item, DataError):
+                raise item
+            record = renamed(item, columns) if columns else item
+        except DataError as error:
+            skipped.refuse(error, on_error)
         else:
-            yield item
+            yield record
 
 
 @dataclass(frozen=True, slots=True)

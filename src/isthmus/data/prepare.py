@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from isthmus.data.chat import ChatRenderer, ChatText, ChatTokenizer, LossOn
-from isthmus.data.formats import OnError, Skipped, read_records
+from isthmus.data.formats import Columns, OnError, Skipped, read_records
 from isthmus.data.records import Conversation, Document, parse_record
+from isthmus.data.sources import find_sources
 from isthmus.data.spans import token_mask
 from isthmus.data.split import split_validation as split_validation
 from isthmus.data.store import Int32, SampleStore, UInt8
@@ -100,6 +101,7 @@ def prepare_chat(
     loss_on: LossOn = "assistant",
     overlong: Overlong = "truncate",
     on_error: OnError = "stop",
+    columns: Columns | None = None,
     progress: Progress | None = None,
 ) -> tuple[SampleStore, PrepareReport]:
     """Chat records to samples of at most ``seq_length`` + 1 tokens, with a mask of what the assistant said.
@@ -115,7 +117,7 @@ def prepare_chat(
     render = ChatRenderer(tokenizer, loss_on=loss_on)
 
     def texts() -> Iterator[tuple[int, str, ChatText]]:
-        for record in _parsed(files, on_error, report):
+        for record in _parsed(files, on_error, columns, report):
             try:
                 if isinstance(record, Document):
                     raise DataError(f"{record.where}: plain text has no turns. Wanted chat records, or use pretrain.")
@@ -153,6 +155,7 @@ def prepare_text(
     *,
     seq_length: int,
     on_error: OnError = "stop",
+    columns: Columns | None = None,
     progress: Progress | None = None,
 ) -> tuple[SampleStore, PrepareReport]:
     """Documents to samples of at most ``seq_length`` + 1 tokens, every token a target.
@@ -173,7 +176,7 @@ def prepare_text(
     samples = _Samples(report)
 
     def texts() -> Iterator[tuple[int, str, None]]:
-        for record in _parsed(files, on_error, report):
+        for record in _parsed(files, on_error, columns, report):
             if isinstance(record, Conversation):
                 error = DataError(f"{record.where}: a chat record is no document. Wanted text, or use sft.")
                 report.skipped.refuse(error, on_error)
@@ -198,12 +201,16 @@ def _check_length(seq_length: int) -> None:
         raise UsageError(f"data.seq_length={seq_length}. Wanted 1 or more.")
 
 
-def _parsed(files: Sequence[Path | str], on_error: OnError, report: PrepareReport) -> Iterator[Conversation | Document]:
+def _parsed(
+    files: Sequence[Path | str], on_error: OnError, columns: Columns | None, report: PrepareReport
+) -> Iterator[Conversation | Document]:
     """The records of all files, counted."""
     if not files:
         raise UsageError("no data files given. Name at least one with --data.")
-    for file in files:
-        for record in read_records(file, on_error=on_error, skipped=report.skipped):
+    sources = find_sources(files)
+    report.notes += sources.notes()
+    for name in sources.names:
+        for record in read_records(name, on_error=on_error, skipped=report.skipped, columns=columns):
             report.records += 1
             try:
                 yield parse_record(record)

@@ -14,7 +14,8 @@ from isthmus.recipes.run import run as run_recipe
 
 def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple[SampleStore, PrepareReport]:
     """Documents to samples, every token a target."""
-    return prepare_text(files, tokenizer, seq_length=config.data.seq_length, on_error=config.data.on_error)
+    data = config.data
+    return prepare_text(files, tokenizer, seq_length=data.seq_length, on_error=data.on_error, columns=data.columns)
 
 
 def run(config: RunConfig) -> RunResult:

@@ -21,6 +21,7 @@ def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple
         loss_on=config.data.loss_on,
         overlong=config.data.overlong,
         on_error=config.data.on_error,
+        columns=config.data.columns,
     )
     if tokenizer.template_source != "tokenizer":
         report.notes.append(

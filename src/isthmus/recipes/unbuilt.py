@@ -19,7 +19,6 @@ def check_built(config: RunConfig) -> None:
         "tokenizer.type": tokenizer.type,
         "tokenizer.vocab_size": tokenizer.vocab_size,
         "data.sets": data.sets,
-        "data.columns": data.columns,
         "data.test_files": data.test_files,
         "data.test_fraction": data.test_fraction,
     }

@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 
 from isthmus.config.schema import RunConfig
-from isthmus.errors import DataError, MissingInput
+from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.recipes.corpus import check_files
 from isthmus.recipes.origin import Origin, read_origin
 
@@ -57,6 +58,24 @@ def test_moved_file_is_the_same_and_changed_one_is_not(file: Path) -> None:
     assert not Origin.of(config(moved), tokenizer(), record).unchanged
 
 
+def test_folder_is_the_files_in_it(file: Path, tmp_path: Path) -> None:
+    record = Origin.of(config(file), tokenizer(), {}).record
+    assert Origin.of(config(tmp_path), tokenizer(), record).unchanged
+    assert Origin.of(config(tmp_path / "*.json"), tokenizer(), record).unchanged
+    (tmp_path / "more.json").write_text("two")
+    assert not Origin.of(config(tmp_path), tokenizer(), record).unchanged
+
+
+def test_data_sets_are_told_by_what_is_in_them_or_by_their_name(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "set")
+    both = config(tmp_path / "set", Path("hf:org/name:test"))
+    record = Origin.of(both, tokenizer(), {}).record
+    assert Origin.of(both, tokenizer(), record).unchanged
+    assert not Origin.of(config(tmp_path / "set", Path("hf:org/name")), tokenizer(), record).unchanged
+    datasets.Dataset.from_list([{"text": "b"}]).save_to_disk(tmp_path / "set")
+    assert not Origin.of(both, tokenizer(), record).unchanged
+
+
 def test_file_is_not_read_again_while_nothing_hints_at_a_change(file: Path) -> None:
     record = Origin.of(config(file), tokenizer(), {}).record
     time_ns = file.stat().st_mtime_ns
@@ -77,3 +96,14 @@ def test_absent_files_are_named_early(file: Path, tmp_path: Path) -> None:
     check_files(config(file))
     with pytest.raises(MissingInput, match=r"gone\.json"):
         check_files(config(file, valid_files=[str(tmp_path / "gone.json")]))
+    with pytest.raises(UsageError, match="is a folder with no data file"):
+        (tmp_path / "empty").mkdir()
+        check_files(config(file, tmp_path / "empty"))
+
+
+def test_columns_that_nothing_reads_are_named_early(file: Path) -> None:
+    check_files(config(file, columns={"text": "body", "messages": "dialog"}))
+    with pytest.raises(UsageError, match=r"data\.columns: txt: .* Did you mean text\?"):
+        check_files(config(file, columns={"txt": "body"}))
+    with pytest.raises(UsageError, match=r"Did you mean text: body\?"):
+        check_files(config(file, columns={"body": "text"}))

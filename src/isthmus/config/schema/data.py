@@ -22,7 +22,7 @@ class DataConfig(Section):
     """What is learned from, and how it is cut."""
 
     files: Paths = ()
-    """Training files; their record kinds are told apart by themselves. Needed, unless there are sets, or mock data."""
+    """Training files, folders of them, patterns, or hf:ORG/NAME:SPLIT. Needed, unless there are sets, or mock data."""
     sets: dict[str, DataSet] = Field(default_factory=dict)
     """Instead of files: several sets by name, mixed by weight."""
     mock: bool = False
