@@ -111,9 +111,9 @@ def make_workload(
             "tokenizer": "trained on the data" if tokenizer is None else tokenizer.name,
             "prepared": report.line(),
             "samples": len(store),
-            "tokens": len(store.tokens),
+            "tokens": store.num_tokens,
             "mean_sample_tokens": float(store.lengths.mean()),
-            "learned_share": store.num_learned / len(store.tokens),
+            "learned_share": store.num_learned / store.num_tokens,
             "samples_digest": store.digest(),
         },
     }

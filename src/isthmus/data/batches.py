@@ -1,8 +1,9 @@
 """Samples to micro batches: which sequences a step takes, and how they are laid end to end.
 
-The order of sequences is one endless line, a new permutation each epoch, drawn from the seed and the epoch alone. Step
-k takes the next ``global_batch_size`` of them, whatever the number of ranks and the micro-batching; so a run goes
-on from any step without state, under any layout. Which of them lie on one line, and on which rank, is settled within a
+The order of sequences is one endless line, a new permutation each epoch, drawn from the seed and the epoch alone; sets
+that are mixed (:mod:`isthmus.data.blend`) are packed each for itself and have epochs of their own. Step k takes the
+next ``global_batch_size`` of the line, whatever the number of ranks and the micro-batching; so a run goes on from any
+step without state, under any layout. Which of them lie on one line of tokens, and on which rank, is settled within a
 step.
 """
 
@@ -13,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from isthmus.data.blend import Order, Share
 from isthmus.data.packing import check_fit, pack
 from isthmus.data.samples import Samples
 from isthmus.errors import DataError, UsageError
@@ -68,6 +69,7 @@ class Batches:
         micro_batches_multiple_of: int = 1,
         shuffle: bool = True,
         length_buckets: Sequence[int] = (),
+        shares: Sequence[Share] = (),
     ) -> None:
         """Lay out the sequences: one sample each, or with ``packing`` bins of at most ``seq_length`` tokens.
 
@@ -86,11 +88,12 @@ class Batches:
             length_buckets: lengths of lines, ascending and multiples of ``pad_to_multiple_of``. A line is padded to the
                 next of them, and a step has its sequences sorted by length, so that those on a line and those that
                 ranks have at the same time are of like length.
+            shares: the sets that the store is made of, which are mixed by weight; none: it is one set.
 
         Raises:
             UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``, or a line may be longer
                 than the largest bucket.
-            DataError: the store is empty, or holds a sample longer than ``seq_length`` + 1.
+            DataError: the store or a set is empty, or holds a sample longer than ``seq_length`` + 1.
         """
         for name, value in (("micro_batch_size", micro_batch_size), ("seq_length", seq_length)):
             if value < 1:
@@ -108,10 +111,10 @@ class Batches:
                 f"data.length_buckets ends at {length_buckets[-1]}, a line may have {micro_batch_size * seq_length} "
                 "tokens. Add that as the last one."
             )
-        if not len(store):
-            raise DataError("there are no samples to make batches of.")
+        self.shares = tuple(shares) or (Share("data", len(store), 1.0),)
+        if not all(share.samples for share in self.shares) or sum(share.samples for share in self.shares) != len(store):
+            raise DataError("there are no samples to make batches of, or a set has none.")
         self.store = store
-        self.seed, self.shuffle = seed, shuffle
         self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
         self.dp_rank, self.dp_size, self.pad_to_multiple_of = dp_rank, dp_size, pad_to_multiple_of
         self.micro_batches_multiple_of = micro_batches_multiple_of
@@ -121,18 +124,26 @@ class Batches:
             raise DataError(f"sample {int(inputs.argmin())} has fewer than 2 tokens, so it holds no label.")
         check_fit(inputs, seq_length)
         self._inputs = inputs
-        # None: one sample each; where all are full, packing changes nothing.
-        self._bins = pack(inputs, seq_length) if packing and int(inputs.min()) < seq_length else None
-        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+        ends = np.cumsum([share.samples for share in self.shares]).tolist()
+        sets = [self._set(end - share.samples, end, packing) for share, end in zip(self.shares, ends, strict=True)]
+        counts = [len(sequences) for sequences in sets]
+        # None: one sample each, which need not be written down.
+        single = all(isinstance(sequences, range) for sequences in sets)
+        self._sequences = (
+            None
+            if single
+            else [[sequence] if isinstance(sequence, int) else sequence for sequences in sets for sequence in sequences]
+        )
+        self._order = Order(counts, [share.weight for share in self.shares], seed=seed, shuffle=shuffle)
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences (samples, or bins of packed samples) that make one pass over the data."""
-        return len(self.store if self._bins is None else self._bins)
+        """Sequences (samples, or bins of packed samples) of all sets; an epoch of a mix has as many, of whichever."""
+        return len(self.store if self._sequences is None else self._sequences)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until every sequence has been seen once; the last of them reaches into the next epoch."""
+        """Steps until as many sequences as there are have been seen; the last of them reaches into the next epoch."""
         return -(-self.sequences_per_epoch // self.global_batch_size)
 
     @property
@@ -143,8 +154,13 @@ class Batches:
     def step(self, step_index: int) -> list[MicroBatch]:
         """This rank's micro batches of step ``step_index``, counted from 0."""
         first = step_index * self.global_batch_size
-        chosen = [self._at(first + k) for k in range(self.global_batch_size)]
+        chosen = [self._sequence(self._order.at(first + k)) for k in range(self.global_batch_size)]
         return self._deal(chosen)
+
+    def epochs(self, steps: int) -> dict[str, float]:
+        """How many times each set is gone through in so many steps, by name."""
+        times = self._order.epochs(steps * self.global_batch_size)
+        return {share.name: time for share, time in zip(self.shares, times, strict=True)}
 
     def eval_batches(self) -> Iterator[list[MicroBatch]]:
         """One pass in the store's own order, nothing twice, nothing left out.
@@ -155,20 +171,16 @@ class Batches:
         for first in range(0, count, self.global_batch_size):
             yield self._deal([self._sequence(k) for k in range(first, min(first + self.global_batch_size, count))])
 
-    def _at(self, position: int) -> list[int]:
-        """The sequence at this place of the endless line."""
-        epoch, place = divmod(position, self.sequences_per_epoch)
-        if not self.shuffle:
-            return self._sequence(place)
-        if self._order is None or self._order[0] != epoch:
-            # Raw bits of a counter-based generator, sorted: unlike numpy's shuffles they never change with its version.
-            bits = np.random.Philox(key=np.array([self.seed % 2**64, epoch], dtype=np.uint64))
-            self._order = epoch, np.argsort(bits.random_raw(self.sequences_per_epoch), kind="stable")
-        return self._sequence(int(self._order[1][place]))
+    def _set(self, first: int, end: int, packing: bool) -> range | list[list[int]]:
+        """The sequences of one set, the samples from ``first`` to ``end``: their numbers, or lists of them."""
+        inputs = self._inputs[first:end]
+        if not packing or int(inputs.min()) == self.seq_length:  # where all are full, packing changes nothing
+            return range(first, end)
+        return [(np.asarray(chosen) + first).tolist() for chosen in pack(inputs, self.seq_length)]
 
     def _sequence(self, number: int) -> list[int]:
         """Its samples."""
-        return [number] if self._bins is None else self._bins[number]
+        return [number] if self._sequences is None else self._sequences[number]
 
     def _deal(self, sequences: list[list[int]]) -> list[MicroBatch]:
         """Deal a global batch out: first micro batch of rank 0, of rank 1, ..., second of rank 0, ...

@@ -176,9 +176,11 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def find_prefix(name: Path | str) -> Path | None:
-    """The prefix of the pair that ``name`` means (PREFIX, PREFIX.bin or PREFIX.idx), None when it means none."""
+    """The prefix of the pair that ``name`` means (PREFIX, PREFIX.bin or PREFIX.idx); None when it means none."""
     text = str(name)
-    for prefix in (text, text.removesuffix(".mask.bin"), text.removesuffix(".bin"), text.removesuffix(".idx")):
+    if Path(text).exists() and not text.endswith((".bin", ".idx")):
+        return None
+    for prefix in (text.removesuffix(".mask.bin"), text.removesuffix(".bin"), text.removesuffix(".idx"), text):
         if pair_file(prefix, ".idx").is_file() or pair_file(prefix, ".bin").is_file():
             return Path(prefix)
     return None

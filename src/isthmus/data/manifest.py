@@ -52,9 +52,9 @@ def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
 
     Args:
         prefix: of the pair.
-        record: ``pair`` holds what ``IndexedWriter.close`` returned, ``kind`` is text, chat or preference, ``tokenizer``
-            is its :func:`~isthmus.recipes.origin.tokenizer_record`, ``seq_length`` is what samples were cut to (None
-            for documents); the other keys are the caller's.
+        record: ``pair`` holds what ``IndexedWriter.close`` returned, ``kind`` is text, chat or preference,
+            ``tokenizer`` is its :func:`~isthmus.recipes.origin.tokenizer_record`, ``seq_length`` is what samples were
+            cut to (None for documents); the other keys are the caller's.
 
     Raises:
         NoSpace, IOFailure: it cannot be written.

@@ -14,7 +14,6 @@ from isthmus.data.report import Overlong as Overlong
 from isthmus.data.report import PrepareReport as PrepareReport
 from isthmus.data.sequences import Piece, Rules, SequenceMaker, notes
 from isthmus.data.sources import find_sources
-from isthmus.data.split import split_validation as split_validation
 from isthmus.data.store import SampleStore
 from isthmus.errors import DataError, UsageError
 
@@ -113,7 +112,7 @@ def _store(
 ) -> SampleStore:
     """All samples; DataError when there are none."""
     store = SampleStore.from_samples(samples, groups)
-    report.samples, report.tokens, report.learned_tokens = len(store), int(store.lengths.sum()), store.num_learned
+    report.samples, report.tokens, report.learned_tokens = len(store), store.num_tokens, store.num_learned
     if not len(store):
         reason = f" First: {report.skipped.reasons[0]}" if report.skipped.reasons else ""
         raise DataError(

@@ -1,6 +1,8 @@
-"""A held-out part of the samples, the same one each time."""
+"""Held-out parts of the samples, the same ones each time."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -8,30 +10,31 @@ from isthmus.data.store import SampleStore
 from isthmus.errors import UsageError
 
 
-def split_validation(
-    store: SampleStore, *, fraction: float | None = None, count: int | None = None, seed: int = 0
-) -> tuple[SampleStore, SampleStore]:
-    """Hold out about ``fraction`` of the groups, or ``count`` of them: (training, validation), both in store order.
+def split(store: SampleStore, fractions: Sequence[float], *, seed: int = 0) -> tuple[SampleStore, list[SampleStore]]:
+    """Hold out a part for each of ``fractions``, of about so many of the groups: (the rest, parts), in store order.
 
-    A group is one conversation or one window of text: no two samples of one conversation lie on both sides. At least
-    one group stays on each side.
+    A group is one conversation or one window of text: no two samples of one conversation lie in two parts. At least
+    one group comes into each part whose fraction is more than 0, and one stays.
 
     Raises:
-        UsageError: not exactly one of ``fraction`` and ``count``, or one that leaves a side empty.
+        UsageError: a fraction is below 0, they are 1 or more together, or there are too few groups.
     """
-    if (fraction is None) == (count is None):
-        raise UsageError("split_validation wants one of fraction and count.")
+    if min(fractions, default=0.0) < 0.0 or sum(fractions) >= 1.0:
+        raise UsageError(f"shares of {list(fractions)} cannot be held out. Wanted 0 or more, and less than 1 in all.")
     groups = np.unique(store.groups)
-    if fraction is not None:
-        if not 0.0 < fraction < 1.0:
-            raise UsageError(f"data.valid_fraction={fraction}. Wanted more than 0 and less than 1.")
-        count = max(1, round(fraction * len(groups)))
-    assert count is not None
-    if not 0 < count < len(groups):
+    counts = [max(1, round(fraction * len(groups))) if fraction else 0 for fraction in fractions]
+    if sum(counts) >= len(groups):
         raise UsageError(
-            f"cannot hold out {count} of {len(groups)} samples for validation: both sides need at least one. "
-            "Give more data, or set data.valid_fraction=0."
+            f"cannot hold out {' and '.join(map(str, counts))} of {len(groups)} samples: at least one must be left to "
+            "learn from. Give more data, or set data.valid_fraction=0 and data.test_fraction=0."
         )
+    # Raw bits of a counter-based generator, sorted: unlike numpy's shuffles they never change with its version.
     bits = np.random.Philox(key=np.array([seed % 2**64, 1 << 63], dtype=np.uint64)).random_raw(len(groups))
-    held = np.isin(store.groups, groups[np.argsort(bits, kind="stable")[:count]])
-    return store.select(np.flatnonzero(~held)), store.select(np.flatnonzero(held))
+    drawn = np.argsort(bits, kind="stable")
+    part_of = np.full(len(groups), -1)
+    for part, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
+        part_of[drawn[end - count : end]] = part
+    parts = part_of[np.searchsorted(groups, store.groups)]
+    return store.select(np.flatnonzero(parts < 0)), [
+        store.select(np.flatnonzero(parts == part)) for part in range(len(counts))
+    ]

@@ -1,115 +1,197 @@
-"""Samples as three flat arrays, in memory or mapped from a folder.
-
-A folder holds ``tokens.bin`` (int32), ``mask.bin`` (uint8), ``offsets.bin`` and ``groups.bin`` (int64), little-endian,
-and ``store.json`` with their lengths. It appears under its name only when everything in it is on the disk.
-"""
+"""Samples as a view: stretches of token arrays, which lie in memory or in files and are never copied."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace
+from isthmus.data.indexed import IndexedPair, IndexedWriter, open_pair, pair_file, survey, token_dtype, write_manifest
+from isthmus.errors import DataError, MissingInput, NoSpace, disk_errors
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
-_FORMAT = 1
-_DTYPES = {"tokens": "<i4", "mask": "|u1", "offsets": "<i8", "groups": "<i8"}
+_NAME = "samples"
+_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """An array of tokens that samples are stretches of."""
+
+    tokens: npt.NDArray[Any]
+    """[total], of any integer dtype."""
+    mask: UInt8 | None
+    """[total], 1: the token is learned as a target; None: all are."""
+    max_token_id: int
+    """No token is larger."""
+    content: str
+    """A hash of tokens and mask."""
+    file: Path | None = None
+    """Where it is mapped from."""
+
+    @classmethod
+    def of_arrays(cls, tokens: npt.NDArray[Any], mask: UInt8 | None) -> TokenSource:
+        """Arrays in memory; both are read once."""
+        content = xxhash.xxh3_128(np.ascontiguousarray(tokens).data)
+        if mask is not None:
+            content.update(np.ascontiguousarray(mask).data)
+        return cls(tokens, mask, int(tokens.max()) if len(tokens) else -1, content.hexdigest())
+
+    @classmethod
+    def of_pair(cls, pair: IndexedPair) -> TokenSource:
+        """A pair of indexed files; nothing of it is read if it has a manifest."""
+        record = pair.manifest["pair"] if pair.manifest is not None else survey(pair)
+        content = ":".join(record["files"][suffix]["xxh3_128"] for suffix in sorted(record["files"]))
+        return cls(pair.tokens, pair.mask, record["max_token_id"], content, pair_file(pair.prefix, ".bin"))
 
 
 class SampleStore:
     """Token sequences with a mask of the tokens that are learned as targets.
 
-    ``tokens`` [total] int32; ``mask`` [total] uint8, ``mask[i] = 1``: token i is a target; ``offsets`` [n + 1] int64,
-    sample k is ``offsets[k]:offsets[k + 1]``; ``groups`` [n] int64, the same for samples that
-    repeat each other's text, as those of one conversation do (they never lie on both sides of a split).
+    Sample k is ``lengths[k]`` tokens of ``sources[which[k]]`` from ``starts[k]`` on, all [n] int64; stretches may share
+    tokens. ``groups`` [n] int64 is the same for samples that repeat each other's text, as those of one conversation do
+    (they never lie on both sides of a split).
     """
 
-    def __init__(self, tokens: Int32, mask: UInt8, offsets: Int64, groups: Int64 | None = None) -> None:
-        """Take the arrays as they are, without a copy.
+    def __init__(
+        self,
+        sources: Sequence[TokenSource],
+        starts: Int64,
+        lengths: Int64,
+        groups: Int64 | None = None,
+        which: npt.NDArray[np.integer[Any]] | None = None,
+    ) -> None:
+        """Take the arrays as they are, without a copy; without ``which`` all samples lie in the one source.
 
         Raises:
-            DataError: their lengths disagree.
+            DataError: a stretch reaches beyond its source, or the arrays are not of one length.
         """
-        self.tokens, self.mask, self.offsets = tokens, mask, offsets
-        self.groups = np.arange(len(offsets) - 1, dtype=np.int64) if groups is None else groups
-        if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or len(mask) != len(tokens):
-            ends = int(offsets[-1]) if len(offsets) else "nothing"
-            raise DataError(
-                f"sample store: offsets end at {ends}, but there are {len(tokens)} tokens, {len(mask)} mask entries. "
-                "Prepare the data again."
-            )
-        if len(self.groups) != len(offsets) - 1 or bool(np.any(np.diff(offsets) < 0)):
-            raise DataError("sample store: offsets go backwards or disagree with groups. Prepare the data again.")
+        self.sources, self.starts, self.lengths = tuple(sources), starts, lengths
+        self.groups = np.arange(len(starts), dtype=np.int64) if groups is None else groups
+        self.which = np.zeros(len(starts), dtype=np.int16) if which is None else which
+        if not len(starts) == len(lengths) == len(self.groups) == len(self.which):
+            raise DataError("sample store: starts, lengths and groups disagree in number. Prepare the data again.")
+        totals = np.array([len(source.tokens) for source in self.sources] or [0], dtype=np.int64)
+        if len(starts) and (
+            int(starts.min()) < 0 or int(lengths.min()) < 0 or bool(np.any(starts + lengths > totals[self.which]))
+        ):
+            raise DataError("sample store: a sample reaches beyond the tokens. Prepare the data again.")
 
     @classmethod
     def from_samples(
         cls, samples: Sequence[tuple[Sequence[int] | Int32, Sequence[int] | UInt8]], groups: Sequence[int] | None = None
     ) -> SampleStore:
-        """Pack (tokens, mask) pairs into one store."""
+        """Put (tokens, mask) pairs end to end."""
         lengths = np.fromiter((len(tokens) for tokens, _ in samples), dtype=np.int64, count=len(samples))
-        offsets = np.zeros(len(samples) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        tokens = np.empty(int(offsets[-1]), dtype=np.int32)
-        mask = np.empty(int(offsets[-1]), dtype=np.uint8)
-        for (ids, learned), start, end in zip(samples, offsets[:-1], offsets[1:], strict=True):
-            tokens[start:end] = ids
-            mask[start:end] = learned
-        return cls(tokens, mask, offsets, None if groups is None else np.asarray(groups, dtype=np.int64))
+        ends = np.cumsum(lengths)
+        tokens = np.empty(int(lengths.sum()), dtype=np.int32)
+        mask = np.empty(len(tokens), dtype=np.uint8)
+        for (ids, learned), end, length in zip(samples, ends, lengths, strict=True):
+            tokens[end - length : end] = ids
+            mask[end - length : end] = learned
+        source = TokenSource.of_arrays(tokens, mask)
+        return cls([source], ends - lengths, lengths, None if groups is None else np.asarray(groups, dtype=np.int64))
+
+    @classmethod
+    def from_pair(cls, pair: IndexedPair) -> SampleStore:
+        """Each sequence of a pair is a sample, each document a group."""
+        groups = np.repeat(np.arange(len(pair.documents) - 1, dtype=np.int64), np.diff(pair.documents))
+        return cls([TokenSource.of_pair(pair)], pair.starts, pair.lengths, groups)
+
+    @classmethod
+    def concatenated(cls, stores: Sequence[SampleStore]) -> SampleStore:
+        """The samples of several stores, one store after the other; groups of different stores stay apart."""
+        sources = [source for store in stores for source in store.sources]
+        groups, which = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int32)]
+        group = source = 0
+        for store in stores:
+            groups.append(store.groups + group)
+            which.append((store.which + source).astype(np.int32))
+            group += int(store.groups.max()) + 1 if len(store) else 0
+            source += len(store.sources)
+        starts, lengths = (
+            np.concatenate([np.empty(0, dtype=np.int64), *(getattr(store, name) for store in stores)])
+            for name in ("starts", "lengths")
+        )
+        return cls(sources, starts, lengths, np.concatenate(groups), np.concatenate(which))
 
     def __len__(self) -> int:
         """Number of samples."""
-        return len(self.offsets) - 1
+        return len(self.starts)
 
-    def __getitem__(self, index: int) -> tuple[Int32, UInt8]:
-        """(tokens, mask) of one sample, as views."""
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], UInt8]:
+        """(tokens, mask) of one sample, as views.
+
+        Raises:
+            DataError: a file holds a token that was not in it when it was made.
+        """
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        index %= len(self)
-        part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return self.tokens[part], self.mask[part]
+        source = self.sources[int(self.which[index])]
+        part = slice(int(self.starts[index]), int(self.starts[index] + self.lengths[index]))
+        tokens = source.tokens[part]
+        mask = np.broadcast_to(np.uint8(1), len(tokens)) if source.mask is None else source.mask[part]
+        if source.file is not None and len(tokens):
+            # The whole file is not read when a run begins, and an embedding given a wrong token may end the process.
+            if not 0 <= tokens.min() <= tokens.max() <= source.max_token_id or mask.max() > 1:
+                raise DataError(
+                    f"{source.file}: tokens {part.start} to {part.stop} or their mask hold what was not there when the "
+                    f"file was made (ids to {source.max_token_id}). It is damaged; copy it again, or prepare it again."
+                )
+        return tokens, mask
 
     @property
-    def lengths(self) -> Int64:
-        """Tokens in each sample, [n]."""
-        return np.diff(self.offsets)
+    def num_tokens(self) -> int:
+        """Tokens of all samples; those that two samples share count twice."""
+        return int(self.lengths.sum())
 
     @property
     def max_token_id(self) -> int:
-        """The largest id that occurs; a model's vocabulary must be larger."""
-        return int(self.tokens.max()) if len(self.tokens) else -1
+        """No id is larger; a model's vocabulary must be."""
+        return max((source.max_token_id for source in self.sources), default=-1)
 
     @property
     def num_learned(self) -> int:
         """Tokens that are learned as targets in one epoch (the first token of a sample never is)."""
-        firsts = self.offsets[:-1][self.lengths > 0]
-        return int(self.mask.sum(dtype=np.int64)) - int(self.mask[firsts].sum(dtype=np.int64))
+        return sum(int(np.count_nonzero(self[k][1][1:])) for k in range(len(self)))
 
-    def select(self, indices: Sequence[int] | Int64) -> SampleStore:
-        """A store of these samples in this order, copied."""
-        chosen = [int(index) for index in indices]
-        return SampleStore.from_samples([self[index] for index in chosen], [int(self.groups[k]) for k in chosen])
+    def select(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> SampleStore:
+        """A store of these samples in this order; no token is copied."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        parts = (self.starts[chosen], self.lengths[chosen], self.groups[chosen], self.which[chosen])
+        return SampleStore(self.sources, *parts)
 
-    def digest(self) -> str:
-        """A hash of tokens, masks and boundaries: equal only for the same training data in the same order."""
-        hasher = hashlib.blake2b(digest_size=16)
-        for name in ("tokens", "mask", "offsets"):
-            hasher.update(np.ascontiguousarray(getattr(self, name)).data)
+    def cut(self, length: int) -> SampleStore:
+        """The same samples, of at most the first ``length`` tokens."""
+        return SampleStore(self.sources, self.starts, np.minimum(self.lengths, length), self.groups, self.which)
+
+    @cached_property
+    def _digest(self) -> str:
+        hasher = xxhash.xxh3_128(" ".join(source.content for source in self.sources).encode())
+        for array in (self.which.astype(np.int32), self.starts, self.lengths):
+            hasher.update(np.ascontiguousarray(array).data)
         return hasher.hexdigest()
 
+    def digest(self) -> str:
+        """A hash of where the samples lie and of what lies there: equal only for the same samples in the same order.
+
+        Samples that were saved, or cut out of others, have another digest than equal ones that were not.
+        """
+        return self._digest
+
     def save(self, folder: Path | str) -> None:
-        """Write the store to a new folder, whole or not at all.
+        """Write the samples to a new folder as a pair of indexed files, whole or not at all.
+
+        A sample is a sequence; neighbours of one group are a document.
 
         Raises:
             NoSpace: the folder exists already, or the disk is full.
@@ -118,74 +200,34 @@ class SampleStore:
         folder = Path(folder)
         if folder.exists():
             raise NoSpace(f"{folder} exists already. Remove it or name another folder.")
-        staged: Path | None = None
+        staged = folder.with_name(f".tmp-{folder.name}")
+        masked = any(source.mask is not None for source in self.sources)
+        with disk_errors(folder):
+            shutil.rmtree(staged, ignore_errors=True)
+            staged.mkdir(parents=True)
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            staged = Path(tempfile.mkdtemp(prefix=f".tmp-{folder.name}-", dir=folder.parent))
-            for name, dtype in _DTYPES.items():
-                array = np.ascontiguousarray(getattr(self, name), dtype=dtype)
-                _write(staged / f"{name}.bin", array.data)
-            sizes = {name: len(getattr(self, name)) for name in _DTYPES}
-            meta = {"format": _FORMAT, "lengths": sizes, "max_token_id": self.max_token_id}
-            _write(staged / "store.json", json.dumps(meta, indent=1).encode() + b"\n")
-            staged.chmod(0o755)
-            staged.rename(folder)
-            staged = None
-            _sync_folder(folder.parent)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                need = sum(getattr(self, name).nbytes for name in _DTYPES)
-                raise NoSpace(f"{folder}: the disk is full; the samples need {need} bytes.") from error
-            raise IOFailure(f"{folder}: cannot be written: {error.strerror or error}.") from error
+            with IndexedWriter(staged / _NAME, token_dtype(self.max_token_id + 1), masked) as writer:
+                for first in range(0, len(self), _AT_ONCE):
+                    parts = [self[k] for k in range(first, min(first + _AT_ONCE, len(self)))]
+                    tokens, mask = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+                    writer.extend(tokens, self.lengths[first : first + _AT_ONCE], mask if masked else None)
+                starts = np.flatnonzero(np.diff(self.groups, prepend=-1 - self.groups[:1]))
+                writer.end_documents(np.diff(starts, append=len(self)))
+            write_manifest(staged / _NAME, {"pair": writer.close()})
+            with disk_errors(folder):
+                staged.rename(folder)
         finally:
-            if staged is not None:
-                shutil.rmtree(staged, ignore_errors=True)
+            shutil.rmtree(staged, ignore_errors=True)
 
     @classmethod
     def open(cls, folder: Path | str) -> SampleStore:
-        """Map a saved store into memory, read-only; its tokens are read when they are used.
+        """Map saved samples into memory, read-only; tokens are read when they are used.
 
         Raises:
-            MissingInput: there is no store in the folder.
-            DataError: a file of it is damaged or cut short.
+            MissingInput: there are none in the folder.
+            DataError: a file is damaged or cut short.
         """
-        folder = Path(folder)
-        try:
-            meta = json.loads((folder / "store.json").read_bytes())
-            arrays = {name: _map(folder / f"{name}.bin", dtype, meta) for name, dtype in _DTYPES.items()}
-        except FileNotFoundError as error:
-            raise MissingInput(f"{error.filename}: no such file, so {folder} is no sample store.") from error
-        except OSError as error:
-            raise IOFailure(f"{folder}: cannot be read: {error.strerror or error}.") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{folder}/store.json is damaged: {error!r}. Prepare the data again.") from error
-        return cls(arrays["tokens"], arrays["mask"], arrays["offsets"], arrays["groups"])
-
-
-def _map(path: Path, dtype: str, meta: dict[str, Any]) -> npt.NDArray[Any]:
-    if meta["format"] != _FORMAT:
-        raise DataError(
-            f"{path.parent}: sample store format {meta['format']}, wanted {_FORMAT}. Prepare the data again."
-        )
-    length = int(meta["lengths"][path.stem])
-    want, got = length * np.dtype(dtype).itemsize, path.stat().st_size
-    if want != got:
-        raise DataError(f"{path}: {got} bytes, wanted {want}. Is it cut short? Prepare the data again.")
-    if not length:
-        return np.empty(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r", shape=(length,))
-
-
-def _write(path: Path, data: Any) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        prefix = Path(folder) / _NAME
+        if not pair_file(prefix, ".json").is_file():
+            raise MissingInput(f"{prefix}.json: no such file, so {folder} holds no samples of this version.")
+        return cls.from_pair(open_pair(prefix))

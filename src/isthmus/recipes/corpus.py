@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,19 @@ from typing import Any, Literal
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.batches import Batches
+from isthmus.data.blend import Share
+from isthmus.data.columns import check_columns
 from isthmus.data.mock import MockSamples
-from isthmus.data.prepare import PrepareReport, split_validation
+from isthmus.data.prepare import PrepareReport
 from isthmus.data.samples import Samples
+from isthmus.data.split import split
 from isthmus.data.store import SampleStore
-from isthmus.engine.groups import Position, once
-from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.engine.groups import Position, agree, once
+from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.recipes.origin import Origin, read_origin
+from isthmus.recipes.parts import Part, Use, find_parts
+from isthmus.recipes.prepared import open_part, survey_part
 
 Prepare = Callable[[list[Path]], tuple[SampleStore, PrepareReport]]
 
@@ -31,6 +36,9 @@ class Corpus:
 
     train: Samples
     valid: Samples | None
+    test: Samples | None = None
+    shares: tuple[Share, ...] = ()
+    """The sets that ``train`` is a mix of; empty when it is one."""
 
     @classmethod
     def made_up(cls, config: RunConfig, vocab_size: int) -> Corpus:
@@ -42,16 +50,17 @@ class Corpus:
 
         data = config.data
         make = partial(MockSamples, seq_length=data.seq_length, vocab_size=vocab_size, seed=data.seed)
-        return cls(make(), held_out("valid", data.valid_fraction))
+        return cls(make(), held_out("valid", data.valid_fraction), held_out("test", data.test_fraction))
 
     def fingerprint(self, config: RunConfig) -> str:
         """Equal when step k of two runs takes the same sequences."""
         data = config.data
-        order = [self.train.digest(), data.seq_length, data.packing, data.seed, config.train.global_batch_size]
+        order: list[Any] = [self.train.digest(), data.seq_length, data.packing, data.seed]
+        order += [config.train.global_batch_size, [[share.samples, share.weight] for share in self.shares]]
         return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
 
-    def batches(self, config: RunConfig, position: Position, dp: int) -> tuple[Batches, Batches | None]:
-        """The lines of this rank, for training and for held-out loss."""
+    def batches(self, config: RunConfig, position: Position, dp: int) -> tuple[Batches, Batches | None, Batches | None]:
+        """The lines of this rank, for training, for held-out loss and for the test."""
         settings: dict[str, Any] = {
             "seq_length": config.data.seq_length,
             "micro_batch_size": config.train.micro_batch_size,
@@ -65,9 +74,13 @@ class Corpus:
             "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
             "length_buckets": config.data.length_buckets,
         }
-        held_out = None if self.valid is None else Batches(self.valid, shuffle=False, **settings)
+
+        def in_order(samples: Samples | None) -> Batches | None:
+            return None if samples is None else Batches(samples, shuffle=False, **settings)
+
         # Samples that are drawn at random are in no order that could be shuffled.
-        return Batches(self.train, shuffle=not config.data.mock, **settings), held_out
+        train = Batches(self.train, shuffle=not config.data.mock, shares=self.shares, **settings)
+        return train, in_order(self.valid), in_order(self.test)
 
 
 def check_files(config: RunConfig) -> None:
@@ -75,10 +88,10 @@ def check_files(config: RunConfig) -> None:
 
     Raises:
         MissingInput: naming the first that is not.
+        UsageError: raw files and prepared ones are mixed in one set.
     """
-    for name in [*config.data.files, *config.data.valid_files]:
-        if not Path(name).exists():
-            raise MissingInput(f"{name}: no such data file.")
+    find_parts(config)
+    check_columns(config.data.columns)
 
 
 def load_corpus(
@@ -114,34 +127,75 @@ def load_corpus(
         say(f"data: random tokens, {config.data.seq_length} a sample")
         return Corpus.made_up(config, vocab_size)
 
+    parts = find_parts(config)
+
     def make() -> None:
         marker = folder / "source.json"
-        origin = Origin.of(config, tokenizer, read_origin(marker))
+        origin = Origin.of(config, parts, tokenizer, read_origin(marker))
         if origin.unchanged:
             say(f"data: {folder} was made from the same files before; taken as it is")
             return
         if marker.is_file() and resume is not None:
             raise _changed(resume)
         shutil.rmtree(folder, ignore_errors=True)
-        store, report = prepare([Path(file) for file in config.data.files])
-        for line in [report.line(), *report.notes]:
-            say(f"data: {line}")
-        valid: SampleStore | None = None
-        if config.data.valid_files:
-            valid, held_out = prepare([Path(file) for file in config.data.valid_files])
-            say(f"held out: {held_out.line()}")
-        elif config.data.valid_fraction > 0:
-            store, valid = split_validation(store, fraction=config.data.valid_fraction, seed=config.data.seed)
-        _check_vocabulary(store, vocab_size)
-        store.save(folder / "train")
-        if valid is not None:
-            _check_vocabulary(valid, vocab_size)
-            valid.save(folder / "valid")
+        folder.mkdir(parents=True)
+        for part in parts:
+            if part.prepared:
+                if survey_part(part, folder):
+                    say(f"{part.name}: read once, since there is no manifest that tells of its tokens")
+                continue
+            store, report = prepare([Path(file) for file in part.files])
+            for line in [report.line(), *report.notes]:
+                say(f"{part.name}: {line}")
+            _check_vocabulary(store, vocab_size)
+            store.save(folder / part.key)
         marker.write_text(json.dumps(origin.record))
 
     once(make, "corpus")
-    has_valid = bool(config.data.valid_files) or config.data.valid_fraction > 0
-    return Corpus(SampleStore.open(folder / "train"), SampleStore.open(folder / "valid") if has_valid else None)
+    opened: dict[str, SampleStore] = {}
+
+    def open_parts() -> None:
+        for part in parts:
+            opened[part.key] = _open(part, config, tokenizer, folder, say)
+            _check_vocabulary(opened[part.key], vocab_size)
+
+    agree(open_parts)
+    return _divided(config, parts, opened)
+
+
+def _open(part: Part, config: RunConfig, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]) -> SampleStore:
+    if not part.prepared:
+        return SampleStore.open(folder / part.key)
+    store, left = open_part(part, config, tokenizer, folder)
+    said = [f"{len(part.files)} prepared -> {len(store)} samples, {store.num_tokens} tokens", *([left] if left else [])]
+    say(f"{part.name}: {', '.join(said)}")
+    if not len(store):
+        raise DataError(f"{', '.join(part.files)}: no sample is left to train on. {'; '.join(said)}.")
+    return store
+
+
+def _divided(config: RunConfig, parts: Sequence[Part], stores: dict[str, SampleStore]) -> Corpus:
+    """Training samples, and what is held out of each set unless there are files for it."""
+    data = config.data
+    held: dict[Use, list[SampleStore]] = {"valid": [], "test": []}
+    fractions: dict[Use, float] = {"valid": data.valid_fraction, "test": data.test_fraction}
+    for part in parts:
+        if part.use != "train":
+            held[part.use], fractions[part.use] = [stores[part.key]], 0.0
+    learned: list[SampleStore] = []
+    shares: list[Share] = []
+    for part in parts:
+        if part.use == "train":
+            try:
+                store, apart = split(stores[part.key], list(fractions.values()), seed=data.seed)
+            except UsageError as error:
+                raise UsageError(f"{part.name}: {error}") from error
+            for use, samples in zip(fractions, apart, strict=True):
+                held[use] += [samples] if len(samples) else []
+            learned.append(store)
+            shares.append(Share(part.name, len(store), part.weight))
+    valid, test = (SampleStore.concatenated(held[use]) if held[use] else None for use in fractions)
+    return Corpus(SampleStore.concatenated(learned), valid, test, tuple(shares) if data.sets else ())
 
 
 def _check_vocabulary(store: SampleStore, vocab_size: int) -> None:
@@ -164,6 +218,7 @@ def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
 
 def _changed(checkpoint: Path) -> DataError:
     return DataError(
-        f"the data files, a setting under data, the tokenizer or train.global_batch_size differ from those of "
-        f"{checkpoint}, so its position means nothing in them. Restore them, or start a new run with --out."
+        f"the data files, a setting under data, the tokenizer, train.global_batch_size or the form of isthmus' data "
+        f"differ from those of {checkpoint}, so its position means nothing in them. Restore them, or start a new run "
+        "with --out."
     )

@@ -164,8 +164,11 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             resume=ground.resume,
             say=reporter.say,
         )
-        batches, held_out = corpus.batches(config, position, plans.sizes.dp)
+        batches, held_out, _ = corpus.batches(config, position, plans.sizes.dp)
         steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
+        if corpus.shares:
+            mix = ", ".join(f"{name} {epochs:.2f}" for name, epochs in batches.epochs(steps).items())
+            reporter.say(f"epochs of each set in {steps} steps: {mix}")
         session = build_session(config, plans, ground.platform, position, ground.precision)
         for line in session.said:
             reporter.say(line)

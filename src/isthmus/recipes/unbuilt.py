@@ -18,9 +18,6 @@ def check_built(config: RunConfig) -> None:
         "tokenizer.path": tokenizer.path,
         "tokenizer.type": tokenizer.type,
         "tokenizer.vocab_size": tokenizer.vocab_size,
-        "data.sets": data.sets,
-        "data.test_files": data.test_files,
-        "data.test_fraction": data.test_fraction,
     }
     for name, value in unbuilt.items():
         if value:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from isthmus.data.batches import Batches, MicroBatch
+from isthmus.data.blend import Share
 from isthmus.data.store import SampleStore
 from isthmus.errors import DataError, UsageError
 
@@ -138,6 +139,37 @@ def test_memory_mapped_store_gives_the_same_batches(tmp_path):
     s.save(tmp_path / "s")
     for a, b in zip(make(s).step(2), make(SampleStore.open(tmp_path / "s")).step(2), strict=True):
         assert np.array_equal(a.labels.numpy(), b.labels.numpy())
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 2), (1, 4)])
+def test_a_mix_is_exact_packed_by_set_and_the_same_under_every_layout(packing, micro, dp):
+    parts = [(store(6, seed=1), 3.0), (store(17, seed=2), 1.0)]
+    both = SampleStore.concatenated(
+        [
+            SampleStore.from_samples(
+                [([int(t[0]) + 100 * k, *t[1:].tolist()], m) for t, m in (s[i] for i in range(len(s)))]
+            )
+            for k, (s, _) in enumerate(parts)
+        ]
+    )
+    shares = [Share(f"set {k}", len(s), weight) for k, (s, weight) in enumerate(parts)]
+    settings = {"shares": shares, "packing": packing, "seed": 3}
+    whole = make(both, **settings)
+    alone = [make(s, packing=packing).sequences_per_epoch for s, _ in parts]
+    assert whole.sequences_per_epoch == sum(alone)
+    lines = [make(both, **settings, global_batch_size=1).step(k) for k in range(40)]
+    sets = [{number // 100 for number in seen(line)} for line in lines]
+    assert all(len(mixed) == 1 for mixed in sets), "samples of two sets lie in one sequence"
+    assert sets.count({0}) == 30
+    assert whole.epochs(10) == {"set 0": 30 / alone[0], "set 1": 10 / alone[1]}
+    ranks = [make(both, **settings, micro_batch_size=micro, dp_rank=r, dp_size=dp) for r in range(dp)]
+    for step in (7, 0, 4):
+        rounds = zip(*(rank.step(step) for rank in ranks), strict=True)
+        dealt = [number for round_ in rounds for mb in round_ for number in seen([mb])]
+        assert dealt == seen(whole.step(step)) == [x for line in lines[step * 4 : step * 4 + 4] for x in seen(line)]
+    with pytest.raises(DataError, match="a set has none"):
+        make(both, shares=[*shares, Share("empty", 0, 1.0)])
 
 
 ORDER = [[8, 16, 4, 1], [12, 17, 15, 16]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.data.batches import Batches
-from isthmus.data.prepare import prepare_chat, prepare_text, split_validation
+from isthmus.data.prepare import prepare_chat, prepare_text
 from isthmus.data.store import SampleStore
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tiny import train_tokenizer
@@ -41,7 +41,7 @@ def test_chats_become_samples(tmp_path, tokenizer):
     assert (report.records, report.samples, report.tokens, report.learned_tokens) == (
         3,
         3,
-        len(store.tokens),
+        store.num_tokens,
         store.num_learned,
     )
     assert done == [2, 3]
@@ -120,22 +120,6 @@ def test_text_wants_documents_and_an_end(tmp_path, tokenizer):
         prepare_text([tmp_path / "none.txt"], tokenizer, seq_length=4)
 
 
-def test_split_keeps_records_whole_and_is_the_same_each_time():
-    groups = [k // 3 for k in range(60)]
-    store = SampleStore.from_samples([([k, k + 1], [0, 1]) for k in range(60)], groups)
-    train, valid = split_validation(store, fraction=0.1)
-    assert (len(train), len(valid)) == (54, 6)
-    assert not set(train.groups.tolist()) & set(valid.groups.tolist())
-    assert sorted([*train.tokens[::2].tolist(), *valid.tokens[::2].tolist()]) == list(range(60))
-    assert split_validation(store, fraction=0.1)[1].digest() == valid.digest()
-    assert split_validation(store, fraction=0.1, seed=1)[1].digest() != valid.digest()
-    assert len(split_validation(store, count=19)[1]) == 57
-    assert len(split_validation(store, fraction=0.001)[1]) == 3
-    for bad in ({"count": 20}, {"count": 0}, {"fraction": 1.0}, {}, {"fraction": 0.1, "count": 1}):
-        with pytest.raises(UsageError):
-            split_validation(store, **bad)
-
-
 @pytest.mark.parametrize(("name", "records"), [("alpaca_en_demo.json", 999), ("glaive_toolcall_en_demo.json", 300)])
 def test_real_chats_with_the_llama2_tokenizer(shared_data, name, records):
     pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
@@ -168,7 +152,7 @@ def test_real_documents(shared_data):
     tokenizer = load_tokenizer(shared_data / "llama2-tokenizer")
     store, report = prepare_text([shared_data / "c4_demo.jsonl"], tokenizer, seq_length=512)
     assert report.records == 300
-    assert int((store.tokens == tokenizer.eos_id).sum()) == 300
+    assert sum(int((store[k][0] == tokenizer.eos_id).sum()) for k in range(len(store))) == 300
     assert int(store.lengths.max()) == 513
     with pytest.raises(DataError, match="preference pair"):
         prepare_chat([shared_data / "dpo_en_demo.json"], tokenizer, seq_length=512)
