@@ -65,21 +65,21 @@ def test_moved_file_is_the_same_and_changed_one_is_not(file: Path) -> None:
 
 
 def test_folder_is_the_files_in_it(file: Path, tmp_path: Path) -> None:
-    record = Origin.of(config(file), tokenizer(), {}).record
-    assert Origin.of(config(tmp_path), tokenizer(), record).unchanged
-    assert Origin.of(config(tmp_path / "*.json"), tokenizer(), record).unchanged
+    record = origin(config(file), tokenizer(), {}).record
+    assert origin(config(tmp_path), tokenizer(), record).unchanged
+    assert origin(config(tmp_path / "*.json"), tokenizer(), record).unchanged
     (tmp_path / "more.json").write_text("two")
-    assert not Origin.of(config(tmp_path), tokenizer(), record).unchanged
+    assert not origin(config(tmp_path), tokenizer(), record).unchanged
 
 
 def test_data_sets_are_told_by_what_is_in_them_or_by_their_name(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "set")
     both = config(tmp_path / "set", Path("hf:org/name:test"))
-    record = Origin.of(both, tokenizer(), {}).record
-    assert Origin.of(both, tokenizer(), record).unchanged
-    assert not Origin.of(config(tmp_path / "set", Path("hf:org/name")), tokenizer(), record).unchanged
+    record = origin(both, tokenizer(), {}).record
+    assert origin(both, tokenizer(), record).unchanged
+    assert not origin(config(tmp_path / "set", Path("hf:org/name")), tokenizer(), record).unchanged
     datasets.Dataset.from_list([{"text": "b"}]).save_to_disk(tmp_path / "set")
-    assert not Origin.of(both, tokenizer(), record).unchanged
+    assert not origin(both, tokenizer(), record).unchanged
 
 
 def test_file_is_not_read_again_while_nothing_hints_at_a_change(file: Path) -> None:
