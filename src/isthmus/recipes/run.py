@@ -14,6 +14,7 @@ import torch
 
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
+from isthmus.data.pair_batches import PairBatches
 from isthmus.data.prepare import PrepareReport
 from isthmus.data.store import SampleStore
 from isthmus.engine.groups import Position, agree, close_groups, join_ranks, open_groups
@@ -26,6 +27,7 @@ from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
 from isthmus.recipes.layout import check_offload
 from isthmus.recipes.pulse import Pulse
+from isthmus.recipes.reference import check_preference, find_reference, objective_of
 from isthmus.recipes.session import (
     Blueprint,
     Session,
@@ -132,6 +134,7 @@ def survey(config: RunConfig) -> Ground:
     resume = folder.checkpoint_to_resume(config.checkpoint.resume)
     plans = blueprint(config)
     check_training(config, plans)
+    check_preference(config, plans.architecture)
     check_files(config)
     tokenizer = load_tokenizer(plans.source.path, trust_remote_code=config.model.trust_remote_code)
     platform = detect(config.platform)
@@ -182,9 +185,18 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             **config.optim.model_dump(),
         )
         optimizer = build_optimizer(session.model, settings)
-        stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings))
+        stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings), objective_of(config))
         fingerprint = corpus.fingerprint(config)
         start = 0
+        pairs = {"train": batches, "valid": held_out, "test": test}
+        find_reference(
+            stepper,
+            {name: part for name, part in pairs.items() if isinstance(part, PairBatches)},
+            folder.reference,
+            position,
+            fresh=ground.resume is None,
+            say=reporter.say,
+        )
         if ground.resume is not None:
             progress = checkpoint.load(ground.resume, stepper, plans.sizes)
             check_fingerprint(progress.data, fingerprint, ground.resume)
