@@ -77,7 +77,7 @@ def test_bad_records_stop_or_are_skipped(tmp_path: Path, tokenizer: Tokenizer) -
         prepare_pairs([file], tokenizer, seq_length=40)
     store, report = prepare_pairs([file], tokenizer, seq_length=40, on_error="skip")
     assert (len(store), report.skipped.count) == (2, 1)
-    with pytest.raises(DataError, match=r"no pair is left to train on .*First: .*a\.jsonl:2"):
+    with pytest.raises(DataError, match=r"no sample is left to train on .*First: .*a\.jsonl:2"):
         prepare_pairs([file], tokenizer, seq_length=1, on_error="skip")
     with pytest.raises(UsageError, match=r"seq_length=0"):
         prepare_pairs([file], tokenizer, seq_length=0)
