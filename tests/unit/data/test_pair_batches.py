@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from isthmus.data.blend import Share
 from isthmus.data.pair_batches import PairBatches, PairLine, spread
 from isthmus.data.split import split
 from isthmus.data.store import SampleStore
@@ -65,6 +66,13 @@ def test_lines_bring_their_part_of_the_reference() -> None:
     for line in batches.step(1):
         assert isinstance(line, PairLine) and line.reference is not None
         assert line.reference.tolist() == [k / 2 for k in line.samples.tolist()]
+
+
+def test_sets_are_mixed_by_pairs() -> None:
+    shares = (Share("a", 8, 1.0), Share("b", 14, 3.0))
+    lines = [line for k in range(10) for line in make(store(), shares=shares).step(k)]
+    taken = numbers(lines)
+    assert sum(number >= 8 for number in taken) == 60 and len(taken) == 80
 
 
 def test_only_pairs_are_taken() -> None:
