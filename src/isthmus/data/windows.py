@@ -87,7 +87,7 @@ def answer_pairs(
     long = (store.lengths > seq_length + 1).reshape(-1, 2)
     too_long = long.any(1) if overlong == "drop" else np.zeros(len(long), dtype=np.bool_)
     store = store.cut(seq_length + 1)
-    learned = (store.lengths >= 2).reshape(-1, 2).all(1)
+    learned = np.asarray((store.lengths >= 2).reshape(-1, 2).all(1))
     for number in np.flatnonzero(long.any(1) & learned & ~too_long):
         (chosen, mask), (rejected, other) = store[2 * int(number)], store[2 * int(number) + 1]
         learned[number] = bool(mask[1:].any() and other[1:].any()) and not np.array_equal(chosen, rejected)
