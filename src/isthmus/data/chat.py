@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from isthmus.data.abilities import Abilities, adapt
 from isthmus.data.records import Conversation, Message
 from isthmus.data.spans import Span, following, merged, shared_prefix, turn_end
@@ -56,6 +59,11 @@ class ChatTokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids, nothing added."""
+
+    def encode_with_mask(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        """Token ids, nothing added, and 1 for each token that shares a character with one of its text's spans."""
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
         """Token ids, nothing added, and the characters each token stands for."""

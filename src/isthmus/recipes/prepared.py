@@ -8,7 +8,7 @@ from typing import Any
 from isthmus.config.schema import RunConfig
 from isthmus.data.indexed import IndexedPair, open_pair, pair_file, survey, write_manifest
 from isthmus.data.store import SampleStore
-from isthmus.data.windows import LeftOut, chat_samples, text_windows
+from isthmus.data.windows import LeftOut, answer_pairs, chat_samples, text_windows
 from isthmus.errors import DataError
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.recipes.origin import tokenizer_record
@@ -41,8 +41,8 @@ def open_part(part: Part, config: RunConfig, tokenizer: Tokenizer, folder: Path)
             store, out = text_windows(pair, config.data.seq_length)
         elif config.recipe == "sft":
             store, out = chat_samples(pair, config.data.seq_length, config.data.overlong)
-        else:  # an answer that is cut would have to take its pair with it
-            store, out = SampleStore.from_pair(pair), LeftOut()
+        else:
+            store, out = answer_pairs(pair, config.data.seq_length, config.data.overlong)
         stores.append(store)
         left += out
     return SampleStore.concatenated(stores), left.words()

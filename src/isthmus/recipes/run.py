@@ -15,6 +15,7 @@ import torch
 
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
+from isthmus.data.pair_batches import PairBatches
 from isthmus.data.prepare import PrepareReport
 from isthmus.data.store import SampleStore
 from isthmus.engine.groups import Position, agree, close_groups, join_ranks, open_groups
@@ -29,6 +30,7 @@ from isthmus.recipes.folder import RunFolder
 from isthmus.recipes.footprint import check_footprint
 from isthmus.recipes.layout import check_offload
 from isthmus.recipes.pulse import Pulse
+from isthmus.recipes.reference import check_preference, find_reference, objective_of
 from isthmus.recipes.session import (
     Blueprint,
     Session,
@@ -139,6 +141,7 @@ def survey(config: RunConfig) -> Ground:
     resume = folder.checkpoint_to_resume(config.checkpoint.resume)
     plans = blueprint(config)
     check_training(config, plans)
+    check_preference(config, plans.architecture)
     check_files(config)
     tokenizer = run_tokenizer(config, plans.source, plans.architecture.vocab_size)
     platform = detect(config.platform)
@@ -198,9 +201,18 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             **config.optim.model_dump(),
         )
         optimizer = build_optimizer(session.model, settings)
-        stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings))
+        stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings), objective_of(config))
         fingerprint = corpus.fingerprint(config)
         start = 0
+        pairs = {"train": batches, "valid": held_out, "test": test}
+        find_reference(
+            stepper,
+            {name: part for name, part in pairs.items() if isinstance(part, PairBatches)},
+            folder.reference,
+            position,
+            fresh=ground.resume is None,
+            say=reporter.say,
+        )
         if ground.resume is not None:
             progress = checkpoint.load(ground.resume, stepper, plans.sizes)
             check_fingerprint(progress.data, fingerprint, ground.resume)

@@ -11,8 +11,9 @@ from typing import Literal, Protocol
 
 from isthmus.data.prefetch import prefetched
 from isthmus.engine.groups import Position, sum_over_ranks
+from isthmus.engine.objective import PackedLine
 from isthmus.engine.phase import phase
-from isthmus.engine.step import PackedLine, Stepper
+from isthmus.engine.step import Stepper
 from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
 from isthmus.train.flops import flops_per_batch
@@ -107,8 +108,9 @@ class Loop:
         if source is None:
             return None
         with phase("held-out loss"):
-            loss = self.stepper.evaluate(source.eval_batches())
-        self.reporter.evaluation(step, loss, part=part)
+            means = self.stepper.means(source.eval_batches())
+        loss = means.loss
+        self.reporter.evaluation(step, loss, means.figures, part=part)
         if not math.isfinite(loss):
             mend = "Lower optim.lr or lengthen optim.warmup_steps." if step else "Look at the weights and the data."
             raise Diverged(f"the held-out loss is {loss} after {step} steps; nothing is saved from there. {mend}")
@@ -176,7 +178,7 @@ class Loop:
         metrics = StepMetrics(
             step=step + 1,
             loss=result.loss,
-            mtp_loss=result.mtp_loss,
+            figures=result.figures,
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens_per_s=num_tokens / elapsed_s,

@@ -17,7 +17,9 @@ from isthmus.train.console import Console, Plain, open_console
 from isthmus.train.loggers import Logger, open_loggers
 from isthmus.train.megatron_line import megatron_line
 
-_OF_SOME_RUNS = ("mtp_loss", "loss_scale", "skipped", "memory_used")
+_OF_SOME_RUNS = ("loss_scale", "skipped", "memory_used")
+_SHOWN = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+"""Figures that a line on the screen has too, and their names there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +29,9 @@ class StepMetrics:
     step: int
     """1 is the first step."""
     loss: float
-    """Mean over the learned tokens of the global batch."""
-    mtp_loss: float | None = None
-    """The same of the layers that predict ahead; None where there are none."""
+    """Mean over the learned tokens of the global batch, or over its pairs."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else there is to tell of it: ``mtp_loss``, the same of layers that predict ahead, or rewards of answers."""
     lr: float
     grad_norm: float
     tokens_per_s: float
@@ -63,6 +65,7 @@ class StepMetrics:
         row = asdict(self)
         del row["global_batch_size"]
         row = {name: value for name, value in row.items() if value is not None or name not in _OF_SOME_RUNS}
+        row = {"step": row.pop("step"), "loss": row.pop("loss"), **row.pop("figures"), **row}
         return row | {f"moe_{name}": value for name, value in row.pop("moe").items()}
 
 
@@ -167,14 +170,23 @@ class Reporter:
             self._log(metrics.step, {k: v for k, v in row.items() if k != "step" and v is not None})
         self._console.advance(metrics.step)
 
-    def evaluation(self, step: int, loss: float, *, part: Literal["valid", "test"] = "valid") -> None:
-        """Record the loss on held-out data after ``step`` steps, as ``valid_loss`` or ``test_loss``."""
+    def evaluation(
+        self,
+        step: int,
+        loss: float,
+        figures: Mapping[str, float] | None = None,
+        *,
+        part: Literal["valid", "test"] = "valid",
+    ) -> None:
+        """Record what held-out data tell after ``step`` steps: ``valid_loss`` or ``test_loss``, and so the figures."""
         if not self._is_main:
             return
-        self._record({"step": step, f"{part}_loss": loss})
+        found = {f"{part}_{name}": value for name, value in {"loss": loss, **(figures or {})}.items()}
+        self._record({"step": step, **found})
         name = {"valid": "held-out", "test": "test"}[part]
-        self._console.line(f"step {step}/{self._total_steps}  {name} loss {loss:.4f}")
-        self._log(step, {f"{part}_loss": loss})
+        shown = [f"step {step}/{self._total_steps}", f"{name} loss {loss:.4f}", *_shown(figures or {})]
+        self._console.line("  ".join(shown))
+        self._log(step, found)
 
     def _record(self, row: dict[str, Any]) -> None:
         assert self._file is not None, "begin() comes first"
@@ -192,6 +204,7 @@ class Reporter:
         parts = [
             f"step {m.step}/{self._total_steps}",
             f"loss {m.loss:.4f}",
+            *_shown(m.figures),
             f"lr {m.lr:.2e}",
             f"grad norm {m.grad_norm:.3f}",
             f"{m.tokens_per_s:,.0f} tokens/s",
@@ -214,6 +227,10 @@ class Reporter:
             return None
         first, at_s = self._first
         return (time.monotonic() - at_s) / (step - first) * (self._total_steps - step)
+
+
+def _shown(figures: Mapping[str, float]) -> list[str]:
+    return [f"{shown} {figures[name]:.3f}" for name, shown in _SHOWN.items() if name in figures]
 
 
 def duration(seconds: float) -> str:

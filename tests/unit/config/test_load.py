@@ -260,6 +260,19 @@ def test_buckets_that_lines_do_not_fit(words: list[str], mend: str) -> None:
     assert "data.length_buckets" in str(caught.value) and mend in str(caught.value)
 
 
+def test_settings_of_another_recipe_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"dpo.beta .*beta=0.2 is for the recipe dpo, got sft"):
+        load_config("sft", None, ["dpo.beta=0.2"], FLAGS)
+    with pytest.raises(UsageError, match=r"data.loss_on .*is for the chats of sft"):
+        load_config("dpo", None, ["data.loss_on=all"], FLAGS)
+    with pytest.raises(UsageError, match=r"length_buckets are for lines of single samples"):
+        load_config("dpo", None, ["data.length_buckets=[4096]"], FLAGS)
+    with pytest.raises(UsageError, match=r"label_smoothing=0.1 belongs to loss=sigmoid, got ipo"):
+        load_config("dpo", None, ["dpo.label_smoothing=0.1", "dpo.loss=ipo"], FLAGS)
+    config = load_config("dpo", None, ["dpo.beta=0.2", "data.overlong=drop"], FLAGS)
+    assert load_config("dpo", write(tmp_path, dump(config))) == config
+
+
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingInput, match="no such config file"):
         load_config("sft", tmp_path / "absent.yaml")

@@ -44,7 +44,7 @@ def test_chats_become_samples(tmp_path, tokenizer):
         store.num_tokens,
         store.num_learned,
     )
-    assert done == [3]
+    assert done == [2, 3]
     assert report.notes == []
     assert report.line().startswith("3 records -> 3 samples, ")
 
@@ -79,7 +79,7 @@ def test_bad_records_stop_or_are_skipped(tmp_path, tokenizer):
         prepare_chat([file], tokenizer, seq_length=64)
     store, report = prepare_chat([file], tokenizer, seq_length=64, on_error="skip")
     assert (len(store), report.skipped.count) == (2, 3)
-    assert "plain text has no turns" in report.skipped.reasons[1]
+    assert "plain text among data of kind chat" in report.skipped.reasons[1]
 
 
 def test_template_without_an_end_is_noted(tmp_path):
@@ -110,7 +110,7 @@ def test_documents_are_cut_so_that_each_token_is_a_target_once(tmp_path, tokeniz
 
 
 def test_text_wants_documents_and_an_end(tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"a\.jsonl:1: a chat record is no document"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: a chat record among data of kind text"):
         prepare_text([chats(tmp_path / "a.jsonl", "one")], tokenizer, seq_length=4)
     with pytest.raises(UsageError, match="seq_length=0"):
         prepare_text([], tokenizer, seq_length=0)

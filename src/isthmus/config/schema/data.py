@@ -46,7 +46,7 @@ class DataConfig(Section):
     loss_on: Literal["assistant", "all", "last"] = "assistant"
     """sft: which tokens of a chat are learned: every assistant turn, everything, or the last assistant turn."""
     overlong: Literal["truncate", "drop"] = "truncate"
-    """sft: what happens to a sample of more than seq_length tokens."""
+    """sft, dpo: what happens to a sample of more than seq_length tokens: its end is cut off, or it is left out."""
     on_error: Literal["stop", "skip"] = "stop"
     """What happens at a record that cannot be read: stop, or leave it out and count it."""
     length_buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()
