@@ -80,7 +80,7 @@ def test_conversion(repository: Path, tmp_path: Path) -> None:
 def test_a_layer_of_experts(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "moe.json", "moe_layer.py")
     rows = [(row["model"], row["precision"], row["contestant"]) for row in result["rows"]]
-    assert len(set(rows)) == len(rows) == 2 * 2 * 5
+    assert len(set(rows)) == len(rows) == 2 * 2 * 6
     assert all(row["time_s"] > 0 and row["tokens"] == 32 for row in result["rows"])
     assert max(row["furthest_from_isthmus"] for row in result["rows"] if row["precision"] == "fp32") < 1e-5
 
