@@ -45,12 +45,9 @@ class Origin:
             parts: the files.
             tokenizer: its vocabulary and chat template.
             earlier: the record of before; where path, size and time of a file are the same, it is not read again.
-
-        Raises:
-            MissingInput, UsageError: there is no such file, or no data file in a folder.
         """
         known = {json.dumps(file["stat"]): file["digest"] for file in earlier.get("files", [])}
-        files = [[_file(name, known) for name in _files_of(part)] for part in parts]
+        files = [[file_record(name, known) for name in _files_of(part)] for part in parts]
         settings = config.data.model_dump(mode="json")
         record = {
             "format": _FORMAT,
@@ -105,13 +102,17 @@ def _files_of(part: Part) -> Iterator[str]:
             alone = pair_file(source, ".json")
             every = [alone] if alone.is_file() else [pair_file(source, suffix) for suffix in SUFFIXES]
             yield from (str(path) for path in every if path.is_file())
-        elif os.path.isdir(source):
-            yield from sorted(str(path) for path in Path(source).rglob("*") if path.is_file())
         else:
-            yield source
+            yield from files_below(source)
 
 
-def _file(name: str, known: dict[str, str]) -> dict[str, Any]:
+def files_below(name: str) -> list[str]:
+    """The files of a folder, which is a data set; a file itself, or the name of a data set that is elsewhere."""
+    return sorted(str(path) for path in Path(name).rglob("*") if path.is_file()) if os.path.isdir(name) else [name]
+
+
+def file_record(name: str, known: dict[str, str]) -> dict[str, Any]:
+    """What tells a file: its path, size and time, and a digest, which is not made again where ``known`` has those."""
     if name.startswith(HUB):
         return {"stat": [name], "digest": name}  # a run that goes on needs no network, and takes what it once fetched
     path = Path(name)
