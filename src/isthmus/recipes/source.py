@@ -56,7 +56,7 @@ def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
         return path
     if not looks_like_id(named):
         raise MissingInput(
-            f"{named} is not here. Give the folder of a Hugging Face model, an id on the Hub (org/name) or preset:NAME."
+            f"{named} is not here. Give a folder, an id on the Hub (org/name), or for a model preset:NAME."
         )
     return fetch(named, weights=weights, code=code, say=lambda told: print(told, file=sys.stderr, flush=True))
 

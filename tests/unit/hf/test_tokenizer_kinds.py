@@ -40,7 +40,8 @@ def test_each_kind_reads_what_is_its_own(folders: Path, tmp_path: Path) -> None:
     text = "the sea is blue"
     fast = open_tokenizer(folders / "fast", "HuggingFaceTokenizer")
     assert fast.folder == folders / "fast" and "tokenizer.json" in {path.name for path in fast.files}
-    assert open_tokenizer(folders / "deepseek", "DeepSeekV2Tokenizer").decode(fast.encode(text)[:0]) == ""
+    deepseek = open_tokenizer(folders / "deepseek", "DeepSeekV2Tokenizer")
+    assert deepseek.decode(deepseek.encode(text)) == text and deepseek.encode(MARKS[0]) == [0]
     gpt2 = open_tokenizer(folders / "gpt2", "GPT2BPETokenizer")
     assert gpt2.decode(gpt2.encode(text)) == text and gpt2.inner.convert_ids_to_tokens(gpt2.eos_id) == "<|endoftext|>"
     assert gpt2.files == []  # transformers does not read them by themselves

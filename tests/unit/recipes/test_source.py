@@ -85,7 +85,7 @@ def test_what_is_nowhere_is_told_with_both_reasons(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fetch.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(MissingInput, match=r"no folder models/llama here, and .* hf download models/llama"):
         opened(path="models/llama")
-    with pytest.raises(MissingInput, match=r"an id on the Hub \(org/name\) or preset:NAME"):
+    with pytest.raises(MissingInput, match=r"an id on the Hub \(org/name\), or for a model preset:NAME"):
         opened(path="./models/llama")
 
 
