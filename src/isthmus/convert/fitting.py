@@ -55,10 +55,7 @@ def fit(arch: Architecture, first: str | None = None) -> Fitting:
             nearest = (name, faults)
     if not fitting:
         close = "" if nearest is None else f" The nearest is {nearest[0]}, but for {_listed(nearest[1])}."
-        raise UsageError(
-            f"no family has words for the model that the checkpoint's args describe.{close} "
-            "If it is one of them all the same, give its config: --hf-like DIR."
-        )
+        raise UsageError(f"no family has words for the model that Megatron-LM's args describe.{close}")
     (family, said), *others = fitting
     return Fitting(family, said, tuple(other.name for other, _ in others))
 

@@ -108,16 +108,13 @@ class _Said:
     def number(self, name: str, default: int | None = None) -> int:
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise DataError(
-                f"the checkpoint's args have {name}={value!r}, not a number above 0. Give the model's config: "
-                "--hf-like DIR."
-            )
+            raise DataError(f"Megatron-LM's args have {name}={value!r}, not a number above 0.")
         return value
 
     def epsilon(self) -> float:
         value = self.get("layernorm_epsilon", self.get("norm_epsilon"))
         if not isinstance(value, float):
-            raise DataError("the checkpoint's args have no norm_epsilon. Give the model's config: --hf-like DIR.")
+            raise DataError("Megatron-LM's args have no norm_epsilon.")
         return value
 
     def refuse(self) -> None:
@@ -130,10 +127,7 @@ class _Said:
 
 def refusal(what: str) -> UsageError:
     """For a model that no family has words for."""
-    return UsageError(
-        f"the checkpoint was trained with {what}, for which no family here has words. "
-        "If the model has a Hugging Face config all the same, give it: --hf-like DIR."
-    )
+    return UsageError(f"Megatron-LM's args have {what}, for which no family here has words.")
 
 
 def _vocabulary(said: _Said, asked: int | None) -> tuple[int, list[str]]:
@@ -165,8 +159,8 @@ def _rotary(said: _Said, num_layers: int, *, latent: bool) -> dict[str, Any]:
         factor = said.get("rope_scaling_factor", ROPE_SCALING.factor)
         if factor != ROPE_SCALING.factor:
             raise UsageError(
-                f"the checkpoint's args say rope_scaling_factor={factor:g}, which no release of Megatron-LM hands on "
-                f"to the model: it rotates with {ROPE_SCALING.factor:g}. Say which it is: --hf-like DIR."
+                f"Megatron-LM's args have rope_scaling_factor={factor:g}, which no release of it hands on to the model: "
+                f"it rotates with {ROPE_SCALING.factor:g}."
             )
         found["rope_scaling"] = ROPE_SCALING
     factor = float(said.get("rotary_scaling_factor", 1.0))
@@ -280,5 +274,5 @@ def _chosen(said: _Said, name: str, num_layers: int, *, every: Any) -> list[int]
     if isinstance(frequency, int) and not isinstance(frequency, bool) and frequency > 0:
         return [layer for layer in range(num_layers) if every(layer + 1, frequency)]
     if not isinstance(frequency, list) or len(frequency) != num_layers:
-        raise DataError(f"the checkpoint's args have {name}={frequency!r}, which does not fit {num_layers} layers.")
+        raise DataError(f"Megatron-LM's args have {name}={frequency!r}, which does not fit {num_layers} layers.")
     return [layer for layer, mark in enumerate(frequency) if mark]

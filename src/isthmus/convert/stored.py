@@ -13,7 +13,7 @@ from isthmus.convert.from_hf import WovenWeights
 from isthmus.convert.from_legacy import LegacyFolder, LegacyWeights
 from isthmus.convert.from_torch_dist import TorchDistFolder, TorchDistWeights, checkpoint_folder
 from isthmus.convert.hf_weights import open_weights
-from isthmus.errors import MissingInput, UsageError
+from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.learned import FILE
@@ -101,10 +101,13 @@ def _from_args(
     """The family whose config says what the checkpoint's arguments do, and what the user has to know of that."""
     if (args := folder.args) is None:
         raise MissingInput(f"{folder} does not say which model it is. Give the model's folder: --hf-like DIR.")
-    arch, said = architecture_of(args, vocab_size)
-    if alike is not None and said:
-        arch = replace(arch, vocab_size=min(arch.vocab_size, alike.arch.vocab_size))
-    found = fit(arch, first=alike.family.name if alike is not None else None)
+    try:
+        arch, said = architecture_of(args, vocab_size)
+        if alike is not None and said:
+            arch = replace(arch, vocab_size=min(arch.vocab_size, alike.arch.vocab_size))
+        found = fit(arch, first=alike.family.name if alike is not None else None)
+    except (DataError, UsageError) as error:
+        raise type(error)(f"{folder}: {error} If the model has a Hugging Face config, give it: --hf-like DIR.") from error
     others = f"; {', '.join(found.others)} would say the same" if found.others else ""
     tokenizer = args.get("tokenizer_model") or args.get("tokenizer_type") or "of the training"
     return (

@@ -201,7 +201,7 @@ def test_another_family_is_taken_when_asked() -> None:
 
 
 def test_no_family_says_it() -> None:
-    with pytest.raises(UsageError, match=r"The nearest is \w+, but for .*=.* and not .*--hf-like"):
+    with pytest.raises(UsageError, match=r"The nearest is \w+, but for .*=.* and not "):
         fit(LATENT)
 
 
@@ -227,7 +227,7 @@ def test_no_family_says_it() -> None:
     ],
 )
 def test_arithmetic_that_is_not_built_is_refused_by_name(changed: Mapping[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=f"{words}.*--hf-like"):
+    with pytest.raises(UsageError, match=words):
         architecture_of(said(PLAIN) | changed)
 
 

@@ -1,24 +1,18 @@
-"""A translation as the text of a config file, and as values for other programs."""
+"""A translated run as a config file: each setting with the words it is from, and the remarks above."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
-from isthmus.config.dialects.translation import Remark, Translation, World
+from isthmus.config.dialects.translation import Remark, Translation
 from isthmus.config.yaml_text import write_mapping
 
-_WORDS = {"otherwise": "done otherwise", "not at all": "not done", "mistaken": "likely a mistake"}
-_WIDTH = 110
-_TREE = ("model.config",)
-"""Settings that are mappings themselves, one origin speaking for all of them."""
 
-
-def nested(translation: Translation) -> dict[str, Any]:
-    """The settings as a config file has them: ``recipe``, then section by section, each in the order it was put."""
-    values: dict[str, Any] = {"recipe": translation.recipe}
-    for name, value in translation.settings.items():
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"train.steps": 5}`` -> ``{"train": {"steps": 5}}``, in the order of the settings."""
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
         *sections, last = name.split(".")
         place = values
         for section in sections:
@@ -27,76 +21,49 @@ def nested(translation: Translation) -> dict[str, Any]:
     return values
 
 
-def write_translation(translation: Translation, name: str = "run.yaml") -> str:
-    """A config file with all that there is to know as comments: what is done otherwise, how to start it, origins.
+def as_yaml(translation: Translation, title: str) -> str:
+    """A config file that says what the translation says.
 
     Args:
-        translation: what another program was told.
-        name: what the file will be called, for the command that starts it.
+        translation: of another program's words.
+        title: what the file opens with, a line or more.
     """
-    lines = [f"# {line}".rstrip() for line in _opening(translation, name)]
-    lines += _lines(nested(translation), (), translation.origins)
+    lines = [f"# {line}".rstrip() for line in title.splitlines()]
+    if translation.remarks:
+        lines += ["#", "# What is done otherwise, or not at all:"]
+        lines += [f"# - {remark_line(remark)}" for remark in translation.remarks]
+    lines += [f"recipe: {translation.recipe}", *_section(nested(translation.settings), (), translation.origins)]
     return "\n".join(lines) + "\n"
 
 
-def values_of(translation: Translation, name: str = "run.yaml") -> dict[str, Any]:
-    """All of it, for ``--json``: the config, the origin of each setting, remarks, ranks, and the command."""
+def remark_line(remark: Remark) -> str:
+    """A remark on one line."""
+    return f"{remark.said} ({remark.became}): {remark.why}"
+
+
+def as_json(translation: Translation) -> dict[str, Any]:
+    """All of it, for ``--json``."""
+    world = translation.world
     return {
-        "config": nested(translation),
+        "config": {"recipe": translation.recipe, **nested(translation.settings)},
         "origins": dict(translation.origins),
-        "remarks": [asdict(remark) for remark in translation.remarks],
-        "world": asdict(translation.world),
-        "command": start_command(translation.recipe, translation.world, name),
+        "remarks": [{"said": one.said, "became": one.became, "why": one.why} for one in translation.remarks],
+        "world": {name: getattr(world, name) for name in world.__slots__},
     }
 
 
-def start_command(recipe: str, world: World, name: str = "run.yaml") -> str:
-    """The command that starts a run of this config over these ranks."""
-    ranks = "" if world.nproc_per_node is None else str(world.nproc_per_node)
-    if world.nnodes == 1:
-        return f"isthmus {recipe} {name}" + (f" --nproc {ranks}" if ranks not in ("", "1") else "")
-    at = f" --master-addr {world.master_addr}" if world.master_addr else ""
-    at += f" --master-port {world.master_port}" if world.master_port else ""
-    return (
-        f"torchrun --nnodes {world.nnodes} --node-rank {world.node_rank} --nproc-per-node {ranks or 'gpu'}{at} "
-        f"-m isthmus {recipe} {name}"
-    )
-
-
-def _opening(translation: Translation, name: str) -> Iterator[str]:
-    yield "Start it with"
-    yield ""
-    yield f"  {start_command(translation.recipe, translation.world, name)}"
-    yield ""
-    if translation.remarks:
-        yield "What was said and is no setting here:"
-        yield ""
-        for remark in translation.remarks:
-            yield from _said(remark)
-        yield ""
-
-
-def _said(remark: Remark) -> Iterator[str]:
-    line = "-"
-    for word in f"{remark.said}: {_WORDS[remark.became]}. {remark.why}".split():
-        if len(line) + 1 + len(word) > _WIDTH and line.strip() != "-":
-            yield line
-            line = " "
-        line += f" {word}"
-    yield line
-
-
-def _lines(values: Mapping[str, Any], prefix: tuple[str, ...], origins: Mapping[str, str]) -> Iterator[str]:
+def _section(values: Mapping[str, Any], prefix: tuple[str, ...], origins: Mapping[str, str]) -> Iterator[str]:
     indent = "  " * len(prefix)
-    for key, value in values.items():
-        path = (*prefix, key)
-        dotted = ".".join(path)
-        comment = f"  # {' '.join(origins[dotted].split())}" if dotted in origins else ""
-        if isinstance(value, dict) and value:
-            yield f"{indent}{key}:{comment}"
-            yield from _lines(value, path, {} if dotted in _TREE else origins)
+    for name, value in values.items():
+        key = (*prefix, name)
+        if isinstance(value, dict) and value and ".".join(key) not in origins:
+            yield f"{indent}{name}:"
+            yield from _section(value, key, origins)
             continue
-        first, *rest = write_mapping({key: value}).rstrip("\n").split("\n")
-        # A comment within text of several lines would end it.
-        yield indent + first + (comment if not rest or first.endswith(":") else "")
-        yield from (indent + line for line in rest)
+        first, *rest = write_mapping({name: value}).rstrip("\n").splitlines()
+        origin = origins.get(".".join(key))
+        if origin is not None and rest and not first.endswith(":"):  # a text over several lines
+            yield f"{indent}# {origin}"
+        elif origin is not None:
+            first = f"{first}  # {origin}"
+        yield from (f"{indent}{line}" for line in (first, *rest))

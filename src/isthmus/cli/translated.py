@@ -1,0 +1,75 @@
+"""What another program was told, as a config: ``isthmus config from-megatron`` and ``from-primus``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from isthmus.config.dialects.megatron.translate import Told, from_script, from_words
+from isthmus.config.dialects.translation import Translation
+from isthmus.config.dialects.written import values_of, write_translation
+from isthmus.config.load import check_values
+from isthmus.errors import IOFailure, MissingInput, UsageError
+
+
+def from_megatron(words: Sequence[str]) -> Translation:
+    """The training of a script with what it is called with, or of a command's words.
+
+    Raises:
+        MissingInput: there is no such script.
+        UsageError: it cannot be read, or says what is not built; all of it.
+    """
+    if not words:
+        raise UsageError("give a script, or -- and the arguments that pretrain_gpt.py gets.")
+    if words[0].startswith("-") or any(word.endswith(".py") for word in words):
+        return _whole(from_words(words))
+    path = Path(words[0])
+    flags = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    return _whole(from_script(_read(path), words[1:flags], words[flags:], path.stem))
+
+
+def print_translation(translation: Translation, *, as_json: bool, name: str = "run.yaml") -> int:
+    """Print it, once it is known to be a config.
+
+    Raises:
+        UsageError: settings of it clash.
+    """
+    values = values_of(translation, name)
+    check_values(values["config"])
+    print(json.dumps(values, indent=2) if as_json else write_translation(translation, name).rstrip("\n"))
+    return 0
+
+
+def _whole(told: Told) -> Translation:
+    """With the model as Hugging Face says it."""
+    if told.model:
+        from isthmus.convert.described import config_of
+
+        rows = told.model.get("padded_vocab_size") or _rows_of(told.translation)
+        config = config_of(told.model | {"padded_vocab_size": rows, "vocab_size": rows, "tokenizer_type": None})
+        told.translation.put("model.config", config, "the arguments of the model")
+        told.translation.put("model.init", "random", "the arguments of the model")
+    return told.translation
+
+
+def _rows_of(translation: Translation) -> int:
+    """Tokens of the tokenizer that lies at ``tokenizer.path``."""
+    path = translation.settings.get("tokenizer.path")
+    if path is None or not Path(path).exists():
+        what = f"the tokenizer {path} is no folder here" if path else "there is no tokenizer"
+        raise UsageError(f"nothing tells the size of the vocabulary: {what}. Add --vocab-size N to the arguments.")
+    from isthmus.hf.tokenizer import load_tokenizer
+
+    return load_tokenizer(path).vocab_size
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise MissingInput(f"{path}: there is no such file. Check the path.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+    except OSError as error:
+        raise IOFailure(f"{path} cannot be read: {error.strerror}.") from error

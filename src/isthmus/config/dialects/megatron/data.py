@@ -1,0 +1,99 @@
+"""What is learned from: blends, splits and lengths."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Sequence
+from typing import Any
+
+from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.translation import Translation
+
+_SPLIT = "969, 30, 1"
+"""Of a blend that nothing is said about."""
+
+
+def put_data(args: Arguments, translation: Translation) -> None:
+    """Files or mock data, what is held out, and the length of a sequence."""
+    translation.put("data.seq_length", args.get("seq_length") or 2048, args.words("seq_length"))
+    seed = args.words("seed")
+    translation.put("data.seed", args.get("seed"), seed)
+    if args.get("mock_data"):
+        translation.put("data.mock", True, args.words("mock_data"))
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            if args.get(name):
+                translation.remark(args.words(name), "mistaken", "Data is mocked, so these files are not read.")
+        _put_split(args, translation)
+    elif args.get("data_path"):
+        _put_blend(args, translation, "data_path")
+        _put_split(args, translation)
+    elif args.get("train_data_path"):
+        _put_blend(args, translation, "train_data_path")
+        translation.put("data.valid_fraction", 0.0, args.words("train_data_path"))
+        for part in ("valid", "test"):
+            name = f"{part}_data_path"
+            if not args.get(name):
+                continue
+            weighted = _weighted(args.get(name))
+            translation.put(f"data.{part}_files", [path for _, path in weighted], args.words(name))
+            if len({weight for weight, _ in weighted}) > 1:
+                translation.remark(args.words(name), "otherwise", "Held-out files are taken whole, without weights.")
+            if part == "valid":
+                translation.settings.pop("data.valid_fraction")
+                translation.origins.pop("data.valid_fraction")
+    if args.get("train_data_path") and args.said("split") and not args.get("mock_data"):
+        translation.remark(args.words("split"), "mistaken", "It is for --data-path; these files are split already.")
+
+
+def _put_blend(args: Arguments, translation: Translation, name: str) -> None:
+    weighted, words = _weighted(args.get(name)), args.words(name)
+    if len(weighted) == 1:
+        translation.put("data.files", [weighted[0][1]], words)
+        return
+    sets: dict[str, Any] = {}
+    for weight, path in weighted:
+        stem = posixpath.basename(path.rstrip("/")).removesuffix("_text_document") or "set"
+        stem = stem.replace(".", "-")
+        unique, number = stem, 2
+        while unique in sets:
+            unique, number = f"{stem}-{number}", number + 1
+        sets[unique] = {"files": [path], "weight": weight}
+    translation.put("data.sets", sets, words)
+
+
+def _weighted(words: Sequence[Any]) -> list[tuple[float, str]]:
+    """Weights and paths, of paths alone or of weights before paths."""
+    texts = [str(word) for word in words]
+    # Of Primus comes one text with all of them in it.
+    texts = texts[0].split() if len(texts) == 1 else texts
+    if len(texts) % 2 == 0 and all(_is_number(text) for text in texts[::2]):
+        return [(float(weight), path) for weight, path in zip(texts[::2], texts[1::2], strict=True)]
+    return [(1.0, text) for text in texts]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
+def _put_split(args: Arguments, translation: Translation) -> None:
+    said = str(args.get("split") or _SPLIT)
+    words = args.words("split")
+    try:
+        parts = [float(part) for part in said.replace("/", ",").split(",") if part.strip()]
+    except ValueError:
+        parts = []
+    if not parts or len(parts) > 3 or min(parts) < 0 or not sum(parts):
+        args.complaints.append(f"{words}  is up to three numbers such as 969,30,1")
+        return
+    parts += [0.0] * (3 - len(parts))
+    # An evaluation of no iterations holds nothing out that anybody would look at.
+    unseen = args.said("eval_iters") and args.get("eval_iters") <= 0
+    if unseen:
+        words = args.words("eval_iters")
+    for name, part in (("valid", parts[1]), ("test", parts[2])):
+        share = 0.0 if unseen else round(part / sum(parts), 9)
+        if share or name == "valid":
+            translation.put(f"data.{name}_fraction", share, words)

@@ -1,0 +1,114 @@
+"""Which model is trained: its arguments as a checkpoint of Megatron-LM would have them, and its tokenizer."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Any
+
+from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.translation import Translation
+
+ARGUMENTS = """
+    num_layers hidden_size num_attention_heads layernorm_epsilon position_embedding_type rotary_base rotary_percent
+    rotary_interleaved no_rope_freq use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor normalization
+    layernorm_zero_centered_gamma add_qkv_bias add_bias_linear qk_layernorm window_size window_attn_skip_freq softmax_type
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+    rotary_scaling_factor mscale mscale_all_dim swiglu quick_geglu activation_func_clamp_value glu_linear_offset
+    bias_gelu_fusion squared_relu num_experts moe_layer_freq moe_router_topk moe_shared_expert_intermediate_size
+    moe_shared_expert_gate moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
+    moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input
+    moe_latent_size moe_router_load_balancing_type mtp_num_layers untie_embeddings_and_output_weights init_method_std
+    group_query_attention num_query_groups apply_residual_connection_post_layernorm attention_output_gate qk_l2_norm
+    use_legacy_models spec experimental_attention_variant heterogeneous_layers_config_path
+    heterogeneous_layers_config_encoded_json hybrid_override_pattern is_hybrid_model hybrid_attention_ratio
+    hybrid_mlp_ratio
+""".split()
+"""What decides the model; what of it cannot be built is refused where the architecture is read from it."""
+_ROWS = (
+    (r"gpt-?2", 50257),
+    (r"llama-?3(\.[0-3])?\b", 128256),
+    (r"llama-?2\b|mistral-7b.*v0\.1|mixtral-8x7b", 32000),
+    (r"yi-(6b|9b|34b)", 64000),
+    (r"qwen2\.5-(0\.5|1\.5|3)b|qwen3-", 151936),
+    (r"qwen2\.5-", 152064),
+    (r"deepseek-v2", 102400),
+    (r"deepseek-(v3|r1\b)", 129280),
+)
+"""Rows of the embedding of the models that known tokenizers belong to, by the tokenizer's name."""
+_TYPES = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer")
+_ANY_TYPE = {
+    "SFTTokenizer": "HuggingFaceTokenizer",
+    "Llama3Tokenizer": "HuggingFaceTokenizer",
+    "DeepSeekV3Tokenizer": "DeepSeekV2Tokenizer",
+    "MixtralTokenizer": "HuggingFaceTokenizer",
+    "Qwen2Tokenizer": "HuggingFaceTokenizer",
+    "SentencePieceTokenizer": None,
+    "GPTSentencePieceTokenizer": None,
+}
+"""Names of types that are no names here, and what stands for them; None is whatever lies there."""
+
+
+def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]:
+    """The model, in the arguments that a checkpoint of it would have; without ``padded_vocab_size`` if nothing tells it."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not args.said(name):
+            args.complaints.append(f"--{name.replace('_', '-')}  is missing, and a model cannot be without it")
+    args.refuse_if_wrong()
+    found = {name: args.get(name) for name in ARGUMENTS}
+    if args.get("use_rotary_position_embeddings"):
+        found["position_embedding_type"] = "rope"
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    # As Megatron-LM has it: two thirds of four times the width, in multiples of 64, where there is a gate.
+    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if found["swiglu"] else 4 * hidden
+    found["ffn_hidden_size"] = args.get("ffn_hidden_size") or ffn
+    found["moe_ffn_hidden_size"] = args.get("moe_ffn_hidden_size") or found["ffn_hidden_size"]
+    found["kv_channels"] = args.get("kv_channels") or hidden // heads
+    found["max_position_embeddings"] = args.get("max_position_embeddings") or args.get("seq_length") or 2048
+    if rows := _rows(args):
+        found["padded_vocab_size"] = found["vocab_size"] = rows
+    for name in ("hidden_dropout", "attention_dropout"):
+        if args.get(name):
+            said = args.words(name) if args.said(name) else f"--{name.replace('_', '-')} {args.get(name)} (the default)"
+            translation.remark(said, "not at all", "Nothing is dropped out.")
+    if args.get("moe_router_force_load_balancing"):
+        why = "Tokens go to the experts that the router chooses, so a step takes as long as in earnest."
+        translation.remark(args.words("moe_router_force_load_balancing"), "not at all", why)
+    return found
+
+
+def _rows(args: Arguments) -> int | None:
+    """Rows of the embedding, if the arguments or the tokenizer's name tell them."""
+    if args.said("padded_vocab_size"):
+        return int(args.get("padded_vocab_size"))
+    if args.said("vocab_size"):
+        # The tokenizer that stands for none adds its end of text.
+        return int(args.get("vocab_size")) + (args.get("tokenizer_type") == "NullTokenizer")
+    if args.get("tokenizer_type") in ("GPT2BPETokenizer", None) and args.said("vocab_file"):
+        return 50257
+    name = str(args.get("tokenizer_model") or "").lower().replace("_", "-").replace("meta-", "")
+    return next((rows for pattern, rows in _ROWS if re.search(pattern, name)), None)
+
+
+def put_tokenizer(args: Arguments, translation: Translation) -> None:
+    """The tokenizer."""
+    kind, path = args.get("tokenizer_type"), args.get("tokenizer_model")
+    if kind is not None and kind not in _TYPES and kind not in _ANY_TYPE:
+        args.complaints.append(f"{args.words('tokenizer_type')}  is not built; give one of {', '.join(_TYPES)}")
+        return
+    if path is not None:
+        translation.put("tokenizer.path", path, args.words("tokenizer_model"))
+    elif args.said("vocab_file"):
+        folder = posixpath.dirname(args.get("vocab_file")) or "."
+        translation.put("tokenizer.path", folder, args.words("vocab_file", "merge_file"))
+        why = "Both lie in one folder here, as vocab.json and merges.txt."
+        translation.remark(args.words("vocab_file", "merge_file"), "otherwise", why)
+    if known := _ANY_TYPE.get(kind, kind):
+        translation.put("tokenizer.type", known, args.words("tokenizer_type"))
+        if known != kind:
+            why = f"The type is {known} here; what matters is what lies at tokenizer.path."
+            translation.remark(args.words("tokenizer_type"), "otherwise", why)
+    if kind == "NullTokenizer" and args.said("vocab_size"):
+        translation.put("tokenizer.vocab_size", args.get("vocab_size"), args.words("vocab_size"))
+    if args.get("trust_remote_code"):
+        translation.put("model.trust_remote_code", True, args.words("trust_remote_code"))
