@@ -87,3 +87,21 @@ def schema() -> int:
         part.pop("required", None)
     print(json.dumps(found, indent=2))
     return 0
+
+
+@app.command("from-megatron", short_help="Say a run of Megatron-LM in settings.")
+def from_megatron(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT.sh [WORD...] [-- ARGS...]",
+            help="A shell script, what it is called with, and arguments of Megatron-LM after its own; or these alone.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
+) -> int:
+    """Print the config of the run that a script, or a list of arguments, has Megatron-LM do."""
+    from isthmus.cli.translated import from_megatron as translated
+    from isthmus.cli.translated import print_translation
+
+    return print_translation(translated(words or []), json_wanted=as_json)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isthmus.config.dialects.megatron.translate import Told, from_script, from_words
-from isthmus.config.dialects.translation import Translation
-from isthmus.config.dialects.written import values_of, write_translation
-from isthmus.config.load import check_values
+from isthmus.config.dialects.translation import Translation, World
+from isthmus.config.dialects.written import as_json, as_yaml
+from isthmus.config.load import load_config
 from isthmus.errors import IOFailure, MissingInput, UsageError
 
 
@@ -29,16 +29,30 @@ def from_megatron(words: Sequence[str]) -> Translation:
     return _whole(from_script(_read(path), words[1:flags], words[flags:], path.stem))
 
 
-def print_translation(translation: Translation, *, as_json: bool, name: str = "run.yaml") -> int:
+def print_translation(translation: Translation, *, json_wanted: bool, name: str = "run.yaml") -> int:
     """Print it, once it is known to be a config.
 
     Raises:
         UsageError: settings of it clash.
     """
-    values = values_of(translation, name)
-    check_values(values["config"])
-    print(json.dumps(values, indent=2) if as_json else write_translation(translation, name).rstrip("\n"))
+    load_config(None, None, [], {"recipe": translation.recipe, **translation.settings})
+    command = start_command(translation.recipe, translation.world, name)
+    if json_wanted:
+        print(json.dumps(as_json(translation) | {"command": command}, indent=2))
+    else:
+        print(as_yaml(translation, f"Start it with\n\n  {command}").rstrip("\n"))
     return 0
+
+
+def start_command(recipe: str, world: World, name: str) -> str:
+    """The command that starts a run of a config file over these ranks."""
+    ranks = "" if world.nproc_per_node is None else str(world.nproc_per_node)
+    if world.nnodes == 1:
+        return f"isthmus {recipe} {name}" + (f" --nproc {ranks}" if ranks not in ("", "1") else "")
+    at = f" --master-addr {world.master_addr}" if world.master_addr else ""
+    at += f" --master-port {world.master_port}" if world.master_port else ""
+    nodes = f"--nnodes {world.nnodes} --node-rank {world.node_rank} --nproc-per-node {ranks or 'gpu'}"
+    return f"torchrun {nodes}{at} -m isthmus {recipe} {name}"
 
 
 def _whole(told: Told) -> Translation:
@@ -48,8 +62,11 @@ def _whole(told: Told) -> Translation:
 
         rows = told.model.get("padded_vocab_size") or _rows_of(told.translation)
         config = config_of(told.model | {"padded_vocab_size": rows, "vocab_size": rows, "tokenizer_type": None})
-        told.translation.put("model.config", config, "the arguments of the model")
-        told.translation.put("model.init", "random", "the arguments of the model")
+        rest, words = dict(told.translation.settings), "the arguments of the model"
+        told.translation.settings.clear()
+        for name, value in (("out", rest.pop("out")), ("model.config", config), ("model.init", "random")):
+            told.translation.put(name, value, told.translation.origins.get(name, words))
+        told.translation.settings.update(rest)
     return told.translation
 
 

@@ -107,7 +107,9 @@ def _from_args(
             arch = replace(arch, vocab_size=min(arch.vocab_size, alike.arch.vocab_size))
         found = fit(arch, first=alike.family.name if alike is not None else None)
     except (DataError, UsageError) as error:
-        raise type(error)(f"{folder}: {error} If the model has a Hugging Face config, give it: --hf-like DIR.") from error
+        raise type(error)(
+            f"{folder}: {error} If the model has a Hugging Face config, give it: --hf-like DIR."
+        ) from error
     others = f"; {', '.join(found.others)} would say the same" if found.others else ""
     tokenizer = args.get("tokenizer_model") or args.get("tokenizer_type") or "of the training"
     return (

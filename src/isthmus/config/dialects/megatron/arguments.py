@@ -25,11 +25,16 @@ class Arguments:
         """Nothing was said."""
         self._values: dict[str, Any] = {}
         self._words: dict[str, str] = {}
+        self._quiet: set[str] = set()
         self.complaints: list[str] = []
         """All that is wrong with them, to be told at once."""
 
-    def say(self, name: str, value: Any, words: str) -> None:
-        """``name`` is ``value``, a plain value or the words of a flag, since ``words`` say so; the later word wins."""
+    def say(self, name: str, value: Any, words: str, *, quiet: bool = False) -> None:
+        """``name`` is ``value``, a plain value or the words of a flag, since ``words`` say so; the later word wins.
+
+        With ``quiet`` no remark is made on it: nobody said it of this run.
+        """
+        (self._quiet.add if quiet else self._quiet.discard)(name)
         kind = kinds().get(name)
         try:
             self._values[name] = value if kind is None else _typed(kind[0], value)
@@ -55,7 +60,8 @@ class Arguments:
         self._values.pop(name, None)
 
     def remark_on_the_rest(self, translation: Translation) -> None:
-        """A remark for each argument that no setting has, or a complaint where another run would be made."""
+        """A remark for the arguments that no setting has, a complaint for one without which it were another run."""
+        alike: dict[tuple[str, str], list[str]] = {}
         for name, value in self._values.items():
             if name in NEVER:
                 translation.remark(self._words[name], "mistaken", NEVER[name])
@@ -65,8 +71,10 @@ class Arguments:
                     continue
                 if fate == "refused":
                     self.complaints.append(f"{self._words[name]}  {why}")
-                else:
-                    translation.remark(self._words[name], fate, why)  # type: ignore[arg-type]
+                elif name not in self._quiet:
+                    alike.setdefault((fate, why), []).append(self._words[name])
+        for (fate, why), said in alike.items():
+            translation.remark(", ".join(said), fate, why)  # type: ignore[arg-type]
 
     def refuse_if_wrong(self) -> None:
         """Raise all complaints.

@@ -10,17 +10,18 @@ from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.translation import Translation
 
 ARGUMENTS = """
-    num_layers hidden_size num_attention_heads layernorm_epsilon position_embedding_type rotary_base rotary_percent
-    rotary_interleaved no_rope_freq use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor normalization
-    layernorm_zero_centered_gamma add_qkv_bias add_bias_linear qk_layernorm window_size window_attn_skip_freq softmax_type
-    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
-    rotary_scaling_factor mscale mscale_all_dim swiglu quick_geglu activation_func_clamp_value glu_linear_offset
-    bias_gelu_fusion squared_relu num_experts moe_layer_freq moe_router_topk moe_shared_expert_intermediate_size
-    moe_shared_expert_gate moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
-    moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input
-    moe_latent_size moe_router_load_balancing_type mtp_num_layers untie_embeddings_and_output_weights init_method_std
-    group_query_attention num_query_groups apply_residual_connection_post_layernorm attention_output_gate qk_l2_norm
-    use_legacy_models spec experimental_attention_variant heterogeneous_layers_config_path
+    num_layers hidden_size num_attention_heads layernorm_epsilon position_embedding_type rotary_base
+    rotary_percent rotary_interleaved no_rope_freq use_rope_scaling rope_scaling_factor
+    rotary_seq_len_interpolation_factor normalization layernorm_zero_centered_gamma add_qkv_bias add_bias_linear
+    qk_layernorm window_size window_attn_skip_freq softmax_type multi_latent_attention q_lora_rank kv_lora_rank
+    qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim swiglu
+    quick_geglu activation_func_clamp_value glu_linear_offset bias_gelu_fusion squared_relu num_experts
+    moe_layer_freq moe_router_topk moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
+    moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input moe_latent_size
+    moe_router_load_balancing_type mtp_num_layers untie_embeddings_and_output_weights init_method_std
+    group_query_attention num_query_groups apply_residual_connection_post_layernorm attention_output_gate
+    qk_l2_norm use_legacy_models spec experimental_attention_variant heterogeneous_layers_config_path
     heterogeneous_layers_config_encoded_json hybrid_override_pattern is_hybrid_model hybrid_attention_ratio
     hybrid_mlp_ratio
 """.split()
@@ -50,7 +51,7 @@ _ANY_TYPE = {
 
 
 def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]:
-    """The model, in the arguments that a checkpoint of it would have; without ``padded_vocab_size`` if nothing tells it."""
+    """The model, in the arguments that a checkpoint of it has; without ``padded_vocab_size`` if nothing tells it."""
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not args.said(name):
             args.complaints.append(f"--{name.replace('_', '-')}  is missing, and a model cannot be without it")

@@ -27,7 +27,7 @@ OTHERWISE: dict[str, str] = {
         overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
         use_ring_exchange_p2p defer_embedding_wgrad_compute wgrad_deferral_limit=0
         overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage moe_shared_expert_overlap
-        symmetric_ar_type empty_unused_memory_level=0 manual_gc manual_gc_interval=0 manual_gc_eval=true
+        symmetric_ar_type
         enable_gloo_process_groups=true tp_comm_overlap_cfg high_priority_stream_groups
         overlap_p2p_comm=true distributed_backend=nccl distributed_timeout_seconds_after_init
         align_grad_reduce=true ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw
@@ -38,6 +38,9 @@ OTHERWISE: dict[str, str] = {
         create_all_gather_group suggested_communication_unit_size cp_comm_type=p2p
         nccl_communicator_config_path use_tp_pp_dp_mapping barrier_with_L1_time=true
         nccl_all_reduce_for_prefill
+    """,
+    "Memory is left to Python and to torch.": """
+        manual_gc manual_gc_interval=0 manual_gc_eval=true empty_unused_memory_level=0
     """,
     "The optimizer's state is cut over the data parallel ranks in every run.": """
         use_distributed_optimizer

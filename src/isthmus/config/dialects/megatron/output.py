@@ -8,14 +8,19 @@ from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.translation import Translation
 
 
-def put_output(args: Arguments, translation: Translation, name: str) -> None:
-    """The run folder, checkpoints and logs; ``name`` is for the run folder of a script that saves nothing."""
+def put_out(args: Arguments, translation: Translation, name: str) -> None:
+    """The run folder; one called ``name`` for a script that saves nothing."""
+    if args.said("save"):
+        translation.put("out", args.get("save"), args.words("save"))
+    else:
+        translation.put("out", posixpath.join("runs", name), "not said: there is no --save")
+
+
+def put_checkpoints(args: Arguments, translation: Translation) -> None:
+    """What is saved when, and where a run goes on."""
     save, load = args.get("save"), args.get("load")
     if save is None:
-        translation.put("out", posixpath.join("runs", name), "not said: there is no --save")
         translation.put("checkpoint.save_final", False, "not said: there is no --save")
-    else:
-        translation.put("out", save, args.words("save"))
     if args.get("save_interval") and save is not None:
         translation.put("checkpoint.every", args.get("save_interval"), args.words("save_interval"))
         why = "The newest checkpoint.keep checkpoints are kept (2), not all of them."
@@ -43,8 +48,11 @@ def put_output(args: Arguments, translation: Translation, name: str) -> None:
     if args.said("ckpt_format") and args.get("ckpt_format") != "torch_dist":
         why = "Checkpoints are torch_dist; isthmus convert --to torch makes the other kind of them."
         translation.remark(args.words("ckpt_format"), "otherwise", why)
-    every = args.get("log_interval")
-    translation.put("logging.every", every, args.words("log_interval"))
+
+
+def put_logging(args: Arguments, translation: Translation) -> None:
+    """What is told on the way."""
+    translation.put("logging.every", args.get("log_interval"), args.words("log_interval"))
     if args.said("tensorboard_dir"):
         translation.put("logging.tensorboard", True, args.words("tensorboard_dir"))
         translation.remark(args.words("tensorboard_dir"), "otherwise", "Its files are written into the run folder.")

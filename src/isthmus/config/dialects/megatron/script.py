@@ -1,4 +1,4 @@
-"""The training that a shell script starts: its arguments and ranks. What cannot be known without running it is refused."""
+"""The training that a shell script starts; what could not be known without running it is refused."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ KINDS: dict[str, str] = {
         qk_l2_norm is_hybrid_model moe_apply_probs_on_input sequence_parallel use_torch_fsdp2
         use_megatron_fsdp overlap_grad_reduce overlap_param_gather recompute_activations
         checkpoint_activations moe_layer_recompute fp16 bf16 profile mock_data finetune no_load_optim
-        no_load_rng sft trust_remote_code moe_router_force_load_balancing
+        no_load_rng sft trust_remote_code moe_router_force_load_balancing optimizer_cpu_offload
     """,
     "str": """
         position_embedding_type=learned_absolute normalization=LayerNorm softmax_type=vanilla rope_type

@@ -164,6 +164,8 @@ def _put_optimizer(args: Arguments, translation: Translation) -> None:
     for ours, theirs in _OPTIM.items():
         if args.get(theirs) is not None:
             translation.put(f"optim.{ours}", args.get(theirs), args.words(theirs))
+    if args.get("optimizer_cpu_offload"):
+        translation.put("optim.offload", True, args.words("optimizer_cpu_offload"))
     start, end = args.get("start_weight_decay"), args.get("end_weight_decay")
     if start is not None and end is not None:
         words = args.words("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")

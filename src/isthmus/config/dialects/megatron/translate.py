@@ -11,7 +11,7 @@ from isthmus.config.dialects.megatron.arguments import Arguments, read_flags
 from isthmus.config.dialects.megatron.data import put_data
 from isthmus.config.dialects.megatron.model import model_arguments, put_tokenizer
 from isthmus.config.dialects.megatron.moe import put_moe, take_megablocks
-from isthmus.config.dialects.megatron.output import put_output
+from isthmus.config.dialects.megatron.output import put_checkpoints, put_logging, put_out
 from isthmus.config.dialects.megatron.parallel import put_parallel
 from isthmus.config.dialects.megatron.script import Started, read_command, read_training
 from isthmus.config.dialects.megatron.train import put_train
@@ -64,16 +64,16 @@ def from_arguments(args: Arguments, world: World, name: str, *, model: bool = Tr
     """
     translation = Translation("sft" if args.get("sft") else "pretrain", world=world)
     take_megablocks(args)
-    told: dict[str, Any] = {}
-    if model:
-        told = model_arguments(args, translation)
+    put_out(args, translation, name)
+    args.remark_on_the_rest(translation)
+    told = model_arguments(args, translation) if model else {}
     put_tokenizer(args, translation)
     put_data(args, translation)
     put_parallel(args, translation)
     put_moe(args, translation)
     put_train(args, translation)
-    put_output(args, translation, name)
-    args.remark_on_the_rest(translation)
+    put_checkpoints(args, translation)
+    put_logging(args, translation)
     args.refuse_if_wrong()
     return Told(translation, told)
 

@@ -20,7 +20,7 @@ NOT_AT_ALL: dict[str, str] = {
     """,
     "Nothing is moved between the memory of the device and that of the machine.": """
         cpu_offloading_num_layers=0 fine_grained_activation_offloading offload_modules
-        min_offloaded_tensor_size=1048576 optimizer_cpu_offload optimizer_offload_fraction=1.0
+        min_offloaded_tensor_size=1048576 optimizer_offload_fraction=1.0
         use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads=true
         pin_cpu_params=true rl_offload_optimizer_during_inference rl_offload_kv_cache_during_training
         rl_offload_inference_model_weights_when_idle
