@@ -105,3 +105,19 @@ def from_megatron(
     from isthmus.cli.translated import print_translation
 
     return print_translation(translated(words or []), json_wanted=as_json)
+
+
+@app.command("from-primus", short_help="Say an experiment of Primus in settings.")
+def from_primus(
+    experiment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The experiment, of its Megatron backend.")],
+    models: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of model files, beside the experiment's own and PRIMUS_PATH."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
+) -> int:
+    """Print the config of the run that an experiment has Primus do, with its model files."""
+    from isthmus.cli.translated import from_primus as translated
+    from isthmus.cli.translated import print_translation
+
+    return print_translation(translated(experiment, models), json_wanted=as_json)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isthmus.config.dialects.megatron.translate import Told, from_script, from_words
+from isthmus.config.dialects.primus.translate import from_experiment
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.config.dialects.written import as_json, as_yaml
 from isthmus.config.load import load_config
@@ -27,6 +28,16 @@ def from_megatron(words: Sequence[str]) -> Translation:
     path = Path(words[0])
     flags = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     return _whole(from_script(_read(path), words[1:flags], words[flags:], path.stem))
+
+
+def from_primus(experiment: Path, models: Path | None) -> Translation:
+    """An experiment of Primus with its model.
+
+    Raises:
+        MissingInput, IOFailure: a file is not there, or cannot be read.
+        UsageError: it is no experiment of Megatron's, or says what is not built; all of it.
+    """
+    return _whole(from_experiment(experiment, models))
 
 
 def print_translation(translation: Translation, *, json_wanted: bool, name: str = "run.yaml") -> int:

@@ -159,7 +159,7 @@ def _rotary(said: _Said, num_layers: int, *, latent: bool) -> dict[str, Any]:
         factor = said.get("rope_scaling_factor", ROPE_SCALING.factor)
         if factor != ROPE_SCALING.factor:
             raise UsageError(
-                f"Megatron-LM's args have rope_scaling_factor={factor:g}, which no release of it hands on to the model: "
+                f"Megatron-LM's args have rope_scaling_factor={factor:g}, which no release hands on to the model: "
                 f"it rotates with {ROPE_SCALING.factor:g}."
             )
         found["rope_scaling"] = ROPE_SCALING

@@ -206,7 +206,7 @@ def _typed(kind: str, value: Any) -> Any:
     word = words[0]
     try:
         if kind == "bool":
-            return {"true": True, "false": False}[str(word).lower()]
+            return {"true": True, "1": True, "false": False, "0": False}[str(word).lower()]
         if isinstance(word, bool):
             raise ValueError
         if kind == "int":
@@ -221,9 +221,10 @@ def _typed(kind: str, value: Any) -> Any:
 
 def _layers(value: Any) -> Any:
     """A number, or a list of them written with + and *, as Megatron-LM takes it: ``([0]*3+[1]*1)*2``."""
-    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         return value
-    text = " ".join(value)
+    text = " ".join(words)
 
     def read(node: ast.expr) -> Any:
         match node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,11 +82,8 @@ def _is_number(text: str) -> bool:
 def _put_split(args: Arguments, translation: Translation) -> None:
     said = str(args.get("split") or _SPLIT)
     words = args.words("split")
-    try:
-        parts = [float(part) for part in said.replace("/", ",").split(",") if part.strip()]
-    except ValueError:
-        parts = []
-    if not parts or len(parts) > 3 or min(parts) < 0 or not sum(parts):
+    parts = [float(part) for part in re.findall(r"[0-9]*\.?[0-9]+", said)]
+    if not parts or len(parts) > 3 or not sum(parts):
         args.complaints.append(f"{words}  is up to three numbers such as 969,30,1")
         return
     parts += [0.0] * (3 - len(parts))

@@ -23,13 +23,13 @@ ARGUMENTS = """
     group_query_attention num_query_groups apply_residual_connection_post_layernorm attention_output_gate
     qk_l2_norm use_legacy_models spec experimental_attention_variant heterogeneous_layers_config_path
     heterogeneous_layers_config_encoded_json hybrid_override_pattern is_hybrid_model hybrid_attention_ratio
-    hybrid_mlp_ratio
+    hybrid_mlp_ratio original_max_position_embeddings beta_fast beta_slow
 """.split()
 """What decides the model; what of it cannot be built is refused where the architecture is read from it."""
 _ROWS = (
     (r"gpt-?2", 50257),
     (r"llama-?3(\.[0-3])?\b", 128256),
-    (r"llama-?2\b|mistral-7b.*v0\.1|mixtral-8x7b", 32000),
+    (r"llama-?2\b|mistral-7b.*v0\.1|mixtral-8x(7b|22b-v0\.1)", 32000),
     (r"yi-(6b|9b|34b)", 64000),
     (r"qwen2\.5-(0\.5|1\.5|3)b|qwen3-", 151936),
     (r"qwen2\.5-", 152064),
@@ -38,16 +38,15 @@ _ROWS = (
 )
 """Rows of the embedding of the models that known tokenizers belong to, by the tokenizer's name."""
 _TYPES = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer")
-_ANY_TYPE = {
-    "SFTTokenizer": "HuggingFaceTokenizer",
-    "Llama3Tokenizer": "HuggingFaceTokenizer",
-    "DeepSeekV3Tokenizer": "DeepSeekV2Tokenizer",
-    "MixtralTokenizer": "HuggingFaceTokenizer",
-    "Qwen2Tokenizer": "HuggingFaceTokenizer",
-    "SentencePieceTokenizer": None,
-    "GPTSentencePieceTokenizer": None,
-}
-"""Names of types that are no names here, and what stands for them; None is whatever lies there."""
+_BY_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+"""Types that are what lies there."""
+_UNBUILT = (
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "TikTokenizer",
+    "MultimodalTokenizer",
+    "NullMultimodalTokenizer",
+)
 
 
 def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def _rows(args: Arguments) -> int | None:
 def put_tokenizer(args: Arguments, translation: Translation) -> None:
     """The tokenizer."""
     kind, path = args.get("tokenizer_type"), args.get("tokenizer_model")
-    if kind is not None and kind not in _TYPES and kind not in _ANY_TYPE:
+    if kind in _UNBUILT or (kind is not None and not str(kind).endswith("Tokenizer")):
         args.complaints.append(f"{args.words('tokenizer_type')}  is not built; give one of {', '.join(_TYPES)}")
         return
     if path is not None:
@@ -104,11 +103,14 @@ def put_tokenizer(args: Arguments, translation: Translation) -> None:
         translation.put("tokenizer.path", folder, args.words("vocab_file", "merge_file"))
         why = "Both lie in one folder here, as vocab.json and merges.txt."
         translation.remark(args.words("vocab_file", "merge_file"), "otherwise", why)
-    if known := _ANY_TYPE.get(kind, kind):
-        translation.put("tokenizer.type", known, args.words("tokenizer_type"))
-        if known != kind:
-            why = f"The type is {known} here; what matters is what lies at tokenizer.path."
-            translation.remark(args.words("tokenizer_type"), "otherwise", why)
+    if kind in _TYPES:
+        translation.put("tokenizer.type", kind, args.words("tokenizer_type"))
+    elif kind is not None:
+        # Of Primus come a dozen names for tokenizers of Hugging Face.
+        if kind not in _BY_FILE:
+            translation.put("tokenizer.type", "HuggingFaceTokenizer", args.words("tokenizer_type"))
+        why = "The name of its type decides nothing here: the tokenizer is what lies at tokenizer.path."
+        translation.remark(args.words("tokenizer_type"), "otherwise", why)
     if kind == "NullTokenizer" and args.said("vocab_size"):
         translation.put("tokenizer.vocab_size", args.get("vocab_size"), args.words("vocab_size"))
     if args.get("trust_remote_code"):

@@ -42,7 +42,7 @@ KINDS: dict[str, str] = {
     """,
     "str": """
         position_embedding_type=learned_absolute normalization=LayerNorm softmax_type=vanilla rope_type
-        moe_router_score_function=softmax spec experimental_attention_variant
+        moe_router_score_function=softmax experimental_attention_variant
         heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json hybrid_override_pattern
         recompute_granularity recompute_method fp8 fp8_recipe=delayed lr_decay_style=linear
         lr_wsd_decay_style=exponential weight_decay_incr_style=constant optimizer=adam split tokenizer_type
@@ -51,7 +51,7 @@ KINDS: dict[str, str] = {
     """,
     "list": """
         data_path train_data_path valid_data_path test_data_path recompute_modules
-        moe_router_load_balancing_type=aux_loss moe_aux_loss_coeff=0.0
+        moe_router_load_balancing_type=aux_loss moe_aux_loss_coeff=0.0 spec
     """,
     "layers": "window_size window_attn_skip_freq no_rope_freq moe_layer_freq=1",
 }
@@ -140,9 +140,9 @@ NEVER: dict[str, str] = {
 }
 """Flags that guides tell of and that never were there."""
 EXTRA: dict[str, str] = {
-    "int": "moe_top_k=1",
-    "float": "moe_capacity_factor=1 moe_loss_weight=0.1",
+    "int": "moe_top_k=1 original_max_position_embeddings",
+    "float": "moe_capacity_factor=1 moe_loss_weight=0.1 beta_fast beta_slow",
     "bool": "moe_expert_model_parallelism",
     "list": "moe_normalize_expert_weights",
 }
-"""Arguments of MegaBlocks' Megatron-LM that are translated, as :data:`KINDS`."""
+"""Arguments of MegaBlocks' Megatron-LM and of Primus that are translated, as :data:`KINDS`."""
