@@ -4,6 +4,7 @@ Not a test: ``test_megatron_lm.py`` starts it under torchrun, one process a rank
 
     driver.py train MEGATRON_LM FLAGS...            its pretrain_gpt.py
     driver.py logits MEGATRON_LM IDS OUT FLAGS...   its loader and its model; OUT gets the logits of the tokens in IDS
+    driver.py arguments MEGATRON_LM                 prints a line of JSON for each argument of its parser
 """
 
 from __future__ import annotations
@@ -101,10 +102,24 @@ def _logits(ids: Path, out: Path, flags: list[str]) -> None:
         torch.save(found[0].float(), out)
 
 
+def _arguments() -> None:
+    import argparse
+    import json
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions:
+        flags = [flag for flag in action.option_strings if flag.startswith("--")]
+        default = getattr(action.default, "name", action.default)
+        print(json.dumps({"flags": flags, "name": action.dest, "kind": type(action).__name__, "default": default}))
+
+
 if __name__ == "__main__":
     what, megatron_lm, *rest = sys.argv[1:]
     _prepare(megatron_lm)
     if what == "train":
         _train(f"{megatron_lm}/pretrain_gpt.py", rest)
+    elif what == "arguments":
+        _arguments()
     else:
         _logits(Path(rest[0]), Path(rest[1]), rest[2:])

@@ -89,12 +89,16 @@ def schema() -> int:
     return 0
 
 
-@app.command("from-megatron", short_help="Say a run of Megatron-LM in settings.")
+@app.command(
+    "from-megatron",
+    short_help="Say a run of Megatron-LM in settings.",
+    context_settings={"ignore_unknown_options": True},
+)
 def from_megatron(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCRIPT.sh [WORD...] [-- ARGS...]",
+            metavar="SCRIPT.sh [WORD...] [ARGS...]",
             help="A shell script, what it is called with, and arguments of Megatron-LM after its own; or these alone.",
         ),
     ] = None,

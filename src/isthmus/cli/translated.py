@@ -86,7 +86,10 @@ def _rows_of(translation: Translation) -> int:
     path = translation.settings.get("tokenizer.path")
     if path is None or not Path(path).exists():
         what = f"the tokenizer {path} is no folder here" if path else "there is no tokenizer"
-        raise UsageError(f"nothing tells the size of the vocabulary: {what}. Add --vocab-size N to the arguments.")
+        raise UsageError(
+            f"nothing tells the size of the vocabulary: {what}. Add --vocab-size N to the arguments, or vocab_size: N "
+            "to the overrides of an experiment."
+        )
     from isthmus.hf.tokenizer import load_tokenizer
 
     return load_tokenizer(path).vocab_size

@@ -46,6 +46,10 @@ class Arguments:
         """Whether anything was said about it; null says nothing."""
         return self._values.get(name) is not None
 
+    def said_of_this_run(self, name: str) -> bool:
+        """Whether it was said of this run, and is no default of some program's."""
+        return self.said(name) and name not in self._quiet
+
     def get(self, name: str) -> Any:
         """The value that was said, or Megatron-LM's default."""
         value = self._values.get(name)
@@ -67,7 +71,7 @@ class Arguments:
                 translation.remark(self._words[name], "mistaken", NEVER[name])
             elif name in fates() and value is not None:
                 fate, why, neutral = fates()[name]
-                if _same(value, neutral):
+                if says_nothing(value, neutral):
                     continue
                 if fate == "refused":
                     self.complaints.append(f"{self._words[name]}  {why}")
@@ -175,9 +179,9 @@ def _entries(names: str) -> Iterator[tuple[str, str]]:
         yield name, default
 
 
-def _same(value: Any, neutral: str) -> bool:
-    """Whether a value is what the tables write as ``neutral``."""
-    if value in (False, [], {}, ""):
+def says_nothing(value: Any, neutral: str) -> bool:
+    """Whether a value is what the tables write as ``neutral``, so that nothing needs to be said of it."""
+    if value is None or value is False or value in ([], {}, ""):
         return neutral == ""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     try:

@@ -51,10 +51,10 @@ _UNBUILT = (
 
 def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]:
     """The model, in the arguments that a checkpoint of it has; without ``padded_vocab_size`` if nothing tells it."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if not args.said(name):
+    if missing := [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.said(name)]:
+        for name in missing:
             args.complaints.append(f"--{name.replace('_', '-')}  is missing, and a model cannot be without it")
-    args.refuse_if_wrong()
+        args.refuse_if_wrong()
     found = {name: args.get(name) for name in ARGUMENTS}
     if args.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"

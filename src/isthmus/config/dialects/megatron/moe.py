@@ -24,7 +24,6 @@ def take_megablocks(args: Arguments) -> None:
     args.say("moe_router_topk", args.get("moe_top_k"), words)
     args.say("moe_router_pre_softmax", not args.said("moe_normalize_expert_weights"), words)
     layers = args.get("num_layers") or 1
-    args.say("moe_router_load_balancing_type", ["aux_loss"], words)
     args.say("moe_aux_loss_coeff", [args.get("moe_loss_weight") / layers], words)
     if args.said("moe_capacity_factor") and args.get("moe_capacity_factor"):
         args.say("moe_expert_capacity_factor", args.get("moe_capacity_factor"), args.words("moe_capacity_factor"))

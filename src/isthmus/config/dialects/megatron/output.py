@@ -23,8 +23,9 @@ def put_checkpoints(args: Arguments, translation: Translation) -> None:
         translation.put("checkpoint.save_final", False, "not said: there is no --save")
     if args.get("save_interval") and save is not None:
         translation.put("checkpoint.every", args.get("save_interval"), args.words("save_interval"))
-        why = "The newest checkpoint.keep checkpoints are kept (2), not all of them."
-        translation.remark(args.words("save_interval"), "otherwise", why)
+        if args.said_of_this_run("save_interval"):
+            why = "The newest checkpoint.keep checkpoints are kept (2), not all of them."
+            translation.remark(args.words("save_interval"), "otherwise", why)
     starting = args.get("pretrained_checkpoint") or (load if args.get("finetune") else None)
     if starting is not None:
         words = args.words("pretrained_checkpoint", "load" if args.get("finetune") else "", "finetune")

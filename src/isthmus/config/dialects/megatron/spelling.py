@@ -116,7 +116,7 @@ GONE: dict[str, str] = {
         scaled_upper_triang_masked_softmax_fusion delay_param_gather no_delay_grad_reduce log_batch_size_to_tensorboard
         log_learning_rate_to_tensorboard no_log_learnig_rate_to_tensorboard moe_token_dropping s3_cache_path
         standalone_embedding_stage keep_fp8_transpose_cache_when_using_custom_fsdp renormalize_blend_weights
-        use_ring_exchange no_torch_compile disable_te_fused_rope enable_msc moe_lbl_in_fp32 one_logger_entity
+        use_ring_exchange no_torch_compile disable_te_fused_rope moe_lbl_in_fp32 one_logger_entity
     """,
 }
 """Done otherwise as well: arguments that core_v0.16.1 has no more, and those of ROCm's fork."""

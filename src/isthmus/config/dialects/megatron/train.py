@@ -76,7 +76,7 @@ def _put_steps(args: Arguments, translation: Translation, batch: int | None) -> 
     seen = not args.said("eval_iters") or args.get("eval_iters") > 0
     if interval and seen:
         translation.put("train.eval_every", interval, args.words("eval_interval"))
-    if args.said("eval_iters") and seen:
+    if args.said_of_this_run("eval_iters") and seen:
         translation.remark(args.words("eval_iters"), "otherwise", "Evaluation takes all of the held-out samples.")
     return steps
 
@@ -126,7 +126,9 @@ def _put_recompute(args: Arguments, translation: Translation) -> None:
         translation.put("train.recompute", "selective", words)
         translation.put("train.recompute_modules", ["moe"], words)
         return
-    if how not in (None, "full", "selective"):
+    if how == "full" and method == "block" and layers == 0:
+        translation.put("train.recompute", "none", words)
+    elif how not in (None, "full", "selective"):
         args.complaints.append(f"{words}  is full or selective")
     elif how == "full":
         translation.put("train.recompute", "full", words)

@@ -148,7 +148,7 @@ def _say(
     """Take one key; ``strange`` collects unknown ones of Primus' own files, None makes them errors."""
     if (own := _own(key)) is not None:
         became, why = own
-        on = value not in (None, False, "", []) and (not isinstance(value, dict) or bool(value.get("enabled")))
+        on = bool(value) and (not isinstance(value, dict) or bool(value.get("enabled")))
         if became == "refused" and on:
             args.complaints.append(f"{words}  {why}")
         elif became != "refused" and on and strange is None:

@@ -1,0 +1,274 @@
+"""Megatron-LM's scripts and arguments mean exactly these settings, and what has none is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from isthmus.config.dialects.megatron.arguments import read_flags
+from isthmus.config.dialects.megatron.translate import from_arguments, from_script, from_words
+from isthmus.config.dialects.translation import Translation, World
+from isthmus.errors import UsageError
+from unit.config.dialects.scripts import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL
+
+_ADAM = {"optim.clip_grad": 1.0, "optim.beta1": 0.9, "optim.eps": 1e-8}
+_SEEDS = {"data.seed": 1234, "train.seed": 1234}
+ENOUGH = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 10 --lr 1e-4 --vocab-size 99 --hidden-dropout 0 "
+    "--attention-dropout 0 --mock-data"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TP", "NODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CHECKPOINT_PATH", "ck")
+
+
+def said_of(translation: Translation) -> dict[str, str]:
+    return {remark.said: remark.became for remark in translation.remarks}
+
+
+def test_a_dense_model_with_arrays_defaults_and_conditions() -> None:
+    told = from_script(LLAMA3_8B)
+    assert told.translation.settings == _ADAM | _SEEDS | {
+        "out": "checkpoints/llama3",
+        "tokenizer.path": "meta-llama/Meta-Llama-3-8B",
+        "tokenizer.type": "HuggingFaceTokenizer",
+        "data.seq_length": 8192,
+        "data.sets": {
+            "web": {"files": ["data/web_text_document"], "weight": 0.7},
+            "code": {"files": ["data/code_text_document"], "weight": 0.3},
+        },
+        "data.valid_fraction": 0.01,
+        "parallel.tp": 2,
+        "parallel.cp": 2,
+        "parallel.sp": True,
+        "parallel.overlap_grad_reduce": True,
+        "parallel.overlap_param_gather": True,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 128,
+        "train.steps": 1000,
+        "train.eval_every": 100,
+        "train.precision": "bf16",
+        "train.profile": "5-6",
+        "optim.lr": 0.00015,
+        "optim.min_lr": 1e-5,
+        "optim.weight_decay": 0.1,
+        "optim.beta2": 0.95,
+        "optim.schedule": "cosine",
+        "optim.warmup_steps": 10,
+        "checkpoint.every": 500,
+        "checkpoint.resume": "auto",
+        "logging.every": 10,
+    }
+    assert told.translation.world == World(nproc_per_node=8)
+    assert told.translation.origins["train.steps"] == "--train-samples 128000 --global-batch-size 128"
+    assert said_of(told.translation) == {
+        "--use-mcore-models": "otherwise",
+        "--use-distributed-optimizer": "otherwise",
+        "--eval-iters 32": "otherwise",
+        "--save-interval 500": "otherwise",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1": "otherwise",
+    }
+    again = from_script(LLAMA3_8B, ["mine"], ["--tensor-model-parallel-size", "4"]).translation
+    assert (again.settings["out"], again.settings["parallel.tp"]) == ("mine", 4)
+
+
+def test_experts_over_two_machines_started_by_eval() -> None:
+    told = from_script(MIXTRAL, name="mixtral")
+    assert told.translation.settings == _ADAM | _SEEDS | {
+        "out": "runs/mixtral",
+        "tokenizer.path": "/models/mixtral-8x7b/tokenizer.model",
+        "tokenizer.type": "Llama2Tokenizer",
+        "data.seq_length": 4096,
+        "data.sets": {"a": {"files": ["/data/a"], "weight": 1.0}, "b": {"files": ["/data/b"], "weight": 1.0}},
+        "data.valid_files": ["/data/valid"],
+        "parallel.pp": 4,
+        "parallel.vpp": 2,
+        "parallel.ep": 4,
+        "moe.dispatcher": "alltoall",
+        "moe.z_loss": 0.001,
+        "moe.aux_loss": 0.01,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 256,
+        "train.steps": 1000,
+        "train.precision": "bf16",
+        "train.recompute": "full",
+        "train.recompute_layers": 2,
+        "optim.lr": 1e-4,
+        "optim.min_lr": 1e-5,
+        "optim.weight_decay": 0.01,
+        "optim.beta2": 0.999,
+        "optim.schedule": "cosine",
+        "optim.warmup_steps": 500,
+        "checkpoint.save_final": False,
+        "checkpoint.resume": "never",
+        "logging.every": 100,
+    }
+    assert told.translation.world == World(2, 1, 8, "node0", 6000)
+    assert said_of(told.translation) == {
+        "--no-masked-softmax-fusion, --moe-grouped-gemm": "otherwise",
+        "--lr-decay-iters 320000": "otherwise",
+        "--load /checkpoints/mixtral --finetune": "not at all",
+        "--ckpt-format torch": "otherwise",
+    }
+
+
+def test_latent_attention() -> None:
+    told = from_script(DEEPSEEK_V2_LITE)
+    assert told.translation.settings == _ADAM | _SEEDS | {
+        "out": "runs/megatron",
+        "tokenizer.path": "deepseek-ai/DeepSeek-V2-Lite",
+        "tokenizer.type": "DeepSeekV2Tokenizer",
+        "data.seq_length": 4096,
+        "data.mock": True,
+        "data.valid_fraction": 0.03,
+        "data.test_fraction": 0.001,
+        "parallel.ep": 8,
+        "moe.dispatcher": "alltoall",
+        "moe.seq_aux_loss": 0.001,
+        "train.micro_batch_size": 4,
+        "train.global_batch_size": 256,
+        "train.steps": 50,
+        "train.precision": "bf16",
+        "train.recompute": "selective",
+        "train.recompute_modules": ["core_attn"],
+        "optim.lr": 1e-5,
+        "optim.min_lr": 1e-6,
+        "optim.weight_decay": 0.1,
+        "optim.beta2": 0.95,
+        "optim.schedule": "linear",
+        "optim.warmup_steps": 2,
+        "checkpoint.save_final": False,
+        "checkpoint.resume": "never",
+        "logging.every": 100,
+    }
+    assert told.model["moe_layer_freq"] == [0] + [1] * 26
+    assert told.model["padded_vocab_size"] == 102400
+    assert said_of(told.translation) == {
+        "--moe-enable-deepep": "otherwise",
+        "--moe-router-force-load-balancing": "not at all",
+        "--moe-token-dispatcher-type flex": "otherwise",
+        "--exit-interval 20": "mistaken",
+    }
+
+
+def test_spellings_of_old() -> None:
+    told = from_script(GPT_345M)
+    assert told.translation.settings == _ADAM | _SEEDS | {
+        "out": "ck",
+        "tokenizer.path": "gpt2",
+        "data.seq_length": 1024,
+        "data.files": ["my-gpt2_text_document"],
+        "data.valid_fraction": 0.05,
+        "data.test_fraction": 0.001,
+        "parallel.tp": 1,
+        "train.micro_batch_size": 8,
+        "train.global_batch_size": 64,
+        "train.steps": 500000,
+        "train.eval_every": 1000,
+        "train.precision": "fp16",
+        "train.initial_loss_scale": 4294967296.0,
+        "train.loss_scale_window": 1000,
+        "train.recompute": "full",
+        "optim.lr": 0.00015,
+        "optim.min_lr": 1e-5,
+        "optim.weight_decay": 0.01,
+        "optim.beta2": 0.999,
+        "optim.schedule": "cosine",
+        "optim.warmup_steps": 3200,
+        "checkpoint.every": 10000,
+        "checkpoint.resume": "auto",
+        "logging.every": 100,
+    }
+    assert told.model["padded_vocab_size"] == 50257
+
+
+@pytest.mark.parametrize(
+    ("more", "settings"),
+    [
+        ("--recompute-granularity selective --recompute-modules mlp layernorm", {"train.recompute_modules": ["mlp"]}),
+        ("--activations-checkpoint-method uniform", {"train.recompute": "full"}),
+        ("--fp8-format e4m3 --bf16", {"train.precision": "fp8", "train.fp8_format": "e4m3"}),
+        ("--use-torch-fsdp2 --overlap-grad-reduce", {"parallel.fsdp": True, "parallel.overlap_grad_reduce": None}),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4", {"parallel.vpp": 4}),
+        ("--lr-warmup-iters 20", {"optim.warmup_steps": 9}),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-warmup-iters 2",
+            {"optim.schedule": "wsd", "optim.decay_steps": 4, "optim.warmup_steps": 2},
+        ),
+        ("--eval-iters 0 --eval-interval 5", {"data.valid_fraction": 0.0, "train.eval_every": None}),
+        ("--load elsewhere --save here", {"out": "here", "checkpoint.resume": "elsewhere"}),
+        ("--sft", {"recipe": "sft"}),
+        ("--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2",
+         {"moe.aux_loss": 0.1, "moe.seq_aux_loss": 0.2, "moe.dispatcher": "allgather"}),
+        ("--moe-num-experts=4 --moe-top-k 2 --moe-loss-weight=0.4 --moe-capacity-factor 1 --moe-zloss-weight 0.5",
+         {"moe.aux_loss": 0.05, "moe.capacity_factor": 1.0, "moe.z_loss": 0.5}),
+        ("--optimizer-cpu-offload", {"optim.offload": True}),
+        ("--distributed-timeout-minutes 60", {"parallel.timeout_s": 3600.0}),
+    ],
+)  # fmt: skip
+def test_one_after_another(more: str, settings: dict[str, Any]) -> None:
+    found = from_words([*ENOUGH, *more.split()]).translation
+    assert {name: found.settings.get(name) for name in settings} | {"recipe": found.recipe} == {
+        "recipe": "pretrain"
+    } | settings
+
+
+def test_what_guides_tell_of_and_never_was() -> None:
+    words = "--gradient-accumulation-steps 8 --fused-bias-gelu --fused-bias-mha --overlap-comm --log-level debug"
+    assert said_of(from_words([*ENOUGH, *words.split()]).translation) == dict.fromkeys(
+        ["--gradient-accumulation-steps 8", *words.split()[2:5], "--log-level debug"], "mistaken"
+    )
+
+
+def test_all_that_cannot_be_is_told_at_once() -> None:
+    words = "--num-layer 3 --lr much --rampup-batch-size 1 2 3 --optimizer muon --fp16 x --lr-decay-style odd"
+    with pytest.raises(UsageError) as refused:
+        from_words([*ENOUGH, *words.split()])
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 7
+    for wanted in ("did you mean --num-layers", "is a number, got 'much'", "--rampup-batch-size 1 2 3", "AdamW"):
+        assert sum(wanted in line for line in lines) == 1
+
+
+def test_a_default_that_is_said_needs_no_word() -> None:
+    words = "--transformer-impl transformer_engine --distributed-backend nccl --manual-gc-interval 0 --fp8-margin 0.0"
+    assert not from_words([*ENOUGH, *words.split()]).translation.remarks
+
+
+def test_the_batch_is_that_of_all_ranks_where_it_is_not_said() -> None:
+    place = ENOUGH.index("--global-batch-size")
+    words = [*ENOUGH[:place], *ENOUGH[place + 2 :], "--tensor-model-parallel-size", "2"]
+    found = from_arguments(read_flags(words), World(nnodes=2, nproc_per_node=4), "x").translation
+    assert found.settings["train.global_batch_size"] == 4
+    with pytest.raises(UsageError, match="--global-batch-size"):
+        from_words(words)
+
+
+TRAIN = "torchrun pretrain_gpt.py --num-layers 2"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (f"A=$(hostname)\n{TRAIN} --save $A", r"line 2: \$\(hostname\) at line 1 is not run"),
+        (f"if grep -q x y; then\n  A=--fp16\nfi\n{TRAIN} $A", "line 4: A is set within `if` at line 1"),
+        (f"for i in 1 2; do\n  {TRAIN} --seed $i\ndone", "line 2: \\$i is set in a loop at line 1"),
+        (f"while true; do\n  {TRAIN}\ndone", "line 2: it is started within `while`"),
+        (f"{TRAIN} --save $1", "line 1: \\$1 at line 1 is what the script is called with"),
+        (f"{TRAIN} --save $NOT_THERE_", "NOT_THERE_ at line 1 is not set"),
+        (f"{TRAIN}\n{TRAIN}", "starts several trainings .lines 1, 2."),
+        ("python prepare.py --input x", "starts no training"),
+        (f'{TRAIN} --save "x', "never closed"),
+        ("cat <<END\nx\nEND", "line 1: a here document"),
+        ("torchrun pretrain_bert.py --num-layers 2", "another kind of model"),
+    ],
+)
+def test_what_only_running_it_would_tell_is_refused_with_its_line(script: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        from_script(script)

@@ -1,0 +1,67 @@
+"""Every argument of Megatron-LM core_v0.16.1 is known: translated, or with a reason why not, and its own default."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.config.dialects.megatron.arguments import fates, kinds, name_of, read_flags, says_nothing
+
+MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
+pytestmark = [
+    pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: name a checkout of core_v0.16.1 in MEGATRON_LM"),
+    pytest.mark.skipif(
+        find_spec("einops") is None or find_spec("six") is None,
+        reason="Megatron-LM imports einops and six: pip install einops six",
+    ),
+]
+LAST_FLAG_WINS = {"langrl_external_server", "inference_max_batch_size", "disable_chunked_prefill"}
+"""Names that flags of two meanings share."""
+
+
+@pytest.fixture(scope="module")
+def arguments() -> list[dict[str, Any]]:
+    driver = Path(__file__).with_name("driver.py")
+    done = subprocess.run(
+        [sys.executable, str(driver), "arguments", MEGATRON_LM], capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return [said for line in lines if (said := json.loads(line))["name"] != "help"]
+
+
+def test_none_is_unknown_and_each_flag_means_its_own(arguments: list[dict[str, Any]]) -> None:
+    assert len(arguments) > 600
+    renamed = {"batch_size": "micro_batch_size", "model_parallel_size": "tensor_model_parallel_size"}
+    renamed |= {"warmup": "lr_warmup_fraction"}
+    for said in arguments:
+        for flag in said["flags"]:
+            name, value = name_of(flag[2:])
+            assert name == renamed.get(said["name"], said["name"]), flag
+            off = said["kind"] == "_StoreFalseAction" or (
+                said["kind"] == "BooleanOptionalAction" and flag.startswith("--no-")
+            )
+            assert value is (False if off else None), flag
+
+
+def test_defaults_are_its_own(arguments: list[dict[str, Any]]) -> None:
+    for said in arguments:
+        name, default = said["name"], said["default"]
+        if name in kinds():
+            kind, ours = kinds()[name]
+            if kind == "list" and default is not None:
+                default = [str(default)]
+            assert ours == default or (kind == "bool" and not ours and not default), name
+        elif name in fates() and name not in LAST_FLAG_WINS:
+            assert says_nothing(default, fates()[name][2]) or default is None, name
+
+
+def test_a_switch_that_turns_off_says_so() -> None:
+    read = read_flags(["--disable-bias-linear", "--no-bias-gelu-fusion", "--no-rope-fusion"])
+    assert (read.get("add_bias_linear"), read.get("bias_gelu_fusion")) == (False, False)
