@@ -72,6 +72,7 @@ def test_a_dense_model_with_arrays_defaults_and_conditions() -> None:
         "--use-distributed-optimizer": "otherwise",
         "--eval-iters 32": "otherwise",
         "--save-interval 500": "otherwise",
+        "--load checkpoints/llama3": "otherwise",
         "export CUDA_DEVICE_MAX_CONNECTIONS=1": "otherwise",
     }
     again = from_script(LLAMA3_8B, ["mine"], ["--tensor-model-parallel-size", "4"]).translation

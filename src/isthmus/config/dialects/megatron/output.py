@@ -42,6 +42,9 @@ def put_checkpoints(args: Arguments, translation: Translation) -> None:
         translation.put("checkpoint.resume", load, args.words("load"))
     else:
         translation.put("checkpoint.resume", "auto", args.words("load"))
+    if load is not None and starting is None:
+        why = "A run goes on from checkpoints of Isthmus; of one that Megatron-LM wrote isthmus convert makes a model."
+        translation.remark(args.words("load"), "otherwise", why)
     for what in ("optim", "rng"):
         if args.get(f"no_load_{what}") and starting is None and load is not None:
             why = "A run goes on with all of its state; to begin anew with weights alone give them as model.path."
