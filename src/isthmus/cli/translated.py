@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from isthmus.config.dialects.megatron.model import rows_by_name
 from isthmus.config.dialects.megatron.translate import Told, from_script, from_words
 from isthmus.config.dialects.primus.translate import from_experiment
 from isthmus.config.dialects.translation import Translation, World
@@ -82,17 +83,22 @@ def _whole(told: Told) -> Translation:
 
 
 def _rows_of(translation: Translation) -> int:
-    """Tokens of the tokenizer that lies at ``tokenizer.path``."""
+    """Rows of the embedding: as many as the tokenizer has tokens, or as the model has that it belongs to."""
     path = translation.settings.get("tokenizer.path")
-    if path is None or not Path(path).exists():
-        what = f"the tokenizer {path} is no folder here" if path else "there is no tokenizer"
-        raise UsageError(
-            f"nothing tells the size of the vocabulary: {what}. Add --vocab-size N to the arguments, or vocab_size: N "
-            "to the overrides of an experiment."
-        )
-    from isthmus.hf.tokenizer import load_tokenizer
+    here = Path(path) if path is not None and Path(path).exists() else None
+    if here is not None and (here.is_file() or list(here.glob("tokenizer*")) or list(here.glob("vocab.json"))):
+        from isthmus.hf.tokenizer import load_tokenizer
 
-    return load_tokenizer(path).vocab_size
+        return load_tokenizer(here.parent if here.is_file() else here).vocab_size
+    if (rows := rows_by_name(translation)) is not None:
+        why = f"It is not here, and goes by its name for one of {rows} tokens; --vocab-size says another number."
+        translation.remark(translation.origins["tokenizer.path"], "otherwise", why)
+        return rows
+    what = f"the tokenizer {path} is no folder here" if path else "there is no tokenizer"
+    raise UsageError(
+        f"nothing tells the size of the vocabulary: {what}. Add --vocab-size N to the arguments, or vocab_size: N "
+        "to the overrides of an experiment."
+    )
 
 
 def _read(path: Path) -> str:

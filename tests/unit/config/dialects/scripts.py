@@ -61,6 +61,9 @@ run_cmd="torchrun --nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr node
     --train-data-path /data/a /data/b --valid-data-path 1 /data/valid \
     --recompute-granularity full --recompute-method block --recompute-num-layers 2 \
     --ckpt-format torch --no-load-optim --finetune --load /checkpoints/mixtral $TRAINING_ARGS"
+cat > hosts <<-END
+node0 slots=8 # $NOT_SET torchrun pretrain_gpt.py --lr 1
+	END
 echo ${run_cmd}
 eval ${run_cmd}
 """

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from isthmus.config.dialects.megatron.arguments import read_flags
+from isthmus.config.dialects.megatron.model import rows_by_name
 from isthmus.config.dialects.megatron.translate import from_arguments, from_script, from_words
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.errors import UsageError
@@ -149,7 +150,7 @@ def test_latent_attention() -> None:
         "logging.every": 100,
     }
     assert told.model["moe_layer_freq"] == [0] + [1] * 26
-    assert told.model["padded_vocab_size"] == 102400
+    assert rows_by_name(told.translation) == 102400
     assert said_of(told.translation) == {
         "--moe-enable-deepep": "otherwise",
         "--moe-router-force-load-balancing": "not at all",
@@ -163,6 +164,7 @@ def test_spellings_of_old() -> None:
     assert told.translation.settings == _ADAM | _SEEDS | {
         "out": "ck",
         "tokenizer.path": "gpt2",
+        "tokenizer.type": "GPT2BPETokenizer",
         "data.seq_length": 1024,
         "data.files": ["my-gpt2_text_document"],
         "data.valid_fraction": 0.05,
@@ -186,7 +188,7 @@ def test_spellings_of_old() -> None:
         "checkpoint.resume": "auto",
         "logging.every": 100,
     }
-    assert told.model["padded_vocab_size"] == 50257
+    assert rows_by_name(told.translation) == 50257
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ TRAIN = "torchrun pretrain_gpt.py --num-layers 2"
         (f"{TRAIN}\n{TRAIN}", "starts several trainings .lines 1, 2."),
         ("python prepare.py --input x", "starts no training"),
         (f'{TRAIN} --save "x', "never closed"),
-        ("cat <<END\nx\nEND", "line 1: a here document"),
+        (f"{TRAIN} <<END\nx\n", "line 2: the here document never ends"),
         ("torchrun pretrain_bert.py --num-layers 2", "another kind of model"),
     ],
 )

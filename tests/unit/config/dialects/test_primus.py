@@ -68,7 +68,7 @@ def test_an_experiment_with_its_model_files(tmp_path: Path, models: Path) -> Non
     assert told.translation.origins["optim.beta2"] == "adam_beta2: 0.95"
     assert told.translation.origins["train.precision"] == "pre_trainer, Primus' default: bf16: true"
     wanted = {"rotary_base": 500000, "layernorm_epsilon": 1e-6, "init_method_std": 0.008, "num_query_groups": 8}
-    wanted |= {"max_position_embeddings": 8192, "padded_vocab_size": 128256, "group_query_attention": True}
+    wanted |= {"max_position_embeddings": 8192, "group_query_attention": True}
     assert {name: told.model[name] for name in wanted} == wanted
     assert [(remark.said, remark.became) for remark in told.translation.remarks] == [
         ("stderr_sink_level: DEBUG, log_avg_skip_iterations: 2, log_avg_reset_interval: 50", "otherwise"),

@@ -46,6 +46,12 @@ class Variables:
         self.given = list(given)
         self.held: dict[str, Value] = {str(number): word for number, word in enumerate(given, start=1)}
 
+    def shift(self) -> None:
+        """Forget ``$1``; ``$2`` takes its place, and so on."""
+        self.held = {name: value for name, value in self.held.items() if not name.isdigit()}
+        self.given = self.given[1:]
+        self.held |= {str(number): word for number, word in enumerate(self.given, start=1)}
+
     def words(self, words: Sequence[Word]) -> list[str] | Unknown:
         """What the shell makes of words: variables filled in, what is not quoted cut at blanks."""
         found: list[str] = []

@@ -26,15 +26,16 @@ ARGUMENTS = """
     hybrid_mlp_ratio original_max_position_embeddings beta_fast beta_slow
 """.split()
 """What decides the model; what of it cannot be built is refused where the architecture is read from it."""
+GPT2_ROWS = 50257
 _ROWS = (
-    (r"gpt-?2", 50257),
+    (r"gpt-?2", GPT2_ROWS),
     (r"llama-?3(\.[0-3])?\b", 128256),
     (r"llama-?2\b|mistral-7b.*v0\.1|mixtral-8x(7b|22b-v0\.1)", 32000),
     (r"yi-(6b|9b|34b)", 64000),
     (r"qwen2\.5-(0\.5|1\.5|3)b|qwen3-", 151936),
     (r"qwen2\.5-", 152064),
     (r"deepseek-v2", 102400),
-    (r"deepseek-(v3|r1\b)", 129280),
+    (r"deepseek-(v3|r1(?!-distill))", 129280),
 )
 """Rows of the embedding of the models that known tokenizers belong to, by the tokenizer's name."""
 _TYPES = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer")
@@ -65,8 +66,11 @@ def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]
     found["moe_ffn_hidden_size"] = args.get("moe_ffn_hidden_size") or found["ffn_hidden_size"]
     found["kv_channels"] = args.get("kv_channels") or hidden // heads
     found["max_position_embeddings"] = args.get("max_position_embeddings") or args.get("seq_length") or 2048
-    if rows := _rows(args):
-        found["padded_vocab_size"] = found["vocab_size"] = rows
+    if args.said("padded_vocab_size"):
+        found["padded_vocab_size"] = args.get("padded_vocab_size")
+    elif args.said("vocab_size"):
+        # The tokenizer that stands for none adds its end of text.
+        found["padded_vocab_size"] = args.get("vocab_size") + (args.get("tokenizer_type") == "NullTokenizer")
     for name in ("hidden_dropout", "attention_dropout"):
         if args.get(name):
             said = args.words(name) if args.said(name) else f"--{name.replace('_', '-')} {args.get(name)} (the default)"
@@ -77,16 +81,11 @@ def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]
     return found
 
 
-def _rows(args: Arguments) -> int | None:
-    """Rows of the embedding, if the arguments or the tokenizer's name tell them."""
-    if args.said("padded_vocab_size"):
-        return int(args.get("padded_vocab_size"))
-    if args.said("vocab_size"):
-        # The tokenizer that stands for none adds its end of text.
-        return int(args.get("vocab_size")) + (args.get("tokenizer_type") == "NullTokenizer")
-    if args.get("tokenizer_type") in ("GPT2BPETokenizer", None) and args.said("vocab_file"):
-        return 50257
-    name = str(args.get("tokenizer_model") or "").lower().replace("_", "-").replace("meta-", "")
+def rows_by_name(translation: Translation) -> int | None:
+    """Rows of the embedding of the model that the tokenizer belongs to, if its name is known."""
+    if translation.settings.get("tokenizer.type") == "GPT2BPETokenizer":
+        return GPT2_ROWS
+    name = str(translation.settings.get("tokenizer.path", "")).lower().replace("_", "-").replace("meta-", "")
     return next((rows for pattern, rows in _ROWS if re.search(pattern, name)), None)
 
 
@@ -101,6 +100,8 @@ def put_tokenizer(args: Arguments, translation: Translation) -> None:
     elif args.said("vocab_file"):
         folder = posixpath.dirname(args.get("vocab_file")) or "."
         translation.put("tokenizer.path", folder, args.words("vocab_file", "merge_file"))
+        if kind is None:
+            kind = "GPT2BPETokenizer"  # which has such files
         why = "Both lie in one folder here, as vocab.json and merges.txt."
         translation.remark(args.words("vocab_file", "merge_file"), "otherwise", why)
     if kind in _TYPES:

@@ -132,6 +132,9 @@ class _Run:
             self._assign(word, command, exported=bool(words))
         if not words or words[0].plain in _PRINTS:
             return False
+        if words[0].plain == "shift":
+            self.variables.shift()
+            return False
         if words[0].plain == "unset":
             self.variables.held.update((word.plain or "", "") for word in words[1:])
             return False

@@ -64,6 +64,8 @@ class _Reader:
         self.text = text.replace("\r\n", "\n").replace("\\\n", "\x00")
         # A continued line counts, and is nothing.
         self.position, self.line = 0, line
+        self.endings: list[str] = []
+        """Of here documents that begin after this line."""
 
     def commands(self) -> Iterator[Command]:
         words: list[Word] = []
@@ -110,13 +112,28 @@ class _Reader:
             if self._peek(2) == operator:
                 self.position += 2
                 return operator
-        return self._next()
+        operator = self._next()
+        while operator == "\n" and self.endings:
+            ending, start = self.endings.pop(0), self.line
+            while (text := self._rest_of_line()).strip() != ending:
+                if not self._peek() and not text:
+                    raise UsageError(f"line {start}: the here document never ends with {ending!r}.")
+        return operator
+
+    def _rest_of_line(self) -> str:
+        found = ""
+        while (here := self._next()) not in ("", "\n"):
+            found += here
+        return found
 
     def _redirection(self, words: list[Word]) -> None:
         if words and (words[-1].plain or "").isdigit() and self.text[self.position - 1].isdigit():
             words.pop()  # 2> is no word
-        if self._peek(2) == "<<":
-            raise UsageError(f"line {self.line}: a here document (<<) is not read. Give the arguments after --.")
+        if self._peek(2) == "<<" and self._peek(3) != "<<<":
+            self.position += 2 + (self._peek(3) == "<<-")
+            self._skip()
+            self.endings.append(self._word().plain or "")
+            return
         while self._peek() and self._peek() in "<>&|":
             self._next()
         self._skip()
