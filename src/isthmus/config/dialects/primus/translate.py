@@ -67,11 +67,14 @@ def from_experiment(path: Path, models: Path | None = None) -> Told:
     if sft:
         args.say("sft", True, f"config: {config}")
     name = str(file.values.get("exp_name") or path.stem)
-    if preset is None and not args.said("num_layers"):
+    weights = said.get("hf_path")
+    if preset is None and weights is None and not args.said("num_layers"):
         raise UsageError(f"{path} names no model: it needs `model: NAME.yaml`, or the model's keys.")
-    told = from_arguments(args, World(), name, model=preset is None)
+    told = from_arguments(args, World(), name, model=preset is None and weights is None)
     _put_own(told.translation, file, said, args)
-    if preset is not None:
+    if weights is not None:
+        told.translation.put("model.path", str(weights), f"hf_path: {weights}")
+    elif preset is not None:
         _put_preset(told.translation, preset, args, overrides)
     told.translation.remarks[:0] = _grouped(remarks)
     return told
@@ -177,7 +180,7 @@ def _line(key: str, value: Any) -> str:
     return f"{key}: {json.dumps(value) if value is None or isinstance(value, bool | list | dict) else value}"
 
 
-_CARRIED = (*PLACES, "auto_continue_train", "disable_last_saving", "sft_dataset_name", "sft_dataset_split")
+_CARRIED = (*PLACES, "auto_continue_train", "disable_last_saving", "sft_dataset_name", "sft_dataset_split", "hf_path")
 """Keys that are translated here, not with Megatron-LM's."""
 
 
