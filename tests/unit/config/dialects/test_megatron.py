@@ -265,6 +265,7 @@ TRAIN = "torchrun pretrain_gpt.py --num-layers 2"
         (f"while true; do\n  {TRAIN}\ndone", "line 2: it is started within `while`"),
         (f"{TRAIN} --save $1", "line 1: \\$1 at line 1 is what the script is called with"),
         (f"{TRAIN} --save $NOT_THERE_", "NOT_THERE_ at line 1 is not set"),
+        (f"A=(1)\nA[0]=2\n{TRAIN} --seed ${{A[@]}}", "an element of A is set at line 2"),
         (f"{TRAIN}\n{TRAIN}", "starts several trainings .lines 1, 2."),
         ("python prepare.py --input x", "starts no training"),
         (f'{TRAIN} --save "x', "never closed"),
