@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from isthmus.config.dialects.megatron import spelling
 from isthmus.config.dialects.megatron.arguments import read_flags
 from isthmus.config.dialects.megatron.model import rows_by_name
+from isthmus.config.dialects.megatron.otherwise import OTHERWISE
 from isthmus.config.dialects.megatron.translate import from_arguments, from_script, from_words
+from isthmus.config.dialects.megatron.undone import NOT_AT_ALL, REFUSED
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.errors import UsageError
 from unit.config.dialects.scripts import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL
@@ -237,6 +241,13 @@ def test_all_that_cannot_be_is_told_at_once() -> None:
     assert len(lines) == 7
     for wanted in ("did you mean --num-layers", "is a number, got 'much'", "--rampup-batch-size 1 2 3", "AdamW"):
         assert sum(wanted in line for line in lines) == 1
+
+
+def test_each_argument_has_one_fate() -> None:
+    tables = [spelling.KINDS, spelling.EXTRA, spelling.GONE, spelling.OTHER_MODELS, OTHERWISE, NOT_AT_ALL, REFUSED]
+    names = [entry.split("=")[0] for table in tables for entries in table.values() for entry in entries.split()]
+    assert {name: count for name, count in Counter([*names, *spelling.NEVER]).items() if count > 1} == {}
+    assert {name for name, _ in spelling.FLAGS.values()} <= set(names)
 
 
 def test_a_default_that_is_said_needs_no_word() -> None:
