@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.dialects.megatron.arguments import Arguments, name_of, near
+from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.known import name_of, near
 from isthmus.config.dialects.megatron.model import ARGUMENTS
 from isthmus.config.dialects.megatron.translate import Told, from_arguments
 from isthmus.config.dialects.primus.files import CHECKOUT, Read, find_file, read_file
