@@ -14,6 +14,8 @@ from isthmus.config.dialects.written import as_json, as_yaml
 from isthmus.config.load import load_config
 from isthmus.errors import IOFailure, MissingInput, UsageError
 
+_SHELL = (".sh", ".bash", ".slurm", ".sbatch")
+
 
 def from_megatron(words: Sequence[str]) -> Translation:
     """The training of a script with what it is called with, or of a command's words.
@@ -24,7 +26,8 @@ def from_megatron(words: Sequence[str]) -> Translation:
     """
     if not words:
         raise UsageError("give a script, or -- and the arguments that pretrain_gpt.py gets.")
-    if words[0].startswith("-") or any(word.endswith(".py") for word in words):
+    command = any(word.endswith(".py") for word in words) and not words[0].endswith(_SHELL)
+    if words[0].startswith("-") or command:
         return _whole(from_words(words))
     path = Path(words[0])
     flags = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))

@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.cli.main import parse_and_run
 from isthmus.config.load import load_config
-from isthmus.errors import UsageError
+from isthmus.errors import MissingInput, UsageError
 from isthmus.families.registry import family_for
 from unit.config.dialects.scripts import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL, MODEL_FILES, experiment
 
@@ -71,6 +71,16 @@ def test_arguments_alone_and_as_json(capsys: pytest.CaptureFixture[str]) -> None
     assert found["command"] == "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 -m isthmus pretrain run.yaml"
     with pytest.raises(UsageError, match="size of the vocabulary"):
         parse_and_run(["config", "from-megatron", *words.split()[:-4]])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_bytes(b"\xff\xfe")
+    with pytest.raises(MissingInput):
+        parse_and_run(["config", "from-megatron", str(tmp_path / "none.sh")])
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        parse_and_run(["config", "from-megatron", str(tmp_path / "train.sh"), "pretrain_gpt.py"])
+    with pytest.raises(UsageError, match="give a script"):
+        parse_and_run(["config", "from-megatron"])
 
 
 def test_a_model_that_no_family_says_is_refused_by_name(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from isthmus.config.dialects.megatron import spelling
 from isthmus.config.dialects.megatron.arguments import read_flags
 from isthmus.config.dialects.megatron.model import rows_by_name
+from isthmus.config.dialects.megatron.otherwise import OTHERWISE
 from isthmus.config.dialects.megatron.translate import from_arguments, from_script, from_words
+from isthmus.config.dialects.megatron.undone import NOT_AT_ALL, REFUSED
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.errors import UsageError
 from unit.config.dialects.scripts import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL
@@ -114,7 +118,6 @@ def test_experts_over_two_machines_started_by_eval() -> None:
     assert told.translation.world == World(2, 1, 8, "node0", 6000)
     assert said_of(told.translation) == {
         "--no-masked-softmax-fusion, --moe-grouped-gemm": "otherwise",
-        "--lr-decay-iters 320000": "otherwise",
         "--load /checkpoints/mixtral --finetune": "not at all",
         "--ckpt-format torch": "otherwise",
     }
@@ -239,6 +242,13 @@ def test_all_that_cannot_be_is_told_at_once() -> None:
         assert sum(wanted in line for line in lines) == 1
 
 
+def test_each_argument_has_one_fate() -> None:
+    tables = [spelling.KINDS, spelling.EXTRA, spelling.GONE, spelling.OTHER_MODELS, OTHERWISE, NOT_AT_ALL, REFUSED]
+    names = [entry.split("=")[0] for table in tables for entries in table.values() for entry in entries.split()]
+    assert {name: count for name, count in Counter([*names, *spelling.NEVER]).items() if count > 1} == {}
+    assert {name for name, _ in spelling.FLAGS.values()} <= set(names)
+
+
 def test_a_default_that_is_said_needs_no_word() -> None:
     words = "--transformer-impl transformer_engine --distributed-backend nccl --manual-gc-interval 0 --fp8-margin 0.0"
     assert not from_words([*ENOUGH, *words.split()]).translation.remarks
@@ -265,6 +275,7 @@ TRAIN = "torchrun pretrain_gpt.py --num-layers 2"
         (f"while true; do\n  {TRAIN}\ndone", "line 2: it is started within `while`"),
         (f"{TRAIN} --save $1", "line 1: \\$1 at line 1 is what the script is called with"),
         (f"{TRAIN} --save $NOT_THERE_", "NOT_THERE_ at line 1 is not set"),
+        (f"A=(1)\nA[0]=2\n{TRAIN} --seed ${{A[@]}}", "an element of A is set at line 2"),
         (f"{TRAIN}\n{TRAIN}", "starts several trainings .lines 1, 2."),
         ("python prepare.py --input x", "starts no training"),
         (f'{TRAIN} --save "x', "never closed"),

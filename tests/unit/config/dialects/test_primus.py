@@ -132,6 +132,9 @@ def test_fine_tuning_has_its_own_defaults_and_data(tmp_path: Path, models: Path)
     assert found.recipe == "sft"
     assert found.settings["data.files"] == ["hf:someone/chats:train"]
     assert found.settings["train.eval_every"] == 50
+    told = from_experiment(written(tmp_path, text + "      hf_path: someone/model"), models)
+    assert (told.model, told.translation.settings["model.path"]) == ({}, "someone/model")
+    assert "model.init" not in told.translation.settings
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from isthmus.config.dialects.translation import World
 from isthmus.errors import UsageError
 
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?=)")
+_ELEMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\[[^]]*\]\+?=")
 _OPENS = ("if", "while", "until", "for", "case", "select", "{")
 _CLOSES = ("fi", "done", "esac", "}")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
@@ -130,6 +131,10 @@ class _Run:
             ahead.append(words.pop(0))
         for word in ahead:
             self._assign(word, command, exported=bool(words))
+        if words and words[0].parts and (element := _ELEMENT.match(words[0].parts[0].text)):
+            name = element.group(1)
+            self.variables.held[name] = Unknown(f"an element of {name} is set at line {command.line}. {RUN_IT}")
+            return False
         if not words or words[0].plain in _PRINTS:
             return False
         if words[0].plain == "shift":

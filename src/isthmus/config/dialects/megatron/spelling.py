@@ -136,6 +136,8 @@ NEVER: dict[str, str] = {
     "fused_bias_gelu": "It never was an argument of Megatron-LM, which fuses unless it is told --no-bias-gelu-fusion.",
     "fused_bias_mha": "It never was an argument of Megatron-LM, and attention is fused where the platform can.",
     "overlap_comm": "It never was an argument of Megatron-LM: --overlap-grad-reduce and --overlap-param-gather are.",
+    "virtual_pipeline_model_parallel_size": "Megatron-LM works it out and passes over what is said here: say "
+    "num_virtual_stages_per_pipeline_rank (--num-virtual-stages-per-pipeline-rank).",
     "log_level": "It never was an argument of Megatron-LM (--logging-level is); --debug shows a traceback here.",
 }
 """Flags that guides tell of and that never were there."""

@@ -201,9 +201,11 @@ def _put_schedule(args: Arguments, translation: Translation, steps: int | None, 
         if args.get("lr_wsd_decay_style") != "linear":
             said = args.words("lr_wsd_decay_style") if args.said("lr_wsd_decay_style") else words
             translation.remark(said, "otherwise", "The final fall is a straight line.")
-    if decay != steps and schedule != "constant":
-        said = args.words("lr_decay_iters", "lr_decay_samples")
-        translation.remark(said, "otherwise", _other_length(decay, steps))
+    words = args.words("lr_decay_iters", "lr_decay_samples")
+    if decay != steps and schedule in ("cosine", "linear"):
+        translation.put("optim.schedule_steps", max(decay, warmup + 1), words)
+    elif decay != steps and schedule == "wsd":
+        translation.remark(words, "otherwise", f"The final fall ends at the last step, {steps}, and not at step {decay}.")
     if args.get("lr_warmup_init"):
         translation.remark(args.words("lr_warmup_init"), "otherwise", "The learning rate rises from 0.")
 
@@ -215,10 +217,3 @@ def _steps(args: Arguments, name: str, batch: int, otherwise: int) -> int:
     if samples:
         return max(1, int(samples) // batch)
     return int(iterations) if iterations else otherwise
-
-
-def _other_length(decay: int, steps: int) -> str:
-    if decay > steps:
-        constant = " It would hardly fall there within this run: optim.schedule=constant." if decay > 5 * steps else ""
-        return f"The learning rate reaches min_lr at the last step, {steps}, not at step {decay}.{constant}"
-    return f"The learning rate reaches min_lr at the last step, {steps}, and not already at step {decay}."

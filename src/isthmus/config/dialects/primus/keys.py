@@ -8,7 +8,7 @@ OTHERWISE: dict[str, str] = {
     "Kernels are chosen here by what the platform has.": """
         enable_primus_turbo use_turbo_* enable_turbo_* turbo_* moe_use_fused_router_with_aux_score use_sink_attention
         sink_* mxfp4_* use_deprecated_20241209_moe_layer disable_primus_topk_router use_rocmoe
-        no_fp8_weight_transpose_cache enable_fused_linear_ce use_fla_*
+        no_fp8_weight_transpose_cache enable_fused_linear_ce use_fla_* fused_ce_* disable_delayed_scaling_patches
     """,
     "A line of the log is one step, and metrics.jsonl has all of them to be averaged.": """
         log_avg_skip_iterations log_avg_reset_interval stderr_sink_level stdout_sink_level file_sink_level sink_level
@@ -17,7 +17,8 @@ OTHERWISE: dict[str, str] = {
     "TensorBoard files are written where tensorboard is installed (logging.tensorboard).": "disable_tensorboard",
     "Loggers are metrics.jsonl and TensorBoard, and no others.": "disable_wandb disable_mlflow mlflow_*",
     "The profiler is told with train.profile alone.": """
-        disable_profiler_activity_cpu torch_profiler_* profile_memory_iter
+        disable_profiler_activity_cpu torch_profiler_* profile_memory_iter use_nsys_profiler record_shapes nvtx_ranges
+        pytorch_profiler_collect_shapes
     """,
     "Nothing is compiled that would have to be.": "disable_compile_dependencies",
     "Samples that share a line never see each other; packing is data.packing.": """
@@ -37,7 +38,8 @@ NOT_AT_ALL: dict[str, str] = {
         moe_expert_rank_capacity_factor
     """,
     "It is not built.": """
-        patch_moe_overlap recompute_layer_ids enable_odc* lb_mini_* sft_sanitize_nan_grads multiprocessing_context
+        patch_moe_overlap recompute_layer_ids enable_odc* odc_*
+        empty_cache_interval lb_mini_* sft_sanitize_nan_grads multiprocessing_context
         muon_weight_decay* lfm_layer_types conv_L_cache conv_bias use_uccl_ep
     """,
 }

@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.dialects.megatron.arguments import Arguments, name_of, near
+from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.known import name_of, near
 from isthmus.config.dialects.megatron.model import ARGUMENTS
 from isthmus.config.dialects.megatron.translate import Told, from_arguments
 from isthmus.config.dialects.primus.files import CHECKOUT, Read, find_file, read_file
@@ -18,12 +17,10 @@ from isthmus.config.dialects.primus.keys import (
     CONFIG_KEYS,
     DEFAULTS,
     INEXACT,
-    NOT_AT_ALL,
-    OTHERWISE,
     PLACES,
     PRESETS,
-    REFUSED,
 )
+from isthmus.config.dialects.primus.known import own, own_keys
 from isthmus.config.dialects.translation import Remark, Translation, World
 from isthmus.errors import UsageError
 
@@ -67,11 +64,14 @@ def from_experiment(path: Path, models: Path | None = None) -> Told:
     if sft:
         args.say("sft", True, f"config: {config}")
     name = str(file.values.get("exp_name") or path.stem)
-    if preset is None and not args.said("num_layers"):
+    weights = said.get("hf_path")
+    if preset is None and weights is None and not args.said("num_layers"):
         raise UsageError(f"{path} names no model: it needs `model: NAME.yaml`, or the model's keys.")
-    told = from_arguments(args, World(), name, model=preset is None)
+    told = from_arguments(args, World(), name, model=preset is None and weights is None)
     _put_own(told.translation, file, said, args)
-    if preset is not None:
+    if weights is not None:
+        told.translation.put("model.path", str(weights), f"hf_path: {weights}")
+    elif preset is not None:
         _put_preset(told.translation, preset, args, overrides)
     told.translation.remarks[:0] = _grouped(remarks)
     return told
@@ -146,8 +146,8 @@ def _say(
     quiet: bool = False,
 ) -> None:
     """Take one key; ``strange`` collects unknown ones of Primus' own files, None makes them errors."""
-    if (own := _own(key)) is not None:
-        became, why = own
+    if (found := own(key)) is not None:
+        became, why = found
         on = bool(value) and (not isinstance(value, dict) or bool(value.get("enabled")))
         if became == "refused" and on:
             args.complaints.append(f"{words}  {why}")
@@ -161,7 +161,7 @@ def _say(
         if strange is not None:
             strange.append(key)
             return
-        guess = near(key) or next(iter(difflib.get_close_matches(key, _plain_own(), n=1)), None)
+        guess = near(key) or next(iter(difflib.get_close_matches(key, own_keys(), n=1)), None)
         args.complaints.append(
             f"{key}  is no key of Primus or Megatron-LM" + (f" (did you mean {guess}?)" if guess else "")
         )
@@ -177,23 +177,8 @@ def _line(key: str, value: Any) -> str:
     return f"{key}: {json.dumps(value) if value is None or isinstance(value, bool | list | dict) else value}"
 
 
-_CARRIED = (*PLACES, "auto_continue_train", "disable_last_saving", "sft_dataset_name", "sft_dataset_split")
+_CARRIED = (*PLACES, "auto_continue_train", "disable_last_saving", "sft_dataset_name", "sft_dataset_split", "hf_path")
 """Keys that are translated here, not with Megatron-LM's."""
-
-
-def _own(key: str) -> tuple[str, str] | None:
-    """What becomes of a key that only Primus has, and why."""
-    for became, table in (("otherwise", OTHERWISE), ("not at all", NOT_AT_ALL), ("refused", REFUSED)):
-        for why, patterns in table.items():
-            if any(fnmatchcase(key, pattern) for pattern in patterns.split()) and key not in ARGUMENTS:
-                return became, why
-    return None
-
-
-@cache
-def _plain_own() -> list[str]:
-    tables = (OTHERWISE, NOT_AT_ALL, REFUSED)
-    return [key for table in tables for keys in table.values() for key in keys.split() if "*" not in key]
 
 
 def _grouped(remarks: list[Remark]) -> list[Remark]:
