@@ -20,8 +20,8 @@ from isthmus.data.report import Overlong, PrepareReport
 from isthmus.errors import DataError, UsageError
 
 T = TypeVar("T")
-_BATCH_RECORDS = 512
-_BATCH_CHARS = 1_000_000
+_BATCH_RECORDS = 8192
+_BATCH_CHARS = 4_000_000
 _WORDS: dict[Kind, str] = {"text": "plain text", "chat": "a chat record", "preference": "a preference pair"}
 
 
