@@ -21,7 +21,9 @@ def prepare(
         list[str],
         typer.Argument(metavar="DATA...", help="Files, folders, patterns, or hf:ORG/NAME:SPLIT.", show_default=False),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the files to make: OUT.bin, OUT.idx, OUT.json.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Prefix of the files to make: OUT.bin, OUT.idx, OUT.json.")
+    ],
     tokenizer: Annotated[str, typer.Option(metavar="DIR", help="Folder of the tokenizer, such as a model's.")],
     kind: Annotated[
         str | None, typer.Option(metavar="KIND", help="text, chat or preference; default: what the first record is.")

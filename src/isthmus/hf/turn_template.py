@@ -63,7 +63,8 @@ def _recognised(source: str, given: tuple[tuple[str, str], ...]) -> TurnTemplate
     compiled: Any = chat_template_utils._compile_jinja_template(source)  # type: ignore[attr-defined]
     environment: jinja2.Environment = compiled.environment
     tree = environment.parse(source)
-    form = _form(tree, {name for name, _ in given})
+    # A special token that the tokenizer has not is nothing, at every turn.
+    form = _form(tree, {name for name, _ in given} | {"bos_token", "eos_token", "pad_token", "unk_token"})
     if form is None:
         return None
     loop, opening = form

@@ -116,7 +116,10 @@ class Journal:
         pieces, report = self._waiting, PrepareReport()
         for piece in pieces:
             report.add(piece.report)
-        arrays = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("tokens", "lengths", "documents")}
+        arrays = {
+            name: np.concatenate([getattr(piece, name) for piece in pieces])
+            for name in ("tokens", "lengths", "documents")
+        }
         if pieces[0].mask is not None:
             arrays["mask"] = np.concatenate([piece.mask for piece in pieces if piece.mask is not None])
         said = json.dumps({"chunks": len(pieces), "report": report.as_dict()}).encode()
@@ -176,9 +179,7 @@ def _read_part(path: Path) -> _Part | None:
             said = json.loads(stored["said"].tobytes())
             mask = stored["mask"] if "mask" in stored else None
             report = PrepareReport.from_dict(said["report"])
-            return _Part(
-                said["chunks"], Piece(stored["tokens"], mask, stored["lengths"], stored["documents"], report)
-            )
+            return _Part(said["chunks"], Piece(stored["tokens"], mask, stored["lengths"], stored["documents"], report))
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
         return None
 
