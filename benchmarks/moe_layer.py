@@ -4,7 +4,9 @@
 
 All have the same weights and the same tokens, and route them alike; contestants take turns in one process and the
 medians count. Gradients of weights are added up over micro batches: in float32 for the first three, in the weights' own
-type for transformers. What each makes of the tokens is compared before the clock starts. See README.md.
+type for transformers. What each makes of the tokens is compared before the clock starts. Beside them stand the bare
+matrix products of the experts, with nothing around them: no contestant can be faster than those by another arrangement
+of the same arithmetic. See README.md.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ CONTESTANTS = {
     "transformers-eager": "the block of transformers, experts one after the other",
     "transformers-grouped": "the block of transformers, with torch's grouped_mm",
 }
+PRODUCTS = "bare products"
+"""The row of the floor: not a layer, computes nothing of use."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 512, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192},
     "mixtral": {"hidden_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
@@ -143,6 +148,39 @@ def _of_block(block: Any) -> Callable[[Any], Any]:
     return run
 
 
+def bare_products(block: Any, hidden: Any) -> Callable[[], None]:
+    """The six matrix products of each expert, forward and backward, on as many tokens as the router gives it."""
+    import torch
+
+    with torch.no_grad():
+        _, chosen = block.router(hidden)
+        counts = torch.bincount(chosen.flatten(), minlength=len(block.experts.local_experts)).tolist()
+    work = []
+    for expert, count in zip(block.experts.local_experts, counts, strict=True):
+        weights = expert.linear_fc1.weight, expert.linear_fc2.weight
+        first, second = (weight.detach() for weight in weights)
+        of_first, of_second = (weight.main_grad for weight in weights)
+        x, inner, wide, out = (hidden.new_zeros(count, size) for size in (*second.shape, first.shape[0], len(second)))
+        work.append((first, second, of_first, of_second, x, inner, wide, out))
+
+    def add(to: Any, left: Any, right: Any) -> None:
+        if left.dtype == to.dtype:
+            torch.addmm(to, left, right, out=to)
+        else:
+            to.add_(torch.mm(left, right))
+
+    def run() -> None:
+        for first, second, of_first, of_second, x, inner, wide, out in work:
+            torch.mm(x, first.t(), out=wide)
+            torch.mm(inner, second.t(), out=out)
+            torch.mm(out, second, out=inner)
+            torch.mm(wide, first, out=x)
+            add(of_second, out.t(), inner)
+            add(of_first, wide.t(), x)
+
+    return run
+
+
 def _with_buffers(module: Any) -> None:
     import torch
 
@@ -201,23 +239,24 @@ def _turns(
         if far > AGREEMENT[precision]:
             raise SystemExit(f"{name} computes something else: {far:.1e} away")
         agreement[name] = far
-    times: dict[str, list[float]] = {name: [] for name in who}
-    cpu_times: dict[str, list[float]] = {name: [] for name in who}
+    turns = {name: partial(step, run) for name, (run, _) in who.items()} | {PRODUCTS: bare_products(ours[1], hidden)}
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    cpu_times: dict[str, list[float]] = {name: [] for name in turns}
     watch = CpuWatch()
     for _ in range(rounds):
-        for name, (run, _) in who.items():
+        for name, turn in turns.items():
             started_s, cpu_s = time.perf_counter(), time.process_time()
             for _ in range(3):
-                step(run)
+                turn()
             times[name].append((time.perf_counter() - started_s) / 3)
             cpu_times[name].append((time.process_time() - cpu_s) / 3)
     others = watch.shares()["others_cpu_use"]
     rows = []
-    for name in who:
+    for name in turns:
         middle = statistics.median(times[name])
         row = {"contestant": name, "model": family, "precision": precision, "tokens": tokens, "time_s": middle}
         row |= {"time_s_rounds": times[name], "tokens_per_s": tokens / middle, "others_cpu_use": others}
-        row |= {"cpu_time_s": statistics.median(cpu_times[name]), "furthest_from_isthmus": agreement[name]}
+        row |= {"cpu_time_s": statistics.median(cpu_times[name]), "furthest_from_isthmus": agreement.get(name)}
         if "isthmus" in times:
             row["times_isthmus"] = middle / statistics.median(times["isthmus"])
         rows.append(row)

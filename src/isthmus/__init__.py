@@ -1,7 +1,7 @@
 """Isthmus: train Hugging Face models on Megatron-Core, and get Hugging Face models back.
 
-``isthmus.sft(config)``, ``isthmus.pretrain(config)`` and ``isthmus.convert(source, destination)`` are what the commands
-of the same name run;
+``isthmus.sft(config)``, ``isthmus.dpo(config)``, ``isthmus.pretrain(config)`` and
+``isthmus.convert(source, destination)`` are what the commands of the same name run;
 ``isthmus.load_model(hf_dir, ...)`` gives the live Megatron-Core model. They are imported on first use, since
 importing torch takes longer than everything the command line does by itself; ``__init__.pyi`` has their types.
 """
@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "sft": ("isthmus.recipes.sft", "run"),
+    "dpo": ("isthmus.recipes.dpo", "run"),
     "pretrain": ("isthmus.recipes.pretrain", "run"),
     "load_model": ("isthmus.recipes.loading", "load_model"),
 }

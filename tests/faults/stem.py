@@ -16,7 +16,15 @@ from typing import Any
 
 
 def main() -> None:
-    names = ("recipes.sft", "recipes.pretrain", "engine.model", "engine.optimizer", "engine.step", "engine.checkpoint")
+    names = (
+        "recipes.sft",
+        "recipes.dpo",
+        "recipes.pretrain",
+        "engine.model",
+        "engine.optimizer",
+        "engine.step",
+        "engine.checkpoint",
+    )
     for name in ("cli.main", "cli.alone", *names):
         importlib.import_module(f"isthmus.{name}")
     for line in sys.stdin:

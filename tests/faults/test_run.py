@@ -17,12 +17,13 @@ from isthmus.convert.verify import verify
 
 STEP_KEYS = {
     *("step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib"),
-    *("num_tokens", "learned_tokens", "step_time_s", "consumed_sequences"),
+    *("num_tokens", "learned_tokens", "padding", "step_time_s", "consumed_sequences"),
 }
 
 
 def test_what_a_run_leaves(isthmus: Stem, small: list[str], model: Path, tmp_path: Path) -> None:
-    result = isthmus(*small, "train.eval_every=2", "checkpoint.every=2").result
+    more = ["train.eval_every=2", "checkpoint.every=2", "data.test_fraction=0.1"]
+    result = isthmus(*small, *more).result
     out = tmp_path / "out"
     assert result["model"] == str(out / "hf") and result["steps"] == 4
     assert result["valid_loss"] < result["valid_loss_before"]
@@ -33,11 +34,13 @@ def test_what_a_run_leaves(isthmus: Stem, small: list[str], model: Path, tmp_pat
     assert all(0 < row["learned_tokens"] < row["num_tokens"] for row in steps)
     held_out = {row["step"]: row["valid_loss"] for row in rows(out) if "valid_loss" in row}
     assert list(held_out) == [0, 2, 4] and held_out[4] == result["valid_loss"]
+    test = {row["step"]: row["test_loss"] for row in rows(out) if "test_loss" in row}
+    assert test == {4: result["test_loss"]} and 0 < test[4] != held_out[4]
 
     config = load_config("sft", out / "config.yaml", [], {})
     words = [word for word in small[7:] if "=" in word]
     flags = {"model": small[2], "data": [small[4]], "out": small[6]}
-    again = load_config("sft", None, [*words, "train.eval_every=2", "checkpoint.every=2"], flags)
+    again = load_config("sft", None, [*words, *more], flags)
     assert config == again
 
     exported = {path.name for path in (out / "hf").iterdir()}
@@ -208,6 +211,32 @@ def test_what_an_interrupted_save_left_goes(isthmus: Stem, small: list[str], tmp
     assert not list((tmp_path / "out").rglob(".tmp*"))
 
 
+@pytest.mark.parametrize("recipe", ["sft", "pretrain"])
+def test_made_up_data(isthmus: Stem, model: Path, tmp_path: Path, recipe: str) -> None:
+    """No file but the model; a run that goes on in another layout takes what it would have taken."""
+    out, rest = tmp_path / "out", tmp_path / "rest"
+    words = [recipe, "--model", model, "--json", "data.mock=true", "data.seq_length=24", "train.steps=4"]
+    words += ["train.global_batch_size=4", "optim.lr=1e-3", "data.valid_fraction=0.3", "data.test_fraction=0.1"]
+    result = isthmus(*words, "--out", out, "checkpoint.every=2").result
+    steps = [row for row in rows(out) if "loss" in row]
+    assert [(row["num_tokens"], row["learned_tokens"], row["padding"]) for row in steps] == [(96, 96, 0)] * 4
+    (test,) = [row for row in rows(out) if "test_loss" in row]
+    assert test == {"step": 4, "test_loss": result["test_loss"]} and result["test_loss"] != result["valid_loss"]
+    assert not (out / "data").exists()
+
+    from_it = f"checkpoint.resume={out / 'checkpoints' / 'iter_0000002'}"
+    if recipe == "sft":
+        lines = ["train.micro_batch_size=2", "data.length_buckets=[32, 64]"]
+        again = isthmus(*words, "--out", rest, from_it, *lines).result
+        late = [row for row in rows(rest) if "loss" in row]
+        assert [row["loss"] for row in late] == pytest.approx([row["loss"] for row in steps[2:]], rel=1e-5)
+        assert again["test_loss"] == pytest.approx(result["test_loss"], rel=1e-5)
+        assert [row["padding"] for row in late] == [0.25, 0.25]
+    else:
+        line = isthmus(*words, "--out", rest, from_it, "data.seed=1").error(65)
+        assert "differ" in line and not rest.exists()
+
+
 def test_pretraining(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The number is 4. Say the number 5. " * 200)
@@ -221,11 +250,18 @@ def test_pretraining(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_a_line_count_its_tokens_once(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+    """And padding, of lines that come in two lengths, for none."""
+    small.append("data.packing=false")
     assert isthmus(*small).returncode == 0
     shared = tmp_path / "shared"
-    assert finished(start(*small, "--nproc", "2", "parallel.cp=2", "--out", str(shared), cwd=tmp_path)).returncode == 0
+    more = ["--nproc", "2", "parallel.cp=2", "data.length_buckets=[32, 64]", "--out", str(shared)]
+    assert finished(start(*small, *more, cwd=tmp_path)).returncode == 0
     alone, together = ([row for row in rows(out) if "loss" in row] for out in (tmp_path / "out", shared))
     for key in ("num_tokens", "learned_tokens", "consumed_sequences"):
         assert [row[key] for row in together] == [row[key] for row in alone]
+    for row in together:
+        lines = row["num_tokens"] / (1 - row["padding"])
+        assert lines == pytest.approx(round(lines / 32) * 32) and lines > row["num_tokens"]
+    assert not any(row["padding"] for row in alone)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in together] == pytest.approx([row[key] for row in alone], rel=1e-5)

@@ -40,6 +40,29 @@ def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: 
     assert (ours - logits(model, ids[None])[0]).abs().max() < tolerance
 
 
+def test_running_means_on_the_host_give_the_same_weights_in_less_memory() -> None:
+    from isthmus.engine.compat import fill_adam_state
+    from isthmus.engine.offload import HostAdamW
+
+    made, used = [], []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        weights = [torch.randn(size, device="cuda") for size in (1 << 20, 7)]
+        before = torch.cuda.memory_allocated()
+        adam = torch.optim.AdamW(weights, lr=0.1, fused=True)
+        fill_adam_state(adam)
+        if offload:
+            adam = HostAdamW.taking_over(adam)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            adam.step()
+        made.append([weight.cpu() for weight in weights])
+        used.append(torch.cuda.memory_allocated() - before)
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    assert used[1] < used[0] - (1 << 22)
+
+
 @pytest.mark.parametrize(
     ("precision", "fsdp"),
     [("fp32", "false"), ("bf16", "false"), ("fp16", "false"), ("fp8", "false"), ("fp32", "true"), ("bf16", "true")],

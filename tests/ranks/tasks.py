@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from isthmus.config.schema import RunConfig
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batches import Batches
+from isthmus.data.pair_batches import PairBatches
 from isthmus.data.store import SampleStore
 from isthmus.engine import checkpoint
 from isthmus.engine.model import live_tensors
@@ -33,6 +35,7 @@ from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
 from isthmus.platforms.detect import detect
 from isthmus.recipes.loading import load_model, model_logits
+from isthmus.recipes.reference import find_reference, objective_of
 from isthmus.recipes.session import Session, blueprint, open_session
 from isthmus.train.memory import stage_bytes
 from ranks.member import leave_groups
@@ -65,19 +68,24 @@ def start(
     optim: dict[str, Any] | None = None,
     moe: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
+    dpo: dict[str, Any] | None = None,
+    reference: str | None = None,
+    fresh: bool = True,
     **parallel: Any,
 ) -> Training:
     """Open a session the way a recipe does, with this store for data.
 
-    ``parallel`` is the section of the config, ``more`` are settings of its section ``train``.
+    ``parallel`` is the section of the config, ``more`` are settings of its section ``train``. With ``dpo``, of section
+    ``dpo``, the samples are pairs; the reference is kept at ``reference``, and taken from there unless ``fresh``.
     """
     config = RunConfig.model_validate(
         {
-            "recipe": "pretrain",
+            "recipe": "pretrain" if dpo is None else "dpo",
             "out": "unused",
             "model": {"path": model},
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
             "parallel": parallel,
+            "dpo": dpo or {},
             "moe": moe or {},
             "train": {
                 "steps": TOTAL_STEPS,
@@ -116,12 +124,14 @@ def start(
         "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
     }
     store = SampleStore.open(samples)
-    return Training(
-        session,
-        Stepper(session.model, optimizer, build_schedule(optimizer, chosen)),
-        Batches(store, **lines),
-        Batches(store, shuffle=False, **lines),
-    )
+    stepper = Stepper(session.model, optimizer, build_schedule(optimizer, chosen), objective_of(config))
+    if dpo is None:
+        return Training(session, stepper, Batches(store, **lines), Batches(store, shuffle=False, **lines))
+    pairs, held_out = PairBatches(store, **lines), PairBatches(store, shuffle=False, **lines)
+    parts = {"train": pairs, "valid": held_out}
+    kept = Path(reference or tempfile.mkdtemp()) / "reference.npz"
+    find_reference(stepper, parts, kept, session.position, fresh=fresh, say=print)
+    return Training(session, stepper, pairs, held_out)
 
 
 def train(
@@ -150,7 +160,7 @@ def train(
     if resume is not None:
         first = checkpoint.load(Path(resume), stepper, sizes).step
     curves = ("loss", "grad_norm", "lr", "learned", "mtp_loss", "load")
-    result: dict[str, Any] = {"first": first, **{curve: [] for curve in curves}}
+    result: dict[str, Any] = {"first": first, "figures": [], **{curve: [] for curve in curves}}
     if evaluate:
         result["valid_before"] = stepper.evaluate(training.held_out.eval_batches())
     names = ("loss_scale", "skipped") if stepper.loss_scale is not None else ()
@@ -161,7 +171,8 @@ def train(
         result["loss"].append(done.loss)
         result["grad_norm"].append(done.grad_norm)
         result["lr"].append(done.lr)
-        result["mtp_loss"].append(done.mtp_loss)
+        result["figures"].append(dict(done.figures))
+        result["mtp_loss"].append(done.figures.get("mtp_loss"))
         result["learned"].append(done.learned_tokens)
         result["load"].append(None if done.load is None else done.load.figures())
         for name in names:

@@ -72,6 +72,27 @@ def test_ten_and_ten_are_twenty_to_the_last_bit(
     assert rest["digest"] == whole["digest"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_running_means_elsewhere_change_no_number(
+    precision: str,
+    two: World,
+    models: dict[str, Path],
+    samples: Path,
+    halves: Callable[..., tuple[dict[str, Any], Path]],
+    tmp_path: Path,
+) -> None:
+    """On a CPU both places are one memory, so this is about the arithmetic and the checkpoints, in both directions."""
+    whole, saved = halves(2, precision=precision)
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "precision": precision}
+    offloaded = two.run(
+        "ranks.tasks.train", resume=saved, optim={"offload": True}, save_at=[15], root=tmp_path, **settings
+    )
+    back = two.run("ranks.tasks.train", resume=tmp_path / "iter_0000015", **settings)
+    for curve in ("loss", "grad_norm", "lr", "learned"):
+        assert offloaded[curve] == whole[curve][HALF:] and back[curve] == whole[curve][15:]
+    assert offloaded["digest"] == back["digest"] == whole["digest"]
+
+
 ONE: tuple[int, dict[str, Any]] = (1, {})
 TP2: tuple[int, dict[str, Any]] = (2, {"tp": 2})
 PP2: tuple[int, dict[str, Any]] = (2, {"pp": 2})

@@ -137,3 +137,17 @@ def build_samples(folder: Path, *, count: int = 60, seed: int = 0) -> Path:
         samples.append((random.integers(0, VOCAB, length).astype(np.int32), mask))
     SampleStore.from_samples(samples).save(folder)
     return folder
+
+
+def build_pairs(folder: Path, *, count: int = 24, seed: int = 0) -> Path:
+    """Save ``count`` pairs of answers: a prompt of 1 to 8 tokens, and two answers of 2 to 16 behind it."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        prompt = random.integers(0, VOCAB, int(random.integers(1, 9)))
+        for _ in range(2):
+            answer = random.integers(0, VOCAB, int(random.integers(2, 17)))
+            mask = np.repeat(np.array([0, 1], dtype=np.uint8), [len(prompt), len(answer)])
+            samples.append((np.concatenate([prompt, answer]).astype(np.int32), mask))
+    SampleStore.from_samples(samples, [pair for pair in range(count) for _ in range(2)]).save(folder)
+    return folder

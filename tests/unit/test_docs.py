@@ -22,7 +22,7 @@ from isthmus.config.load import load_config
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-VERBS = ("sft", "pretrain", "demo", "convert", "verify", "config")
+VERBS = ("sft", "dpo", "pretrain", "demo", "convert", "verify", "config")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -77,13 +77,14 @@ def test_every_command_is_one_that_exists() -> None:
 def test_settings_in_commands_are_settings(tmp_path: Path) -> None:
     flags = {"out": str(tmp_path), "model.path": "model", "data.files": ["data.json"]}
     overrides = [
-        (page, word) for page, words in commands() if words[0] == "isthmus" for word in words
+        (page, words[1], word) for page, words in commands() if words[0] == "isthmus" for word in words
         if re.fullmatch(r"[a-z]+(\.[a-z_]+)?=.+", word)
     ]  # fmt: skip
     assert len(overrides) > 5
-    for page, override in overrides:
+    for page, verb, override in overrides:
+        without_files = {"data.files": None, "train.steps": 5} if override == "data.mock=true" else {}
         try:
-            load_config("sft", None, [override], flags)
+            load_config("dpo" if verb == "dpo" else "sft", None, [override], flags | without_files)
         except errors.UsageError as error:
             pytest.fail(f"{page}: {override}: {error}")
 

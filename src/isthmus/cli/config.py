@@ -22,7 +22,8 @@ def show(
     ] = False,
     origin: Annotated[bool, typer.Option("--origin", help="A setting a line, and where it is from.")] = False,
     recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="sft or pretrain, for --resolved of a file that does not say.")
+        str | None,
+        typer.Option(metavar="RECIPE", help="sft, dpo or pretrain, for --resolved of a file that does not say."),
     ] = None,
 ) -> int:
     """Print the settings of a config file, with those of its bases, variables filled in and overrides applied."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from isthmus import __version__
-from isthmus.cli import config, convert, demo, prepare, pretrain, sft, verify
+from isthmus.cli import config, convert, demo, dpo, prepare, pretrain, sft, verify
 from isthmus.cli.words import spread_data
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("demo", short_help="Show the whole way on this machine, without network.")(demo.demo)
 app.command("sft", short_help="Fine-tune a model on chats.")(sft.sft)
+app.command("dpo", short_help="Train a model on pairs of answers.")(dpo.dpo)
 app.command("pretrain", short_help="Train a model on text.")(pretrain.pretrain)
 app.command("prepare", short_help="Tokenize data once, into files that any run can read.")(prepare.prepare)
 app.command("convert", short_help="Convert a model between Hugging Face and Megatron-Core.")(convert.convert)

@@ -1,4 +1,4 @@
-"""What ``isthmus sft`` and ``isthmus pretrain`` do: settle the config, start the ranks if asked to, run, print."""
+"""What ``isthmus sft``, ``dpo`` and ``pretrain`` do: settle the config, start the ranks if asked to, run, print."""
 
 from __future__ import annotations
 

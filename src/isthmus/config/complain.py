@@ -41,6 +41,8 @@ _MEANT = {
     "sequence_parallel": "parallel.sp",
     "save_steps": "checkpoint.every",
     "dtype": "train.precision",
+    "rpo_alpha": "dpo.sft_weight",
+    "loss_type": "dpo.loss",
 }
 """Names from elsewhere that look nothing like ours."""
 

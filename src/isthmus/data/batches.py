@@ -9,7 +9,7 @@ step.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from isthmus.data.blend import Order, Share
-from isthmus.data.packing import check_fit, pack
+from isthmus.data.packing import Bins, check_fit
 from isthmus.data.samples import Samples
 from isthmus.errors import DataError, UsageError
 
@@ -91,8 +91,7 @@ class Batches:
             shares: the sets that the store is made of, which are mixed by weight; none: it is one set.
 
         Raises:
-            UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``, or a line may be longer
-                than the largest bucket.
+            UsageError: ``global_batch_size`` is no multiple of ``micro_batch_size * dp_size``.
             DataError: the store or a set is empty, or holds a sample longer than ``seq_length`` + 1.
         """
         for name, value in (("micro_batch_size", micro_batch_size), ("seq_length", seq_length)):
@@ -105,11 +104,6 @@ class Batches:
             raise UsageError(
                 f"train.global_batch_size={global_batch_size} is not a multiple of "
                 f"micro_batch_size={micro_batch_size} x data-parallel ranks={dp_size}. Use {mend}."
-            )
-        if length_buckets and length_buckets[-1] < micro_batch_size * seq_length:
-            raise UsageError(
-                f"data.length_buckets ends at {length_buckets[-1]}, a line may have {micro_batch_size * seq_length} "
-                "tokens. Add that as the last one."
             )
         self.shares = tuple(shares) or (Share("data", len(store), 1.0),)
         if not all(share.samples for share in self.shares) or sum(share.samples for share in self.shares) != len(store):
@@ -125,21 +119,17 @@ class Batches:
         check_fit(inputs, seq_length)
         self._inputs = inputs
         ends = np.cumsum([share.samples for share in self.shares]).tolist()
-        sets = [self._set(end - share.samples, end, packing) for share, end in zip(self.shares, ends, strict=True)]
-        counts = [len(sequences) for sequences in sets]
-        # None: one sample each, which need not be written down.
-        single = all(isinstance(sequences, range) for sequences in sets)
-        self._sequences = (
-            None
-            if single
-            else [[sequence] if isinstance(sequence, int) else sequence for sequences in sets for sequence in sequences]
-        )
+        self._sets = [
+            self._set(end - share.samples, end, packing) for share, end in zip(self.shares, ends, strict=True)
+        ]
+        counts = [len(sequences) for sequences in self._sets]
+        self._ends = np.cumsum(counts).tolist()
         self._order = Order(counts, [share.weight for share in self.shares], seed=seed, shuffle=shuffle)
 
     @property
     def sequences_per_epoch(self) -> int:
         """Sequences (samples, or bins of packed samples) of all sets; an epoch of a mix has as many, of whichever."""
-        return len(self.store if self._sequences is None else self._sequences)
+        return int(self._ends[-1])
 
     @property
     def steps_per_epoch(self) -> int:
@@ -171,16 +161,16 @@ class Batches:
         for first in range(0, count, self.global_batch_size):
             yield self._deal([self._sequence(k) for k in range(first, min(first + self.global_batch_size, count))])
 
-    def _set(self, first: int, end: int, packing: bool) -> range | list[list[int]]:
-        """The sequences of one set, the samples from ``first`` to ``end``: their numbers, or lists of them."""
-        inputs = self._inputs[first:end]
-        if not packing or int(inputs.min()) == self.seq_length:  # where all are full, packing changes nothing
-            return range(first, end)
-        return [(np.asarray(chosen) + first).tolist() for chosen in pack(inputs, self.seq_length)]
+    def _set(self, first: int, end: int, packing: bool) -> Bins | list[list[int]]:
+        """The sequences of one set, which is the samples from ``first`` to ``end``."""
+        if not packing:
+            return Bins.single(first, end)
+        return Bins.packed(self._inputs[first:end], self.seq_length, first)
 
     def _sequence(self, number: int) -> list[int]:
-        """Its samples."""
-        return [number] if self._sequences is None else self._sequences[number]
+        """The samples of a sequence; those of all sets are numbered through."""
+        chosen = bisect_right(self._ends, number)
+        return self._sets[chosen][number - (self._ends[chosen - 1] if chosen else 0)]
 
     def _deal(self, sequences: list[list[int]]) -> list[MicroBatch]:
         """Deal a global batch out: first micro batch of rank 0, of rank 1, ..., second of rank 0, ...
@@ -200,9 +190,13 @@ class Batches:
 
     def _line_length(self, tokens: int) -> int:
         """Of a line of this many tokens, with its padding, of which there are at least two where there is no more."""
-        tokens = tokens or 2
-        if self.length_buckets:
-            return self.length_buckets[bisect_left(self.length_buckets, tokens)]
+        tokens, buckets = tokens or 2, self.length_buckets
+        if buckets:
+            if tokens > buckets[-1]:
+                raise UsageError(
+                    f"a line has {tokens} tokens, data.length_buckets ends at {buckets[-1]}. Add a larger one."
+                )
+            return buckets[bisect_left(buckets, tokens)]
         return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def _join(self, samples: list[int]) -> MicroBatch:

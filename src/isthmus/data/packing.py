@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -55,3 +57,40 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.int64], capacity: int) -> list[
                 by_room[room] = []
             by_room[room].append(number)
     return bins
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Bins as two arrays, 8 bytes an item and 8 a bin: there may be as many as windows in a large text."""
+
+    items: npt.NDArray[np.int64]
+    """[items], bin after bin."""
+    bounds: npt.NDArray[np.int64]
+    """[bins + 1], bin k is ``items[bounds[k]:bounds[k + 1]]``."""
+
+    @classmethod
+    def packed(cls, lengths: npt.NDArray[np.int64], capacity: int, first: int = 0) -> Bins:
+        """The bins of :func:`pack`, of items that are numbered from ``first`` on.
+
+        Those that fill a bin alone, as most windows of a text do, are not gone through one by one.
+        """
+        full, rest = np.flatnonzero(lengths == capacity), np.flatnonzero(lengths != capacity)
+        bins = pack(lengths[rest], capacity)
+        order = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=len(rest))
+        sizes = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
+        bounds = np.concatenate([np.arange(len(full) + 1), len(full) + np.cumsum(sizes)])
+        return cls(np.concatenate([full, rest[order]]) + first, bounds)
+
+    @classmethod
+    def single(cls, first: int, end: int) -> Bins:
+        """Each item alone, in their order."""
+        return cls(np.arange(first, end), np.arange(end - first + 1))
+
+    def __len__(self) -> int:
+        """Number of bins."""
+        return len(self.bounds) - 1
+
+    def __getitem__(self, number: int) -> list[int]:
+        """The items of a bin."""
+        items: list[int] = self.items[self.bounds[number] : self.bounds[number + 1]].tolist()
+        return items

@@ -41,6 +41,37 @@ def prepare_chat(
         UsageError: ``seq_length`` is less than 1.
     """
     rules = Rules("chat", seq_length, loss_on, overlong, on_error, columns or {})
+    return _masked(files, tokenizer, rules, progress)
+
+
+def prepare_pairs(
+    files: Sequence[Path | str],
+    tokenizer: ChatTokenizer,
+    *,
+    seq_length: int,
+    overlong: Overlong = "truncate",
+    on_error: OnError = "stop",
+    columns: Columns | None = None,
+    progress: Progress | None = None,
+) -> tuple[SampleStore, PrepareReport]:
+    """Preference records to samples of at most ``seq_length`` + 1 tokens, with a mask of the answers.
+
+    Sample 2k is the chosen answer of pair k behind its prompt and sample 2k + 1 the rejected one. What is left out is
+    left out with its pair, and counted once: an answer that is too long, or of which nothing is left to learn, or two
+    that are left with the same tokens.
+
+    Raises:
+        MissingInput, DataError, UsageError: as :func:`prepare_chat` does.
+    """
+    rules = Rules("preference", seq_length, overlong=overlong, on_error=on_error, columns=columns or {})
+    return _masked(files, tokenizer, rules, progress)
+
+
+def _masked(
+    files: Sequence[Path | str], tokenizer: ChatTokenizer, rules: Rules, progress: Progress | None
+) -> tuple[SampleStore, PrepareReport]:
+    """Each document of several sequences is a group of samples."""
+    assert rules.seq_length is not None
     maker = SequenceMaker(tokenizer, rules)
     report = PrepareReport()
     samples: list[Sample] = []
@@ -53,7 +84,7 @@ def prepare_chat(
         first = groups[-1] + 1 if groups else 0
         groups += (first + np.repeat(np.arange(len(piece.documents)), piece.documents)).tolist()
     report.notes += notes(rules, report)
-    return _store(samples, groups, report, files, seq_length), report
+    return _store(samples, groups, report, files, rules.seq_length), report
 
 
 def prepare_text(

@@ -21,7 +21,7 @@ def split(store: SampleStore, fractions: Sequence[float], *, seed: int = 0) -> t
     """
     if min(fractions, default=0.0) < 0.0 or sum(fractions) >= 1.0:
         raise UsageError(f"shares of {list(fractions)} cannot be held out. Wanted 0 or more, and less than 1 in all.")
-    groups = np.unique(store.groups)
+    groups, group_of = np.unique(store.groups, return_inverse=True)
     counts = [max(1, round(fraction * len(groups))) if fraction else 0 for fraction in fractions]
     if sum(counts) >= len(groups):
         raise UsageError(
@@ -34,7 +34,7 @@ def split(store: SampleStore, fractions: Sequence[float], *, seed: int = 0) -> t
     part_of = np.full(len(groups), -1)
     for part, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
         part_of[drawn[end - count : end]] = part
-    parts = part_of[np.searchsorted(groups, store.groups)]
+    parts = part_of[group_of]
     return store.select(np.flatnonzero(parts < 0)), [
         store.select(np.flatnonzero(parts == part)) for part in range(len(counts))
     ]

@@ -9,6 +9,7 @@ import numpy as np
 
 from isthmus.data.indexed import IndexedPair
 from isthmus.data.store import SampleStore, TokenSource
+from isthmus.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +69,30 @@ def chat_samples(
             kept[index] = False
             nothing += 1
     return store.select(np.flatnonzero(kept)), LeftOut(int(np.count_nonzero(long & kept)), 0, nothing)
+
+
+def answer_pairs(
+    pair: IndexedPair, seq_length: int, overlong: Literal["truncate", "drop"]
+) -> tuple[SampleStore, LeftOut]:
+    """As :func:`chat_samples`, of documents that are two answers each; where one does not fit, both are left out.
+
+    What is left out is counted once, what is cut by the answer.
+
+    Raises:
+        DataError: a document has another number of sequences.
+    """
+    store = SampleStore.from_pair(pair)
+    if bool(np.any(np.diff(pair.documents) != 2)):
+        raise DataError(f"{pair.prefix}: not every document is a pair of answers. Prepare the records again.")
+    long = (store.lengths > seq_length + 1).reshape(-1, 2)
+    too_long = long.any(1) if overlong == "drop" else np.zeros(len(long), dtype=np.bool_)
+    store = store.cut(seq_length + 1)
+    learned = np.asarray((store.lengths >= 2).reshape(-1, 2).all(1))
+    for number in np.flatnonzero(long.any(1) & learned & ~too_long):
+        (chosen, mask), (rejected, other) = store[2 * int(number)], store[2 * int(number) + 1]
+        learned[number] = bool(mask[1:].any() and other[1:].any()) and not np.array_equal(chosen, rejected)
+    kept = learned & ~too_long
+    left = LeftOut(
+        int(np.count_nonzero(long[kept])), int(np.count_nonzero(too_long)), int(np.count_nonzero(~learned & ~too_long))
+    )
+    return store.select(np.flatnonzero(np.repeat(kept, 2))), left

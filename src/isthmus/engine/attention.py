@@ -32,8 +32,8 @@ class Segments:
 
     lengths: tuple[int, ...]
     """Tokens of each sample, on the host, so that no layer waits for the device to learn them."""
-    learned: tuple[int, ...] = ()
-    """Labels learned in each sample; () where nothing is learned."""
+    learned: tuple[float, ...] = ()
+    """What each sample has in what the loss is a mean over, such as labels learned; () where nothing is learned."""
     padded: bool = False
     """Whether the last sample is padding."""
     spans: Spans | None = None

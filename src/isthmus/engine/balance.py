@@ -55,7 +55,7 @@ def spans_of(segments: Segments, rank: int, ranks: int, *, device: torch.device)
     of_token = numbers.repeat_interleave(torch.tensor(lengths, device=device), output_size=sum(lengths))
     of_token = own_part(of_token, segments.spans).chunk(ranks)[rank]
 
-    def spans(of_token: Tensor, lengths: Sequence[int], learned: Sequence[int]) -> Spans:
+    def spans(of_token: Tensor, lengths: Sequence[int], learned: Sequence[float]) -> Spans:
         sizes = torch.tensor([lengths, learned], dtype=torch.float32, device=device)
         return Spans(of_token, sizes[0].clamp(min=1), sizes[1])
 

@@ -1,9 +1,11 @@
 """The last projection and the cross entropy in one: vocabulary-parallel, chunked, gradient computed on the way.
 
 Logits exist for one chunk of tokens at a time, in the model's dtype, and in float32 only for a block of its rows that
-fits the cache. While a chunk exists, the gradients of the hidden states and of the projection are taken too, so the
-backward pass multiplies by a scalar and no logits are kept or computed twice. Only tokens that are learned are
-projected at all.
+fits the cache. Only tokens that are learned are projected at all.
+
+For a sum of losses the gradients of the hidden states and of the projection are taken while a chunk exists, so the
+backward pass multiplies by a scalar and no logits are kept or computed twice. What is to become of each token's loss by
+itself is not known then: those logits are computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = hidden[start:end]
             logits = torch.mm(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
             slope = None if softcap is None else _cap(logits, softcap)
-            loss_sum += _loss_and_gradient(logits, labels[start:end] - vocab_start, group, grad_scale)
+            loss_sum += _loss_and_gradient(logits, labels[start:end] - vocab_start, group, grad_scale).sum()
             if slope is not None:
                 logits.mul_(slope)
             if grad_hidden is not None and into is not None:
@@ -72,6 +74,56 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch._assert_async(scale == 1, told)
             ctx.weight.grad_added_to_main_grad = True
         return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None, None, None
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_start: int,
+        num_rows: int,
+        group: dist.ProcessGroup | None,
+        softcap: float | None,
+    ) -> Tensor:
+        rows = weight[:num_rows]
+        losses = torch.empty(hidden.size(0), dtype=torch.float32, device=hidden.device)
+        for start, end in _chunks(hidden.size(0), num_rows):
+            logits = torch.mm(hidden[start:end], rows.t(), out=_room(end - start, num_rows, like=hidden))
+            if softcap is not None:
+                _cap(logits, softcap)
+            losses[start:end] = _loss_and_gradient(logits, labels[start:end] - vocab_start, group, None)
+        ctx.weight = weight
+        ctx.how = vocab_start, num_rows, group, softcap
+        ctx.save_for_backward(hidden, weight, labels)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        vocab_start, num_rows, group, softcap = ctx.how
+        rows, scale = weight[:num_rows], grads[0][:, None].contiguous()
+        grad_hidden = torch.empty_like(hidden)
+        into = getattr(ctx.weight, "main_grad", None)
+        grad_weight = None
+        if into is None:
+            into = grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for start, end in _chunks(hidden.size(0), num_rows):
+            part = hidden[start:end]
+            logits = torch.mm(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
+            slope = None if softcap is None else _cap(logits, softcap)
+            _loss_and_gradient(logits, labels[start:end] - vocab_start, group, scale[start:end])
+            if slope is not None:
+                logits.mul_(slope)
+            torch.mm(logits, rows, out=grad_hidden[start:end])
+            add_product(into[:num_rows], logits.t(), part)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        else:
+            ctx.weight.grad_added_to_main_grad = True
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _cap(logits: Tensor, softcap: float) -> Tensor:
@@ -109,14 +161,14 @@ def _chunks(num_tokens: int, num_rows: int) -> Iterator[tuple[int, int]]:
 def _loss_and_gradient(
     logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, grad_scale: Tensor | None
 ) -> Tensor:
-    """Overwrite ``logits`` with ``softmax(logits) - onehot(targets)`` and return the summed loss.
+    """Overwrite ``logits`` with ``softmax(logits) - onehot(targets)`` and return the losses, float32 [n].
 
     Args:
         logits: [n, V / tp] of this rank's part of the vocabulary.
         targets: [n] index into this rank's part; outside of it on the ranks that do not hold the target.
         group: the tensor-parallel group, None for one rank.
-        grad_scale: what the gradient is multiplied by, in float32 and before it is rounded: that is what saves the
-            small ones in float16.
+        grad_scale: what the gradient is multiplied by, a scalar or [n, 1], in float32 and before it is rounded: that is
+            what saves the small ones in float16.
     """
     block = max(1, BLOCK_ELEMENTS // max(1, logits.size(1)))
     mine = (targets >= 0) & (targets < logits.size(1))
@@ -133,7 +185,7 @@ def _loss_and_gradient(
         # The largest probability is exp(peak - log_total), so one more look at it gives the sum in full precision.
         log_total[start : start + block] = peak - wide.amax(dim=1, keepdim=True).log()
         if grad_scale is not None:
-            wide.mul_(grad_scale)
+            wide.mul_(grad_scale if grad_scale.dim() == 0 else grad_scale[start : start + block])
         if scratch is not None:
             part.copy_(wide)
     if group is not None:
@@ -148,7 +200,7 @@ def _loss_and_gradient(
     at_target = torch.where(mine[:, None], own_gradient.to(logits.dtype), logits.gather(1, column))
     # Not scatter_, which on a CPU copies a bfloat16 tensor whole.
     logits[torch.arange(logits.size(0), device=logits.device), column[:, 0]] = at_target[:, 0]
-    return loss.sum()
+    return loss[:, 0]
 
 
 def linear_cross_entropy(
@@ -187,3 +239,24 @@ def linear_cross_entropy(
         hidden, weight, labels, vocab_start, rows, group, softcap, grad_scale if wants_grad else None, wants_grad
     )
     return loss
+
+
+def token_cross_entropies(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_start: int = 0,
+    num_rows: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The cross entropy of each token, float32 [n], for losses that are more than their sum.
+
+    Args and the gradient of ``hidden``: those of :func:`linear_cross_entropy`. A loss scale comes with the gradient,
+    which is multiplied in float32.
+    """
+    rows = weight.size(0) if num_rows is None else num_rows
+    function: Any = _TokenCrossEntropy
+    losses: Tensor = function.apply(hidden, weight, labels, vocab_start, rows, group, softcap)
+    return losses

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isthmus.engine.ahead import ahead_spec
 from isthmus.engine.attention import Segments
-from isthmus.engine.cross_entropy import linear_cross_entropy
+from isthmus.engine.cross_entropy import linear_cross_entropy, token_cross_entropies
 from isthmus.engine.embedding import embed, embed_positions
 from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
 from isthmus.engine.moe import MoeBlock, tell_line
@@ -113,6 +113,7 @@ class Decoder(GPTModel):
         labels: Tensor | None = None,
         learned: Tensor | None = None,
         ahead: Sequence[Tensor] = (),
+        each: bool = False,
     ) -> Tensor:
         """Run this stage on one packed line, or on the T tokens of it that this context parallel rank has.
 
@@ -124,10 +125,11 @@ class Decoder(GPTModel):
             learned: int64 [n], the places among the T whose label counts.
             ahead: for each depth k, from 1, the places from which the label k places on counts; none asks no layer
                 to predict ahead.
+            each: whether the loss of each learned place is wanted, and not their sum; without layers ahead.
 
         Returns:
-            On the last stage the summed loss (a scalar, or [1 + depths] with those of the layers ahead behind it) or
-            the logits [T, V] of the whole vocabulary;
+            On the last stage the summed loss (a scalar, or [1 + depths] with those of the layers ahead behind it), the
+            losses [n] of the learned places, or the logits [T, V] of the whole vocabulary;
             before it the hidden states [T, 1, H] (or [T / tp, 1, H]) for the next stage.
         """
         hidden = self._embedded(input_ids, position_ids) if self.pre_process else None
@@ -145,6 +147,8 @@ class Decoder(GPTModel):
         if labels is None:
             return self._logits(hidden)
         assert learned is not None
+        if each:
+            return token_cross_entropies(**self._projected(hidden, learned, labels[learned]))
         losses = [self._loss(hidden, learned, labels[learned])]
         for depth, (layer, places) in enumerate(zip(self.mtp.layers, ahead, strict=True) if ahead else (), start=1):
             # Rolled over the line: where a sample ends this is another's token, and no place before it sees that one.
@@ -175,6 +179,10 @@ class Decoder(GPTModel):
 
         ``share`` is what it will be multiplied by before its gradient is taken; None is one.
         """
+        return linear_cross_entropy(**self._projected(hidden, places, labels), grad_scale=self._grad_scale(share))
+
+    def _projected(self, hidden: Tensor, places: Tensor, labels: Tensor) -> dict[str, Any]:
+        """What a cross entropy takes: these places of a line, their labels, this rank's part of the projection."""
         group = parallel_state.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -183,16 +191,15 @@ class Decoder(GPTModel):
         hidden = self._scaled(hidden)
         weight = self._projection()
         start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
-        return linear_cross_entropy(
-            hidden[:, 0].index_select(0, places),
-            weight,
-            labels,
-            vocab_start=start,
-            num_rows=max(0, min(weight.size(0), self.architecture.vocab_size - start)),
-            group=group,
-            softcap=self.architecture.logits_softcap,
-            grad_scale=self._grad_scale(share),
-        )
+        return {
+            "hidden": hidden[:, 0].index_select(0, places),
+            "weight": weight,
+            "labels": labels,
+            "vocab_start": start,
+            "num_rows": max(0, min(weight.size(0), self.architecture.vocab_size - start)),
+            "group": group,
+            "softcap": self.architecture.logits_softcap,
+        }
 
     def _grad_scale(self, share: float | None) -> Tensor | None:
         """What a loss will be multiplied by before its gradient is taken, the loss scale of fp16 too; None is one."""

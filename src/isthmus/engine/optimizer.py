@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from isthmus.engine.compat import clip_in_place, fill_adam_state
 from isthmus.engine.fsdp import FullyShardedDataParallel
 from isthmus.engine.model import Decoder
+from isthmus.engine.offload import HostAdamW
 from isthmus.engine.overlap import Overlap, OverlappingDataParallel
 
 MIN_LOSS_SCALE = 1.0
@@ -42,6 +43,8 @@ class OptimizerSettings:
     """What the loss of a float16 model is multiplied by at first; halved when a gradient overflows."""
     loss_scale_window: int = 1000
     """Steps in a row without overflow after which the loss scale is doubled."""
+    offload: bool = False
+    """Whether Adam's running means lie in the machine's memory instead of the device's."""
 
 
 def wrap_data_parallel(model: Decoder, overlap: Overlap | None = None) -> DistributedDataParallel:
@@ -116,10 +119,12 @@ def build_optimizer(model: Sequence[Wrapped], settings: OptimizerSettings) -> Me
         list(model),
         use_gloo_process_groups=False,
     )
-    for adam in adams(optimizer):
-        for group in adam.param_groups:
+    for one in _with_parameters(optimizer):
+        for group in one.optimizer.param_groups:
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
-        fill_adam_state(adam)
+        fill_adam_state(one.optimizer)
+        if settings.offload:
+            one.optimizer = HostAdamW.taking_over(one.optimizer)
     return optimizer
 
 
@@ -133,8 +138,12 @@ def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOpti
 
 def adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """Torch's own optimizers inside, those with parameters on this rank's stage."""
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [each.optimizer for each in chain if getattr(each, "buffers", True)]
+    return [each.optimizer for each in _with_parameters(optimizer)]
+
+
+def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
+    """The links of Megatron-Core's chain; one of fully sharded rows has no buffers to be without."""
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if getattr(each, "buffers", True)]
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,38 +24,11 @@ from isthmus.engine.balance import Load, take_stock, updated_bias
 from isthmus.engine.compat import same_loss_scale
 from isthmus.engine.context import own_part, own_spans
 from isthmus.engine.moe import MoeBlock
+from isthmus.engine.objective import NEXT_TOKEN, Objective, PackedLine, segment_lengths
 from isthmus.engine.optimizer import MIN_LOSS_SCALE, Wrapped
 from isthmus.engine.phase import phase
 from isthmus.engine.row_shards import gathered, whole_to_fill
 from isthmus.errors import Diverged
-
-
-class PackedLine(Protocol):
-    """What a step needs of a micro batch; :class:`isthmus.data.batches.MicroBatch` is one."""
-
-    @property
-    def input_ids(self) -> Tensor:
-        """int64 [T]"""
-
-    @property
-    def labels(self) -> Tensor:
-        """int64 [T], already shifted."""
-
-    @property
-    def loss_mask(self) -> Tensor:
-        """bool [T], True where the label is learned."""
-
-    @property
-    def position_ids(self) -> Tensor:
-        """int64 [T], from 0 in each sample."""
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """int32 [segments + 1]"""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of samples, padding not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +36,27 @@ class StepResult:
     """What one step did, equal on every rank."""
 
     loss: float
-    """Mean over all learned tokens of the global batch."""
+    """Mean over all learned tokens of the global batch, or over its pairs."""
     learned_tokens: int
     grad_norm: float
     """Infinite where the step was skipped."""
     lr: float
     load: Load | None = None
     """Of the experts, if there are any."""
-    mtp_loss: float | None = None
-    """Mean over what the layers that predict ahead have to predict; None where there are none."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else the objective tells, by name; of layers that predict ahead their mean loss, ``mtp_loss``."""
     loss_scale: float | None = None
     """What the loss was multiplied by (float16); None in other precisions."""
     skipped: int | None = None
     """Steps of the run so far whose gradient overflowed, so that nothing was updated; None as above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What an evaluation tells, equal on every rank."""
+
+    loss: float
+    figures: Mapping[str, float]
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -85,43 +66,43 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _forward_step(iterator: Iterator[PackedLine], model: Any) -> tuple[Tensor, Any]:
+def _forward_step(iterator: Iterator[PackedLine], model: Any, objective: Objective = NEXT_TOKEN) -> tuple[Tensor, Any]:
     line = next(iterator)
     device = next(model.parameters()).device
-    boundaries = line.cu_seqlens.tolist()
-    lengths = tuple(end - start for start, end in itertools.pairwise(boundaries))
     spans = own_spans(line.input_ids.numel())
     learned = own_part(line.loss_mask, spans).nonzero()[:, 0]
-    of_samples = tuple(part.sum().item() for part in line.loss_mask.split(lengths))
     config = get_model_config(model)
     depths = (config.mtp_num_layers or 0) if model.training else 0
     ahead = places_ahead(learned, line.position_ids, depths)
+    padded = line.num_tokens < line.input_ids.numel()
     output = model(
         _sent(own_part(line.input_ids, spans), device),
         _sent(own_part(line.position_ids, spans), device),
-        Segments(lengths, of_samples, padded=line.num_tokens < line.input_ids.numel(), spans=spans),
+        Segments(segment_lengths(line), objective.shares(line), padded=padded, spans=spans),
         labels=_sent(own_part(line.labels, spans), device),
         learned=_sent(learned, device),
         ahead=[_sent(places, device) for places in ahead],
+        each=objective.each,
     )
 
-    def count(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        num_tokens = torch.tensor(learned.numel(), dtype=torch.int, device=device)
-        said = {
-            "loss_sum": losses.detach().double(),
-            "num_tokens": learned.numel(),
-            "ahead_sum": 0.0,
-            "ahead_tokens": 0,
-        }
-        if not ahead:
-            return losses, num_tokens, said
-        loss_sum, ahead_sum = losses[0], losses[1:].sum()
-        said |= {"loss_sum": loss_sum.detach().double(), "ahead_sum": ahead_sum.detach().double()}
-        said["ahead_tokens"] = sum(places.numel() for places in ahead)
-        # Equation 25 of arXiv 2412.19437: the mean over the depths, each a mean over the tokens of the main loss.
-        return loss_sum + config.mtp_loss_scaling_factor / depths * ahead_sum, num_tokens, said
+    def measure(losses: Tensor) -> tuple[Tensor, Tensor, _Told]:
+        found = objective.measure(
+            losses,
+            line,
+            learned.numel(),
+            sum(places.numel() for places in ahead),
+            config.mtp_loss_scaling_factor / depths if depths else 0.0,
+        )
+        told = (found.loss_sum, found.count, learned.numel(), *(found.sums[name] for name in objective.sums))
+        return found.loss, torch.tensor(found.count, dtype=torch.int, device=device), told
 
-    return output, count
+    return output, measure
+
+
+_LEAST_LOSS = 1e-9
+"""Of pairs that are well told apart, whose gradient's square no float32 holds."""
+_Told = tuple[Tensor | float, ...]
+"""Loss, count, learned tokens, and the objective's own sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +110,18 @@ class _Totals:
     """Sums over the global batch, equal on every rank."""
 
     loss_sum: float
+    count: float
     num_tokens: float
-    ahead_sum: float
-    """Of the layers that predict ahead, all depths together."""
-    ahead_tokens: float
+    """Learned."""
+    sums: dict[str, float]
 
 
-def _run_pipeline(model: list[Any], lines: Sequence[PackedLine], *, forward_only: bool) -> _Totals:
+def _run_pipeline(
+    model: list[Any], lines: Sequence[PackedLine], objective: Objective, *, forward_only: bool
+) -> _Totals:
     """Run all micro batches through the stages; what they add up to."""
-    results = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+    results: list[_Told] = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, objective=objective),
         data_iterator=[iter(lines) for _ in model],
         model=model,
         num_microbatches=len(lines),
@@ -146,24 +129,29 @@ def _run_pipeline(model: list[Any], lines: Sequence[PackedLine], *, forward_only
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    names = _Totals.__slots__
-    totals = torch.zeros(len(names), dtype=torch.float64, device=torch.cuda.current_device())
+    totals = torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=torch.cuda.current_device())
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        for place, name in enumerate(names):
-            totals[place] = sum(float(result[name]) for result in results)
+        for place, told in enumerate(zip(*results, strict=True)):
+            totals[place] = sum(map(float, told))
     dist.all_reduce(totals)
-    return _Totals(*totals.tolist())
+    loss_sum, count, num_tokens, *sums = totals.tolist()
+    return _Totals(loss_sum, count, num_tokens, dict(zip(objective.sums, sums, strict=True)))
 
 
 class Stepper:
     """Runs training steps and evaluations on this rank's stages of the model."""
 
     def __init__(
-        self, model: Sequence[Wrapped], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
+        self,
+        model: Sequence[Wrapped],
+        optimizer: MegatronOptimizer,
+        schedule: OptimizerParamScheduler,
+        objective: Objective = NEXT_TOKEN,
     ) -> None:
         self.model = list(model)
         self.optimizer = optimizer
         self.schedule = schedule
+        self.objective = objective
         self.skipped = 0
         """Steps that took no update because a float16 gradient overflowed; a checkpoint keeps the count."""
         config = model[0].config  # which all stages share
@@ -173,8 +161,8 @@ class Stepper:
     def train_step(self, lines: Sequence[PackedLine]) -> StepResult:
         """Update the weights once on this dp rank's micro batches.
 
-        The gradient is that of the mean loss over all learned tokens of the global batch, so it does not depend on
-        how the batch is cut.
+        The gradient is that of the mean loss over all learned tokens of the global batch, or whatever else the
+        objective counts, so it does not depend on how the batch is cut.
 
         Raises:
             Diverged: the loss or the gradient norm is not finite, or the gradient is nothing at all while there is a
@@ -186,8 +174,8 @@ class Stepper:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         with phase("forward and backward"):
-            totals = _run_pipeline(self.model, lines, forward_only=False)
-        loss = totals.loss_sum / max(1, totals.num_tokens)
+            totals = _run_pipeline(self.model, lines, self.objective, forward_only=False)
+        loss = totals.loss_sum / max(1, totals.count)
         if not math.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss} after {self.schedule.num_steps} good steps; the weights are as after the last "
@@ -203,8 +191,8 @@ class Stepper:
             learned_tokens=int(totals.num_tokens),
             grad_norm=math.inf,
             lr=lr,
-            load=self._take_stock(int(totals.num_tokens), updated=bool(updated)),
-            mtp_loss=totals.ahead_sum / totals.ahead_tokens if totals.ahead_tokens else None,
+            load=self._take_stock(int(totals.count), updated=bool(updated)),
+            figures=self.objective.figures(totals.sums, totals.count),
             loss_scale=loss_scale,
         )
         if loss_scale is not None and not updated and loss_scale > MIN_LOSS_SCALE:
@@ -216,7 +204,7 @@ class Stepper:
                 f"the gradient norm is {norm} at a loss of {loss:.4f}. Lower optim.lr, lengthen optim.warmup_steps, "
                 "or resume from an earlier checkpoint."
             )
-        if norm == 0 and loss > 0:
+        if norm == 0 and loss > _LEAST_LOSS:
             # Weights so large that a norm's mean square overflows: it scales by 1/inf, and all behind it is zero.
             raise Diverged(
                 f"the gradient is zero at a loss of {loss:.4f}, so nothing is learned any more. Lower optim.lr, "
@@ -225,7 +213,7 @@ class Stepper:
         self.schedule.step(increment=1)
         return replace(result, grad_norm=norm, skipped=None if loss_scale is None else self.skipped)
 
-    def _take_stock(self, num_tokens: int, *, updated: bool) -> Load | None:
+    def _take_stock(self, count: int, *, updated: bool) -> Load | None:
         """What the routers of all ranks saw in this step; biases of the choice move against it in one that updates."""
         config = get_model_config(self.model[0])
         if config.num_moe_experts is None:
@@ -236,7 +224,7 @@ class Stepper:
             [(block.layer, block.router.tally) for block in blocks],
             num_layers=config.num_layers + (config.mtp_num_layers or 0),
             num_experts=config.num_moe_experts,
-            num_tokens=num_tokens,
+            num_tokens=count,
             losses=settings.losses,
         )
         for block in blocks if settings.expert_bias_update_rate and updated else ():
@@ -248,16 +236,23 @@ class Stepper:
         return load
 
     def evaluate(self, batches: Iterator[Sequence[PackedLine]]) -> float:
-        """Mean loss per learned token over all batches, without touching weights or gradients."""
+        """Mean loss per learned token, or per pair, over all batches, without touching weights or gradients."""
+        return self.means(batches).loss
+
+    def means(self, batches: Iterator[Sequence[PackedLine]], objective: Objective | None = None) -> Means:
+        """What :meth:`evaluate` returns, and what else the objective tells; another objective than the run's own."""
+        objective = self.objective if objective is None else objective
         for stage in self.model:
             stage.eval()
-        loss_sum, num_tokens = 0.0, 0.0
+        loss_sum, count = 0.0, 0.0
+        sums = dict.fromkeys(objective.sums, 0.0)
         with torch.no_grad():
             for lines in batches:
-                totals = _run_pipeline(self.model, lines, forward_only=True)
+                totals = _run_pipeline(self.model, lines, objective, forward_only=True)
                 loss_sum += totals.loss_sum
-                num_tokens += totals.num_tokens
-        return loss_sum / max(1, num_tokens)
+                count += totals.count
+                sums = {name: value + totals.sums[name] for name, value in sums.items()}
+        return Means(loss_sum / max(1, count), objective.figures(sums, count))
 
     @property
     def loss_scale(self) -> float | None:

@@ -16,6 +16,7 @@ from isthmus.data.batches import Batches
 from isthmus.data.blend import Share
 from isthmus.data.columns import check_columns
 from isthmus.data.mock import MockSamples
+from isthmus.data.pair_batches import PairBatches
 from isthmus.data.prepare import PrepareReport
 from isthmus.data.samples import Samples
 from isthmus.data.split import split
@@ -42,7 +43,7 @@ class Corpus:
 
     @classmethod
     def made_up(cls, config: RunConfig, vocab_size: int) -> Corpus:
-        """Mock data; ``data.valid_fraction`` is of the samples that the run takes."""
+        """Mock data; held-out parts are as large as their fractions of the samples that the run takes."""
 
         def held_out(part: Literal["valid", "test"], fraction: float) -> MockSamples | None:
             taken = (config.train.steps or 0) * config.train.global_batch_size
@@ -75,11 +76,13 @@ class Corpus:
             "length_buckets": config.data.length_buckets,
         }
 
+        kind = PairBatches if config.recipe == "dpo" else Batches
+
         def in_order(samples: Samples | None) -> Batches | None:
-            return None if samples is None else Batches(samples, shuffle=False, **settings)
+            return None if samples is None else kind(samples, shuffle=False, **settings)
 
         # Samples that are drawn at random are in no order that could be shuffled.
-        train = Batches(self.train, shuffle=not config.data.mock, shares=self.shares, **settings)
+        train = kind(self.train, shuffle=not config.data.mock, shares=self.shares, **settings)
         return train, in_order(self.valid), in_order(self.test)
 
 
@@ -88,7 +91,8 @@ def check_files(config: RunConfig) -> None:
 
     Raises:
         MissingInput: naming the first that is not.
-        UsageError: raw files and prepared ones are mixed in one set.
+        UsageError: a folder has no data file in it, data.columns renames to what nothing reads, or raw files and
+            prepared ones are mixed in one set.
     """
     find_parts(config)
     check_columns(config.data.columns)

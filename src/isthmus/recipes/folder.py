@@ -12,13 +12,15 @@ from isthmus.errors import MissingInput, NoSpace
 from isthmus.hf.staged import disk_errors
 
 CONFIG, METRICS, CHECKPOINTS, EXPORT, DATA = "config.yaml", "metrics.jsonl", "checkpoints", "hf", "data"
+REFERENCE = "reference.npz"
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """One run's folder.
 
-    In it: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``profile/``, ``checkpoints/``, ``hf/``.
+    In it: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``reference.npz`` (of pairs), ``profile/``,
+    ``checkpoints/``, ``hf/``.
     """
 
     root: Path
@@ -37,6 +39,11 @@ class RunFolder:
     def data(self) -> Path:
         """The tokenized data."""
         return self.root / DATA
+
+    @property
+    def reference(self) -> Path:
+        """What the starting weights make of pairs of answers."""
+        return self.root / REFERENCE
 
     def export(self, step: int | None = None) -> Path:
         """Where the Hugging Face model goes: ``hf``, or ``hf-step-0000100`` for one on the way."""
@@ -104,8 +111,9 @@ class RunFolder:
             yield
         except BaseException:
             shutil.rmtree(self.data, ignore_errors=True)
-            with suppress(OSError):
-                self.config.unlink()
+            for file in (self.reference, self.config):
+                with suppress(OSError):
+                    file.unlink()
             for path in made:
                 with suppress(OSError):  # absent, or by now in use by somebody else
                     path.rmdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from isthmus.config.schema.moe import MoeConfig
+from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.groups import ParallelSizes
 from isthmus.errors import UsageError
@@ -109,6 +110,22 @@ def check_stages(architecture: Architecture, pp: int, vpp: int = 1) -> None:
         raise UsageError(
             f"pp={pp} x vpp={vpp} = {pp * vpp} stages do not divide num_layers={layers} ({architecture.family}). "
             f"{mend}."
+        )
+
+
+def check_offload(optim: OptimConfig, sizes: ParallelSizes, device_type: str) -> None:
+    """Refuse to move optimizer state out of a memory that it is not in.
+
+    Raises:
+        UsageError: on a CPU, or with fsdp.
+    """
+    if optim.offload and device_type == "cpu":
+        raise UsageError(
+            "optim.offload=true takes optimizer state out of a GPU's memory, and this run is on a CPU. Leave it out."
+        )
+    if optim.offload and sizes.fsdp:
+        raise UsageError(
+            "optim.offload=true is for the distributed optimizer, and parallel.fsdp=true has none. Leave one out."
         )
 
 

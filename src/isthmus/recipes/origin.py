@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isthmus.config.schema import RunConfig
+from isthmus.data.data_sets import HUB
 from isthmus.data.manifest import SUFFIXES, pair_file
 from isthmus.data.sources import find_sources
 from isthmus.errors import DataError
@@ -46,11 +47,12 @@ class Origin:
             earlier: the record of before; where path, size and time of a file are the same, it is not read again.
         """
         known = {json.dumps(file["stat"]): file["digest"] for file in earlier.get("files", [])}
+        files = [[file_record(name, known) for name in _files_of(part)] for part in parts]
         settings = config.data.model_dump(mode="json")
         record = {
             "format": _FORMAT,
-            "parts": [[part.use, len(part.files), part.prepared] for part in parts],
-            "files": [file for part in parts for file in _files(part, known)],
+            "parts": [[part.use, len(one), part.prepared] for part, one in zip(parts, files, strict=True)],
+            "files": [file for one in files for file in one],
             "tokenizer": tokenizer_record(tokenizer),
             "recipe": config.recipe,
             "settings": {name: settings[name] for name in sorted(settings) if name not in _NO_MATTER},
@@ -90,16 +92,18 @@ def _content(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"files": [file["digest"] for file in record.get("files", [])]}
 
 
-def _files(part: Part, known: dict[str, str]) -> list[dict[str, Any]]:
-    """Every file of a part; a pair is told by its manifest, where it has one, so that its tokens are not read."""
-    if part.prepared:
-        files = [
-            [f"{prefix}.json"] if pair_file(prefix, ".json").is_file() else [f"{prefix}{s}" for s in SUFFIXES]
-            for prefix in part.files
-        ]
-    else:
-        files = [files_below(name) for name in find_sources(part.files).names]
-    return [file_record(Path(path), known) for paths in files for path in paths]
+def _files_of(part: Part) -> Iterator[str]:
+    """The files that a part stands for; a data set of the Hub remains a name.
+
+    Of a pair it is the manifest, which tells of the others, so that they need not be read; all, where there is none.
+    """
+    for source in part.files if part.prepared else find_sources(part.files).names:
+        if part.prepared:
+            alone = pair_file(source, ".json")
+            every = [alone] if alone.is_file() else [pair_file(source, suffix) for suffix in SUFFIXES]
+            yield from (str(path) for path in every if path.is_file())
+        else:
+            yield from files_below(source)
 
 
 def files_below(name: str) -> list[str]:
@@ -107,10 +111,11 @@ def files_below(name: str) -> list[str]:
     return sorted(str(path) for path in Path(name).rglob("*") if path.is_file()) if os.path.isdir(name) else [name]
 
 
-def file_record(path: Path, known: dict[str, str]) -> dict[str, Any]:
+def file_record(name: str, known: dict[str, str]) -> dict[str, Any]:
     """What tells a file: its path, size and time, and a digest, which is not made again where ``known`` has those."""
-    if not path.is_file():  # a data set of the Hub, whose name stands for it; or the mask that a pair has not
-        return {"stat": [str(path)], "digest": path.name}
+    if name.startswith(HUB):
+        return {"stat": [name], "digest": name}  # a run that goes on needs no network, and takes what it once fetched
+    path = Path(name)
     stat = path.stat()
     seen = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     digest = known.get(json.dumps(seen))

@@ -38,7 +38,7 @@ def find_parts(config: RunConfig) -> list[Part]:
 
     Raises:
         MissingInput: one is not there.
-        UsageError: raw files and prepared ones are named together in one set.
+        UsageError: raw files and prepared ones are named together in one set, or a setting is of raw ones alone.
     """
     data = config.data
     parts = [_part("train", name, f"set-{k}", one.files, one.weight) for k, (name, one) in enumerate(data.sets.items())]
@@ -48,6 +48,8 @@ def find_parts(config: RunConfig) -> list[Part]:
         ("test", "test", data.test_files),
     ]
     parts += [_part(use, name, use, files) for use, name, files in rest if files]
+    if data.columns and parts and all(part.prepared for part in parts):
+        raise UsageError("data.columns names fields of records, and prepared files have none. Leave it out.")
     return parts
 
 

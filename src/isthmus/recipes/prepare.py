@@ -163,7 +163,7 @@ def _kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str
 
 def _origin(rules: Rules, tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:
     """What the result depends on; it begins the manifest."""
-    files = [(path, file_record(Path(path), {})) for name in names for path in files_below(name)]
+    files = [(path, file_record(path, {})) for name in names for path in files_below(name)]
     told = asdict(rules)
     return {
         "isthmus": isthmus.__version__,

@@ -8,7 +8,7 @@ from typing import Any
 from isthmus.config.schema import RunConfig
 from isthmus.data.indexed import IndexedPair, open_pair, pair_file, survey, write_manifest
 from isthmus.data.store import SampleStore
-from isthmus.data.windows import LeftOut, chat_samples, text_windows
+from isthmus.data.windows import LeftOut, answer_pairs, chat_samples, text_windows
 from isthmus.errors import DataError
 from isthmus.hf.tokenizer import Tokenizer
 from isthmus.recipes.origin import tokenizer_record
@@ -41,8 +41,8 @@ def open_part(part: Part, config: RunConfig, tokenizer: Tokenizer, folder: Path)
             store, out = text_windows(pair, config.data.seq_length)
         elif config.recipe == "sft":
             store, out = chat_samples(pair, config.data.seq_length, config.data.overlong)
-        else:  # an answer that is cut would have to take its pair with it
-            store, out = SampleStore.from_pair(pair), LeftOut()
+        else:
+            store, out = answer_pairs(pair, config.data.seq_length, config.data.overlong)
         stores.append(store)
         left += out
     return SampleStore.concatenated(stores), left.words()
@@ -61,7 +61,7 @@ def _check(pair: IndexedPair, config: RunConfig, mine: dict[str, str]) -> None:
     if "tokenizer" not in record:  # made by Megatron, which does not write down with what
         return
     for name, what in (("vocabulary", "tokenizer"), ("template", "chat template")):
-        if (name == "vocabulary" or kind == "chat") and record["tokenizer"].get(name) != mine[name]:
+        if (name == "vocabulary" or kind != "text") and record["tokenizer"].get(name) != mine[name]:
             raise DataError(
                 f"{pair.prefix}: prepared with another {what} than this model's. Prepare the records with "
                 "the tokenizer of the model that is trained."

@@ -14,6 +14,7 @@ import torch
 
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
+from isthmus.data.pair_batches import PairBatches
 from isthmus.data.prepare import PrepareReport
 from isthmus.data.store import SampleStore
 from isthmus.engine.groups import Position, agree, close_groups, join_ranks, open_groups
@@ -24,7 +25,9 @@ from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
 from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
 from isthmus.recipes.folder import RunFolder
+from isthmus.recipes.layout import check_offload
 from isthmus.recipes.pulse import Pulse
+from isthmus.recipes.reference import check_preference, find_reference, objective_of
 from isthmus.recipes.session import (
     Blueprint,
     Session,
@@ -55,6 +58,7 @@ class RunResult:
     """Of the last step; None when there was none to do."""
     valid_loss_before: float | None
     valid_loss: float | None
+    test_loss: float | None
     tokens_per_s: float | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,12 +134,14 @@ def survey(config: RunConfig) -> Ground:
     resume = folder.checkpoint_to_resume(config.checkpoint.resume)
     plans = blueprint(config)
     check_training(config, plans)
+    check_preference(config, plans.architecture)
     check_files(config)
     tokenizer = load_tokenizer(plans.source.path, trust_remote_code=config.model.trust_remote_code)
     platform = detect(config.platform)
     chosen = config.train.precision
     precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()
     check_precision(platform, precision)
+    check_offload(config.optim, plans.sizes, platform.device_type)
     environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform).items()]
     threads = use_threads(platform, config.train.threads)
     said = [f"platform {platform.name}: {platform.reason}", f"layout: {plans.sizes}", *plans.weights.said, *environment]
@@ -164,7 +170,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             resume=ground.resume,
             say=reporter.say,
         )
-        batches, held_out, _ = corpus.batches(config, position, plans.sizes.dp)
+        batches, held_out, test = corpus.batches(config, position, plans.sizes.dp)
         steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
         if corpus.shares:
             mix = ", ".join(f"{name} {epochs:.2f}" for name, epochs in batches.epochs(steps).items())
@@ -179,9 +185,18 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             **config.optim.model_dump(),
         )
         optimizer = build_optimizer(session.model, settings)
-        stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings))
+        stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings), objective_of(config))
         fingerprint = corpus.fingerprint(config)
         start = 0
+        pairs = {"train": batches, "valid": held_out, "test": test}
+        find_reference(
+            stepper,
+            {name: part for name, part in pairs.items() if isinstance(part, PairBatches)},
+            folder.reference,
+            position,
+            fresh=ground.resume is None,
+            say=reporter.say,
+        )
         if ground.resume is not None:
             progress = checkpoint.load(ground.resume, stepper, plans.sizes)
             check_fingerprint(progress.data, fingerprint, ground.resume)
@@ -221,6 +236,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         stepper,
         batches,
         held_out,
+        test,
         architecture=plans.architecture,
         position=position,
         device=Device(
@@ -262,6 +278,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         loss=outcome.last_loss,
         valid_loss_before=before,
         valid_loss=outcome.valid_loss,
+        test_loss=outcome.test_loss,
         tokens_per_s=outcome.tokens_per_s,
     )
 

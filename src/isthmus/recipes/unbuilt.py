@@ -12,7 +12,7 @@ def check_built(config: RunConfig) -> None:
     Raises:
         UsageError: naming the first.
     """
-    model, tokenizer, data = config.model, config.tokenizer, config.data
+    model, tokenizer = config.model, config.tokenizer
     unbuilt = {
         "model.config": model.config,
         "tokenizer.path": tokenizer.path,

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from isthmus.data.prefetch import prefetched
 from isthmus.engine.groups import Position, sum_over_ranks
+from isthmus.engine.objective import PackedLine
 from isthmus.engine.phase import phase
-from isthmus.engine.step import PackedLine, Stepper
+from isthmus.engine.step import Stepper
 from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
 from isthmus.train.flops import flops_per_batch
@@ -60,6 +61,7 @@ class Outcome:
 
     last_loss: float | None
     valid_loss: float | None
+    test_loss: float | None
     tokens_per_s: float | None
     """Over all steps of this call but the first, which warms up."""
 
@@ -72,6 +74,7 @@ class Loop:
         stepper: Stepper,
         batches: BatchSource,
         validation: BatchSource | None,
+        test: BatchSource | None = None,
         *,
         architecture: Architecture,
         position: Position,
@@ -84,6 +87,7 @@ class Loop:
         self.stepper = stepper
         self.batches = batches
         self.validation = validation
+        self.test = test
         self.architecture = architecture
         self.position = position
         self.device = device
@@ -92,17 +96,19 @@ class Loop:
         self.save = save
         self.export = export
 
-    def evaluate(self, step: int) -> float | None:
-        """Held-out loss after ``step`` steps, reported; None without held-out data.
+    def evaluate(self, step: int, part: Literal["valid", "test"] = "valid") -> float | None:
+        """Loss of held-out data after ``step`` steps, reported; None where there is none of that part.
 
         Raises:
             Diverged: it is not finite, so that such weights are neither saved nor exported.
         """
-        if self.validation is None:
+        source = self.validation if part == "valid" else self.test
+        if source is None:
             return None
         with phase("held-out loss"):
-            loss = self.stepper.evaluate(self.validation.eval_batches())
-        self.reporter.evaluation(step, loss)
+            means = self.stepper.means(source.eval_batches())
+        loss = means.loss
+        self.reporter.evaluation(step, loss, means.figures, part=part)
         if not math.isfinite(loss):
             mend = "Lower optim.lr or lengthen optim.warmup_steps." if step else "Look at the weights and the data."
             raise Diverged(f"the held-out loss is {loss} after {step} steps; nothing is saved from there. {mend}")
@@ -144,7 +150,8 @@ class Loop:
                         f"stopped after step {done} of {plan.steps} as asked; the state is saved. "
                         "The same command goes on from there."
                     )
-        return Outcome(loss, self.evaluate(plan.steps), tokens / seconds if seconds else None)
+        valid_loss, test_loss = self.evaluate(plan.steps), self.evaluate(plan.steps, "test")
+        return Outcome(loss, valid_loss, test_loss, tokens / seconds if seconds else None)
 
     def _step(self, step: int, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> tuple[StepMetrics, bool]:
         started_s = time.monotonic()
@@ -169,7 +176,7 @@ class Loop:
         metrics = StepMetrics(
             step=step + 1,
             loss=result.loss,
-            mtp_loss=result.mtp_loss,
+            figures=result.figures,
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens_per_s=num_tokens / elapsed_s,

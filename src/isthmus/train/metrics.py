@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from isthmus.errors import IOFailure
 from isthmus.train.console import Console, Plain, open_console
 from isthmus.train.loggers import Logger, open_loggers
 
-_OF_SOME_RUNS = ("mtp_loss", "loss_scale", "skipped")
+_OF_SOME_RUNS = ("loss_scale", "skipped")
+_SHOWN = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+"""Figures that a line on the screen has too, and their names there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +28,9 @@ class StepMetrics:
     step: int
     """1 is the first step."""
     loss: float
-    """Mean over the learned tokens of the global batch."""
-    mtp_loss: float | None = None
-    """The same of the layers that predict ahead; None where there are none."""
+    """Mean over the learned tokens of the global batch, or over its pairs."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else there is to tell of it: ``mtp_loss``, the same of layers that predict ahead, or rewards of answers."""
     lr: float
     grad_norm: float
     tokens_per_s: float
@@ -57,6 +59,7 @@ class StepMetrics:
         """All by name, what concerns experts as ``moe_load_max_over_mean``; without what this run has none of."""
         row = asdict(self)
         row = {name: value for name, value in row.items() if value is not None or name not in _OF_SOME_RUNS}
+        row = {"step": row.pop("step"), "loss": row.pop("loss"), **row.pop("figures"), **row}
         return row | {f"moe_{name}": value for name, value in row.pop("moe").items()}
 
 
@@ -145,13 +148,23 @@ class Reporter:
             self._log(metrics.step, {k: v for k, v in row.items() if k != "step" and v is not None})
         self._console.advance(metrics.step)
 
-    def evaluation(self, step: int, valid_loss: float) -> None:
-        """Record the loss on held-out data after ``step`` steps."""
+    def evaluation(
+        self,
+        step: int,
+        loss: float,
+        figures: Mapping[str, float] | None = None,
+        *,
+        part: Literal["valid", "test"] = "valid",
+    ) -> None:
+        """Record what held-out data tell after ``step`` steps: ``valid_loss`` or ``test_loss``, and so the figures."""
         if not self._is_main:
             return
-        self._record({"step": step, "valid_loss": valid_loss})
-        self._console.line(f"step {step}/{self._total_steps}  held-out loss {valid_loss:.4f}")
-        self._log(step, {"valid_loss": valid_loss})
+        found = {f"{part}_{name}": value for name, value in {"loss": loss, **(figures or {})}.items()}
+        self._record({"step": step, **found})
+        name = {"valid": "held-out", "test": "test"}[part]
+        shown = [f"step {step}/{self._total_steps}", f"{name} loss {loss:.4f}", *_shown(figures or {})]
+        self._console.line("  ".join(shown))
+        self._log(step, found)
 
     def _record(self, row: dict[str, Any]) -> None:
         assert self._file is not None, "begin() comes first"
@@ -167,6 +180,7 @@ class Reporter:
         parts = [
             f"step {m.step}/{self._total_steps}",
             f"loss {m.loss:.4f}",
+            *_shown(m.figures),
             f"lr {m.lr:.2e}",
             f"grad norm {m.grad_norm:.3f}",
             f"{m.tokens_per_s:,.0f} tokens/s",
@@ -189,6 +203,10 @@ class Reporter:
             return None
         first, at_s = self._first
         return (time.monotonic() - at_s) / (step - first) * (self._total_steps - step)
+
+
+def _shown(figures: Mapping[str, float]) -> list[str]:
+    return [f"{shown} {figures[name]:.3f}" for name, shown in _SHOWN.items() if name in figures]
 
 
 def duration(seconds: float) -> str:

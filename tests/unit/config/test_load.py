@@ -235,6 +235,44 @@ def test_chat_settings_are_refused_for_plain_text(tmp_path: Path) -> None:
     assert load_config("pretrain", write(tmp_path, dump(config))) == config
 
 
+def test_made_up_data_has_steps_and_no_files(tmp_path: Path) -> None:
+    flags = FLAGS | {"data": None}
+    config = load_config("sft", None, ["data.mock=true", "train.steps=3", "data.length_buckets=[512, 2048]"], flags)
+    assert load_config("sft", write(tmp_path, dump(config))) == config
+    with pytest.raises(UsageError) as caught:
+        load_config("sft", None, ["data.mock=true", "data.valid_files=v.json", "train.epochs=2"], flags)
+    assert "give train.steps" in str(caught.value) and "valid_files says something about files" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        (["data.length_buckets=[64, 32, 64]"], "write [32, 64]"),
+        (["data.length_buckets=[33, 64]", "parallel.tp=2", "data.seq_length=64"], "multiples of 2, got 33; use 34"),
+        (["data.length_buckets=[32, 64]", "parallel.cp=2", "data.seq_length=65", "parallel.tp=2"], "add 72"),
+        (["data.length_buckets=[64]", "train.micro_batch_size=2", "data.seq_length=64"], "add 128"),
+        (["data.length_buckets=[0, 2048]"], "greater than or equal to 1"),
+    ],
+)
+def test_buckets_that_lines_do_not_fit(words: list[str], mend: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config("sft", None, words, FLAGS)
+    assert "data.length_buckets" in str(caught.value) and mend in str(caught.value)
+
+
+def test_settings_of_another_recipe_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"dpo.beta .*beta=0.2 is for the recipe dpo, got sft"):
+        load_config("sft", None, ["dpo.beta=0.2"], FLAGS)
+    with pytest.raises(UsageError, match=r"data.loss_on .*is for the chats of sft"):
+        load_config("dpo", None, ["data.loss_on=all"], FLAGS)
+    with pytest.raises(UsageError, match=r"length_buckets are for lines of single samples"):
+        load_config("dpo", None, ["data.length_buckets=[4096]"], FLAGS)
+    with pytest.raises(UsageError, match=r"label_smoothing=0.1 belongs to loss=sigmoid, got ipo"):
+        load_config("dpo", None, ["dpo.label_smoothing=0.1", "dpo.loss=ipo"], FLAGS)
+    config = load_config("dpo", None, ["dpo.beta=0.2", "data.overlong=drop"], FLAGS)
+    assert load_config("dpo", write(tmp_path, dump(config))) == config
+
+
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingInput, match="no such config file"):
         load_config("sft", tmp_path / "absent.yaml")

@@ -11,6 +11,7 @@ import torch
 
 from isthmus.data.batches import Batches, MicroBatch
 from isthmus.data.blend import Share
+from isthmus.data.mock import MockSamples
 from isthmus.data.store import SampleStore
 from isthmus.errors import DataError, UsageError
 
@@ -87,6 +88,74 @@ def test_every_layout_sees_the_same_global_batch(packing, micro, dp):
         assert {len(part) for part in parts} == {4 // (micro * dp)} == {ranks[0].num_microbatches}
         dealt = [x for round_ in zip(*parts, strict=True) for mb in round_ for x in seen([mb])]
         assert dealt == expected
+
+
+def contents(micro_batches: list[MicroBatch]) -> list[tuple[int, ...]]:
+    """Each sample's tokens; of padding, which only zeros are, none."""
+    lines = [mb.input_ids.split(torch.diff(mb.cu_seqlens).tolist()) for mb in micro_batches]
+    return sorted(sample for line in lines for part in line if any(sample := tuple(part.tolist())))
+
+
+SOURCES = {
+    "one a line": (store, {}),
+    "packed": (store, {"packing": True}),
+    "buckets": (store, {"length_buckets": [4, 8, 16, 64]}),
+    "packed into buckets": (store, {"packing": True, "length_buckets": [16, 64]}),
+    "mixed": (
+        store,
+        {"shares": [Share("a", 10, 3.0), Share("b", 13, 1.0)], "packing": True, "length_buckets": [16, 64]},
+    ),
+    "made up": (lambda: MockSamples(seq_length=7, vocab_size=10**6, seed=5, count=23), {"shuffle": False}),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_run_that_goes_on_in_another_layout_takes_what_it_would_have_taken(source):
+    """What a step takes is a function of seed and consumed sequences alone; each sample is seen once an epoch."""
+    samples, options = SOURCES[source]
+    whole = make(samples(), **options)
+    steps = 3 * whole.steps_per_epoch
+    truth = [contents(whole.step(k)) for k in range(steps)]
+    layouts = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1)]
+    for start in range(0, steps, 3):  # as many runs, each in a layout of its own
+        micro, dp = layouts[start // 3 % len(layouts)]
+        ranks = [make(samples(), micro_batch_size=micro, dp_rank=r, dp_size=dp, **options) for r in range(dp)]
+        for step in range(start, min(start + 3, steps)):
+            parts = [rank.step(step) for rank in ranks]
+            assert {len(part) for part in parts} == {4 // (micro * dp)}
+            assert contents([mb for part in parts for mb in part]) == truth[step]
+    if "shares" in options:
+        return  # an epoch of a mix is none of its sets
+    line = [x for k in range(steps) for mb in make(samples(), **options | {"length_buckets": ()}).step(k)
+            for x in contents([mb])]  # fmt: skip
+    assert Counter(line[:46]) == {sample: 2 for sample in Counter(line[:23])} and len(Counter(line)) == 23
+
+
+def test_buckets_pad_lines_and_even_out_ranks():
+    s, lengths = store(200), [4, 8, 16]
+    ranks = [
+        make(s, length_buckets=lengths, micro_batch_size=2, global_batch_size=16, dp_rank=r, dp_size=4)
+        for r in range(4)
+    ]
+    plain = make(s, global_batch_size=16)
+    for step in range(12):
+        parts = [rank.step(step) for rank in ranks]
+        assert contents([mb for part in parts for mb in part]) == contents(plain.step(step))
+        rounds = list(zip(*parts, strict=True))
+        for line in (mb for round_ in rounds for mb in round_):
+            total = len(line.input_ids)
+            assert total in lengths and total == min(bucket for bucket in lengths if bucket >= line.num_tokens)
+            assert line.cu_seqlens[-1] == total and not line.loss_mask[line.num_tokens :].any()
+        tokens = [[mb.num_tokens for mb in round_] for round_ in rounds]
+        flat = [count for k, round_ in enumerate(tokens) for count in (round_[::-1] if k % 2 else round_)]
+        assert flat == sorted(flat, reverse=True)
+    # Padding has no position that a sample could not have.
+    wide = make(s, length_buckets=[64], seq_length=9)
+    assert max(int(mb.position_ids.max()) for mb in wide.step(0)) == 8
+    empty = list(make(store(1), global_batch_size=2, dp_rank=1, dp_size=2, length_buckets=lengths).eval_batches())
+    assert [[len(mb.input_ids) for mb in part] for part in empty] == [[4]]
+    with pytest.raises(UsageError, match=r"a line has \d tokens, data\.length_buckets ends at 4"):
+        [make(s, length_buckets=[2, 4]).step(k) for k in range(50)]
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 import pytest
 
-from isthmus.data.packing import pack
+from isthmus.data.packing import Bins, pack
 from isthmus.errors import DataError
 
 
@@ -27,6 +28,9 @@ def test_every_item_once_and_no_bin_too_full(seed):
     assert max(sum(lengths[k] for k in bin_) for bin_ in bins) <= 100
     assert len(bins) <= 1.1 * sum(lengths) / 100 + 1
     assert bins == pack(lengths, 100)
+    flat = Bins.packed(np.array(lengths), 100, first=7)
+    assert [flat[k] for k in range(len(flat))] == [[item + 7 for item in bin_] for bin_ in bins]
+    assert 100 in lengths
 
 
 def test_item_that_is_too_long_is_named():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from isthmus.data.indexed import IndexedWriter, open_pair
-from isthmus.data.windows import chat_samples, text_windows
+from isthmus.data.windows import answer_pairs, chat_samples, text_windows
+from isthmus.errors import DataError
 
 DOCUMENTS = [[[1, 2, 3, 4, 5], [6, 7]], [[8]], [], [[9, 10]], [list(range(20, 31))]]
 
@@ -53,3 +54,29 @@ def test_chats_are_cut_or_dropped_and_counted(tmp_path):
     assert [dropped[k][0].tolist() for k in range(len(dropped))] == [[1, 2, 3]]
     assert left.words() == "2 dropped as too long, 1 dropped with nothing to learn"
     assert len(chat_samples(pair, 3, "truncate")[0]) == 3
+
+
+def test_answers_are_cut_or_dropped_with_their_pair(tmp_path):
+    sequences = [
+        *(([1, 2, 3], [0, 1, 1]), ([1, 2, 3, 4], [0, 1, 1, 1])),  # cut, they are the same
+        *(([1, 5], [0, 1]), ([1, 2, 3, 4], [0, 1, 1, 1])),
+        *(([1, 5, 6], [0, 1, 1]), ([6, 7, 8, 9], [0, 0, 0, 1])),  # nothing is left of the second
+        *(([1, 5], [0, 1]), ([1, 6, 7], [0, 1, 1])),
+    ]
+    with IndexedWriter(tmp_path / "p", np.uint16, masked=True) as writer:
+        for tokens, mask in sequences:
+            writer.add(tokens, mask)
+        writer.end_documents([2] * 4)
+    pair = open_pair(tmp_path / "p")
+    cut, left = answer_pairs(pair, 2, "truncate")
+    assert [cut[k][0].tolist() for k in range(len(cut))] == [[1, 5], [1, 2, 3], [1, 5], [1, 6, 7]]
+    assert cut.groups[::2].tolist() == cut.groups[1::2].tolist()
+    assert left.words() == "1 cut to seq_length, 2 dropped with nothing to learn"
+    dropped, left = answer_pairs(pair, 2, "drop")
+    assert [dropped[k][0].tolist() for k in range(len(dropped))] == [[1, 5], [1, 6, 7]]
+    assert left.words() == "3 dropped as too long"
+    with IndexedWriter(tmp_path / "q", np.uint16, masked=True) as writer:
+        writer.add([1, 2], [0, 1])
+        writer.end_document()
+    with pytest.raises(DataError, match="not every document is a pair of answers"):
+        answer_pairs(open_pair(tmp_path / "q"), 2, "drop")

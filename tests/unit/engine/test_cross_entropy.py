@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine import cross_entropy
-from isthmus.engine.cross_entropy import linear_cross_entropy
+from isthmus.engine.cross_entropy import linear_cross_entropy, token_cross_entropies
 from unit.engine.recorder import Recorder
 
 VOCAB, HIDDEN = 300, 16
@@ -88,6 +88,34 @@ def test_a_loss_scale_saves_small_gradients_in_fp16() -> None:
         loss.backward()
     (loss * 64).backward()
     assert error(weight.main_grad / 64, wanted[1]) < 2**-9  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_each_token_by_itself(softcap: float | None) -> None:
+    """With what becomes of each known only later; the projection's gradient goes where its others are added up."""
+    hidden, weight, labels = inputs(37, torch.float32)
+    factors = torch.linspace(-2, 3, 37)
+    wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    logits = wide_hidden @ wide_weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    expected = torch.autograd.grad((wanted * factors).sum(), (wide_hidden, wide_weight))
+    found = token_cross_entropies(hidden, weight, labels, softcap=softcap)
+    assert error(found, wanted) < 1e-6
+    gradients = torch.autograd.grad((found * factors).sum(), (hidden, weight))
+    assert max(error(*pair) for pair in zip(gradients, expected, strict=True)) < 1e-6
+    weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    (token_cross_entropies(hidden, weight, labels, softcap=softcap) * factors).sum().backward()
+    assert weight.grad is None and error(weight.main_grad, expected[1]) < 1e-6  # type: ignore[attr-defined]
+
+
+def test_each_token_by_itself_in_fp16() -> None:
+    """The loss scale comes with the gradient and is multiplied in float32, which saves the small ones."""
+    hidden, weight, labels = inputs(37, torch.float16, scale=3.0)
+    wanted = [wide / 3 for wide in exact(hidden, weight, labels)[1:]]
+    found = torch.autograd.grad(token_cross_entropies(hidden, weight, labels).sum() * 4096, (hidden, weight))
+    assert all(error(mine.float() / 4096, theirs) < 2**-9 for mine, theirs in zip(found, wanted, strict=True))
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.config.schema import TrainConfig
+from isthmus.config.schema.optim import OptimConfig
+from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.groups import ParallelSizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.recipes.layout import check_layout, check_micro_batches
+from isthmus.recipes.layout import check_layout, check_micro_batches, check_offload
 
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8}
 ENDS = {"vocab_size": 77, "max_position_embeddings": 128, "norm_epsilon": 1e-6}
@@ -47,3 +48,13 @@ def test_micro_batches_take_turns() -> None:
     train = TrainConfig(steps=1, global_batch_size=20, micro_batch_size=2)
     with pytest.raises(UsageError, match=r"batch_size=20 is not a multiple of .* Use 16 or 32, or leave parallel.vpp"):
         check_micro_batches(train, sizes)
+
+
+def test_optimizer_state_leaves_the_memory_of_a_gpu_or_none() -> None:
+    offload = OptimConfig(offload=True)
+    check_offload(offload, ParallelSizes(), "cuda")
+    check_offload(OptimConfig(), ParallelSizes(fsdp=True), "cpu")
+    with pytest.raises(UsageError, match=r"this run is on a CPU. Leave it out"):
+        check_offload(offload, ParallelSizes(), "cpu")
+    with pytest.raises(UsageError, match=r"parallel.fsdp=true has none"):
+        check_offload(offload, ParallelSizes(fsdp=True), "cuda")

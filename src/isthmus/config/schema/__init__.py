@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from isthmus.config.schema.data import DataConfig
+from isthmus.config.schema.dpo import DpoConfig
 from isthmus.config.schema.model import ModelConfig, TokenizerConfig
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.config.schema.optim import OptimConfig
@@ -23,8 +24,8 @@ from isthmus.config.schema.train import TrainConfig
 class RunConfig(Section):
     """A whole run."""
 
-    recipe: Literal["sft", "pretrain"]
-    """sft: learn the answers of chats; pretrain: learn all of the text."""
+    recipe: Literal["sft", "dpo", "pretrain"]
+    """sft: learn the answers of chats; dpo: prefer one answer to another; pretrain: learn all of the text."""
     out: PathText
     """Run folder: metrics, resolved config, checkpoints and the exported model."""
     model: ModelConfig
@@ -34,6 +35,7 @@ class RunConfig(Section):
     moe: MoeConfig = MoeConfig()
     train: TrainConfig = TrainConfig(epochs=1.0)
     optim: OptimConfig = OptimConfig()
+    dpo: DpoConfig = DpoConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     platform: Literal["auto", "cpu", "cuda", "rocm"] = "auto"
@@ -49,15 +51,25 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _chats_have_their_settings(self) -> RunConfig:
-        defaults = {"loss_on": "assistant", "overlong": "truncate"}
-        for name, default in defaults.items() if self.recipe == "pretrain" else ():
-            if getattr(self.data, name) != default:
-                refuse(
-                    f"data.{name}",
-                    f"{name}={getattr(self.data, name)} is for the chats of sft; "
-                    "pretraining learns every token of the text, in pieces of seq_length. Leave it out",
-                )
+    def _recipes_have_their_settings(self) -> RunConfig:
+        chats = "is for the chats of sft"
+        text = f"{chats}; pretraining learns every token of the text, in pieces of seq_length"
+        foreign = {
+            "pretrain": {"loss_on": text, "overlong": text},
+            "dpo": {
+                "loss_on": f"{chats}; of a pair, dpo takes what the assistant says behind the prompt",
+                "mock": "makes no pairs of answers; give data.files",
+                "length_buckets": "are for lines of single samples, and those of dpo hold pairs",
+            },
+        }
+        for name, why in foreign.get(self.recipe, {}).items():
+            value = getattr(self.data, name)
+            if value != DataConfig.model_fields[name].get_default(call_default_factory=True):
+                shown = f"={value}" if isinstance(value, str) else ""
+                refuse(f"data.{name}", f"{name}{shown} {why}. Leave it out")
+        for name, field in DpoConfig.model_fields.items() if self.recipe != "dpo" else ():
+            if (value := getattr(self.dpo, name)) != field.default:
+                refuse(f"dpo.{name}", f"{name}={value} is for the recipe dpo, got {self.recipe}; leave it out")
         return self
 
     @model_validator(mode="after")

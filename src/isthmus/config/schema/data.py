@@ -15,14 +15,14 @@ class DataSet(Section):
     files: Paths = Field(min_length=1)
     """As data.files."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the samples that come from this set, relative to the weights of the others."""
+    """Share of the sequences that come from this set, relative to the weights of the others."""
 
 
 class DataConfig(Section):
     """What is learned from, and how it is cut."""
 
     files: Paths = ()
-    """Training files, folders of them, patterns, or hf:ORG/NAME:SPLIT. Needed, unless there are sets, or mock data."""
+    """Training files, folders, patterns, hf:ORG/NAME:SPLIT, prefixes of prepared pairs; needed unless sets or mock."""
     sets: dict[str, DataSet] = Field(default_factory=dict)
     """Instead of files: several sets by name, mixed by weight."""
     mock: bool = False
@@ -46,7 +46,7 @@ class DataConfig(Section):
     loss_on: Literal["assistant", "all", "last"] = "assistant"
     """sft: which tokens of a chat are learned: every assistant turn, everything, or the last assistant turn."""
     overlong: Literal["truncate", "drop"] = "truncate"
-    """sft: what happens to a sample of more than seq_length tokens."""
+    """sft, dpo: what happens to a sample of more than seq_length tokens: its end is cut off, or it is left out."""
     on_error: Literal["stop", "skip"] = "stop"
     """What happens at a record that cannot be read: stop, or leave it out and count it."""
     length_buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()

@@ -32,6 +32,8 @@ class OptimConfig(Section):
     """Decay of the running mean of the squared gradient."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the squared gradient's mean."""
+    offload: bool = False
+    """Keep the two running means (8 bytes a parameter) in the machine's memory, not the GPU's; steps get slower."""
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> OptimConfig:

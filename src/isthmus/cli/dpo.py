@@ -1,0 +1,31 @@
+"""``isthmus dpo``."""
+
+from __future__ import annotations
+
+from isthmus.cli.train import Data, Debug, DryRun, HfEvery, Json, Model, Nproc, Out, Request, Words, train
+
+
+def dpo(
+    words: Words = None,
+    model: Model = None,
+    data: Data = None,
+    out: Out = None,
+    nproc: Nproc = 1,
+    hf_every: HfEvery = None,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+    json: Json = False,
+) -> int:
+    """Train a model on pairs of answers, the better and the worse one: direct preference optimization."""
+    request = Request(
+        words=words,
+        model=model,
+        data=data,
+        out=out,
+        nproc=nproc,
+        hf_every=hf_every,
+        dry_run=dry_run,
+        debug=debug,
+        json=json,
+    )
+    return train("dpo", request)

@@ -1,0 +1,74 @@
+"""Runs on prepared pairs and on mixed sets."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from faults.command import Stem, rows
+from isthmus.data.indexed import IndexedWriter, open_pair, write_manifest
+from isthmus.hf.tokenizer import load_tokenizer
+from isthmus.recipes.origin import tokenizer_record
+
+
+@pytest.fixture
+def texts(tmp_path: Path, model: Path) -> Path:
+    """Documents as JSON lines, and beside them as a pair ``texts``."""
+    tokenizer = load_tokenizer(model)
+    words = [f"The number is {number}. " * (number % 5 + 1) for number in range(60)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    with IndexedWriter(tmp_path / "texts", np.uint16) as writer:
+        for word in words:
+            writer.add([*tokenizer.encode(word), tokenizer.eos_id])
+            writer.end_document()
+    write_manifest(
+        tmp_path / "texts", {"kind": "text", "tokenizer": tokenizer_record(tokenizer), "pair": writer.close()}
+    )
+    return tmp_path / "texts"
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in rows(out) if "loss" in row]
+
+
+def test_a_prepared_pair_trains_as_its_raw_files_do(isthmus: Stem, model: Path, texts: Path, tmp_path: Path) -> None:
+    words = ["pretrain", "--model", model, "--json", "data.seq_length=16", "train.global_batch_size=4", "train.steps=3"]
+    for name, data in (("raw", f"{texts}.jsonl"), ("pair", texts)):
+        isthmus(*words, "--data", data, "--out", tmp_path / name)
+    assert losses(tmp_path / "raw") == losses(tmp_path / "pair")
+    assert not list((tmp_path / "pair" / "data").glob("*.bin"))
+    (tmp_path / "texts.json").unlink()  # as Megatron would have made it
+    isthmus(*words, "--data", f"{texts}.bin", "--out", tmp_path / "bare")
+    assert losses(tmp_path / "bare") == losses(tmp_path / "raw")
+    wrong = isthmus("sft", *words[1:], "--data", texts, "--out", tmp_path / "sft").error(65)
+    assert "sft wants chat" in wrong and not (tmp_path / "sft").exists()
+    texts.with_suffix(".bin").write_bytes(texts.with_suffix(".bin").read_bytes()[:-2])
+    assert "texts.bin" in isthmus(*words, "--data", texts, "--out", tmp_path / "cut").error(65)
+
+
+def test_sets_are_mixed_held_out_each_and_taken_up_again(
+    isthmus: Stem, small: list[str], chats: Path, tmp_path: Path
+) -> None:
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps(json.loads(chats.read_text())[:8]))
+    words = ["sft", *small[1:3], *small[5:]]
+    mix = [
+        f"data.sets={{many: {{files: {chats}, weight: 3}}, few: {{files: {few}, weight: 1}}}}",
+        *("data.valid_fraction=0.2", "data.test_fraction=0.2", "data.packing=false", "checkpoint.every=6"),
+    ]
+    ended = isthmus(*words, *mix, "train.steps=8")
+    # 32 sequences: 24 of the 38 that are left of many, 8 of the 4 that are left of few.
+    assert "epochs of each set in 8 steps: many 0.63, few 2.00" in ended.stderr
+    whole = losses(tmp_path / "out")
+    checkpoints = tmp_path / "out" / "checkpoints"
+    shutil.rmtree(checkpoints / "iter_0000008")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
+    assert isthmus(*words, *mix, "train.steps=8").returncode == 0
+    assert losses(tmp_path / "out")[-2:] == whole[6:]
+    other = [word.replace("weight: 3", "weight: 2") for word in mix]
+    assert "differ from those of" in isthmus(*words, *other, "train.steps=9").error(65)
+    assert open_pair(tmp_path / "out" / "data" / "set-0" / "samples", verify=True).mask is not None

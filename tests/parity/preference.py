@@ -1,0 +1,63 @@
+"""Direct preference optimization as one would write it by hand with transformers and torch, a pair at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
+
+from isthmus.data.pair_batches import PairBatches, PairLine
+from isthmus.data.store import SampleStore
+from ranks.tasks import CLIP_GRAD
+from ranks.tiny import SEQ_LENGTH
+
+
+def train(
+    *, model: str, samples: str, lr: list[float], beta: float, smoothing: float, sft_weight: float
+) -> dict[str, list[float]]:
+    """Loss, accuracy and gradient norm of as many steps as there are learning rates."""
+    networks: list[Any] = [AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)]
+    policy, reference = networks[0].train(), networks[1].eval()
+    decayed = [parameter for parameter in policy.parameters() if parameter.dim() > 1]
+    spared = [parameter for parameter in policy.parameters() if parameter.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    batches = PairBatches(
+        SampleStore.open(samples), seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=8, packing=False
+    )
+    curves: dict[str, list[float]] = {"loss": [], "rewards/accuracies": [], "grad_norm": []}
+    for step, rate in enumerate(lr):
+        losses, right = [], []
+        for line in batches.step(step):
+            assert isinstance(line, PairLine)
+            chosen, rejected = _log_probs(policy, line)
+            with torch.no_grad():
+                gain_chosen, gain_rejected = _log_probs(reference, line)
+            reward = beta * ((chosen.sum() - gain_chosen.sum()) - (rejected.sum() - gain_rejected.sum()))
+            loss = -(1 - smoothing) * logsigmoid(reward) - smoothing * logsigmoid(-reward)
+            losses.append(loss - sft_weight * chosen.mean())
+            right.append(float(reward > 0))
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), CLIP_GRAD)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        curves["loss"].append(loss.item())
+        curves["rewards/accuracies"].append(sum(right) / len(right))
+        curves["grad_norm"].append(norm.item())
+    return curves
+
+
+def _log_probs(network: Any, line: PairLine) -> list[Tensor]:
+    """Log-probabilities of the tokens of the chosen and of the rejected answer, each [n]."""
+    found = []
+    for sample in (slice(*line.cu_seqlens[k : k + 2].tolist()) for k in range(2)):
+        logits = network(line.input_ids[None, sample]).logits[0]
+        log_probs = logits.log_softmax(-1).gather(1, line.labels[sample, None])[:, 0]
+        found.append(log_probs[line.loss_mask[sample]])
+    return found

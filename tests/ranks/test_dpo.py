@@ -1,0 +1,93 @@
+"""Preferences are learned in every layout as one process learns them, and a run goes on to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranks.test_layouts import TOLERANCE, assert_same, furthest
+from ranks.tiny import build_model_folder, build_pairs
+from ranks.world import World
+
+TRAIN = "ranks.tasks.train"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pairs(tmp_path_factory.mktemp("pairs") / "store")
+
+
+@pytest.fixture(scope="module")
+def run(models: dict[str, Path], pairs: Path) -> dict[str, Any]:
+    dpo = {"beta": 0.3, "sft_weight": 0.1}
+    return {"model": models["qwen3-tied"], "samples": pairs, "dpo": dpo, "steps": 4, "evaluate": True}
+
+
+@pytest.fixture(scope="module")
+def alone(one: World, run: dict[str, Any]) -> dict[str, Any]:
+    return dict(one.run(TRAIN, **run))
+
+
+def figures(result: dict[str, Any], name: str) -> list[float]:
+    return [step[name] for step in result["figures"]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, {"micro_batch_size": 4}, id="lines-of-four"),
+        pytest.param(1, {"micro_batch_size": 4, "packing": False}, id="lines-of-four-in-order"),
+        pytest.param(2, {"tp": 2, "sp": True, "micro_batch_size": 2}, id="tp2-sp"),
+        pytest.param(2, {"pp": 2}, id="pp2"),
+        pytest.param(2, {"micro_batch_size": 2}, id="dp2"),
+        pytest.param(2, {"fsdp": True, "micro_batch_size": 2}, id="fsdp2"),
+        pytest.param(2, {"cp": 2, "micro_batch_size": 2}, id="cp2"),
+        pytest.param(4, {"pp": 2, "vpp": 2, "micro_batch_size": 2}, id="pp2-vpp2-dp2"),
+    ],
+)
+def test_a_layout_trains_as_one_process(
+    ranks: int, layout: dict[str, Any], worlds: dict[int, World], run: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    spread = worlds[ranks].run(TRAIN, **run | layout)
+    assert_same(spread, alone)
+    assert furthest(figures(spread, "logps/rejected"), figures(alone, "logps/rejected")) < TOLERANCE
+    # Rewards are small differences of large numbers.
+    margins = np.array([figures(result, "rewards/margins") for result in (spread, alone)])
+    assert np.abs(margins[0] - margins[1]).max() < 1e-4 * np.abs(margins).max()
+
+
+def test_it_learns_what_is_preferred(alone: dict[str, Any]) -> None:
+    assert figures(alone, "rewards/margins")[-1] > 0.1
+    assert alone["valid_after"] < alone["valid_before"] - 0.05
+
+
+def test_experts_are_charged_as_in_one_process(one: World, two: World, pairs: Path, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+    run = {"model": model, "samples": pairs, "dpo": {"loss": "ipo"}, "steps": 3, "evaluate": True}
+    run["moe"] = {"seq_aux_loss": 0.1}
+    truth = one.run(TRAIN, **run)
+    spread = two.run(TRAIN, ep=2, micro_batch_size=2, **run)
+    assert_same(spread, truth)
+    # An even load costs 1 for each label, or here for each pair.
+    assert 0.9 < truth["load"][0]["seq_aux_loss"] < 2
+    assert spread["load"][0]["seq_aux_loss"] == pytest.approx(truth["load"][0]["seq_aux_loss"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_it_goes_on_to_the_last_bit_and_in_another_layout(
+    precision: str, one: World, two: World, run: dict[str, Any], tmp_path: Path
+) -> None:
+    """With the reference of its start, which is not what its weights make of the answers by now."""
+    run = run | {"precision": precision, "micro_batch_size": 2, "reference": tmp_path, "evaluate": False}
+    through = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    resumed = {"resume": tmp_path / "iter_0000002", "fresh": False}
+    before = (tmp_path / "reference.npz").read_bytes()
+    went_on = one.run(TRAIN, **run, **resumed)
+    assert went_on["digest"] == through["digest"]
+    assert went_on["loss"] == through["loss"][2:]
+    elsewhere = two.run(TRAIN, tp=2, **run, **resumed)
+    assert furthest(elsewhere["loss"], through["loss"][2:]) < 0.02
+    assert (tmp_path / "reference.npz").read_bytes() == before
