@@ -221,7 +221,8 @@ def _grouped(
     sequences: Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint8]]],
 ) -> Iterator[tuple[int, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]]]:
     """Neighbours of one record together."""
-    current, together = 0, []
+    current = 0
+    together: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]] = []
     for group, ids, mask in sequences:
         if group != current:
             if together:

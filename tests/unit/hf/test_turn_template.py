@@ -13,8 +13,10 @@ from isthmus.hf.turn_template import turn_template
 
 GIVEN = {"bos_token": "<s>", "eos_token": "</s>"}
 HEAD, TAIL = "{% for m in messages %}", "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-FIRST = "{{ messages[0]['role'] }}{% set n = bos_token %}" + HEAD + (
-    "{% set c = m.content | trim %}{% if loop.first %}{{ n }}{% endif %}{{ loop.index0 }}{{ m.role + ':' + c }}\n" + TAIL
+SET = "{{ messages[0]['role'] }}{% set n = bos_token %}"
+FIRST = SET + HEAD + (
+    "{% set c = m.content | trim %}{% if loop.first %}{{ n }}{% endif %}{{ loop.index0 }}"
+    "{{ m.role + ':' + c }}\n" + TAIL
 )  # fmt: skip
 TALK = [
     {"role": "user", "content": " What is the sea?\n"},

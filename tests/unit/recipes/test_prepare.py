@@ -72,7 +72,7 @@ def test_text_is_whole_documents_that_end(tmp_path, tokenizer):
     done = prepare([file], tmp_path / "out", tokenizer, workers=1, columns={"text": "body"})
     pair, opened = open_pair(tmp_path / "out", verify=True), load_tokenizer(tokenizer)
     wanted = [[*opened.encode(text), opened.eos_id] for text in texts if text]
-    assert pair.tokens.tolist() == sum(wanted, [])
+    assert pair.tokens.tolist() == [token for ids in wanted for token in ids]
     assert (pair.mask, pair.lengths.tolist()) == (None, [len(ids) for ids in wanted])
     assert pair.documents.tolist() == [0, 1, 2]
     assert (done.report.dropped_nothing_to_learn, done.report.learned_tokens) == (1, sum(map(len, wanted)) - 2)
