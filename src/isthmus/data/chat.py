@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -51,6 +52,12 @@ class ChatTokenizer(Protocol):
         add_generation_prompt: bool = False,
     ) -> str:
         """The text of a conversation; DataError where the template refuses it."""
+
+    def apply_by_turn(self, messages: Sequence[Message]) -> tuple[list[str], str] | None:
+        """What the template writes for each turn, and before an answer; None where turns cannot be told apart so.
+
+        End to end, what it writes for the first k turns is the text of these k turns.
+        """
 
     def apply_marked_template(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
@@ -147,7 +154,10 @@ class ChatRenderer:
         self, messages: list[Message], tools: list[dict[str, Any]] | None, turns: list[int]
     ) -> list[ChatText]:
         """As few texts as show every turn the way the model would have to write it."""
-        found = {turn: self._turn(messages, tools, turn) for turn in turns}
+        found = self._by_turn(messages, turns) if not tools else {}
+        for turn in turns:
+            if turn not in found:
+                found[turn] = self._turn(messages, tools, turn)
         texts = []
         while turns:
             text = found[turns[-1]][0]
@@ -155,6 +165,22 @@ class ChatRenderer:
             texts.append(ChatText(text, merged([(found[turn][1], len(found[turn][0])) for turn in here])))
             turns = [turn for turn in turns if turn not in here]
         return texts[::-1]
+
+    def _by_turn(self, messages: list[Message], turns: list[int]) -> dict[int, tuple[str, int]]:
+        """What ``_turn`` would find, of the turns whose place shows where the template writes one after the other."""
+        applied = self._tokenizer.apply_by_turn(messages)
+        if applied is None:
+            return {}
+        pieces, opening = applied
+        text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
+        found = {}
+        for turn in turns:
+            if turn and text.startswith(opening, ends[turn - 1], ends[turn]):
+                start = ends[turn - 1] + len(opening)
+                end = turn_end(text, (start, ends[turn]), self._tokenizer.special_tokens, self.turn_token)
+                if text[start:end].strip():
+                    found[turn] = (text[:end], start)
+        return found
 
     def _turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, turn: int) -> tuple[str, int]:
         """The text up to the end of turn number ``turn``, and where in it the assistant begins to speak."""

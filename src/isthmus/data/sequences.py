@@ -20,8 +20,8 @@ from isthmus.data.report import Overlong, PrepareReport
 from isthmus.errors import DataError, UsageError
 
 T = TypeVar("T")
-_BATCH_RECORDS = 512
-_BATCH_CHARS = 1_000_000
+_BATCH_RECORDS = 8192
+_BATCH_CHARS = 4_000_000
 _WORDS: dict[Kind, str] = {"text": "plain text", "chat": "a chat record", "preference": "a preference pair"}
 
 
@@ -221,7 +221,8 @@ def _grouped(
     sequences: Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint8]]],
 ) -> Iterator[tuple[int, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]]]:
     """Neighbours of one record together."""
-    current, together = 0, []
+    current = 0
+    together: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]] = []
     for group, ids, mask in sequences:
         if group != current:
             if together:

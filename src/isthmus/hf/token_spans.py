@@ -27,11 +27,17 @@ def tokens_of(encoding: Encoding, span: Span) -> slice | None:
     return slice(first, last)
 
 
+def _chars(encoding: Encoding, token: int) -> Span:
+    chars = encoding.token_to_chars(token)
+    assert chars is not None  # of a token that there is
+    return chars
+
+
 def _start(encoding: Encoding, token: int) -> int:
-    return int(encoding.token_to_chars(token)[0])
+    return _chars(encoding, token)[0]
 
 
 def _end(encoding: Encoding, token: int) -> int:
     """A token without width belongs to the character that it stands before."""
-    start, end = encoding.token_to_chars(token)
-    return int(max(end, start + 1))
+    start, end = _chars(encoding, token)
+    return max(end, start + 1)

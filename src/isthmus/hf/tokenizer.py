@@ -29,6 +29,7 @@ from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeIn
 from isthmus.hf.folder import tokenizer_files
 from isthmus.hf.sentencepiece import read_sentencepiece
 from isthmus.hf.token_spans import tokens_of
+from isthmus.hf.turn_template import TurnTemplate, turn_template
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 Span = tuple[int, int]
@@ -161,6 +162,14 @@ class Tokenizer:
         return int(max(self.inner.get_vocab().values())) + 1
 
     @cached_property
+    def _turns(self) -> TurnTemplate | None:
+        return turn_template(self.chat_template, self.inner.special_tokens_map)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs; a compiled template cannot be sent, and is made again there."""
+        return {name: value for name, value in self.__dict__.items() if name != "_turns"}
+
+    @cached_property
     def has_generation_marks(self) -> bool:
         """Whether the chat template has ``{% generation %}`` marks."""
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.chat_template) is not None
@@ -217,6 +226,16 @@ class Tokenizer:
             UnsafeInput: the template tries to leave its sandbox.
         """
         return self._render(messages, tools, add_generation_prompt, marked=False)[0]
+
+    def apply_by_turn(self, messages: Sequence[dict[str, Any]]) -> tuple[list[str], str] | None:
+        """What the template writes for each turn, and before an answer; None where turns cannot be told apart so.
+
+        End to end, what it writes for the first k turns is the text of these k turns.
+        """
+        if self._turns is None:
+            return None
+        turns = self._turns(messages)
+        return None if turns is None else (turns, self._turns.opening)
 
     def apply_marked_template(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None

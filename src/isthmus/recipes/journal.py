@@ -1,8 +1,8 @@
 """What is prepared so far: parts on the disk, each of which a run that was ended need not make again.
 
-``OUT.partial/`` holds ``origin.json``, of what the parts are made, and ``00000.npz``, ``00001.npz`` and so on, each with
-the arrays of some chunks, how many these were, and the report on them. When all parts are there, the files of the pair
-are put together beside them, and the manifest, which comes last, says that they are whole.
+``OUT.partial/`` holds ``origin.json``, of what the parts are made, and ``00000.npz``, ``00001.npz`` and so on: the
+arrays of some chunks, how many these were, and the report on them. When all parts are there, the files of the pair are
+put together beside them, and the manifest, which comes last, says that they are whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -124,10 +124,10 @@ class Journal:
             arrays["mask"] = np.concatenate([piece.mask for piece in pieces if piece.mask is not None])
         said = json.dumps({"chunks": len(pieces), "report": report.as_dict()}).encode()
         path = self._part(self._parts)
-        staged = path.with_suffix(".tmp")
+        staged, save = path.with_suffix(".tmp"), cast(Any, np.savez)
         with disk_errors(path):
             with staged.open("wb") as file:
-                np.savez(file, said=np.frombuffer(said, dtype=np.uint8), **arrays)
+                save(file, said=np.frombuffer(said, dtype=np.uint8), **arrays)
             staged.rename(path)
         self._parts, self.chunks, self._waiting = self._parts + 1, self.chunks + len(pieces), []
         self._last_s = time.monotonic()

@@ -63,7 +63,7 @@ class Workers:
             IsthmusError: as the maker does, at the first chunk that is bad.
             Hang: a worker was lost.
         """
-        idle, busy = list(self._ends), dict[Any, int]()
+        idle, busy = list(self._ends), dict[Connection, int]()
         done: dict[int, Piece | IsthmusError] = {}
         handed_out = taken = 0
         ahead: Chunk | IsthmusError | None = _next(chunks)
@@ -89,9 +89,10 @@ class Workers:
                 return
             if taken in done:
                 continue
-            for end in wait(list(busy)):
-                done[busy.pop(end)] = self._receive(end)
-                idle.append(end)  # type: ignore[arg-type]
+            for ready in wait(list(busy)):
+                assert isinstance(ready, Connection)
+                done[busy.pop(ready)] = self._receive(ready)
+                idle.append(ready)
 
     def _send(self, end: Connection, chunk: Chunk) -> None:
         try:
@@ -99,7 +100,7 @@ class Workers:
         except (BrokenPipeError, ConnectionResetError):
             raise self._lost(end) from None
 
-    def _receive(self, end: Any) -> Piece | IsthmusError:
+    def _receive(self, end: Connection) -> Piece | IsthmusError:
         try:
             result: Piece | IsthmusError = end.recv()
         except (EOFError, ConnectionResetError):

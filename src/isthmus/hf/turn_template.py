@@ -1,0 +1,157 @@
+"""Chat templates that write one turn after the other, recognised by their syntax and rendered turn by turn.
+
+What the assistant said is found by comparing what a template writes for so many turns and for one more. A template of
+this form needs no comparison::
+
+    A {% for message in messages %} B {% endfor %} {% if add_generation_prompt %} C {% endif %}
+
+where B knows its own turn, the first one and how many came before, A the first one alone, and C no turn at all. What it
+writes for k turns then is how its text for more than k begins, and C opens an answer. Whatever is not seen to be so is
+left to the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from transformers.utils import chat_template_utils
+
+_MARK = "\ue002"  # for private use, and a text that has it all the same is left to the comparison
+_OF_LOOP = {"first", "index", "index0"}
+_FILTERS = {"trim", "string", "upper", "lower", "length", "tojson", "replace", "default", "d", "capitalize", "title"}
+_STATEMENTS = (nodes.Output, nodes.If, nodes.Assign)
+_VALUES = (
+    nodes.TemplateData, nodes.Const, nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Concat, nodes.BinExpr,
+    nodes.UnaryExpr, nodes.Compare, nodes.Operand, nodes.CondExpr, nodes.Filter, nodes.Test, nodes.Call, nodes.Slice,
+    nodes.Tuple, nodes.List, nodes.Keyword,
+)  # fmt: skip
+_METHODS = {"strip", "lstrip", "rstrip", "split", "startswith", "endswith", "upper", "lower", "replace"}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTemplate:
+    """A template that was recognised."""
+
+    opening: str
+    """What it writes before an answer."""
+    _marked: jinja2.Template
+    _given: Mapping[str, Any]
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]]) -> list[str] | None:
+        """What it writes for each turn, end to end the text of the conversation; None where that is left to others.
+
+        Turns have ``role`` and ``content`` and nothing else, both text: what transformers would hand on unchanged.
+        """
+        for message in messages:
+            if len(message) != 2 or type(message.get("role")) is not str or type(message.get("content")) is not str:
+                return None
+        try:
+            text = self._marked.render(messages=messages, tools=None, add_generation_prompt=False, **self._given)
+        except Exception:  # whoever renders it again says what is wrong
+            return None
+        turns = text.split(_MARK)
+        return turns[:-1] if len(turns) == len(messages) + 1 and not turns[-1] else None
+
+
+@lru_cache(maxsize=8)
+def _recognised(source: str, given: tuple[tuple[str, str], ...]) -> TurnTemplate | None:
+    compiled: Any = chat_template_utils._compile_jinja_template(source)  # type: ignore[attr-defined]
+    environment: jinja2.Environment = compiled.environment
+    tree = environment.parse(source)
+    # A special token that the tokenizer has not is nothing, at every turn.
+    form = _form(tree, {name for name, _ in given} | {"bos_token", "eos_token", "pad_token", "unk_token"})
+    if form is None:
+        return None
+    loop, opening = form
+    loop.body.append(nodes.Output([nodes.TemplateData(_MARK)], lineno=loop.lineno))
+    alone = nodes.Template(opening.body if opening is not None else [], lineno=1)
+    for tree_or_part in (tree, alone):
+        tree_or_part.set_environment(environment)
+    return TurnTemplate(
+        environment.from_string(alone).render(**dict(given)), environment.from_string(tree), dict(given)
+    )
+
+
+def turn_template(source: str, special_tokens: Mapping[str, Any]) -> TurnTemplate | None:
+    """Recognise a template; None when it is of another form.
+
+    Args:
+        source: of the template.
+        special_tokens: what else it is given, by name.
+    """
+    given = tuple(sorted((name, token) for name, token in special_tokens.items() if isinstance(token, str)))
+    try:
+        return _recognised(source, given) if len(given) == len(special_tokens) else None
+    except (jinja2.TemplateError, AttributeError):
+        return None
+
+
+def _form(tree: nodes.Template, given: set[str]) -> tuple[nodes.For, nodes.If | None] | None:
+    """The loop over the turns and the opening of an answer."""
+    places = [place for place, node in enumerate(tree.body) if isinstance(node, nodes.For)]
+    if len(places) != 1:
+        return None
+    before, loop, after = tree.body[: places[0]], tree.body[places[0]], tree.body[places[0] + 1 :]
+    assert isinstance(loop, nodes.For)
+    if not (_is_name(loop.iter, "messages") and isinstance(loop.target, nodes.Name)):
+        return None
+    if loop.test is not None or loop.else_ or loop.recursive or len(after) > 1:
+        return None
+    opening = after[0] if after else None
+    if opening is not None and not (
+        isinstance(opening, nodes.If)
+        and _is_name(opening.test, "add_generation_prompt")
+        and not opening.elif_
+        and not opening.else_
+        and all(_sound(node, given) for node in opening.body)
+    ):
+        return None
+    known = given | {"tools", "raise_exception"}
+    # A name set before the loop is seen in it; one that is set in it is gone with the turn.
+    set_before = _set(before)
+    if any(name in {"messages", "loop", "add_generation_prompt", *known} for name in set_before | _set(loop.body)):
+        return None
+    if not all(_sound(node, known | set_before, first=True) for node in before):
+        return None
+    inside = known | set_before | _set(loop.body) | {loop.target.name}
+    if not all(_sound(node, inside, first=True, in_loop=True) for node in loop.body):
+        return None
+    return loop, opening  # type: ignore[return-value]
+
+
+def _sound(node: nodes.Node, names: set[str], *, first: bool = False, in_loop: bool = False) -> bool:
+    """Whether a node computes from these names alone, the first turn (``first``) and what came before (``in_loop``)."""
+    if in_loop and isinstance(node, nodes.Getattr) and _is_name(node.node, "loop"):
+        return node.attr in _OF_LOOP
+    if first and isinstance(node, nodes.Getitem) and _is_name(node.node, "messages"):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == 0
+    if isinstance(node, nodes.Name):
+        return node.name in names or node.ctx == "store"
+    if isinstance(node, nodes.Assign) and not isinstance(node.target, nodes.Name):
+        return False
+    if isinstance(node, nodes.Filter) and node.name not in _FILTERS:
+        return False
+    if isinstance(node, nodes.Call) and not (
+        _is_name(node.node, "raise_exception") or (isinstance(node.node, nodes.Getattr) and node.node.attr in _METHODS)
+    ):
+        return False
+    if not isinstance(node, _STATEMENTS + _VALUES):
+        return False
+    return all(_sound(child, names, first=first, in_loop=in_loop) for child in node.iter_child_nodes())
+
+
+def _set(parts: Iterable[nodes.Node]) -> set[str]:
+    return {name.name for part in parts for name in _names(part) if name.ctx == "store"}
+
+
+def _names(part: nodes.Node) -> Iterable[nodes.Name]:
+    return [part] if isinstance(part, nodes.Name) else part.find_all(nodes.Name)
+
+
+def _is_name(node: nodes.Node, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.name == name

@@ -1,0 +1,77 @@
+"""``isthmus prepare`` that is killed goes on from what is done; a worker that is lost is told of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faults.command import environment
+from isthmus.errors import NoSpace
+from isthmus.hf.tiny import train_tokenizer
+from isthmus.hf.tokenizer import save_tokenizer
+from isthmus.recipes.prepare import prepare
+
+# The command line with small parts, of which a process is ended at a record.
+ENDED = """
+import os, signal, sys
+from isthmus.cli import prepare as command
+from isthmus.cli.main import main
+from isthmus.data import json_text
+from isthmus.recipes import journal
+import multiprocessing
+victim, at = sys.argv[1], int(sys.argv[2])
+json_text.CHUNK_BYTES, journal.PART_TOKENS = 300, 200
+def show(self, report):
+    if at and report.records >= at:
+        pid = os.getpid() if victim == "main" else multiprocessing.active_children()[0].pid
+        os.kill(pid, signal.SIGKILL)
+command._Line.show = show
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def run(victim: str, at: int, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", ENDED, victim, str(at), "prepare", *words]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    save_tokenizer(train_tokenizer(["the sea is wide"], vocab_size=280), tmp_path / "tokenizer")
+    with (tmp_path / "a.jsonl").open("w") as file:
+        for k in range(80):
+            file.write(json.dumps({"instruction": f"question {k}", "output": f"the sea {k}" * (1 + k % 7)}) + "\n")
+    return [str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--workers", "2"]
+
+
+def outputs(prefix: Path) -> dict[str, bytes]:
+    return {path.name[len(prefix.name) :]: path.read_bytes() for path in prefix.parent.glob(f"{prefix.name}.[!p]*")}
+
+
+def test_killed_and_begun_again(tmp_path: Path, words: list[str]) -> None:
+    prepare([words[0]], tmp_path / "whole", words[2], workers=1)
+    whole = outputs(tmp_path / "whole")
+    assert len(whole) == 4
+    out = tmp_path / "out"
+    assert run("main", 40, *words, str(out)).returncode == -signal.SIGKILL
+    assert not outputs(out) and list(Path(f"{out}.partial").glob("*.npz"))
+    lost = run("worker", 60, *words, str(out))
+    assert lost.returncode == 76, lost
+    (line,) = [line for line in lost.stderr.splitlines() if line.startswith("isthmus:")]
+    assert "was ended by SIGKILL" in line and "Traceback" not in lost.stderr
+    assert not outputs(out)
+    parts = len(list(Path(f"{out}.partial").glob("*.npz")))
+    assert parts
+    done = run("main", 0, *words, str(out), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["records"] == 80
+    assert outputs(out) == whole and not Path(f"{out}.partial").exists()
+    os.truncate(f"{out}.bin", 10)  # what was published is not taken for a part
+    with pytest.raises(NoSpace):
+        prepare([words[0]], out, words[2], workers=1)

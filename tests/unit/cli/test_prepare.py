@@ -1,0 +1,64 @@
+"""``isthmus prepare``: what it prints, and options that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.main import main
+from isthmus.hf.tiny import train_tokenizer
+from isthmus.hf.tokenizer import save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_tokenizer(["the sea"], vocab_size=270), folder)
+    return str(folder)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    for name, text in (("a", "the sea"), ("b", "")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"body": text}) + "\n" + json.dumps({"text": "x"}) + "\n")
+    return [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), str(tmp_path / "out")]
+
+
+def test_prepares_and_says_what_came_of_it(files, tokenizer, capsys):
+    words = ["prepare", *files, "--tokenizer", tokenizer, "--columns", "text=body", "--on-error", "skip"]
+    assert main([*words, "--workers", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["kind"], told["records"], told["samples"], told["skipped"]) == ("text", 2, 1, 2)
+    assert "a.jsonl:2: no field body" in told["skipped_first_reasons"][0]
+    assert json.loads(Path(f"{files[-1]}.json").read_text())["kind"] == "text"
+    assert main([*words, "--workers", "1"]) == 73
+    assert f"{files[-1]}.bin exists already" in capsys.readouterr().err
+    words[3] += "2"
+    assert main([*words, "--workers", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "out2: text, 2 records -> 1 samples, " in printed.out
+    assert "skipped: " in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--kind", "chats"], 2, "--kind chats is not known. Use text, chat, preference."),
+        (["--overlong", "cut"], 2, "--overlong cut is not known"),
+        (["--columns", "text"], 2, "--columns text: wanted KEY=NAME"),
+        (["--seq-length", "5"], 2, "text is not cut when it is prepared"),
+        (["--columns", "txt=body"], 2, "Did you mean text"),
+    ],
+)
+def test_what_cannot_be(files, tokenizer, capsys, words, code, message):
+    assert main(["prepare", files[0], files[-1], "--tokenizer", tokenizer, *(words if words[0] != "--seq-length" else ["--columns", "text=body", *words])]) == code  # fmt: skip  # noqa: E501
+    assert message in capsys.readouterr().err
+    assert not list(Path(files[-1]).parent.glob("out*"))
+
+
+def test_an_absent_file_and_a_prefix_with_an_ending(files, tokenizer, capsys):
+    assert main(["prepare", "none.jsonl", files[-1], "--tokenizer", tokenizer]) == 66
+    assert main(["prepare", files[0], f"{files[-1]}.bin", "--tokenizer", tokenizer]) == 2
+    assert "is to be a prefix" in capsys.readouterr().err
