@@ -30,8 +30,8 @@ def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None)
         f"global batch size: {m.global_batch_size:5d}",
         f"lm loss: {m.loss:.6E}",
     ]
-    if m.mtp_loss is not None:
-        parts.append(f"mtp_1 loss: {m.mtp_loss:.6E}")
+    if (ahead := m.flat().get("mtp_loss")) is not None:
+        parts.append(f"mtp_1 loss: {ahead:.6E}")
     parts += [
         f"loss scale: {1.0 if m.loss_scale is None else m.loss_scale:.1f}",
         f"grad norm: {m.grad_norm:.3f}",
