@@ -71,7 +71,14 @@ def test_real_process_says_nothing_but_its_own_lines(small: list[str], tmp_path:
     """The other tests fork; what an import prints, they do not see."""
     ended = finished(start(*small, "logging.every=2", cwd=tmp_path))
     assert json.loads(ended.stdout) == ended.result
-    decided = ("platform ", "layout: ", "precision ", "memory allocator: ", "ONEDNN_PRIMITIVE_CACHE_CAPACITY=")
+    decided = (
+        "platform ",
+        "layout: ",
+        "precision ",
+        "memory, estimated: ",
+        "memory allocator: ",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY=",
+    )
     begins = (*decided, "data: ", "step ", "saved ", "exported ", "TensorBoard")
     others = [line for line in ended.stderr.splitlines() if not line.startswith(begins)]
     assert all("threads a rank" in line for line in others), others
