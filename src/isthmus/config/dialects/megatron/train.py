@@ -205,7 +205,7 @@ def _put_schedule(args: Arguments, translation: Translation, steps: int | None, 
     if decay != steps and schedule in ("cosine", "linear"):
         translation.put("optim.schedule_steps", max(decay, warmup + 1), words)
     elif decay != steps and schedule == "wsd":
-        translation.remark(words, "otherwise", f"The final fall ends at the last step, {steps}, and not at step {decay}.")
+        translation.remark(words, "otherwise", f"The final fall ends at step {steps}, the last, not at {decay}.")
     if args.get("lr_warmup_init"):
         translation.remark(args.words("lr_warmup_init"), "otherwise", "The learning rate rises from 0.")
 
