@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``tools/preprocess_data.py``, as it is; where there is no Triton, without a module that wants it."""
+"""Megatron-LM's own ``tools/preprocess_data.py``; where there is no Triton, without a module that wants it."""
 
 from __future__ import annotations
 

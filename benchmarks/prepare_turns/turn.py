@@ -41,14 +41,17 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
 def _encode_batch(spec: dict[str, Any], threads: int) -> Callable[[], int]:
     """``tokenizers`` alone, on texts that are in memory, with templates applied to them before the clock starts."""
+    from tokenizers import Tokenizer
+
+    from isthmus.data.chat import ChatRenderer
     from isthmus.data.formats import chunk_records, read_chunks
     from isthmus.data.records import parse_record
     from isthmus.hf.tokenizer import load_tokenizer
-    from tokenizers import Tokenizer
 
     opened = load_tokenizer(spec["tokenizer"])
     records = (parse_record(record) for chunk in read_chunks([spec["data"]]) for record in chunk_records(chunk))
-    texts = [one.text if hasattr(one, "text") else opened.apply_chat_template(one.messages) for one in records]
+    render = ChatRenderer(opened)
+    texts = [one.text if hasattr(one, "text") else render(one)[0].text for one in records]
     backend = Tokenizer.from_str(opened.inner.backend_tokenizer.to_str())
 
     def encode() -> int:
@@ -62,7 +65,7 @@ def _encode_batch(spec: dict[str, Any], threads: int) -> Callable[[], int]:
 
 
 def _isthmus(spec: dict[str, Any], threads: int) -> Callable[[], int]:
-    """``isthmus.recipes.prepare.prepare``: its files read, hashed and written; the tokenizer loaded; workers started."""
+    """``isthmus.recipes.prepare.prepare``: files read, hashed and written, the tokenizer loaded, workers started."""
     from isthmus.recipes.prepare import prepare
 
     def run() -> int:
