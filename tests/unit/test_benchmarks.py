@@ -77,6 +77,15 @@ def test_conversion(repository: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("isthmus-bench-*"))
 
 
+def test_preparing(repository: Path, tmp_path: Path) -> None:
+    result = run(repository, tmp_path / "prepare.json", "prepare.py", "--only", "encode-batch,isthmus")
+    tokens = {(row["data"], row["contestant"]): row["tokens"] for row in result["rows"]}
+    assert tokens["chat", "isthmus"] == tokens["chat", "encode-batch"] > 0
+    ends = result["data"]["text"]["records"]
+    assert tokens["text", "isthmus"] == tokens["text", "encode-batch"] + ends > tokens["text-quarter", "isthmus"]
+    assert [claim["claim"].split(":")[0] for claim in result["claims"]][:2] == ["text", "chat"]
+
+
 def test_a_layer_of_experts(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "moe.json", "moe_layer.py")
     rows = [(row["model"], row["precision"], row["contestant"]) for row in result["rows"]]

@@ -22,7 +22,7 @@ from isthmus.config.load import load_config
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-VERBS = ("sft", "dpo", "pretrain", "demo", "convert", "verify", "config")
+VERBS = ("sft", "dpo", "pretrain", "demo", "prepare", "convert", "verify", "config")
 
 
 def blocks(page: Path, language: str) -> list[str]:

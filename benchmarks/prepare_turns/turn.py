@@ -1,0 +1,137 @@
+"""One contestant's turn at tokenizing a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rounds import CpuWatch, peak_rss_gib, turn_files
+
+_AT_ONCE = 8192
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """Tokenize; the clock stops when the result is in the caller's hands, or on the disk for those that write files.
+
+    It starts with all modules imported, but for the whole commands, whose start is part of them.
+    """
+    threads = int(spec["threads"])
+    os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
+    prepared = _CONTESTANTS[spec["contestant"]](spec, threads)
+    watch, started_s = CpuWatch(), time.perf_counter()
+    tokens = prepared()
+    time_s = time.perf_counter() - started_s
+    workers_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    return watch.shares() | {
+        "time_s": time_s,
+        "tokens": tokens,
+        "tokens_per_s": tokens / time_s,
+        "peak_rss_gib": peak_rss_gib(),
+        "largest_child_rss_gib": workers_gib,
+        "line": f"{time_s:7.2f} s  {tokens / time_s / 1e6:.3f} M tokens/s",
+    }
+
+
+def _encode_batch(spec: dict[str, Any], threads: int) -> Callable[[], int]:
+    """``tokenizers`` alone, on texts that are in memory, with templates applied to them before the clock starts."""
+    from tokenizers import Tokenizer
+
+    from isthmus.data.chat import ChatRenderer
+    from isthmus.data.formats import chunk_records, read_chunks
+    from isthmus.data.records import parse_record
+    from isthmus.hf.tokenizer import load_tokenizer
+
+    opened = load_tokenizer(spec["tokenizer"])
+    records = (parse_record(record) for chunk in read_chunks([spec["data"]]) for record in chunk_records(chunk))
+    render = ChatRenderer(opened)
+    texts = [one.text if hasattr(one, "text") else render(one)[0].text for one in records]
+    backend = Tokenizer.from_str(opened.inner.backend_tokenizer.to_str())
+
+    def encode() -> int:
+        count = 0
+        for at in range(0, len(texts), _AT_ONCE):
+            made = backend.encode_batch(texts[at : at + _AT_ONCE], add_special_tokens=False)
+            count += sum(map(len, made))
+        return count
+
+    return encode
+
+
+def _isthmus(spec: dict[str, Any], threads: int) -> Callable[[], int]:
+    """``isthmus.recipes.prepare.prepare``: files read, hashed and written, the tokenizer loaded, workers started."""
+    from isthmus.recipes.prepare import prepare
+
+    def run() -> int:
+        return prepare([spec["data"]], spec["out"], spec["tokenizer"], workers=threads).report.tokens
+
+    return run
+
+
+def _isthmus_command(spec: dict[str, Any], threads: int) -> Callable[[], int]:
+    words = ["isthmus", "prepare", spec["data"], spec["out"], "--tokenizer", spec["tokenizer"]]
+    return _command([sys.executable, "-m", *words, "--workers", str(threads)], spec["out"])
+
+
+def _megatron_lm(spec: dict[str, Any], threads: int) -> Callable[[], int]:
+    script = Path(os.environ["MEGATRON_LM"]) / "tools" / "preprocess_data.py"
+    words = ["--input", spec["data"], "--output-prefix", spec["out"], "--append-eod", "--workers", str(threads)]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", spec["tokenizer"]]
+    return _command(
+        [sys.executable, "-m", "prepare_turns.megatron_lm", str(script), *words], spec["out"] + "_text_document"
+    )
+
+
+def _command(words: list[str], prefix: str) -> Callable[[], int]:
+    def run() -> int:
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{words} failed with code {done.returncode}:\n{done.stderr[-4000:]}")
+        from isthmus.data.indexed import open_pair
+
+        return len(open_pair(prefix).tokens)
+
+    return run
+
+
+def _trl(spec: dict[str, Any], threads: int) -> Callable[[], int]:
+    """What ``SFTTrainer`` does to a data set before it trains; the file is read into the data set before."""
+    from datasets import Dataset, disable_progress_bars
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    disable_progress_bars()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its own processes are the parallelism
+    tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"])
+    data = Dataset.from_json(spec["data"], cache_dir=spec["out"])
+    config = SFTConfig(
+        output_dir=spec["out"], max_length=None, dataset_num_proc=threads, report_to=[], use_cpu=True, bf16=False
+    )
+    trainer: Any = object.__new__(SFTTrainer)
+    trainer._tokenizer, trainer.chat_template = tokenizer, tokenizer.chat_template
+    trainer.completion_only_loss = True
+
+    def run() -> int:
+        made = trainer._prepare_dataset(data, tokenizer, config, False, None, "train")
+        return sum(made.map(lambda row: {"n": len(row["input_ids"])}, remove_columns=made.column_names)["n"])
+
+    return run
+
+
+_CONTESTANTS = {
+    "encode-batch": _encode_batch,
+    "isthmus": _isthmus,
+    "isthmus-command": _isthmus_command,
+    "megatron-lm": _megatron_lm,
+    "trl": _trl,
+}
+
+if __name__ == "__main__":
+    spec, answer = turn_files()
+    Path(answer).write_text(json.dumps(run(spec)))
