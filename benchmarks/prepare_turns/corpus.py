@@ -16,6 +16,7 @@ from isthmus.hf.tiny import train_tokenizer
 from isthmus.hf.tokenizer import save_tokenizer
 
 _SHORTEST, _LONGEST = 200, 200_000
+_SHORTEST_DOC = 40
 
 
 def _sources() -> list[Path]:
@@ -69,7 +70,7 @@ def _docstrings() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 doc = inspect.cleandoc(ast.get_docstring(node) or "")
-                if len(doc) >= _SHORTEST and doc not in seen and _is_text(doc):
+                if len(doc) >= _SHORTEST_DOC and doc not in seen and _is_text(doc):
                     seen.add(doc)
                     yield f"{source.stem}.{node.name}", doc
 
