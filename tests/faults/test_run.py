@@ -251,7 +251,7 @@ def test_pretraining(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
     result = isthmus("pretrain", *small[1:]).result
     assert result["valid_loss"] < result["valid_loss_before"]
     assert all(row["learned_tokens"] == row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row)
-    assert "plain text has no turns" in isthmus(*small, "--out", tmp_path / "b").error(65)
+    assert "plain text among data of kind chat" in isthmus(*small, "--out", tmp_path / "b").error(65)
     small[4] = chats
     assert "no document" in isthmus("pretrain", *small[1:], "--out", tmp_path / "c").error(65)
 

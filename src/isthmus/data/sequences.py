@@ -201,8 +201,9 @@ class SequenceMaker:
             report.records += 1
             kind = kind_of(record)
             if kind is not None and kind != rules.kind:
-                wanted = {"text": "text", "chat": "chat records", "preference": "chosen and rejected"}[rules.kind]
-                error = DataError(f"{record.where}: {_WORDS[kind]} among data of kind {rules.kind}. Wanted {wanted}.")
+                wanted, recipe = _WORDS[rules.kind], {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
+                told = f"{_WORDS[kind]} among data of kind {rules.kind}. Wanted {wanted}; this is for {recipe}."
+                error = DataError(f"{record.where}: {told}")
                 report.skipped.refuse(error, rules.on_error)
                 continue
             yield record
