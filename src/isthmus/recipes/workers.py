@@ -7,6 +7,7 @@ Workers are forked where nothing speaks against it: they then share the tokenize
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -145,6 +146,7 @@ def _work(end: Connection, inherited: Sequence[Connection], maker: SequenceMaker
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started us is asked too, and ends us
+    gc.freeze()  # what came with the libraries stays, and need not be looked through again and again
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     os.environ["RAYON_NUM_THREADS"] = "1"
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
