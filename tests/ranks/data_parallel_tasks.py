@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +17,8 @@ from isthmus.engine.model import live_tensors
 from isthmus.engine.optimizer import adams
 from isthmus.hf.writer import SafetensorsWriter
 from isthmus.recipes import session
+from ranks.tasks import own_tokenizer, start, train
 from ranks.tasks import refusal as _refusal
-from ranks.tasks import start, train
 
 
 def shares(**layout: Any) -> list[dict[str, float]]:
@@ -49,7 +48,7 @@ def _numel(tensors: list[torch.Tensor], *, own: bool) -> int:
 def export(*, destination: str, fail: bool = False, **layout: Any) -> None:
     """Export a model as it was read; with ``fail``, rank 0's disk is full when it comes to its third tensor."""
     opened = start(**layout).session
-    tokenizer: Any = SimpleNamespace(differs_from_files=False)
+    tokenizer = own_tokenizer(opened.blueprint.source.path)
     write, count = SafetensorsWriter.write, 0
 
     def write_or_fail(self: Any, *args: Any) -> int:

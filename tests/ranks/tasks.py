@@ -232,11 +232,16 @@ def refusal(*, task: str, **settings: Any) -> dict[str, Any]:
     return mine
 
 
+def own_tokenizer(model: str | Path) -> Any:
+    """In place of the tokenizer that lies in a model folder, which has none; an export copies what there is."""
+    return SimpleNamespace(differs_from_files=False, folder=Path(model))
+
+
 def export(*, model: str, destination: str, precision: str = "fp32", dtype: str | None = None, **parallel: int) -> None:
     """Load a model folder and export it unchanged, through the session as a run does."""
     config = _plain_config(model, **parallel)
     session = open_session(config, blueprint(config), detect("cpu"), precision)
-    tokenizer: Any = SimpleNamespace(differs_from_files=False)
+    tokenizer = own_tokenizer(model)
     chosen = None if dtype is None else getattr(torch, dtype)
     session.export(Path(destination), tokenizer, dtype=chosen, replace=False)
 
@@ -306,8 +311,7 @@ def save_and_export(*, model: str, samples: str, root: str, destination: str, **
         training.stepper.train_step(training.batches.step(step))
     progress = checkpoint.Progress(step=2, data="these samples")
     checkpoint.save(Path(root), training.stepper, progress, training.session.blueprint.sizes, keep=1)
-    tokenizer: Any = SimpleNamespace(differs_from_files=False)
-    training.session.export(Path(destination), tokenizer, dtype=None, replace=False)
+    training.session.export(Path(destination), own_tokenizer(training.session.blueprint.source.path), dtype=None, replace=False)
 
 
 def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
