@@ -311,7 +311,9 @@ def save_and_export(*, model: str, samples: str, root: str, destination: str, **
         training.stepper.train_step(training.batches.step(step))
     progress = checkpoint.Progress(step=2, data="these samples")
     checkpoint.save(Path(root), training.stepper, progress, training.session.blueprint.sizes, keep=1)
-    training.session.export(Path(destination), own_tokenizer(training.session.blueprint.source.path), dtype=None, replace=False)
+    training.session.export(
+        Path(destination), own_tokenizer(training.session.blueprint.source.path), dtype=None, replace=False
+    )
 
 
 def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
