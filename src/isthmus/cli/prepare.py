@@ -24,7 +24,12 @@ def prepare(
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Prefix of the files to make: OUT.bin, OUT.idx, OUT.json.")
     ],
-    tokenizer: Annotated[str, typer.Option(metavar="DIR", help="Folder of the tokenizer, such as a model's.")],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="TOKENIZER", help="Folder, such as a model's; tokenizer.model; or an id on the Hub.")
+    ],
+    tokenizer_type: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Megatron-LM's name for its kind, such as Llama2Tokenizer.")
+    ] = None,
     kind: Annotated[
         str | None, typer.Option(metavar="KIND", help="text, chat or preference; default: what the first record is.")
     ] = None,
@@ -68,8 +73,9 @@ def prepare(
 
     with _Line() as line:
         done = run(
-            data, out, tokenizer, seq_length=seq_length, workers=workers, trust_remote_code=trust_remote_code,
-            columns={key: name for key, _, name in pairs}, progress=line.show, **chosen,
+            data, out, tokenizer, tokenizer_type=tokenizer_type, seq_length=seq_length, workers=workers,
+            trust_remote_code=trust_remote_code, columns={key: name for key, _, name in pairs},
+            progress=line.show, **chosen,
         )  # fmt: skip
     if json:
         show(done, as_json=True)

@@ -11,6 +11,8 @@ from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.sentencepiece import read_sentencepiece
 from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
 
+_KINDS = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer")
+"""Those that are read from files."""
 _SENTENCEPIECE = "tokenizer.model"
 _MARKS: Mapping[str, tuple[str, ...]] = {
     "DeepSeekV2Tokenizer": ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
@@ -31,6 +33,10 @@ def open_tokenizer(path: Path, kind: str | None = None, *, trust_remote_code: bo
         MissingInput, DataError, UnsafeInput, UsageError: see :func:`isthmus.hf.tokenizer.load_tokenizer`; or what lies
             there is of another kind, in words.
     """
+    if kind is not None and kind not in _KINDS:
+        raise UsageError(
+            f"a tokenizer of type {kind} is not read from files. Use {', '.join(_KINDS)}, or leave it out."
+        )
     if kind == "Llama2Tokenizer" or path.is_file():
         return _sentencepiece(path, kind)
     if kind == "GPT2BPETokenizer" and not (path / "tokenizer.json").is_file():

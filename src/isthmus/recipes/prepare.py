@@ -24,9 +24,10 @@ from isthmus.data.report import Overlong, PrepareReport
 from isthmus.data.sequences import Rules, SequenceMaker, notes
 from isthmus.data.sources import find_sources
 from isthmus.errors import DataError, UsageError
-from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
+from isthmus.hf.tokenizer import Tokenizer
 from isthmus.recipes.journal import Journal
 from isthmus.recipes.origin import file_record, files_below, tokenizer_record
+from isthmus.recipes.tokens import named_tokenizer
 from isthmus.recipes.workers import StartMethod, Workers
 
 Progress = Callable[[PrepareReport], None]
@@ -64,6 +65,7 @@ def prepare(
     out: Path | str,
     tokenizer: Path | str,
     *,
+    tokenizer_type: str | None = None,
     kind: Kind | None = None,
     seq_length: int | None = None,
     workers: int | None = None,
@@ -83,7 +85,8 @@ def prepare(
     Args:
         data: files, folders, patterns, or ``hf:`` names.
         out: prefix of the files to make; they must not exist.
-        tokenizer: folder of it.
+        tokenizer: folder of it, its sentencepiece file, or an id on the Hub.
+        tokenizer_type: Megatron-LM's name for its kind, which is checked; None: whatever it is.
         kind: of the records; None looks at the first.
         seq_length: samples of more tokens than this and one are cut or dropped; None: any length. Not for text.
         workers: processes; None is one for each core.
@@ -107,7 +110,7 @@ def prepare(
     sources = find_sources(data)
     if prefix.name.endswith((".bin", ".idx", ".json")):
         raise UsageError(f"{out} is to be a prefix, to which .bin, .idx and .json are added. Leave the ending out.")
-    opened = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    opened = named_tokenizer(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
     kind = kind or _kind_of_first(sources.names, on_error, columns)
     if kind == "text" and seq_length is not None:
         raise UsageError(

@@ -36,6 +36,17 @@ def run_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> To
     return tokenizer
 
 
+def named_tokenizer(named: str, kind: str | None, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Open a tokenizer by itself: a folder, a sentencepiece file, or an id on the Hub.
+
+    Raises:
+        MissingInput, DataError, UnsafeInput, IOFailure: it is absent or damaged, or the Hub cannot be reached.
+        UsageError: it is of another kind than ``kind``.
+    """
+    folder = local_folder(named, weights=False, code=trust_remote_code)
+    return open_tokenizer(folder, kind, trust_remote_code=trust_remote_code)
+
+
 def _open(config: RunConfig, source: ModelFolder, vocab_size: int) -> Tokenizer:
     said, code = config.tokenizer, config.model.trust_remote_code
     if said.type == "NullTokenizer":
@@ -44,7 +55,7 @@ def _open(config: RunConfig, source: ModelFolder, vocab_size: int) -> Tokenizer:
             raise UsageError(f"NullTokenizer reads numbers, and {config.recipe} learns from chats. Leave it out.")
         return NumberTokenizer(said.vocab_size)
     if said.path is not None:
-        return open_tokenizer(local_folder(said.path, weights=False, code=code), said.type, trust_remote_code=code)
+        return named_tokenizer(said.path, said.type, trust_remote_code=code)
     if tokenizer_files(source.path):
         return open_tokenizer(source.path, said.type, trust_remote_code=code)
     if config.data.mock and said.type is None:

@@ -12,7 +12,7 @@ from isthmus.data.formats import read_chunks
 from isthmus.data.indexed import open_pair
 from isthmus.data.prepare import prepare_chat
 from isthmus.data.sequences import Rules, SequenceMaker
-from isthmus.errors import DataError, NoSpace, UsageError
+from isthmus.errors import DataError, MissingInput, NoSpace, UsageError
 from isthmus.hf.tiny import train_tokenizer
 from isthmus.hf.tokenizer import load_tokenizer, save_tokenizer
 from isthmus.recipes import journal
@@ -169,6 +169,8 @@ def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatc
         ([{"text": "t"}], {"seq_length": 4}, UsageError, "text is not cut when it is prepared"),
         ([chat(1)], {"kind": "text", "on_error": "skip"}, DataError, r"1 bad records skipped. First: .*a\.jsonl:1"),
         ([chat(1)], {"columns": {"messagse": "x"}}, UsageError, "Did you mean messages"),
+        ([chat(1)], {"tokenizer_type": "Llama2Tokenizer"}, MissingInput, r"tokenizer\.model is not there"),
+        ([chat(1)], {"tokenizer_type": "NullTokenizer"}, UsageError, "is not read from files. Use HuggingFaceTok"),
     ],
 )
 def test_what_cannot_be_leaves_nothing(tmp_path, tokenizer, records, settings, error, message):
