@@ -91,10 +91,16 @@ class TextFile:
     def parse(self) -> Iterator[Record | DataError]:
         """One record with the key ``text``."""
         with opened(self.path) as file:
-            text = decoded(file.read(), self.path, 1)
-        if not text.strip():
-            raise DataError(f"{self.path}: the file is empty. Wanted text.")
-        yield Record({"text": text}, f"{self.path}:1")
+            raw = file.read()
+        try:
+            text = decoded(raw, self.path, 1)
+        except DataError as error:
+            yield error
+            return
+        if text.strip():
+            yield Record({"text": text}, f"{self.path}:1")
+        else:
+            yield DataError(f"{self.path}: the file is empty. Wanted text.")
 
 
 def _file_chunks(path: str) -> Iterator[Chunk]:

@@ -17,6 +17,8 @@ from isthmus.errors import DataError, MissingInput, disk_errors
 
 SUFFIXES = (".bin", ".idx", ".mask.bin")
 """Of the files of a pair beside the manifest; the last may be absent."""
+PARTIAL = ".partial"
+"""Ends the name of the folder in which a pair is made."""
 MEND = "Was it cut short or changed? Copy it again, or prepare it again."
 _CHUNK = 1 << 24
 
@@ -24,6 +26,11 @@ _CHUNK = 1 << 24
 def pair_file(prefix: Path | str, suffix: str) -> Path:
     """``PREFIX`` + suffix; a prefix may hold dots itself."""
     return Path(f"{prefix}{suffix}")
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file tells of the pair that it lies beside."""
+    return path.suffix == ".json" and path.with_suffix(".idx").is_file()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

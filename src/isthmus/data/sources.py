@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isthmus.data.data_sets import HUB, METADATA, check_name, is_data_set
+from isthmus.data.manifest import PARTIAL, is_manifest
 from isthmus.data.opened import unpacked_name
 from isthmus.errors import MissingInput, UsageError
 
@@ -61,6 +62,12 @@ def find_sources(names: Sequence[Path | str]) -> Sources:
     return found
 
 
+def is_data_file(path: Path) -> bool:
+    """Whether a file found in a folder is data: by its name, unless it tells of a prepared pair or of a data set."""
+    named = unpacked_name(path).endswith(_SUFFIXES) and not path.name.startswith((".", "_"))
+    return named and path.name not in METADATA and not is_manifest(path)
+
+
 def _match(pattern: str, found: Sources) -> None:
     matches = sorted(glob.glob(pattern, recursive=True))
     files = [match for match in matches if not os.path.isdir(match)]
@@ -79,13 +86,10 @@ def _look_into(folder: Path, found: Sources) -> None:
             names.append(place)
             folders.clear()
             continue
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not (name.startswith(".") or name.endswith(PARTIAL))]
         for name in files:
             path = Path(place, name)
-            is_data = (
-                unpacked_name(path).endswith(_SUFFIXES) and not name.startswith((".", "_")) and name not in METADATA
-            )
-            (names if is_data else found.passed_over).append(str(path))
+            (names if is_data_file(path) else found.passed_over).append(str(path))
     found.names += sorted(names)
     found.passed_over.sort()
     if len(found.names) == before:

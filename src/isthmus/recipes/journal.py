@@ -22,10 +22,10 @@ from typing import Any, cast
 import numpy as np
 
 from isthmus.data.indexed import IndexedWriter
-from isthmus.data.manifest import pair_file, write_manifest
+from isthmus.data.manifest import PARTIAL, pair_file, write_manifest
 from isthmus.data.report import PrepareReport
 from isthmus.data.sequences import Piece
-from isthmus.errors import NoSpace, disk_errors
+from isthmus.errors import DataError, NoSpace, disk_errors
 
 PART_TOKENS = 1 << 21
 """Tokens of a part, about; memory holds one."""
@@ -41,7 +41,7 @@ class Journal:
     def __init__(self, prefix: Path) -> None:
         """Nothing is touched yet."""
         self.prefix = prefix
-        self.folder = Path(f"{prefix}.partial")
+        self.folder = Path(f"{prefix}{PARTIAL}")
         self.report = PrepareReport()
         self.chunks = 0
         """Of the input that are in the parts."""
@@ -52,6 +52,8 @@ class Journal:
     @contextmanager
     def begun(self, origin: dict[str, Any]) -> Iterator[bool]:
         """Take up what an earlier run left, if it was made of the same, else begin anew.
+
+        When the data turns out to be bad, nothing is kept: once it is mended it is other data.
 
         Yields:
             Whether the pair is whole already and only its names are missing.
@@ -78,7 +80,11 @@ class Journal:
                     _write(self.folder / "origin.json", json.dumps(origin, indent=1).encode())
                 else:
                     self._take_up()
-            yield whole
+            try:
+                yield whole
+            except DataError:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise
 
     def _clear(self) -> None:
         for path in self.folder.iterdir():

@@ -12,7 +12,8 @@ from typing import Literal
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.indexed import find_prefix
-from isthmus.data.sources import find_sources
+from isthmus.data.manifest import PARTIAL
+from isthmus.data.sources import find_sources, is_data_file
 from isthmus.errors import MissingInput, UsageError
 
 Use = Literal["train", "valid", "test"]
@@ -73,14 +74,19 @@ def _part(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1
 def _expanded(name: str) -> list[str]:
     """The files that a pattern or a folder with pairs means; any other name as it is."""
     if not os.path.exists(name) and glob.has_magic(name):
-        return [match for match in sorted(glob.glob(name, recursive=True)) if match.endswith((".idx", ".bin"))] or [
-            name
-        ]
-    pairs = sorted(str(path) for path in Path(name).rglob("*.idx")) if os.path.isdir(name) else []
+        matches = [file for file in sorted(glob.glob(name, recursive=True)) if not _is_unfinished(Path(file))]
+        pairs = [match for match in matches if match.endswith((".idx", ".bin"))]
+        raw = [match for match in matches if is_data_file(Path(match))] if pairs else []
+        return pairs + raw or [name]
+    below = sorted(Path(name).rglob("*.idx")) if os.path.isdir(name) else []
+    pairs = [str(path) for path in below if not _is_unfinished(path)]
     if not pairs:
         return [name]
-    manifests = {f"{pair.removesuffix('.idx')}.json" for pair in pairs}
-    raw: list[str] = []
+    raw = []
     with contextlib.suppress(UsageError):  # there are no others
-        raw = [file for file in find_sources([name]).names if file not in manifests]
+        raw = find_sources([name]).names
     return pairs + raw
+
+
+def _is_unfinished(path: Path) -> bool:
+    return path.parent.name.endswith(PARTIAL)

@@ -110,6 +110,11 @@ def prepare(
     sources = find_sources(data)
     if prefix.name.endswith((".bin", ".idx", ".json")):
         raise UsageError(f"{out} is to be a prefix, to which .bin, .idx and .json are added. Leave the ending out.")
+    if prefix.exists():
+        mend = f"Name a prefix in it, as {out}/text" if prefix.is_dir() else "Was the name of the output forgotten"
+        raise UsageError(
+            f"{out} exists, and the last name is to be a prefix, to which .bin and .idx are added. {mend}?"
+        )
     opened = named_tokenizer(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
     kind = kind or _kind_of_first(sources.names, on_error, columns)
     if kind == "text" and seq_length is not None:

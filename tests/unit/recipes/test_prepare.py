@@ -177,7 +177,29 @@ def test_what_cannot_be_leaves_nothing(tmp_path, tokenizer, records, settings, e
     file = write(tmp_path / "a.jsonl", records)
     with pytest.raises(error, match=message):
         prepare([file], tmp_path / "out", tokenizer, workers=2, **settings)
-    assert not list(tmp_path.glob("out.[!p]*"))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_the_output_may_lie_among_the_data(tmp_path, tokenizer):
+    folder, records = tmp_path / "data", [{"text": f"the sea {k}"} for k in range(3)]
+    folder.mkdir()
+    write(folder / "a.jsonl", records)
+    for name in ("2.txt", "3.txt"):
+        (folder / name).write_bytes(b"" if name == "2.txt" else b"\xff")
+
+    def ended(report) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([folder], folder / "text", tokenizer, workers=1, on_error="skip", progress=ended)
+    assert (folder / "text.partial").exists()
+    for out in ("text", "again"):
+        done = prepare([folder], folder / out, tokenizer, workers=1, on_error="skip")
+        assert (done.report.samples, done.report.skipped.count) == (3, 2)
+    assert outputs(folder / "again")[".bin"] == outputs(folder / "text")[".bin"]
+    for out in (folder, folder / "a.jsonl"):
+        with pytest.raises(UsageError, match="the last name is to be a prefix"):
+            prepare([folder], out, tokenizer, workers=1)
 
 
 def test_few_chunks_are_under_way(tmp_path, tokenizer, small_chunks):

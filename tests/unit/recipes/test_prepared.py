@@ -56,10 +56,15 @@ def test_pairs_by_prefix_by_file_by_pattern_and_by_folder(tmp_path: Path) -> Non
     ):
         part = only(*names)
         assert (part.files, part.prepared) == ((a, b), True)
+    (tmp_path / "d" / "c.partial").mkdir()
+    (tmp_path / "d" / "c.partial" / "origin.json").write_text("{}")
+    pair(tmp_path / "d" / "c.partial" / "pair")
+    for names in ((f"{tmp_path}/d/**",), (str(tmp_path / "d"),)):
+        assert only(*names).files == (a, b)
     raw = tmp_path / "d" / "raw.jsonl"
     raw.write_text("{}")
     assert only(str(raw)).prepared is False
-    for names in ((a, str(raw)), (str(tmp_path / "d"),)):
+    for names in ((a, str(raw)), (str(tmp_path / "d"),), (f"{tmp_path}/d/*",)):
         with pytest.raises(UsageError, match=r"raw\.jsonl is a raw file, and .*a is prepared"):
             only(*names)
     with pytest.raises(MissingInput, match=r"gone: no such data file, and no"):
