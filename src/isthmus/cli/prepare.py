@@ -63,6 +63,8 @@ def prepare(
     pairs = [word.partition("=") for word in columns or []]
     if wrong := [f"{key}{equals}{name}" for key, equals, name in pairs if not (key and name)]:
         raise UsageError(f"--columns {wrong[0]}: wanted KEY=NAME, as in text=body.")
+    if len(keys := [key for key, _, _ in pairs]) > len(set(keys)):
+        raise UsageError(f"--columns {' '.join(columns or [])}: a key is there twice. Name each once.")
     chosen: dict[str, Any] = {
         "kind": None if kind is None else _one_of("--kind", kind, get_args(Kind)),
         "overlong": _one_of("--overlong", overlong, get_args(Overlong)),

@@ -120,8 +120,7 @@ class ChatRenderer:
 
     def _texts(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[ChatText]:
         if self._loss_on == "all":
-            text = self._tokenizer.apply_chat_template(messages, tools)
-            return [ChatText(text, [(0, len(text))])]
+            return [self._all(messages, tools)]
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: turns[-1] + 1]  # nothing is learned from what comes after the last answer
         silent = [k for k in turns if messages[k].get("weight") == 0]
@@ -129,6 +128,22 @@ class ChatRenderer:
         if self._tokenizer.has_generation_marks and not silent and (marked := self._by_marks(messages, tools, turns)):
             return [marked]
         return self._by_prefix(messages, tools, [k for k in turns if k not in silent])
+
+    def _all(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> ChatText:
+        """The whole text, all of it learned but the answers that say that they are not."""
+        text, spans, at = self._tokenizer.apply_chat_template(messages, tools), [], 0
+        for turn, message in enumerate(messages):
+            if message.get("weight") != 0:
+                continue
+            said, start = self._turn(messages, tools, turn) if message["role"] == "assistant" else ("", 0)
+            if not said or not text.startswith(said):
+                raise DataError(
+                    f"turn {turn + 1} is not to be learned, and with loss_on=all it cannot be told apart: it is no "
+                    "answer, or the chat template writes it otherwise once others follow. Take loss_on=assistant."
+                )
+            spans.append((at, start))
+            at = len(said)
+        return ChatText(text, merged([*spans, (at, len(text))]))
 
     def _by_marks(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, turns: list[int]

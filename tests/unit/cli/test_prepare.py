@@ -48,6 +48,7 @@ def test_prepares_and_says_what_came_of_it(files, tokenizer, capsys):
         (["--kind", "chats"], 2, "--kind chats is not known. Use text, chat, preference."),
         (["--overlong", "cut"], 2, "--overlong cut is not known"),
         (["--columns", "text"], 2, "--columns text: wanted KEY=NAME"),
+        (["--columns", "text=body", "--columns", "text=a"], 2, "a key is there twice"),
         (["--seq-length", "5"], 2, "text is not cut when it is prepared"),
         (["--columns", "txt=body"], 2, "Did you mean text"),
     ],

@@ -163,6 +163,11 @@ def test_turns_of_weight_zero_are_not_learned(build, template):
     talk = [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]
     assert learned(build(template), talk) == [["It joins two ✓.<|im_end|>"]]
     assert learned(build(template), talk[:2]) == []
+    tokenizer = build(template)
+    whole = tokenizer.apply_chat_template(talk)
+    assert learned(tokenizer, talk, "all") == [whole.split("Wide and blue.<|im_end|>")]
+    with pytest.raises(DataError, match="turn 1 is not to be learned, and with loss_on=all"):
+        learned(tokenizer, [{**TALK[0], "weight": 0}, *TALK[1:]], "all")
 
 
 THOUGHT: list[Message] = [TALK[0], {**TALK[1], "reasoning_content": "What is it?"}]
