@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from isthmus.cli.translated import start_command
 from isthmus.config.dialects.rocm import SCRIPTS, batch_names, read_script, remark_on_full_nodes, started
 from isthmus.config.dialects.rocm_log import summary
 from isthmus.config.dialects.rocm_script import NODE, ScriptRun
@@ -29,7 +30,7 @@ def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
     _refuse_misfit(run, script)
     load_config(None, None, [], {"recipe": run.translation.recipe, **run.translation.settings})
     if as_json:
-        print(json.dumps(translation_as_json(run.translation), indent=2))
+        print(json.dumps(translation_as_json(run.translation) | {"command": _start(run)}, indent=2))
     else:
         print(as_yaml(run.translation, _title(run)), end="")
     return 0
@@ -102,7 +103,15 @@ def _refuse_misfit(run: ScriptRun, script: str) -> None:
 
 
 def _title(run: ScriptRun) -> str:
-    return f"isthmus pretrain FILE: what {run.script} was told to do.\nLog of the script: {run.train_log}"
+    return f"{_start(run)}: what {run.script} was told to do.\nLog of the script: {run.train_log}"
+
+
+def _start(run: ScriptRun) -> str:
+    """The command that does the same from a file: ranks and variables of libraries are in no config."""
+    exports = [
+        f"{name}=..." if "TOKEN" in name else f"{name}={shlex.quote(text)}" for name, text in run.exports.items()
+    ]
+    return " ".join([*exports, start_command(run.translation.recipe, run.translation.world, "FILE")])
 
 
 def _ranks_here(run: ScriptRun) -> tuple[int, str]:

@@ -93,7 +93,9 @@ def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key
         return read_mapping(text)
     except Syntax as error:
         place = f":{error.line}:{error.column}" if error.line else ""
-        raise UsageError(f"{path}{place}  {error.reason}") from error
+        line = text.splitlines()[error.line - 1] if error.line and error.line <= len(text.splitlines()) else ""
+        mend = "; between braces, ${...} stands in quotes" if "${" in line else ""
+        raise UsageError(f"{path}{place}  {error.reason}{mend}") from error
 
 
 def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:

@@ -72,6 +72,11 @@ def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert found["config"] == values and found["origins"]["model.path"] == "MODEL_SIZE=8B"
     for wrong, told in {"MODEL=8": "did you mean MODEL_SIZE?", "optim.lrr=1": "optim.lrr"}.items():
         assert main([*words, wrong]) == 2 and told in capsys.readouterr().err
+    ranks = ["NNODES=2", "NODE_RANK=1", "MASTER_ADDR=n0", "NPROC=4", "NCCL_IB_HCA=mlx5", "HF_TOKEN=secret"]
+    assert main([*words, *ranks]) == 0  # no config has these, so the command does
+    text = capsys.readouterr().out
+    at = "NCCL_IB_HCA=mlx5 HF_TOKEN=... torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr n0"
+    assert at in text and "secret" not in text
     assert main(["config", "from-env", "llama4"]) == 2
     assert main(["config", "from-env", "llama2", "MBS=3", "BS=56", "TP=1"]) == 2
     assert "Use BS=48 or BS=72, or MBS=1 or MBS=7" in capsys.readouterr().err

@@ -91,6 +91,8 @@ def read_deepseek(v: Variables) -> ScriptRun:
     )
     if mock:
         put_numbers_for_tokens(t, v, _VOCAB)
+        if v.says("TOKENIZER_MODEL"):
+            t.remark(v.said("TOKENIZER_MODEL"), "not at all", "made-up data has no text, so no tokenizer is fetched")
     else:
         t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
         t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.said("TOKENIZER_MODEL", _TOKENIZER))

@@ -207,6 +207,16 @@ def test_real_data_checkpoints_and_what_else_scripts_know() -> None:
     assert {"TRAIN_ITERS=60", "EP=4", "PR=fp8"} <= set(said(deep))
 
 
+def test_what_says_nothing_beside_the_others_is_told() -> None:
+    given = ["EVAL_INTERVAL=3", "SAVE_INTERVAL=4", "TE_FP8_RECIPE=tensorwise", "FP4_BF16_START=2", "SEQ_PARALLEL=1"]
+    mock = ["DATA_DIR=/d", "TOKENIZER_TYPE=HuggingFaceTokenizer"]
+    run = read_script("llama3", {}, ["MODEL_SIZE=8", "TP=1", *given, *mock])
+    assert {*given, *mock} == {one.said for one in run.translation.remarks if one.became == "not at all"}
+    with pytest.raises(UsageError) as refused:
+        read_script("llama3", {}, ["MODEL_SIZE=8", "FSDP=yes"])
+    assert str(refused.value) == "train_llama3.sh: FSDP=yes: wanted 0 or 1."
+
+
 def test_variables_of_the_environment_that_are_near_ones() -> None:
     found = said(read("llama3", "MODEL_SIZE=8 GBS=64 TOTAL_ITER=5 HOME=/h SEQ_LENGTH=4096"))
     assert "GBS" in found and "TOTAL_ITER" in found and "HOME" not in found
