@@ -106,7 +106,13 @@ def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:
     listed = [listed] if isinstance(listed, str) else listed
     if not isinstance(listed, list) or not all(isinstance(base, str) for base in listed):
         raise UsageError(f"{path}  {named[0]}  is a list of files, got {listed!r}.")
-    return [path.parent / config_path(base, kind).expanduser() for base in listed]
+    try:
+        return [path.parent / config_path(str(_filled(base)), kind).expanduser() for base in listed]
+    except KeyError as unset:
+        name = unset.args[0]
+        raise UsageError(
+            f"{path}  {named[0]}  {name} is not set; set it, or give a default: ${{{name}:...}}"
+        ) from unset
 
 
 def _leaves(
