@@ -108,6 +108,9 @@ def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
     words = ["MBS=2", "BS=4", "TP=1", "SEQ_LENGTH=64", "NPROC=1", "NO_TRAINING=1", "TRAIN_LOG=logs/node0/training.log"]
     assert main(["config", "from-env", "llama3", "--run", *words]) == 0
     assert capsys.readouterr().out.startswith("means over 2 of 5 iterations:\nthroughput per GPU: ")
+    assert main(["config", "from-env", "llama3", "--run", *words[:-1], "TRAIN_LOG=text.txt"]) == 65
+    assert main(["config", "from-env", "llama3", "--run", *words[:-2], "TRAIN_LOG=here", *LOCAL.split()]) == 74
+    assert "here: Is a directory" in capsys.readouterr().err
 
 
 def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
