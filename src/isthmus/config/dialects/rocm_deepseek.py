@@ -48,6 +48,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
     """What the script would do with these variables."""
     t = Translation(recipe="pretrain")
     t.put("model.path", "preset:deepseek-v2-lite", "MODEL_SIZE=16B in the script")
+    t.put("model.config.initializer_range", 0.008, "--init-method-std 0.008")
     t.put("model.init", "random", "no weights are loaded")
     t.remark(
         "train_deepseekv2.sh", "otherwise",

@@ -26,7 +26,8 @@ LLAMA: dict[str, Any] = {
 DEEPSEEK: dict[str, Any] = {
     name: value for name, value in LLAMA.items() if name not in ("parallel.timeout_s", "logging.every")
 } | {
-    "model.path": "preset:deepseek-v2-lite", "parallel.ep": 8, "optim.lr": 1e-5, "optim.min_lr": 1e-6,
+    "model.path": "preset:deepseek-v2-lite", "model.config.initializer_range": 0.008, "parallel.ep": 8,
+    "optim.lr": 1e-5, "optim.min_lr": 1e-6,
     "optim.warmup_steps": 2, "optim.schedule_steps": 48, "moe.aux_loss": 0.01, "tokenizer.vocab_size": 102399,
 }  # fmt: skip
 
