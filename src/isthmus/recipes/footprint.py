@@ -220,7 +220,8 @@ def _activations(arch: Architecture, sizes: ParallelSizes, config: RunConfig, el
     """Of the micro batches that a pipeline rank has under way at once."""
     train = config.train
     samples = 2 if config.recipe == "dpo" else 1
-    num_tokens = train.micro_batch_size * samples * config.data.seq_length // sizes.cp
+    longest = train.micro_batch_size * samples * config.data.seq_length
+    num_tokens = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest) // sizes.cp
     micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * sizes.dp))
     chunks = layers_of_stages(arch.num_layers, sizes.pp, sizes.vpp)[rank :: sizes.pp]
     dense, extra = _as_dense(arch)
