@@ -208,6 +208,7 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
         ("train.recompute_modules=[layernorm]", "command line", "must be 'core_attn', 'mlp' or 'moe', got 'layernorm'"),
         ("data.files=[]", "command line  data.files", "is missing: Training files"),
         ("data.files={a: 1}", "command line", "data.files has no settings of its own"),
+        ("data.files=''", "command line  data.files.0", "must have at least 1 character"),
         ("data.files=3", "command line", "must be a list, got 3"),
         ("data.files=", "command line", "must be a list"),
         ("out=", "command line  out", "must have at least 1 character"),
