@@ -100,6 +100,8 @@ def schema() -> int:
     from isthmus.config.schema import RunConfig
 
     found: dict[str, Any] = RunConfig.model_json_schema()
+    for part in (found, *found["$defs"].values()):
+        part["properties"] = {name: _or_variable(one) for name, one in part["properties"].items()}
     found["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     found["properties"] |= FILE_KEYS
     plain = {"type": "string", "description": "model.path alone."}
@@ -109,6 +111,15 @@ def schema() -> int:
         part.pop("required", None)
     print(json.dumps(found, indent=2))
     return 0
+
+
+def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a setting which may also be written as ``${VAR}``; that of text and of a section as it is."""
+    if (schema.get("type") in ("string", "object") and "enum" not in schema) or "$ref" in schema:
+        return schema
+    named = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    own = {key: value for key, value in schema.items() if key not in named}
+    return named | {"anyOf": [*own.get("anyOf", [own]), {"type": "string", "pattern": r"\$\{"}]}
 
 
 @app.command(

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from isthmus.cli.translated import start_command
 from isthmus.config.dialects.rocm import SCRIPTS, batch_names, read_script, remark_on_full_nodes, started
 from isthmus.config.dialects.rocm_log import summary
 from isthmus.config.dialects.rocm_script import NODE, ScriptRun
 from isthmus.config.dialects.written import as_json as translation_as_json
 from isthmus.config.dialects.written import as_yaml, remark_line
 from isthmus.config.load import load_config
-from isthmus.errors import MissingInput, UsageError
+from isthmus.errors import DataError, MissingInput, UsageError
 
 
 def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
@@ -29,7 +30,7 @@ def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
     _refuse_misfit(run, script)
     load_config(None, None, [], {"recipe": run.translation.recipe, **run.translation.settings})
     if as_json:
-        print(json.dumps(translation_as_json(run.translation), indent=2))
+        print(json.dumps(translation_as_json(run.translation) | {"command": _start(run)}, indent=2))
     else:
         print(as_yaml(run.translation, _title(run)), end="")
     return 0
@@ -40,7 +41,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
 
     Raises:
         UsageError: the words are wrong, or the global batch cannot be dealt out over the ranks of this machine.
-        MissingInput: NO_TRAINING=1, and the log is not there.
+        MissingInput, DataError: NO_TRAINING=1, and the log is not there, or has no iterations.
     """
     run = _read(script, words)
     os.environ.update(run.exports)
@@ -102,7 +103,15 @@ def _refuse_misfit(run: ScriptRun, script: str) -> None:
 
 
 def _title(run: ScriptRun) -> str:
-    return f"isthmus pretrain FILE: what {run.script} was told to do.\nLog of the script: {run.train_log}"
+    return f"{_start(run)}: what {run.script} was told to do.\nLog of the script: {run.train_log}"
+
+
+def _start(run: ScriptRun) -> str:
+    """The command that does the same from a file: ranks and variables of libraries are in no config."""
+    exports = [
+        f"{name}=..." if "TOKEN" in name else f"{name}={shlex.quote(text)}" for name, text in run.exports.items()
+    ]
+    return " ".join([*exports, start_command(run.translation.recipe, run.translation.world, "FILE")])
 
 
 def _ranks_here(run: ScriptRun) -> tuple[int, str]:
@@ -157,17 +166,17 @@ def _into(log: Path, *, on_screen: bool) -> Iterator[None]:
     """Send what this process and its children print into a file, and to the screen as well or not."""
     sys.stdout.flush()
     sys.stderr.flush()
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)  # also for tee, which trains on without one
     # In a session of its own it hears of no signal, and so has all that is said up to the end.
     words = ["tee", "--", str(log)]
     tee = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) if on_screen else None
-    if tee is None or tee.stdin is None:
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    else:
-        target = tee.stdin.fileno()
+    if tee is not None and tee.stdin is not None:
+        os.dup2(tee.stdin.fileno(), target)
     saved = [os.dup(1), os.dup(2)]
     try:
         os.dup2(target, 1)
         os.dup2(target, 2)
+        os.close(target)
         yield
     finally:
         sys.stdout.flush()
@@ -175,9 +184,7 @@ def _into(log: Path, *, on_screen: bool) -> Iterator[None]:
         for number, copy in enumerate(saved, start=1):
             os.dup2(copy, number)
             os.close(copy)
-        if tee is None:
-            os.close(target)
-        else:
+        if tee is not None:
             tee.communicate()
 
 
@@ -190,6 +197,8 @@ def _summarise(run: ScriptRun, log: Path, ranks: int) -> int:
         log.read_text(encoding="utf-8", errors="replace"), tokens_per_step=tokens, ranks=ranks, skip=run.summary_from,
         with_throughput=run.with_throughput,
     )  # fmt: skip
+    if run.no_training and not lines:
+        raise DataError(f"{log} has no line of an iteration, so there is nothing to take means of. Set TRAIN_LOG.")
     with log.open("a", encoding="utf-8") as file:
         for line in lines:
             print(line, flush=True)

@@ -58,6 +58,9 @@ def reason(error: Mapping[str, Any], key: Key) -> str:
     if kind == "clash":
         return str(error["ctx"]["reason"])
     if kind == "extra_forbidden":
+        *sections, last = [part for name in key for part in name.split(".")]
+        if len(sections) >= len(key) and (*sections, last) in settings():
+            return f"is not a key; in a file write `{': {'.join((*sections, last))}: ...{'}' * len(sections)}`"
         guess = _meant(key)
         return "is not a setting" + (f" (did you mean {guess}?)" if guess else "")
     if kind in ("missing", "lacks"):

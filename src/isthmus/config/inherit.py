@@ -93,7 +93,9 @@ def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key
         return read_mapping(text)
     except Syntax as error:
         place = f":{error.line}:{error.column}" if error.line else ""
-        raise UsageError(f"{path}{place}  {error.reason}") from error
+        line = text.splitlines()[error.line - 1] if error.line and error.line <= len(text.splitlines()) else ""
+        mend = "; between braces, ${...} stands in quotes" if "${" in line else ""
+        raise UsageError(f"{path}{place}  {error.reason}{mend}") from error
 
 
 def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:
@@ -104,7 +106,13 @@ def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:
     listed = [listed] if isinstance(listed, str) else listed
     if not isinstance(listed, list) or not all(isinstance(base, str) for base in listed):
         raise UsageError(f"{path}  {named[0]}  is a list of files, got {listed!r}.")
-    return [path.parent / config_path(base, kind).expanduser() for base in listed]
+    try:
+        return [path.parent / config_path(str(_filled(base)), kind).expanduser() for base in listed]
+    except KeyError as unset:
+        name = unset.args[0]
+        raise UsageError(
+            f"{path}  {named[0]}  {name} is not set; set it, or give a default: ${{{name}:...}}"
+        ) from unset
 
 
 def _leaves(

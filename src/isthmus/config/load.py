@@ -225,7 +225,8 @@ def _replace(values: dict[str, Any], key: Key, value: Any) -> str:
     """Put another value, or with None nothing, where ``key`` or the list it is in stands; returns its last name."""
     *sections, name = key
     for section in sections:
-        if isinstance(values.get(section), list | tuple):
+        held = values.get(section)
+        if isinstance(held, list | tuple) or (isinstance(held, str) and name.isdigit()):  # text may stand for a list
             name = section
             break
         if not isinstance(values.get(section), dict):

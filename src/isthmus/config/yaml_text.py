@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode
 from ruamel.yaml.representer import SafeRepresenter
@@ -29,7 +30,9 @@ class Syntax(Exception):
 
 def _reader() -> YAML:
     # "safe": plain values, and no tag can build anything else. "pure": ruamel's own reader, as only it knows YAML 1.2.
-    return YAML(typ="safe", pure=True)
+    reader = YAML(typ="safe", pure=True)
+    reader.Constructor = _Constructor
+    return reader
 
 
 def read_value(text: str) -> Any:
@@ -97,6 +100,13 @@ def write_mapping(values: Mapping[str, Any]) -> str:
     text = io.StringIO()
     writer.dump(dict(values), text)
     return text.getvalue()
+
+
+class _Constructor(SafeConstructor):
+    """Takes a date for text: only YAML 1.1 has dates, and a folder may be named by one."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", _Constructor.construct_yaml_str)
 
 
 class _Representer(SafeRepresenter):

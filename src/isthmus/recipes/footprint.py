@@ -14,6 +14,8 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.shard import Layout, local_shape
 from isthmus.platforms.base import Platform
+from isthmus.platforms.free_memory import free_bytes
+from isthmus.recipes.layout import check_offload
 from isthmus.recipes.session import DTYPES, Blueprint
 from isthmus.train.memory import layer_bytes, stage_bytes
 
@@ -33,10 +35,12 @@ class Footprint:
     optimizer: int
     activations: int
     """Of all micro batches that are under way at once; by formula."""
+    offloaded: int = 0
+    """Optimizer state in the machine's memory, which the others do not count."""
 
     @property
     def held(self) -> int:
-        """What it has from step to step."""
+        """What it has from step to step, but for what is offloaded."""
         return self.weights + self.gradients + self.optimizer
 
     def __str__(self) -> str:
@@ -45,7 +49,8 @@ class Footprint:
             "activations about": self.activations,
         }  # fmt: skip
         said = ", ".join(f"{name} {_gib(number)}" for name, number in parts.items())
-        return f"{self.parameters:,} parameters a rank, {_gib(self.held + self.activations)} GiB: {said}"
+        beside = f"; and {_gib(self.offloaded)} GiB of the machine's memory" if self.offloaded else ""
+        return f"{self.parameters:,} parameters a rank, {_gib(self.held + self.activations)} GiB: {said}{beside}"
 
 
 @dataclass(slots=True)
@@ -67,12 +72,14 @@ def footprint(
     """Reckon it.
 
     Parameters are counted one by one, as the family's rules cut them. Gradients are float32; the optimizer keeps two
-    float32 moments of each parameter (not counted with ``optim.offload``, which has them elsewhere) and a float32 copy
-    where the model's weights have 16 bits, shared out over the ranks that hold the same. With ``parallel.fsdp`` all of
-    it is float32 and shared out, and the widest layer is gathered beside the embedding and the projection.
+    float32 moments of each parameter (with ``optim.offload`` in the machine's memory) and a float32 copy where the
+    model's weights have 16 bits, shared out over the ranks that hold the same. With ``parallel.fsdp`` all of it is
+    float32 and shared out, and the widest layer is gathered beside the embedding and the projection.
 
-    Activations are those of :mod:`isthmus.train.memory`. A layer with experts is taken for a dense one that is as wide
-    as what a token visits, with copies of the tokens for their experts; latent attention for attention with its widths.
+    A sequence of dpo is a pair of answers; what its starting weights make of them is found with the same weights before
+    the first step, and takes no memory beside. Activations are those of :mod:`isthmus.train.memory`. A layer with
+    experts is taken for a dense one as wide as what a token visits, with copies of the tokens for their experts; latent
+    attention for attention with its widths.
     """
     shares, gathered = _shares(family, architecture, sizes)
     element = DTYPES[precision].itemsize
@@ -91,7 +98,11 @@ def footprint(
         optimizer = math.ceil((master * share.ordinary + moments * share.float32) / copies)
         optimizer += math.ceil(master * share.of_experts / expert_copies)
         weights = element * (share.ordinary + share.of_experts) + 4 * share.float32
-        found.append(Footprint(share.total, weights, 4 * share.total, optimizer, activations))
+        offloaded = 0
+        if config.optim.offload:
+            offloaded = math.ceil(8 * (share.ordinary + share.float32) / copies)
+            offloaded += math.ceil(8 * share.of_experts / expert_copies)
+        found.append(Footprint(share.total, weights, 4 * share.total, optimizer, activations, offloaded))
     return max(found, key=lambda one: one.held + one.activations)
 
 
@@ -99,7 +110,7 @@ def check_footprint(plans: Blueprint, config: RunConfig, platform: Platform, pre
     """Refuse a run that this machine cannot hold.
 
     It is refused where what is held from step to step is more than the memory of a rank, or all of it together more
-    than ``MARGIN`` times that.
+    than ``MARGIN`` times that; or where the machine's memory does not hold what is offloaded to it.
 
     Returns:
         The estimate, for the user.
@@ -110,13 +121,22 @@ def check_footprint(plans: Blueprint, config: RunConfig, platform: Platform, pre
     needed = footprint(plans.family, plans.architecture, plans.sizes, config, precision)
     memory = platform.memory_for_rank_bytes(ranks_here)
     whose = "a GPU" if platform.device_type == "cuda" else "a rank's share of the memory that is free here"
+    if needed.offloaded > (free := free_bytes() // ranks_here):
+        raise UsageError(
+            f"optim.offload=true puts {_gib(needed.offloaded)} GiB of each rank's optimizer state into the machine's "
+            f"memory, and a rank's share of what is free of that is {_gib(free)} GiB. Start more ranks on more "
+            "machines, or leave it out."
+        )
     if needed.held <= memory and needed.held + needed.activations <= MARGIN * memory:
         return f"memory, estimated: {needed}; {whose} is {_gib(memory)} GiB"
     sizes, mends = plans.sizes, []
     if needed.held > memory:
         if not sizes.fsdp and sizes.pp == 1 and sizes.ep == 1 and precision in ("fp32", "bf16"):
             mends.append("set parallel.fsdp=true over several ranks")
-        mends += ["raise parallel.tp or parallel.pp over more ranks", "use a smaller model"]
+        if platform.device_type == "cuda" and not sizes.fsdp and not needed.offloaded:
+            mends.append("set optim.offload=true")
+        more = "raise parallel.tp or parallel.pp over more ranks"
+        mends += ["start more ranks, over which it is cut" if sizes.fsdp else more, "use a smaller model"]
     else:
         if config.train.micro_batch_size > 1:
             mends.append("lower train.micro_batch_size")
@@ -144,6 +164,7 @@ def foretell(config: RunConfig, ranks: int, *, ranks_here: int) -> str:
         needed = footprint(plans.family, plans.architecture, plans.sizes, config, precision)
         said.append(f"memory, estimated: {needed}")
         check_precision(platform, precision)
+        check_offload(config.optim, plans.sizes, platform.device_type)
         check_footprint(plans, config, platform, precision, ranks_here=ranks_here)
         return "\n".join([*said, "nothing has been started (DRY_RUN=1)"])
     except IsthmusError as error:
@@ -198,7 +219,9 @@ def _rank(name: str, rank_of: list[int], pp: int) -> int:
 def _activations(arch: Architecture, sizes: ParallelSizes, config: RunConfig, element: int, rank: int) -> int:
     """Of the micro batches that a pipeline rank has under way at once."""
     train = config.train
-    num_tokens = train.micro_batch_size * config.data.seq_length // sizes.cp
+    samples = 2 if config.recipe == "dpo" else 1
+    longest = train.micro_batch_size * samples * config.data.seq_length
+    num_tokens = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest) // sizes.cp
     micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * sizes.dp))
     chunks = layers_of_stages(arch.num_layers, sizes.pp, sizes.vpp)[rank :: sizes.pp]
     dense, extra = _as_dense(arch)

@@ -75,6 +75,14 @@ def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
 
 def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Mapping[str, Any]) -> None:
     """Refuse keys that would change nothing: most are slips."""
+    for key in ("rope_scaling", "rope_parameters"):
+        said = config.get(key)
+        if key in keys and isinstance(said, Mapping) and said.get("factor", 1) != 1:
+            if said.get("rope_type", said.get("type", "default")) == "default":
+                raise UsageError(
+                    f"{where}: {key}.factor={said['factor']} changes nothing without its kind. Give {key}.rope_type "
+                    "too, such as linear, or leave it out."
+                )
     strange = [key for key in keys if key not in known and not is_about_else(key)]
     if not strange:
         return

@@ -72,6 +72,11 @@ def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert found["config"] == values and found["origins"]["model.path"] == "MODEL_SIZE=8B"
     for wrong, told in {"MODEL=8": "did you mean MODEL_SIZE?", "optim.lrr=1": "optim.lrr"}.items():
         assert main([*words, wrong]) == 2 and told in capsys.readouterr().err
+    ranks = ["NNODES=2", "NODE_RANK=1", "MASTER_ADDR=n0", "NPROC=4", "NCCL_IB_HCA=mlx5", "HF_TOKEN=secret"]
+    assert main([*words, *ranks]) == 0  # no config has these, so the command does
+    text = capsys.readouterr().out
+    at = "NCCL_IB_HCA=mlx5 HF_TOKEN=... torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr n0"
+    assert at in text and "secret" not in text
     assert main(["config", "from-env", "llama4"]) == 2
     assert main(["config", "from-env", "llama2", "MBS=3", "BS=56", "TP=1"]) == 2
     assert "Use BS=48 or BS=72, or MBS=1 or MBS=7" in capsys.readouterr().err
@@ -103,6 +108,9 @@ def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
     words = ["MBS=2", "BS=4", "TP=1", "SEQ_LENGTH=64", "NPROC=1", "NO_TRAINING=1", "TRAIN_LOG=logs/node0/training.log"]
     assert main(["config", "from-env", "llama3", "--run", *words]) == 0
     assert capsys.readouterr().out.startswith("means over 2 of 5 iterations:\nthroughput per GPU: ")
+    assert main(["config", "from-env", "llama3", "--run", *words[:-1], "TRAIN_LOG=text.txt"]) == 65
+    assert main(["config", "from-env", "llama3", "--run", *words[:-2], "TRAIN_LOG=here", *LOCAL.split()]) == 74
+    assert "here: Is a directory" in capsys.readouterr().err
 
 
 def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

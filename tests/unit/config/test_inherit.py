@@ -81,6 +81,17 @@ def test_bases_that_cannot_be(text: str, part: str, tmp_path: Path) -> None:
     assert part.format("") in refusal(write(tmp_path / "mine.yaml", text))
 
 
+def test_slips_of_form_are_told_with_the_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = refusal(write(tmp_path / "a.yaml", BASE + "train.seed: 3\n"))
+    assert "train.seed  is not a key; in a file write `train: {seed: ...}`" in flat
+    assert "stands in quotes" in refusal(write(tmp_path / "b.yaml", "optim: {lr: ${LR}}\n"))
+    write(tmp_path / "sub/base.yaml", BASE)
+    named = write(tmp_path / "c.yaml", 'bases: ["${WHERE}/base.yaml"]\n')
+    assert "WHERE is not set" in refusal(named)
+    monkeypatch.setenv("WHERE", "sub")
+    assert load_config("sft", named).optim.lr == 1e-5
+
+
 def test_an_absent_file_is_no_absent_base(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match=r"absent\.yaml: there is no such config file"):
         load_config("sft", tmp_path / "absent.yaml")
@@ -129,4 +140,9 @@ def test_the_schema_knows_every_setting(capsys: pytest.CaptureFixture[str]) -> N
     schema = json.loads(capsys.readouterr().out)
     assert {"bases", "extends", "overrides", "model", "train"} <= schema["properties"].keys()
     optim = schema["$defs"]["OptimConfig"]
+    # What a file may say, it may say in an editor.
+    variable = {"type": "string", "pattern": r"\$\{"}
+    assert variable in optim["properties"]["lr"]["anyOf"] and optim["properties"]["lr"]["default"] == 2e-5
+    assert {"type": "string"} in schema["$defs"]["DataConfig"]["properties"]["files"]["anyOf"]
+    assert {"type": "integer", "minimum": 0} in schema["$defs"]["CheckpointConfig"]["properties"]["every"]["anyOf"]
     assert optim["additionalProperties"] is False and optim["properties"]["lr"]["description"] == "Peak learning rate."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +83,21 @@ def test_what_a_layout_takes_off() -> None:
     assert full.activations < whole.activations / 4
 
 
+def test_offloaded_means_are_in_the_machines_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    family, architecture = read(DEEPSEEK_LITE)
+    sizes, plain = ParallelSizes(world_size=8, ep=4), config()
+    told = plain.model_copy(update={"optim": plain.optim.model_copy(update={"offload": True})})
+    here, there = (footprint(family, architecture, sizes, each, "bf16") for each in (plain, told))
+    assert there.offloaded == here.optimizer - there.optimizer > 0 and "of the machine's memory" in str(there)
+    plans = Blueprint(None, None, family, architecture, sizes)  # type: ignore[arg-type]
+    for free, refused in ((8 * there.offloaded, False), (8 * there.offloaded - 1, True)):
+        monkeypatch.setattr("isthmus.recipes.footprint.free_bytes", lambda free=free: free)
+        with pytest.raises(UsageError, match=r"puts .* optimizer state into") if refused else nullcontext():
+            check_footprint(plans, told, Memory(str(2**50)), "bf16", ranks_here=8)
+    pairs = footprint(family, architecture, sizes, plain.model_copy(update={"recipe": "dpo"}), "bf16")
+    assert pairs.activations == 2 * here.activations and pairs.held == here.held
+
+
 class Memory(CpuPlatform):
     """A machine of chosen size."""
 
@@ -106,3 +122,5 @@ def test_only_what_is_clearly_too_much_is_refused() -> None:
         check(needed.held - 1)
     with pytest.raises(UsageError, match=r"Raise parallel.tp or parallel.pp over more ranks; or use a smaller model"):
         check(1, replace(plans, sizes=ParallelSizes(pp=2, world_size=2)))
+    with pytest.raises(UsageError, match=r"Start more ranks, over which it is cut; or use a smaller model"):
+        check(1, replace(plans, sizes=ParallelSizes(fsdp=True, world_size=2)))

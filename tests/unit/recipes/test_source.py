@@ -71,6 +71,7 @@ def test_a_file_of_keys_and_keys_alone_are_models(tmp_path: Path) -> None:
             r"num_layer \(did .*\?\), hiden_size \(did you mean hidden_size",
         ),
         ({"config": {"router_aux_loss_coef": 0.1}}, r"type llama is not changed by router_aux_loss_coef.* under moe"),
+        ({"config": {"rope_scaling": {"factor": 8.0}}}, r"rope_scaling.factor=8.0 changes nothing without its kind"),
         ({"path": None, "config": {"model_type": "lama"}}, "model_type 'lama' is not a known family"),
         ({"path": "preset:llama3-9b"}, "Did you mean preset:llama3-8b"),
     ],

@@ -31,6 +31,8 @@ def read_script(script: str, environment: Mapping[str, str], arguments: Sequence
     v = Variables(of.VARIABLES, environment, arguments, exported=EXPORTED)
     run = rocm_deepseek.read_deepseek(v) if script == "deepseek_v2" else rocm_llama.read_llama(script, v)
     v.check(run.script)
+    for said in v.unasked():
+        run.translation.remark(said, "not at all", "with the other variables as they are, nothing reads it")
     for name, meant in v.near_misses(environment, of.ELSEWHERE).items():
         run.translation.remark(
             name, "mistaken", f"the environment has it, and {run.script} does not read it; did you mean {meant}?"

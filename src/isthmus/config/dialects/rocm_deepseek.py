@@ -48,6 +48,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
     """What the script would do with these variables."""
     t = Translation(recipe="pretrain")
     t.put("model.path", "preset:deepseek-v2-lite", "MODEL_SIZE=16B in the script")
+    t.put("model.config.initializer_range", 0.008, "--init-method-std 0.008")
     t.put("model.init", "random", "no weights are loaded")
     t.remark(
         "train_deepseekv2.sh", "otherwise",
@@ -91,6 +92,8 @@ def read_deepseek(v: Variables) -> ScriptRun:
     )
     if mock:
         put_numbers_for_tokens(t, v, _VOCAB)
+        if v.says("TOKENIZER_MODEL"):
+            t.remark(v.said("TOKENIZER_MODEL"), "not at all", "made-up data has no text, so no tokenizer is fetched")
     else:
         t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
         t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.said("TOKENIZER_MODEL", _TOKENIZER))

@@ -159,7 +159,9 @@ def _put_layout(t: Translation, v: Variables) -> None:
 
 
 def _put_precision(t: Translation, v: Variables) -> None:
-    fp8, recipe = v.switch("TE_FP8", False), v.one_of("TE_FP8_RECIPE", ("delayed", "tensorwise", "mxfp8"), "delayed")
+    fp8, recipe = v.switch("TE_FP8", False), "delayed"
+    if fp8:
+        recipe = v.one_of("TE_FP8_RECIPE", ("delayed", "tensorwise", "mxfp8"), "delayed")
     if v.switch("TE_FP4", False):
         v.refuse("TE_FP4", "there are no FP4 products here. Use TE_FP8=1, or leave it out for bfloat16")
     t.put("train.precision", "fp8" if fp8 else "bf16", v.said("TE_FP8", 0))
@@ -189,8 +191,9 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
     kind = v.one_of("TOKENIZER_TYPE", kinds, "HuggingFaceTokenizer")
     if mock:
         put_numbers_for_tokens(t, v, _VOCAB[script])
-        if v.says("TOKENIZER_MODEL"):
-            t.remark(v.said("TOKENIZER_MODEL"), "not at all", "made-up data has no text, so no tokenizer is fetched")
+        for name in ("TOKENIZER_TYPE", "TOKENIZER_MODEL"):
+            if v.says(name):
+                t.remark(v.said(name), "not at all", "made-up data has no text, so no tokenizer is fetched")
         return
     t.put("tokenizer.type", kind, v.said("TOKENIZER_TYPE", kind))
     t.put(

@@ -132,8 +132,9 @@ def put_data(t: Translation, v: Variables, *, default_path: str, prefix_of: str,
     mock = v.switch("MOCK_DATA", not (implied and path))
     if mock:
         t.put("data.mock", True, v.said("MOCK_DATA", 1))
-        if path:
-            t.remark(v.said("DATA_PATH"), "not at all", "MOCK_DATA=1 asks for made-up data. Set MOCK_DATA=0 to read it")
+        for name in ("DATA_PATH", prefix_of) if path else (prefix_of,):
+            if v.says(name):
+                t.remark(v.said(name), "not at all", "MOCK_DATA=1 asks for made-up data. Set MOCK_DATA=0 to read it")
         return True
     said = v.said("DATA_PATH") if path else v.said(prefix_of, default_path)
     if not v.says("MOCK_DATA"):

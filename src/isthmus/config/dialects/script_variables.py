@@ -42,6 +42,7 @@ class Variables:
         self.exports: dict[str, str] = {}
         """Environment variables that were given as arguments."""
         self.wrong: list[str] = []
+        self._asked: set[str] = set()
         for word in arguments:
             name, equals, value = word.partition("=")
             if not equals:
@@ -74,7 +75,7 @@ class Variables:
 
     def says(self, name: str) -> bool:
         """Whether the variable was given."""
-        return name in self.given
+        return self._value(name) is not None
 
     def said(self, name: str, default: object = None) -> str:
         """``NAME=VALUE``, or what the script takes by itself."""
@@ -82,11 +83,12 @@ class Variables:
 
     def text(self, name: str, default: str) -> str:
         """The value as it is."""
-        return self.given.get(name, default)
+        value = self._value(name)
+        return default if value is None else value
 
     def whole(self, name: str, default: int, *, least: int = 1) -> int:
         """A whole number; 32.0 is one, since tools that divide batches write it so."""
-        value = self.given.get(name)
+        value = self._value(name)
         if value is None:
             return default
         if not re.fullmatch(r"-?[0-9]+(\.0+)?", value) or int(float(value)) < least:
@@ -96,18 +98,22 @@ class Variables:
 
     def switch(self, name: str, default: bool) -> bool:
         """0 or 1."""
-        value = self.given.get(name)
+        value = self._value(name)
         if value not in (None, "0", "1"):
             self.wrong.append(f"{name}={value}: wanted 0 or 1")
         return default if value is None else value == "1"
 
     def one_of(self, name: str, choices: Sequence[str], default: str) -> str:
         """One of some words."""
-        value = self.given.get(name, default)
+        value = self.text(name, default)
         if value not in choices:
             self.wrong.append(f"{name}={value}: wanted {' or '.join(choices)}")
             return default
         return value
+
+    def unasked(self) -> list[str]:
+        """What was given and nothing has asked for, as ``NAME=VALUE``: beside the others it says nothing."""
+        return [self.said(name) for name in sorted(self.given.keys() - self._asked)]
 
     def refuse(self, name: str, why: str) -> None:
         """Note that a value cannot be honoured."""
@@ -119,10 +125,15 @@ class Variables:
         Raises:
             UsageError: there is something.
         """
-        if len(self.wrong) == 1:
-            raise UsageError(f"{script}: {self.wrong[0]}.")
-        if self.wrong:
-            raise UsageError("\n  ".join([f"{script}: {len(self.wrong)} things are wrong:", *self.wrong]))
+        wrong = list(dict.fromkeys(self.wrong))
+        if len(wrong) == 1:
+            raise UsageError(f"{script}: {wrong[0]}{'' if wrong[0].endswith('?') else '.'}")
+        if wrong:
+            raise UsageError("\n  ".join([f"{script}: {len(wrong)} things are wrong:", *wrong]))
+
+    def _value(self, name: str) -> str | None:
+        self._asked.add(name)
+        return self.given.get(name)
 
     def _guess(self, name: str) -> str:
         near = difflib.get_close_matches(name.upper(), self.known, n=1)

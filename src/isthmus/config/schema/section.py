@@ -12,12 +12,20 @@ PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser
 # A mapping key is the likelier slip than a file that is named like one, so only text becomes a list of one.
 Paths = Annotated[
     tuple[PathText, ...],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | tuple[PathText, ...]
+    ),
     Field(strict=False),
 ]
 Count = Annotated[int, Field(ge=1)]
 # Elsewhere 0 is a usual spelling of "never"; here there is one inner form of it, so that no code can divide by it.
-Interval = Annotated[Count | None, BeforeValidator(lambda value: None if type(value) is int and value == 0 else value)]
+Interval = Annotated[
+    Count | None,
+    BeforeValidator(
+        lambda value: None if type(value) is int and value == 0 else value,
+        json_schema_input_type=Annotated[int, Field(ge=0)] | None,
+    ),
+]
 
 
 def refuse(key: str, reason: str) -> NoReturn:

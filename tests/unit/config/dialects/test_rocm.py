@@ -26,7 +26,8 @@ LLAMA: dict[str, Any] = {
 DEEPSEEK: dict[str, Any] = {
     name: value for name, value in LLAMA.items() if name not in ("parallel.timeout_s", "logging.every")
 } | {
-    "model.path": "preset:deepseek-v2-lite", "parallel.ep": 8, "optim.lr": 1e-5, "optim.min_lr": 1e-6,
+    "model.path": "preset:deepseek-v2-lite", "model.config.initializer_range": 0.008, "parallel.ep": 8,
+    "optim.lr": 1e-5, "optim.min_lr": 1e-6,
     "optim.warmup_steps": 2, "optim.schedule_steps": 48, "moe.aux_loss": 0.01, "tokenizer.vocab_size": 102399,
 }  # fmt: skip
 
@@ -205,6 +206,16 @@ def test_real_data_checkpoints_and_what_else_scripts_know() -> None:
     assert deep.translation.settings["data.files"] == ["/d/mmap_deepseekv2_datasets_text_document"]
     assert deep.translation.settings["train.recompute"] == "selective"
     assert {"TRAIN_ITERS=60", "EP=4", "PR=fp8"} <= set(said(deep))
+
+
+def test_what_says_nothing_beside_the_others_is_told() -> None:
+    given = ["EVAL_INTERVAL=3", "SAVE_INTERVAL=4", "TE_FP8_RECIPE=tensorwise", "FP4_BF16_START=2", "SEQ_PARALLEL=1"]
+    mock = ["DATA_DIR=/d", "TOKENIZER_TYPE=HuggingFaceTokenizer"]
+    run = read_script("llama3", {}, ["MODEL_SIZE=8", "TP=1", *given, *mock])
+    assert {*given, *mock} == {one.said for one in run.translation.remarks if one.became == "not at all"}
+    with pytest.raises(UsageError) as refused:
+        read_script("llama3", {}, ["MODEL_SIZE=8", "FSDP=yes"])
+    assert str(refused.value) == "train_llama3.sh: FSDP=yes: wanted 0 or 1."
 
 
 def test_variables_of_the_environment_that_are_near_ones() -> None:

@@ -69,9 +69,12 @@ OTHERWISE: dict[str, str] = {
     "Samples lie end to end with positions and attention of their own, and data is mapped, not loaded by workers.": """
         dataloader_type per_dataset_sequences_path dataloader_fast_cache_load
         dataloader_defer_npy_index_mmap data_cache_path mmap_bin_files=true num_workers=2 reset_position_ids
-        reset_attention_mask eod_mask_loss create_attention_mask_in_dataloader=true
+        reset_attention_mask create_attention_mask_in_dataloader=true
         num_dataset_builder_threads=1 object_storage_cache_path mid_level_dataset_surplus=0.005
         allow_ambiguous_pad_tokens data_sharding=true enable_msc=true
+    """,
+    "The end of a document is learned like every other token.": """
+        eod_mask_loss
     """,
     "The embedding has as many rows as the tokenizer has tokens; what tensor parallelism pads is not saved.": """
         make_vocab_size_divisible_by=128

@@ -167,7 +167,10 @@ def _put_optimizer(args: Arguments, translation: Translation) -> None:
         if args.get(theirs) is not None:
             translation.put(f"optim.{ours}", args.get(theirs), args.words(theirs))
     if args.get("optimizer_cpu_offload"):
-        translation.put("optim.offload", True, args.words("optimizer_cpu_offload"))
+        words = args.words("optimizer_cpu_offload")
+        why = "Adam's running means are in the machine's memory; main weights and the update stay on the GPU."
+        translation.put("optim.offload", True, words)
+        translation.remark(words, "otherwise", why)
     start, end = args.get("start_weight_decay"), args.get("end_weight_decay")
     if start is not None and end is not None:
         words = args.words("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
