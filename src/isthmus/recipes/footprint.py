@@ -198,7 +198,8 @@ def _rank(name: str, rank_of: list[int], pp: int) -> int:
 def _activations(arch: Architecture, sizes: ParallelSizes, config: RunConfig, element: int, rank: int) -> int:
     """Of the micro batches that a pipeline rank has under way at once."""
     train = config.train
-    num_tokens = train.micro_batch_size * config.data.seq_length // sizes.cp
+    answers = 2 if config.recipe == "dpo" else 1  # of a pair, and both lie on one line
+    num_tokens = answers * train.micro_batch_size * config.data.seq_length // sizes.cp
     micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * sizes.dp))
     chunks = layers_of_stages(arch.num_layers, sizes.pp, sizes.vpp)[rank :: sizes.pp]
     dense, extra = _as_dense(arch)

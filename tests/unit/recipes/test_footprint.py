@@ -82,6 +82,13 @@ def test_what_a_layout_takes_off() -> None:
     assert full.activations < whole.activations / 4
 
 
+def test_a_pair_is_two_samples_on_a_line() -> None:
+    one = config()
+    pairs = RunConfig.model_validate(one.model_dump() | {"recipe": "dpo", "data": {"files": ["f"], "seq_length": 8192}})
+    sample, pair = (footprint(*read(LLAMA_8B), ParallelSizes(), each, "bf16").activations for each in (one, pairs))
+    assert pair == pytest.approx(2 * sample, rel=1e-6)
+
+
 class Memory(CpuPlatform):
     """A machine of chosen size."""
 
