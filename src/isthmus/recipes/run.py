@@ -87,13 +87,23 @@ class Ground:
     """What was decided, and why, for the user."""
 
 
-def run(config: RunConfig, prepare: PrepareFor) -> RunResult:
+def run(recipe: str, config: RunConfig, prepare: PrepareFor) -> RunResult:
     """Train as ``config`` says and export; every rank calls it.
+
+    Args:
+        recipe: the one that ``prepare`` belongs to; a config of another is refused.
+        config: of the run.
+        prepare: records to samples.
 
     Raises:
         IsthmusError: with the exit code that belongs to what went wrong; a run that was asked to stop raises
             ``Preempted`` after saving.
     """
+    if config.recipe != recipe:
+        raise UsageError(
+            f"isthmus.{recipe} was given a config of recipe={config.recipe}. Call isthmus.{config.recipe}, or load a "
+            f"config for {recipe}."
+        )
     with StopFlag() as stop:
         try:
             ground = survey(config)
