@@ -221,6 +221,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             folder.reference,
             position,
             fresh=ground.resume is None,
+            stop=stop,
             say=reporter.say,
         )
         if ground.resume is not None:

@@ -15,5 +15,5 @@ def test_a_config_of_another_recipe() -> None:
         {"recipe": "sft", "out": "o", "model": {"path": "m"}, "data": {"files": ["chats.json"]}}
     )
     for run in (isthmus.dpo, isthmus.pretrain):
-        with pytest.raises(UsageError, match="Call isthmus.sft"):
+        with pytest.raises(UsageError, match=r"Call isthmus\.sft"):
             run(config)
