@@ -37,6 +37,7 @@ from isthmus.recipes.session import (
     blueprint,
     build_session,
     check_precision,
+    check_schedule,
     check_training,
     run_shape,
     use_threads,
@@ -198,6 +199,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         )
         batches, held_out, test = corpus.batches(config, position, plans.sizes.dp)
         steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
+        check_schedule(config, steps)
         if corpus.shares:
             mix = ", ".join(f"{name} {epochs:.2f}" for name, epochs in batches.epochs(steps).items())
             reporter.say(f"epochs of each set in {steps} steps: {mix}")
