@@ -115,8 +115,8 @@ def check_schedule(config: RunConfig, steps: int) -> None:
     if warmup >= steps or warmup + decay > steps:
         falls = f" and optim.decay_steps={decay} do" if decay else " does"
         raise UsageError(
-            f"optim.warmup_steps={warmup}{falls} not fit in the {steps} steps that train.epochs={config.train.epochs:g} "
-            "is of this data. Lower it, or raise train.epochs."
+            f"optim.warmup_steps={warmup}{falls} not fit in the {steps} steps that train.epochs="
+            f"{config.train.epochs:g} is of this data. Lower it, or raise train.epochs."
         )
 
 
