@@ -56,7 +56,7 @@ class IOFailure(IsthmusError):
 
 
 class Preempted(IsthmusError):
-    """The run was asked to stop; its state is saved and the same command goes on from there."""
+    """The run was asked to stop; the same command goes on from what was saved, or begins again if nothing was."""
 
     exit_code = 75
 

@@ -253,7 +253,7 @@ def test_pretraining(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
     assert all(row["learned_tokens"] == row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row)
     assert "plain text among data of kind chat" in isthmus(*small, "--out", tmp_path / "b").error(65)
     small[4] = chats
-    assert "no document" in isthmus("pretrain", *small[1:], "--out", tmp_path / "c").error(65)
+    assert "a chat record among data of kind text" in isthmus("pretrain", *small[1:], "--out", tmp_path / "c").error(65)
 
 
 def test_ranks_that_share_a_line_count_its_tokens_once(isthmus: Stem, small: list[str], tmp_path: Path) -> None:

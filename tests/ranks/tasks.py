@@ -39,6 +39,7 @@ from isthmus.recipes.loading import load_model, model_logits
 from isthmus.recipes.reference import find_reference, objective_of
 from isthmus.recipes.session import Session, blueprint, open_session
 from isthmus.train.memory import stage_bytes
+from isthmus.train.stop import StopFlag
 from ranks.member import leave_groups
 from ranks.tiny import SEQ_LENGTH
 
@@ -131,7 +132,7 @@ def start(
     pairs, held_out = PairBatches(store, **lines), PairBatches(store, shuffle=False, **lines)
     parts = {"train": pairs, "valid": held_out}
     kept = Path(reference or tempfile.mkdtemp()) / "reference.npz"
-    find_reference(stepper, parts, kept, session.position, fresh=fresh, say=print)
+    find_reference(stepper, parts, kept, session.position, fresh=fresh, stop=StopFlag(), say=print)
     return Training(session, stepper, pairs, held_out)
 
 

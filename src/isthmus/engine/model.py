@@ -77,6 +77,9 @@ class Decoder(GPTModel):
             # finalize_model_grads reads this mark: each rank looks up only its part of the line.
             positions.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def _set_attention_backend(self) -> None:
+        """Megatron-Core's sets TransformerEngine's variables, and fails where the user has set them otherwise."""
+
     def _choose_recomputed_blocks(self) -> None:
         """Tell dense feed-forward blocks from experts: Megatron-Core's layer does not know the latter's class."""
         chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from isthmus.errors import MissingInput, NoSpace
+from isthmus.errors import MissingInput, NoSpace, Preempted
 from isthmus.hf.staged import disk_errors
 
 CONFIG, METRICS, CHECKPOINTS, EXPORT, DATA = "config.yaml", "metrics.jsonl", "checkpoints", "hf", "data"
@@ -109,6 +109,8 @@ class RunFolder:
                 self.root.mkdir(parents=True, exist_ok=True)
                 self._write_config(config)
             yield
+        except Preempted:
+            raise  # the same command takes up what was made of the data
         except BaseException:
             shutil.rmtree(self.data, ignore_errors=True)
             for file in (self.reference, self.config):

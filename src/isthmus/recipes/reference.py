@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
@@ -14,12 +14,13 @@ import torch
 from isthmus.config.schema import RunConfig
 from isthmus.data.pair_batches import PairBatches
 from isthmus.engine.groups import Position, agree, sum_over_ranks
-from isthmus.errors import UsageError
+from isthmus.errors import Preempted, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.hf.staged import disk_errors
+from isthmus.train.stop import StopFlag
 
 if TYPE_CHECKING:
-    from isthmus.engine.objective import Objective
+    from isthmus.engine.objective import Objective, PackedLine
     from isthmus.engine.step import Stepper
 
 
@@ -54,6 +55,7 @@ def find_reference(
     position: Position,
     *,
     fresh: bool,
+    stop: StopFlag,
     say: Callable[[str], None],
 ) -> None:
     """Give each part its :attr:`~isthmus.data.pair_batches.PairBatches.reference`; every rank calls it.
@@ -64,10 +66,12 @@ def find_reference(
         path: where it is kept. What lies there is taken where it is of the same pairs.
         position: of this rank.
         fresh: the run starts from its first step, so what lies there is of another start, perhaps of other weights.
+        stop: looked at between two batches.
         say: told what is done.
 
     Raises:
         NoSpace, IOFailure: on every rank, when it cannot be kept.
+        Preempted: on every rank, once any was asked to stop.
     """
     kept = {} if fresh else _read(path)
     wanted = {name: part.store.digest() for name, part in parts.items()}
@@ -75,7 +79,7 @@ def find_reference(
     for name, part in parts.items():
         if name not in found:
             say(f"reference: the starting weights' log-probabilities of {len(part.store)} answers ({name})")
-            found[name] = _pass_over(stepper, part, position)
+            found[name] = _pass_over(stepper, part, position, stop)
         part.reference = torch.from_numpy(found[name])
 
     def write() -> None:
@@ -105,11 +109,20 @@ def _write(path: Path, arrays: dict[str, Any]) -> None:
         staged.unlink(missing_ok=True)
 
 
-def _pass_over(stepper: Stepper, part: PairBatches, position: Position) -> npt.NDArray[np.float64]:
+def _pass_over(stepper: Stepper, part: PairBatches, position: Position, stop: StopFlag) -> npt.NDArray[np.float64]:
     from isthmus.train.preference import Recorder
 
     recorder = Recorder(len(part.store))
-    stepper.means(part.eval_batches(), recorder)
+    stepper.means(_until(stop, part.eval_batches()), recorder)
     # Ranks that share a line have found the same.
     counts_here = position.tp_rank == position.cp_rank == 0
     return np.asarray(sum_over_ranks((recorder.found * counts_here).tolist()), dtype=np.float64)
+
+
+def _until(stop: StopFlag, batches: Iterator[Sequence[PackedLine]]) -> Iterator[Sequence[PackedLine]]:
+    """The batches, of which there may be hours."""
+    for lines in batches:
+        (asked,) = sum_over_ranks([float(stop.requested)])
+        if asked:
+            raise Preempted("stopped before the first step, as asked. The same command begins again.")
+        yield lines

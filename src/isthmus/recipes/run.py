@@ -37,6 +37,7 @@ from isthmus.recipes.session import (
     blueprint,
     build_session,
     check_precision,
+    check_schedule,
     check_training,
     run_shape,
     use_threads,
@@ -87,13 +88,23 @@ class Ground:
     """What was decided, and why, for the user."""
 
 
-def run(config: RunConfig, prepare: PrepareFor) -> RunResult:
+def run(recipe: str, config: RunConfig, prepare: PrepareFor) -> RunResult:
     """Train as ``config`` says and export; every rank calls it.
+
+    Args:
+        recipe: the one that ``prepare`` belongs to; a config of another is refused.
+        config: of the run.
+        prepare: records to samples.
 
     Raises:
         IsthmusError: with the exit code that belongs to what went wrong; a run that was asked to stop raises
             ``Preempted`` after saving.
     """
+    if config.recipe != recipe:
+        raise UsageError(
+            f"isthmus.{recipe} was given a config of recipe={config.recipe}. Call isthmus.{config.recipe}, or load a "
+            f"config for {recipe}."
+        )
     with StopFlag() as stop:
         try:
             ground = survey(config)
@@ -188,6 +199,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         )
         batches, held_out, test = corpus.batches(config, position, plans.sizes.dp)
         steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
+        check_schedule(config, steps)
         if corpus.shares:
             mix = ", ".join(f"{name} {epochs:.2f}" for name, epochs in batches.epochs(steps).items())
             reporter.say(f"epochs of each set in {steps} steps: {mix}")
@@ -211,6 +223,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             folder.reference,
             position,
             fresh=ground.resume is None,
+            stop=stop,
             say=reporter.say,
         )
         if ground.resume is not None:

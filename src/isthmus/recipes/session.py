@@ -105,6 +105,21 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
         check_fsdp_precision(plans.sizes, config.train.precision)
 
 
+def check_schedule(config: RunConfig, steps: int) -> None:
+    """Refuse a warm-up or a final fall that the run is too short for, known only now where its length is in epochs.
+
+    Raises:
+        UsageError: naming the settings.
+    """
+    warmup, decay = config.optim.warmup_steps, config.optim.decay_steps or 0
+    if warmup >= steps or warmup + decay > steps:
+        falls = f" and optim.decay_steps={decay} do" if decay else " does"
+        raise UsageError(
+            f"optim.warmup_steps={warmup}{falls} not fit in the {steps} steps that train.epochs="
+            f"{config.train.epochs:g} is of this data. Lower it, or raise train.epochs."
+        )
+
+
 def _check_recomputed(config: RunConfig, plans: Blueprint) -> None:
     train, architecture = config.train, plans.architecture
     here = math.ceil(architecture.num_layers / (plans.sizes.pp * plans.sizes.vpp))

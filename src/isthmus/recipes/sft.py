@@ -32,4 +32,4 @@ def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple
 
 def run(config: RunConfig) -> RunResult:
     """Fine-tune as ``config`` says; see :func:`isthmus.recipes.run.run` for the errors."""
-    return run_recipe(config, prepare)
+    return run_recipe("sft", config, prepare)

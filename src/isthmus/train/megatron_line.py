@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from isthmus.train.metrics import StepMetrics
 
+_NAMES = {"mtp_loss": "mtp_1 loss"}
+"""Of figures that Megatron-LM has another name for."""
+
 
 def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None) -> str:
     """One line of ``training_log`` (megatron/training/training.py); ``mem usages`` is ROCm's addition to it.
@@ -30,8 +33,8 @@ def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None)
         f"global batch size: {m.global_batch_size:5d}",
         f"lm loss: {m.loss:.6E}",
     ]
-    if "mtp_loss" in m.figures:
-        parts.append(f"mtp_1 loss: {m.figures['mtp_loss']:.6E}")
+    # Whatever else its loss function returns stands behind the loss in the same form.
+    parts += [f"{_NAMES.get(name, name)}: {value:.6E}" for name, value in m.figures.items()]
     parts += [
         f"loss scale: {1.0 if m.loss_scale is None else m.loss_scale:.1f}",
         f"grad norm: {m.grad_norm:.3f}",

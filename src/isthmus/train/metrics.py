@@ -256,8 +256,8 @@ def cut_after(path: Path, step: int) -> None:
                 row = json.loads(line)
             except ValueError:
                 continue
-            # The state after ``step`` is evaluated anew, so its held-out loss would stand there twice.
-            last = step - 1 if isinstance(row, dict) and "valid_loss" in row else step
+            # The state after ``step`` is evaluated anew, so its held-out losses would stand there twice.
+            last = step - 1 if isinstance(row, dict) and row.keys() & {"valid_loss", "test_loss"} else step
             if isinstance(row, dict) and row.get("step", step + 1) <= last:
                 kept.append(line)
     staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")

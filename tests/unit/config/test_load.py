@@ -188,6 +188,7 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
         ("optim={schedule: wsd, decay_steps: 5, schedule_steps: 9}", "command line", "belongs to schedules cosine and"),
         ("optim={schedule_steps: 5, warmup_steps: 5}", "command line", "is within warmup_steps=5; raise it"),
         ("optim.min_lr=1", "command line  optim.min_lr", "above lr=1e-05"),
+        ("data={valid_fraction: 0.5, test_fraction: 0.6, files: [a]}", "command line", "leave nothing to learn from"),
         ("optim.warmup_steps=100", "command line  optim.warmup_steps", "does not fit in train.steps=100"),
         ("optim={schedule: wsd, warmup_steps: 60, decay_steps: 60}", "command line", "do not fit in train.steps=100"),
         ("train.micro_batch_size=3", "sft.yaml:6:1  train.global_batch_size", "use 15 or 18 sequences"),

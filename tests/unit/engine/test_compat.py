@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
+from isthmus.engine.model import Decoder
 from ranks.world import World
 
 pytestmark = pytest.mark.ranks
@@ -28,6 +32,15 @@ def test_quiet_missing_extensions() -> None:
     noise = stderr_of("import megatron.core.optimizer, megatron.core.distributed")
     assert "Apex" in noise, "megatron-core no longer warns on import: drop compat.quiet_missing_extensions"
     assert stderr_of("import isthmus.engine.optimizer, isthmus.engine.checkpoint, isthmus.engine.step") == ""
+
+
+def test_variables_of_transformer_engine_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm's guides have them set, and a second run in one process would take upstream's for the user's."""
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    assert "self._set_attention_backend()" in inspect.getsource(LanguageModule.__init__)
+    Decoder._set_attention_backend(object.__new__(Decoder))
+    assert os.environ["NVTE_FLASH_ATTN"] == "0" and "NVTE_FUSED_ATTN" not in os.environ
 
 
 def test_fill_adam_state(one: World, models: dict[str, Path], samples: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace
+from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, Preempted
 from isthmus.recipes.folder import RunFolder
 
 
@@ -70,6 +70,14 @@ def test_failed_checks_leave_nothing_of_a_new_run(tmp_path: Path) -> None:
         (folder.data / "part").touch()
         raise Failed
     assert not list(tmp_path.iterdir())
+
+
+def test_a_stop_leaves_what_was_made_of_the_data(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(Preempted), folder.checking("new"):
+        folder.data.mkdir()
+        raise Preempted("as asked")
+    assert folder.data.is_dir() and folder.checkpoint_to_resume("auto") is None
 
 
 def test_failed_checks_leave_what_others_put_there(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 from isthmus.data.pair_batches import PairBatches
 from isthmus.data.store import SampleStore
 from isthmus.engine.groups import Position
-from isthmus.errors import UsageError
+from isthmus.errors import Preempted, UsageError
 from isthmus.recipes import reference
 from isthmus.recipes.reference import check_preference, find_reference
+from isthmus.train.stop import StopFlag
 
 
 def part(token: int, pairs: int) -> PairBatches:
@@ -29,7 +30,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many answers each pass over the data was shown."""
     seen: list[int] = []
 
-    def pass_over(_stepper: Any, part: PairBatches, _position: Position) -> Any:
+    def pass_over(_stepper: Any, part: PairBatches, _position: Position, _stop: StopFlag) -> Any:
         seen.append(len(part.store))
         return np.arange(len(part.store)) / len(seen)
 
@@ -41,7 +42,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def find(path: Path, train: PairBatches, valid: PairBatches, *, fresh: bool) -> tuple[list[float], list[float]]:
     place = Position(0, 0, 0, 0, 0, 0, 0, True)
     stepper: Any = None
-    find_reference(stepper, {"train": train, "valid": valid}, path, place, fresh=fresh, say=lambda _: None)
+    parts = {"train": train, "valid": valid}
+    find_reference(stepper, parts, path, place, fresh=fresh, stop=StopFlag(), say=lambda _: None)
     assert train.reference is not None and valid.reference is not None
     return train.reference.tolist(), valid.reference.tolist()
 
@@ -72,3 +74,19 @@ def test_other_pairs_and_damage_ask_for_another_pass(tmp_path: Path, passes: lis
     path.write_bytes(path.read_bytes()[:100])
     find(path, part(1, 2), part(3, 3), fresh=False)
     assert passes == [4, 2, 6, 4, 6]
+
+
+def test_a_stop_is_heard_between_two_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, shown = StopFlag(), []
+
+    def means(batches: Any, _recorder: Any) -> None:
+        for lines in batches:
+            shown.append(lines)
+            stop.request()
+
+    monkeypatch.setattr(reference, "sum_over_ranks", list)
+    stepper: Any = SimpleNamespace(means=means)
+    place, path = Position(0, 0, 0, 0, 0, 0, 0, True), tmp_path / "reference.npz"
+    with pytest.raises(Preempted, match="before the first step"):
+        find_reference(stepper, {"train": part(1, 3)}, path, place, fresh=True, stop=stop, say=lambda _: None)
+    assert len(shown) == 1 and not path.exists()

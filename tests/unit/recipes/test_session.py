@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from isthmus.config.schema import RunConfig
+from isthmus.config.schema.optim import OptimConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
-from isthmus.recipes.session import blueprint, check_precision, check_training, fp8_recipe
+from isthmus.recipes.session import blueprint, check_precision, check_schedule, check_training, fp8_recipe
 from ranks.tiny import build_model_folder
 
 
@@ -35,6 +36,15 @@ def test_what_matters_to_training_alone(family: str, settings: dict[str, Any], m
     plans = blueprint(config)  # a model may be looked at
     with pytest.raises(UsageError, match=message):
         check_training(config, plans)
+
+
+def test_a_run_in_epochs_has_room_for_its_schedule() -> None:
+    """One in steps is refused by the schema."""
+    optim = OptimConfig(schedule="wsd", warmup_steps=2, decay_steps=2)
+    config = config_of(Path("unused"), 9, epochs=0.5).model_copy(update={"optim": optim})
+    check_schedule(config, 4)
+    with pytest.raises(UsageError, match=r"decay_steps=2 do not fit in the 3 steps that train\.epochs=0\.5"):
+        check_schedule(config, 3)
 
 
 def test_rotary_positions_have_no_end(tmp_path: Path) -> None:

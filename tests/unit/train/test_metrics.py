@@ -113,6 +113,7 @@ def test_what_is_not_finite_is_still_json(tmp_path: Path) -> None:
 def test_resuming_cuts_later_and_torn_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     held_out = [f'{{"step": {step}, "valid_loss": 1.0}}' for step in (1, 2)]  # the second is measured again
+    held_out[1] += '\n{"step": 2, "test_loss": 1.0}'
     path.write_text(
         "\n".join(['{"step": 1}', held_out[0], '{"step": 2}', held_out[1], '{"step": 3}', '{"step": 4, "lo'])
     )

@@ -62,6 +62,17 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _some_is_left(self) -> DataConfig:
+        held = 0 if self.valid_files else self.valid_fraction
+        tested = 0 if self.test_files else self.test_fraction
+        if held + tested >= 1 and not self.mock:
+            refuse(
+                "test_fraction",
+                f"valid_fraction={held:g} and test_fraction={tested:g} leave nothing to learn from; lower one",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _made_up_data_is_of_no_files(self) -> DataConfig:
         for name in ("valid_files", "test_files", "columns", "loss_on", "overlong", "on_error") if self.mock else ():
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):

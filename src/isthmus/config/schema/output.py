@@ -30,6 +30,6 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder, if tensorboard is installed."""
     every: Count = 1
-    """Steps between lines on the screen and in metrics.jsonl."""
+    """Steps between lines on the screen and points in TensorBoard; metrics.jsonl has every step."""
     style: Literal["isthmus", "megatron"] = "isthmus"
     """Words of a step's line on the screen: this program's own, or Megatron-LM's, for tools that read its logs."""

@@ -21,9 +21,9 @@ class TrainConfig(Section):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the training data, also in parts; 1 when steps is not given either."""
     global_batch_size: Count = 16
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences (dpo: pairs) per optimizer step, over all ranks."""
     micro_batch_size: Count = 1
-    """Sequences per forward pass of one data parallel rank."""
+    """Sequences (dpo: pairs) per forward pass of one data parallel rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
     """Numbers of the model's arithmetic (all but fp32 keep float32 main weights); null: what suits the platform."""
     initial_loss_scale: float = Field(default=4096.0, ge=1)

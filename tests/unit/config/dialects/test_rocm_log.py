@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -37,6 +38,11 @@ def test_a_line_is_that_of_megatron_lm_with_rocm_s_memory_in_it() -> None:
         "global batch size:   256 | lm loss: 7.272264E+00 | loss scale: 1.0 | grad norm: 1.571 | number of skipped "
         "iterations:   0 | number of nan iterations:   0 |"
     )
+
+
+def test_what_else_a_loss_tells_stands_behind_it() -> None:
+    line = megatron_line(replace(step(1, 1.0), figures={"mtp_loss": 2.0, "rewards/margins": -0.5}), 2)
+    assert "| lm loss: 7.272264E+00 | mtp_1 loss: 2.000000E+00 | rewards/margins: -5.000000E-01 | loss scale" in line
 
 
 def test_the_means_leave_out_the_first_two_and_the_last() -> None:
