@@ -29,6 +29,11 @@ class Skipped:
         if len(self.reasons) < self.keep:
             self.reasons.append(str(error))
 
+    def add(self, other: Skipped) -> None:
+        """Count what another left out as well."""
+        self.count += other.count
+        self.reasons = [*self.reasons, *other.reasons][: self.keep]
+
 
 @dataclass(frozen=True, slots=True)
 class Record:

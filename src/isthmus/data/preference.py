@@ -38,6 +38,8 @@ def parse_preference(record: Record) -> Preference:
     chosen, rejected = (_answer(value[name], name, where) for name in ("chosen", "rejected"))
     prompt = _prompt(value, where)
     shared = _shared(chosen, rejected)
+    if prompt is not None and len(chosen) > 1 and any(_same(prompt, whole) for whole in (chosen, rejected)):
+        prompt = None  # the turns beside the pair repeat one of the two, as in UltraFeedback
     if prompt is None:
         prompt = shared
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]

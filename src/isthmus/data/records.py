@@ -72,28 +72,40 @@ class Preference:
         return self.chosen == self.rejected
 
 
-def kind_of(record: Record) -> Kind | None:
-    """What a record looks like, by its keys alone; None when it is no known kind."""
+def kinds_of(record: Record) -> list[Kind]:
+    """What a record could be, by its keys alone, the likeliest first; nothing when it is no known kind."""
     value = present(record)
-    if "chosen" in value and "rejected" in value:
-        return "preference"
+    found: list[Kind] = ["preference"] if "chosen" in value and "rejected" in value else []
     pairs = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"))
     if any(first in value and second in value for first, second in pairs):
-        return "chat"
-    if any(value.get(name) for name in ("messages", "conversations")):
-        return "chat"
-    return "text" if isinstance(value.get("text"), str) else None
+        found.append("chat")
+    elif any(value.get(name) for name in ("messages", "conversations")):
+        found.append("chat")
+    return [*found, "text"] if isinstance(value.get("text"), str) else found
+
+
+def parse_document(record: Record) -> Document:
+    """The text of a record, whatever else it has.
+
+    Raises:
+        DataError: it has none, or one that is no text.
+    """
+    value, where = present(record), record.where
+    if not isinstance(value.get("text"), str):
+        raise _unknown(value, where)
+    return Document(sound(value["text"], where), where)
 
 
 def parse_record(record: Record) -> Conversation | Document:
-    """Tell what kind of record this is and bring it into one form.
+    """Bring a record that is no pair of answers into one form; its text is taken only where it has no turns.
 
     Raises:
-        DataError: no known kind, a field of the wrong type, or a conversation without an assistant turn.
+        DataError: no known kind, a field of the wrong type, a conversation without an assistant turn, or one whose
+            answers are apart, as chosen and rejected.
     """
     value, where = present(record), record.where
-    if "chosen" in value and "rejected" in value:
-        raise DataError(f"{where}: a preference pair (chosen/rejected) is no chat record. Wanted one of: {_KINDS}.")
+    if kinds_of(record) == ["preference"]:
+        raise _apart(where)
     if (given := given_turns(value, where)) is not None:
         messages = turns(given, where)
     elif "instruction" in value and "output" in value:
@@ -102,17 +114,25 @@ def parse_record(record: Record) -> Conversation | Document:
         answer = value["completion"] if "completion" in value else value["response"]
         messages = side(value["prompt"], "user", "prompt", where) + side(answer, "assistant", "completion", where)
     elif isinstance(value.get("text"), str):
-        return Document(sound(value["text"], where), where)
+        return parse_document(record)
     else:
-        keys = ", ".join(sorted(map(str, value))) or "none"
-        raise DataError(
-            f"{where}: unknown kind of record with the keys {keys}. Wanted one of: {_KINDS}; "
-            "data.columns maps other names."
-        )
+        raise _unknown(value, where)
     messages = with_system(messages, value, where)
+    if "chosen" in value and "rejected" in value and messages[-1]["role"] != "assistant":
+        raise _apart(where)
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{where}: no assistant turn, so there is nothing to learn from this record.")
     return Conversation(messages, normal_tools(value.get("tools"), where), where)
+
+
+def _unknown(value: dict[str, Any], where: str) -> DataError:
+    keys = ", ".join(sorted(map(str, value))) or "none"
+    told = f"unknown kind of record with the keys {keys}. Wanted one of: {_KINDS}; data.columns maps other names."
+    return DataError(f"{where}: {told}")
+
+
+def _apart(where: str) -> DataError:
+    return DataError(f"{where}: a preference pair (chosen/rejected) is no chat record. Wanted one of: {_KINDS}.")
 
 
 def present(record: Record) -> dict[str, Any]:

@@ -54,8 +54,7 @@ class PrepareReport:
         """Count what came after this as well."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.skipped.count += other.skipped.count
-        self.skipped.reasons = [*self.skipped.reasons, *other.skipped.reasons][: self.skipped.keep]
+        self.skipped.add(other.skipped)
         self.lengths += other.lengths
         self.notes += [note for note in other.notes if note not in self.notes]
 

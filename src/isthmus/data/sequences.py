@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.data.chat import ChatRenderer, ChatText, ChatTokenizer, LossOn
-from isthmus.data.chunks import Chunk, OnError, Record
+from isthmus.data.chunks import Chunk, OnError, Record, Skipped
 from isthmus.data.formats import chunk_records
 from isthmus.data.pairs import PairRenderer
 from isthmus.data.preference import parse_preference
-from isthmus.data.records import Conversation, Document, Kind, kind_of, parse_record
+from isthmus.data.records import Conversation, Kind, kinds_of, parse_document, parse_record
 from isthmus.data.report import Overlong, PrepareReport
 from isthmus.errors import DataError, UsageError
 
@@ -99,11 +99,10 @@ class SequenceMaker:
         def texts() -> Iterator[str]:
             for record in self._records(chunk, report):
                 try:
-                    document = parse_record(record)
+                    document = parse_document(record)
                 except DataError as error:
                     report.skipped.refuse(error, self.rules.on_error)
                     continue
-                assert isinstance(document, Document)
                 if document.text.strip():
                     yield document.text
                 else:
@@ -195,18 +194,21 @@ class SequenceMaker:
 
     def _records(self, chunk: Chunk, report: PrepareReport) -> Iterator[Record]:
         """The records of a chunk, counted; those of another kind refused."""
-        rules = self.rules
+        rules, unread = self.rules, Skipped()
         columns = rules.columns or None
-        for record in chunk_records(chunk, on_error=rules.on_error, skipped=report.skipped, columns=columns):
+        for record in chunk_records(chunk, on_error=rules.on_error, skipped=unread, columns=columns):
             report.records += 1
-            kind = kind_of(record)
-            if kind is not None and kind != rules.kind:
+            kinds = kinds_of(record)
+            if kinds and rules.kind not in kinds:
+                kind = kinds[0]
                 wanted, recipe = _WORDS[rules.kind], {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
                 told = f"{_WORDS[kind]} among data of kind {rules.kind}. Wanted {wanted}; this is for {recipe}."
                 error = DataError(f"{record.where}: {told}")
                 report.skipped.refuse(error, rules.on_error)
                 continue
             yield record
+        report.records += unread.count
+        report.skipped.add(unread)
 
 
 def notes(rules: Rules, report: PrepareReport) -> list[str]:

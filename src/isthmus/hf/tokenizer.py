@@ -63,7 +63,8 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
         reason = str(error).strip().split("\n")[0]
         if "trust_remote_code" in str(error):
             raise UnsafeInput(
-                f"{path}: the tokenizer wants to run code from this folder. Read it, then set model.trust_remote_code."
+                f"{path}: the tokenizer wants to run code from this folder. Read it, then set model.trust_remote_code "
+                "(of a run) or --trust-remote-code (of isthmus prepare)."
             ) from error
         if isinstance(error, PermissionError):
             raise IOFailure(f"{path}: the tokenizer cannot be read: {reason}.") from error
@@ -136,6 +137,13 @@ class Tokenizer:
     def files(self) -> list[Path]:
         """What an export copies to have this tokenizer; nothing where it has to be saved anew."""
         return [] if self.folder is None or self.differs_from_files else tokenizer_files(self.folder)
+
+    @property
+    def note(self) -> str | None:
+        """What whoever renders chats with it should know."""
+        if self.template_source == "tokenizer":
+            return None
+        return f"the tokenizer has no chat template; the default one ({self.template_source}) is used"
 
     @property
     def eos_id(self) -> int | None:

@@ -49,6 +49,16 @@ class Journal:
         self._waiting: list[Piece] = []
         self._last_s = time.monotonic()
 
+    def refuse_existing(self) -> None:
+        """See that the output is not there.
+
+        Raises:
+            NoSpace: a file of it is.
+        """
+        for suffix in _PUBLISHED:
+            if (path := pair_file(self.prefix, suffix)).exists():
+                raise NoSpace(f"{path} exists already. Remove it or name another output.")
+
     @contextmanager
     def begun(self, origin: dict[str, Any]) -> Iterator[bool]:
         """Take up what an earlier run left, if it was made of the same, else begin anew.
@@ -62,11 +72,10 @@ class Journal:
             NoSpace: the output exists, or another process is making it.
         """
         with disk_errors(self.folder):
-            existing = [path for suffix in _PUBLISHED if (path := pair_file(self.prefix, suffix)).exists()]
             same = _read(self.folder / "origin.json") == json.loads(json.dumps(origin))
             whole = same and self._staged(".json").exists()
-            if existing and not whole:
-                raise NoSpace(f"{existing[0]} exists already. Remove it or name another output.")
+            if not whole:
+                self.refuse_existing()
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / "lock").open("w")
         with lock:

@@ -19,7 +19,7 @@ from isthmus.data.chat import LossOn
 from isthmus.data.columns import check_columns
 from isthmus.data.formats import OnError, chunk_records, read_chunks
 from isthmus.data.indexed import token_dtype
-from isthmus.data.records import Kind, kind_of, parse_record
+from isthmus.data.records import Kind, kinds_of, parse_record
 from isthmus.data.report import Overlong, PrepareReport
 from isthmus.data.sequences import Rules, SequenceMaker, notes
 from isthmus.data.sources import find_sources
@@ -115,6 +115,9 @@ def prepare(
         raise UsageError(
             f"{out} exists, and the last name is to be a prefix, to which .bin and .idx are added. {mend}?"
         )
+    journal = Journal(prefix)
+    if not journal.folder.exists():  # where it does, the names may be half given, which takes a reading of the data
+        journal.refuse_existing()
     opened = named_tokenizer(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
     kind = kind or _kind_of_first(sources.names, on_error, columns)
     if kind == "text" and seq_length is not None:
@@ -124,7 +127,6 @@ def prepare(
         )
     rules = Rules(kind, seq_length, loss_on, overlong, on_error, columns)
     maker = SequenceMaker(opened, rules)
-    journal = Journal(prefix)
     with Workers(maker, workers or cores(), start_method) as running:
         origin = _origin(rules, opened, sources.names)
         with journal.begun(origin) as whole:
@@ -136,8 +138,8 @@ def prepare(
                 journal.put_together(token_dtype(opened.vocab_size), kind != "text", said)
             journal.publish()
     told = [*sources.notes(), *notes(rules, journal.report)]
-    if kind != "text" and opened.template_source != "tokenizer":
-        told.append(f"the tokenizer has no chat template; the default one ({opened.template_source}) is used")
+    if kind != "text" and opened.note is not None:
+        told.append(opened.note)
     return Prepared(str(out), kind, journal.report, time.monotonic() - start_s, told)
 
 
@@ -161,8 +163,8 @@ def _kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str
     """
     for chunk in read_chunks(names):
         for record in chunk_records(chunk, on_error=on_error, columns=columns or None):
-            if (kind := kind_of(record)) is not None:
-                return kind
+            if kinds := kinds_of(record):
+                return kinds[0]
             if on_error == "stop":
                 parse_record(record)  # tells what is wrong with it
                 raise DataError(f"{record.where}: unknown kind of record. Say which with --kind.")

@@ -23,10 +23,8 @@ def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple
         on_error=config.data.on_error,
         columns=config.data.columns,
     )
-    if tokenizer.template_source != "tokenizer":
-        report.notes.append(
-            f"the tokenizer has no chat template; the default one ({tokenizer.template_source}) is used"
-        )
+    if tokenizer.note is not None:
+        report.notes.append(tokenizer.note)
     return store, report
 
 

@@ -30,7 +30,7 @@ def test_prepares_and_says_what_came_of_it(files, tokenizer, capsys):
     words = ["prepare", *files, "--tokenizer", tokenizer, "--columns", "text=body", "--on-error", "skip"]
     assert main([*words, "--workers", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["kind"], told["records"], told["samples"], told["skipped"]) == ("text", 2, 1, 2)
+    assert (told["kind"], told["records"], told["samples"], told["skipped"]) == ("text", 4, 1, 2)
     assert "a.jsonl:2: no field body" in told["skipped_first_reasons"][0]
     assert json.loads(Path(f"{files[-1]}.json").read_text())["kind"] == "text"
     assert main([*words, "--workers", "1"]) == 73

@@ -10,7 +10,7 @@ import pytest
 from isthmus.data.chunks import Record
 from isthmus.data.formats import read_records
 from isthmus.data.preference import parse_preference
-from isthmus.data.records import Conversation, Document, Preference, kind_of, parse_record
+from isthmus.data.records import Conversation, Document, Preference, kinds_of, parse_record
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/reference/data-formats.md"
 KINDS = {"Text": ("text", Document), "Chats": ("chat", Conversation), "Preference pairs": ("preference", Preference)}
@@ -33,12 +33,12 @@ def test_every_example_is_of_the_kind_that_its_section_says(tmp_path: Path, sect
         records = list(read_records(path))
         assert len(records) >= 1 and (ending == "csv" or len(records) == text.count("\n"))
         for record in records:
-            assert kind_of(record) == name
+            assert kinds_of(record)[0] == name
             assert isinstance(parsed(record), kind)
 
 
 def parsed(record: Record) -> Conversation | Document | Preference:
-    return parse_preference(record) if kind_of(record) == "preference" else parse_record(record)
+    return parse_preference(record) if kinds_of(record)[0] == "preference" else parse_record(record)
 
 
 def test_all_pairs_of_the_page_say_the_same(tmp_path: Path) -> None:

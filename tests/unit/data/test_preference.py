@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.data.formats import Record, read_records
 from isthmus.data.preference import parse_preference
-from isthmus.data.records import Preference, kind_of
+from isthmus.data.records import Preference, kinds_of
 from isthmus.errors import DataError
 
 S = {"role": "system", "content": "s"}
@@ -55,7 +55,7 @@ def test_forms(value, wanted):
     pair = parse(value)
     assert (pair.prompt, pair.chosen, pair.rejected) == wanted
     assert pair.where == "p.jsonl:3" and not pair.is_tie
-    assert kind_of(Record(value, "")) == "preference"
+    assert kinds_of(Record(value, ""))[0] == "preference"
 
 
 def test_tools_and_ties():

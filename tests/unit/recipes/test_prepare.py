@@ -202,6 +202,28 @@ def test_the_output_may_lie_among_the_data(tmp_path, tokenizer):
             prepare([folder], out, tokenizer, workers=1)
 
 
+def test_the_kind_that_was_told_wins(tmp_path, tokenizer):
+    """Rows of UltraFeedback are pairs and, by their turns, chats; those of LLaMA-Factory have no answer but the two."""
+    asked = {"role": "user", "content": "q"}
+    good, bad = [asked, {"role": "assistant", "content": "yes"}], [asked, {"role": "assistant", "content": "no"}]
+    row = {"chosen": good, "rejected": bad, "messages": good, "text": "q yes"}
+    file = write(tmp_path / "a.jsonl", [row, row, row, {"text": 5}])
+    for kind, samples in {"preference": 6, "chat": 3, "text": 3}.items():
+        report = prepare([file], tmp_path / kind, tokenizer, kind=kind, on_error="skip", workers=1).report
+        assert (report.records, report.samples, report.skipped.count) == (4, samples, 1)
+    answers = {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}
+    file = write(tmp_path / "b.jsonl", [{"conversations": [{"from": "human", "value": "q"}], **answers}])
+    with pytest.raises(DataError, match="a preference pair"):
+        prepare([file], tmp_path / "b", tokenizer, kind="chat", workers=1)
+
+
+def test_what_cannot_be_read_is_a_record_too(tmp_path, tokenizer):
+    file = write(tmp_path / "a.jsonl", [{"text": "t"}, {"text": "u"}])
+    file.write_text(file.read_text() + "{\n[1]\n")
+    report = prepare([file], tmp_path / "out", tokenizer, on_error="skip", workers=1).report
+    assert (report.records, report.samples, report.skipped.count) == (4, 2, 2)
+
+
 def test_few_chunks_are_under_way(tmp_path, tokenizer, small_chunks):
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(200)])
     taken = given = most = 0
