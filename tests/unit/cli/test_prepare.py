@@ -38,7 +38,7 @@ def test_prepares_and_says_what_came_of_it(files, tokenizer, capsys):
     words[3] += "2"
     assert main([*words, "--workers", "1"]) == 0
     printed = capsys.readouterr()
-    assert "out2: text, 2 records -> 1 samples, " in printed.out
+    assert "out2: text, 4 records -> 1 samples, " in printed.out
     assert "skipped: " in printed.err
 
 
