@@ -8,6 +8,7 @@ parent, as a batch system's daemon is.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import shutil
@@ -186,6 +187,7 @@ def main() -> None:
     names = ("recipes.sft", "recipes.pretrain", "engine.model", "engine.optimizer", "engine.step", "engine.checkpoint")
     for name in ("cli.main", "cli.alone", *names):
         importlib.import_module(f"isthmus.{name}")
+    gc.freeze()  # what was imported stays out of the collections of every command
     for line in sys.stdin:
         reports = []
         parents = []

@@ -6,6 +6,7 @@ from nothing. Reads one JSON request a line from stdin and answers with one line
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ def main() -> None:
     )
     for name in ("cli.main", "cli.alone", *names):
         importlib.import_module(f"isthmus.{name}")
+    gc.freeze()  # what was imported stays out of the collections of every command
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()

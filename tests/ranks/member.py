@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> None:
     for name in ("isthmus.engine.groups", "ranks.tasks"):  # the first quiets megatron
         importlib.import_module(name)
+    gc.freeze()  # ranks collect after each task: what was imported stays out of it, and its pages stay shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
     for line in sys.stdin:
         request = json.loads(line)
