@@ -91,7 +91,8 @@ def test_a_layer_of_experts(repository: Path, tmp_path: Path) -> None:
     rows = [(row["model"], row["precision"], row["contestant"]) for row in result["rows"]]
     assert len(set(rows)) == len(rows) == 2 * 2 * 6
     assert all(row["time_s"] > 0 and row["tokens"] == 32 for row in result["rows"])
-    assert max(row["furthest_from_isthmus"] for row in result["rows"] if row["precision"] == "fp32") < 1e-5
+    layers = [row for row in result["rows"] if row["contestant"] != "bare products"]
+    assert max(row["furthest_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
 
 
 def test_layers(repository: Path, tmp_path: Path) -> None:
@@ -99,7 +100,8 @@ def test_layers(repository: Path, tmp_path: Path) -> None:
     rows = [(row["kind"], row["precision"], row["contestant"]) for row in result["rows"]]
     assert len(set(rows)) == len(rows) == 2 * (3 * 3 + 2)  # of latent attention, megatron-core has no layer
     assert all(row["time_s"] > 0 and row["tokens"] == 64 for row in result["rows"])
-    assert max(row["furthest_from_isthmus"] for row in result["rows"] if row["precision"] == "fp32") < 1e-5
+    layers = [row for row in result["rows"] if row["contestant"] != "bare products"]
+    assert max(row["furthest_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
 
 
 def test_the_costs_of_conversion_are_told_apart(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
