@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,6 @@ from isthmus.data.store import SampleStore
 from isthmus.errors import DataError, UsageError
 
 Sample = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
-Progress = Callable[[int], None]
-"""Called with the number of records done so far."""
 
 
 def prepare_chat(
@@ -31,7 +29,6 @@ def prepare_chat(
     overlong: Overlong = "truncate",
     on_error: OnError = "stop",
     columns: Columns | None = None,
-    progress: Progress | None = None,
 ) -> tuple[SampleStore, PrepareReport]:
     """Chat records to samples of at most ``seq_length`` + 1 tokens, with a mask of what the assistant said.
 
@@ -41,7 +38,7 @@ def prepare_chat(
         UsageError: ``seq_length`` is less than 1.
     """
     rules = Rules("chat", seq_length, loss_on, overlong, on_error, columns or {})
-    return _masked(files, tokenizer, rules, progress)
+    return _masked(files, tokenizer, rules)
 
 
 def prepare_pairs(
@@ -52,7 +49,6 @@ def prepare_pairs(
     overlong: Overlong = "truncate",
     on_error: OnError = "stop",
     columns: Columns | None = None,
-    progress: Progress | None = None,
 ) -> tuple[SampleStore, PrepareReport]:
     """Preference records to samples of at most ``seq_length`` + 1 tokens, with a mask of the answers.
 
@@ -64,19 +60,17 @@ def prepare_pairs(
         MissingInput, DataError, UsageError: as :func:`prepare_chat` does.
     """
     rules = Rules("preference", seq_length, overlong=overlong, on_error=on_error, columns=columns or {})
-    return _masked(files, tokenizer, rules, progress)
+    return _masked(files, tokenizer, rules)
 
 
-def _masked(
-    files: Sequence[Path | str], tokenizer: ChatTokenizer, rules: Rules, progress: Progress | None
-) -> tuple[SampleStore, PrepareReport]:
+def _masked(files: Sequence[Path | str], tokenizer: ChatTokenizer, rules: Rules) -> tuple[SampleStore, PrepareReport]:
     """Each document of several sequences is a group of samples."""
     assert rules.seq_length is not None
     maker = SequenceMaker(tokenizer, rules)
     report = PrepareReport()
     samples: list[Sample] = []
     groups: list[int] = []
-    for piece in _pieces(files, maker, report, progress):
+    for piece in _pieces(files, maker, report):
         assert piece.mask is not None
         ends = np.cumsum(piece.lengths)
         for start, end in zip(ends - piece.lengths, ends, strict=True):
@@ -94,7 +88,6 @@ def prepare_text(
     seq_length: int,
     on_error: OnError = "stop",
     columns: Columns | None = None,
-    progress: Progress | None = None,
 ) -> tuple[SampleStore, PrepareReport]:
     """Documents to samples of at most ``seq_length`` + 1 tokens, every token a target.
 
@@ -109,7 +102,7 @@ def prepare_text(
     maker = SequenceMaker(tokenizer, Rules("text", seq_length, on_error=on_error, columns=columns or {}))
     report = PrepareReport()
     samples: list[Sample] = []
-    for piece in _pieces(files, maker, report, progress):
+    for piece in _pieces(files, maker, report):
         ends = np.cumsum(piece.lengths)
         for start, end in zip(ends - piece.lengths, ends, strict=True):
             for at in range(start, end - 1, seq_length):
@@ -118,9 +111,7 @@ def prepare_text(
     return _store(samples, list(range(len(samples))), report, files, seq_length), report
 
 
-def _pieces(
-    files: Sequence[Path | str], maker: SequenceMaker, report: PrepareReport, progress: Progress | None
-) -> Iterator[Piece]:
+def _pieces(files: Sequence[Path | str], maker: SequenceMaker, report: PrepareReport) -> Iterator[Piece]:
     """The pieces of all files in their order, counted."""
     if not files:
         raise UsageError("no data files given. Name at least one with --data.")
@@ -130,8 +121,6 @@ def _pieces(
         piece = maker(chunk)
         report.add(piece.report)
         yield piece
-        if progress is not None:
-            progress(report.records)
 
 
 def _store(

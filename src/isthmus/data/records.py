@@ -25,6 +25,8 @@ from isthmus.data.turns import listed, message, optional_text, side, sound, text
 from isthmus.errors import DataError
 
 Kind = Literal["text", "chat", "preference"]
+RECIPES: dict[Kind, str] = {"text": "pretrain", "chat": "sft", "preference": "dpo"}
+"""What learns from each kind."""
 FIELDS = (
     "text", "messages", "conversations", "instruction", "input", "output", "history", "system", "tools",
     "prompt", "completion", "response", "chosen", "rejected",
@@ -66,11 +68,6 @@ class Preference:
     tools: list[dict[str, Any]] | None
     where: str
 
-    @property
-    def is_tie(self) -> bool:
-        """Whether both answers are the same, so that there is nothing to learn."""
-        return self.chosen == self.rejected
-
 
 def kinds_of(record: Record) -> list[Kind]:
     """What a record could be, by its keys alone, the likeliest first; nothing when it is no known kind."""
@@ -104,7 +101,8 @@ def parse_record(record: Record) -> Conversation | Document:
             answers are apart, as chosen and rejected.
     """
     value, where = present(record), record.where
-    if kinds_of(record) == ["preference"]:
+    is_pair = "chosen" in value and "rejected" in value
+    if is_pair and kinds_of(record) == ["preference"]:
         raise _apart(where)
     if (given := given_turns(value, where)) is not None:
         messages = turns(given, where)
@@ -118,7 +116,7 @@ def parse_record(record: Record) -> Conversation | Document:
     else:
         raise _unknown(value, where)
     messages = with_system(messages, value, where)
-    if "chosen" in value and "rejected" in value and messages[-1]["role"] != "assistant":
+    if is_pair and messages[-1]["role"] != "assistant":
         raise _apart(where)
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{where}: no assistant turn, so there is nothing to learn from this record.")

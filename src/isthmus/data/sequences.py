@@ -15,7 +15,7 @@ from isthmus.data.chunks import Chunk, OnError, Record, Skipped
 from isthmus.data.formats import chunk_records
 from isthmus.data.pairs import PairRenderer
 from isthmus.data.preference import parse_preference
-from isthmus.data.records import Conversation, Kind, kinds_of, parse_document, parse_record
+from isthmus.data.records import RECIPES, Conversation, Kind, kinds_of, parse_document, parse_record
 from isthmus.data.report import Overlong, PrepareReport
 from isthmus.errors import DataError, UsageError
 
@@ -201,8 +201,8 @@ class SequenceMaker:
             kinds = kinds_of(record)
             if kinds and rules.kind not in kinds:
                 kind = kinds[0]
-                wanted, recipe = _WORDS[rules.kind], {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
-                told = f"{_WORDS[kind]} among data of kind {rules.kind}. Wanted {wanted}; this is for {recipe}."
+                told = f"{_WORDS[kind]} among data of kind {rules.kind}."
+                told += f" Wanted {_WORDS[rules.kind]}; this is for {RECIPES[kind]}."
                 error = DataError(f"{record.where}: {told}")
                 report.skipped.refuse(error, rules.on_error)
                 continue

@@ -7,6 +7,7 @@ from typing import Any
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.indexed import IndexedPair, open_pair, pair_file, survey, write_manifest
+from isthmus.data.records import RECIPES
 from isthmus.data.store import SampleStore
 from isthmus.data.windows import LeftOut, answer_pairs, chat_samples, text_windows
 from isthmus.errors import DataError
@@ -14,7 +15,7 @@ from isthmus.hf.tokenizer import Tokenizer
 from isthmus.recipes.origin import tokenizer_record
 from isthmus.recipes.parts import Part
 
-_KINDS = {"pretrain": "text", "sft": "chat", "dpo": "preference"}
+_KINDS = {recipe: kind for kind, recipe in RECIPES.items()}
 
 
 def survey_part(part: Part, folder: Path) -> bool:

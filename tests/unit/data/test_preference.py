@@ -54,13 +54,13 @@ def said(role: str, value: str) -> dict[str, str]:
 def test_forms(value, wanted):
     pair = parse(value)
     assert (pair.prompt, pair.chosen, pair.rejected) == wanted
-    assert pair.where == "p.jsonl:3" and not pair.is_tie
+    assert pair.where == "p.jsonl:3" and pair.chosen != pair.rejected
     assert kinds_of(Record(value, ""))[0] == "preference"
 
 
 def test_tools_and_ties():
     pair = parse({"prompt": "q", "chosen": "a", "rejected": "a", "tools": [{"name": "f"}]})
-    assert pair.is_tie
+    assert pair.chosen == pair.rejected
     assert pair.tools == [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -91,4 +91,4 @@ def test_what_is_no_pair_is_refused_with_its_line(value, message):
 def test_real_pairs(shared_data: Path):
     pairs = [parse_preference(record) for record in read_records(shared_data / "dpo_en_demo.json")]
     assert len(pairs) == 300
-    assert all(pair.prompt[-1]["role"] == "user" and not pair.is_tie for pair in pairs)
+    assert all(pair.prompt[-1]["role"] == "user" and pair.chosen != pair.rejected for pair in pairs)

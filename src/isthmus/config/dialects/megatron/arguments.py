@@ -55,10 +55,6 @@ class Arguments:
         """What was said about them, as it was said."""
         return " ".join(self._words[name] for name in names if self.said(name)) or DEFAULT
 
-    def forget(self, name: str) -> None:
-        """Take back what was said about it."""
-        self._values.pop(name, None)
-
     def remark_on_the_rest(self, translation: Translation) -> None:
         """A remark for the arguments that no setting has, a complaint for one without which it were another run."""
         alike: dict[tuple[str, str], list[str]] = {}
