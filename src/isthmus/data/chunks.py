@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from isthmus.errors import DataError
 
 OnError = Literal["stop", "skip"]
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 """About how much a chunk holds; one record may be larger."""
 
 

@@ -28,7 +28,7 @@ from isthmus.data.templates import default_template
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
 from isthmus.hf.folder import tokenizer_files
 from isthmus.hf.sentencepiece import read_sentencepiece
-from isthmus.hf.token_spans import tokens_of
+from isthmus.hf.token_spans import ByteLengths, tokens_of
 from isthmus.hf.turn_template import TurnTemplate, turn_template
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
@@ -202,6 +202,27 @@ class Tokenizer:
 
         The same as :func:`isthmus.data.spans.token_mask` of ``encode_with_offsets``, without making all offsets.
         """
+        if self._byte_lengths is None:
+            return self._by_places(texts, spans)
+        ids, counts = array("i"), []
+        for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
+            ids.fromlist(encoding.ids)
+            counts.append(len(encoding))
+        tokens = np.frombuffer(ids, dtype=np.int32)
+        mask, wrong = self._byte_lengths.masks(texts, spans, tokens, counts)
+        made, end = [], 0
+        for count in counts:
+            start, end = end, end + count
+            made.append((tokens[start:end], mask[start:end]))
+        again = self._by_places([texts[number] for number in wrong], [spans[number] for number in wrong])
+        for number, one in zip(wrong, again, strict=True):
+            made[number] = one
+        return made
+
+    def _by_places(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        """The same for any tokenizer, by the characters at the edges of spans."""
         made = []
         encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
         for encoding, learned in zip(encoded, spans, strict=True):
@@ -215,6 +236,10 @@ class Tokenizer:
                 mask[part] = 1
             made.append((ids, mask))
         return made
+
+    @cached_property
+    def _byte_lengths(self) -> ByteLengths | None:
+        return ByteLengths.of(self._backend)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""

@@ -1,29 +1,82 @@
-"""The quick way to a mask gives the mask of the slow one."""
+"""The quick ways to a mask give the mask of the slow one."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from isthmus.data.spans import token_mask
 from isthmus.hf.tiny import train_tokenizer
+from isthmus.hf.token_spans import ByteLengths
 from isthmus.hf.tokenizer import Tokenizer
 
-LETTERS = ["a", "b", " ", "\n", "✓", "é", "e\u0301", "🌊", "the sea", "<|im_end|>"]
+LETTERS = ["a", "b", " ", "\n", "✓", "é", "e\u0301", "🌊", "the sea", "<|im_end|>", "1234", " <mark> "]
 
 
-def words_without_blanks() -> Tokenizer:
+def words_without_blanks() -> Backend:
     backend = Backend(models.WordLevel({"a": 0, "b": 1, "é": 2, "?": 3}, unk_token="?"))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="?"))
+    return backend
 
 
-@pytest.mark.parametrize("kind", ["bytes", "words", "sentencepiece"])
+def byte_level(**marks: bool) -> Backend:
+    backend: Backend = train_tokenizer(["the sea is wide ✓ é"] * 3, vocab_size=290).backend_tokenizer
+    if marks:
+        backend.add_tokens([AddedToken("<mark>", **marks)])
+    return backend
+
+
+def composed() -> Backend:
+    """As Qwen's: NFC, a pattern that cuts, and bytes."""
+    backend = byte_level()
+    backend.normalizer = normalizers.NFC()
+    cut = pre_tokenizers.Split(Regex(r"\p{N}| ?\p{L}+|[^\p{L}\p{N}]+"), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.Digits(individual_digits=True), as_bytes])
+    return backend
+
+
+def with_a_blank_before() -> Backend:
+    backend = byte_level(lstrip=True)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return backend
+
+
+def without_digits() -> Backend:
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\d"), behavior="removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return backend
+
+
+def with_few_bytes() -> Backend:
+    backend = Backend(models.BPE(vocab={"a": 0, "b": 1, "Ġ": 2, "ab": 3}, merges=[("a", "b")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>"])
+    return backend
+
+
+QUICK = {"bytes": byte_level, "marked": lambda: byte_level(normalized=False, single_word=True), "composed": composed}
+OTHERS = {
+    "words": words_without_blanks,
+    "blank before": with_a_blank_before,
+    "blanks taken": lambda: byte_level(rstrip=True),
+    "no digits": without_digits,
+    "few bytes": with_few_bytes,
+}
+
+
+def wrapped(backend: Backend) -> Tokenizer:
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>"))
+
+
+@pytest.mark.parametrize("kind", [*QUICK, *OTHERS, "sentencepiece"])
 def test_masks_are_those_of_all_offsets(kind, request):
     if kind == "sentencepiece":
         from isthmus.hf.tokenizer import load_tokenizer
@@ -31,18 +84,32 @@ def test_masks_are_those_of_all_offsets(kind, request):
         pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
         tokenizer = load_tokenizer(request.getfixturevalue("shared_data") / "llama2-tokenizer")
     else:
-        trained = train_tokenizer(["the sea is wide ✓ é"] * 3, vocab_size=290)
-        tokenizer = Tokenizer(trained) if kind == "bytes" else words_without_blanks()
+        tokenizer = wrapped((QUICK | OTHERS)[kind]())
     dice = random.Random(0)
-    texts, spans = [], []
-    for _ in range(200):
+    texts, spans = [""], [[]]
+    for _ in range(300):
         text = "".join(dice.choices(LETTERS, k=dice.randint(1, 12)))
         edges = sorted(dice.sample(range(len(text) + 1), k=min(len(text) + 1, 2 * dice.randint(1, 2)) // 2 * 2))
         texts.append(text)
         spans.append(list(zip(edges[::2], edges[1::2], strict=True)))
     quick = tokenizer.encode_with_mask(texts, spans)
-    for (ids, mask), (all_ids, offsets), learned in zip(
-        quick, tokenizer.encode_with_offsets(texts), spans, strict=True
-    ):
+    slow = tokenizer.encode_with_offsets(texts)
+    for (ids, mask), (all_ids, offsets), learned in zip(quick, slow, spans, strict=True):
         assert ids.tolist() == all_ids
         assert mask.tolist() == token_mask(offsets, learned).tolist()
+
+
+@pytest.mark.parametrize("kind", [*QUICK, *OTHERS])
+def test_only_where_tokens_are_the_bytes_their_lengths_are_taken(kind):
+    assert (ByteLengths.of((QUICK | OTHERS)[kind]()) is not None) == (kind in QUICK)
+
+
+def test_a_text_whose_bytes_are_changed_is_told():
+    lengths = ByteLengths.of(composed())
+    texts = ["the sea", "cafe\u0301 \u212b", "caf\u00e9"]
+    tokenizer = wrapped(composed())
+    encoded = [tokenizer.encode(text) for text in texts]
+    ids = [number for one in encoded for number in one]
+    mask, wrong = lengths.masks(texts, [[(4, 7)], [(0, 2)], [(3, 4)]], ids, list(map(len, encoded)))
+    assert wrong == [1]
+    assert mask.sum() == len(tokenizer.encode(" sea")) + len(tokenizer.encode("é"))
