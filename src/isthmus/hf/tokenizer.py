@@ -26,9 +26,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from isthmus.data.spans import token_mask
 from isthmus.data.templates import default_template
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
+from isthmus.hf.byte_lengths import ByteLengths
 from isthmus.hf.folder import tokenizer_files
 from isthmus.hf.sentencepiece import read_sentencepiece
-from isthmus.hf.token_spans import ByteLengths, tokens_of
+from isthmus.hf.token_spans import tokens_of
 from isthmus.hf.turn_template import TurnTemplate, turn_template
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")

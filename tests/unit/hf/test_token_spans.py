@@ -10,11 +10,12 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from isthmus.data.spans import token_mask
+from isthmus.hf.byte_lengths import ByteLengths
 from isthmus.hf.tiny import train_tokenizer
-from isthmus.hf.token_spans import ByteLengths
 from isthmus.hf.tokenizer import Tokenizer
 
-LETTERS = ["a", "b", " ", "\n", "✓", "é", "e\u0301", "🌊", "the sea", "<|im_end|>", "1234", " <mark> "]
+TO_MARKS = normalizers.Replace(" ", "▁")
+LETTERS = ["a", "b", " ", "\n", "✓", "é", "e\u0301", "🌊", "the sea", "<|im_end|>", "1234", " <mark> ", "▁"]
 
 
 def words_without_blanks() -> Backend:
@@ -62,8 +63,47 @@ def with_few_bytes() -> Backend:
     return backend
 
 
-QUICK = {"bytes": byte_level, "marked": lambda: byte_level(normalized=False, single_word=True), "composed": composed}
+def sentences(normalizer=None, pre_tokenizer=None, first_byte: int = 0, **marks: bool) -> Backend:
+    """As sentencepiece's: blanks are written as marks, and what is not known as bytes."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(first_byte, 256)]
+    pieces += ["▁", "a", "b", "t", "h", "e", "é", "▁t", "he", "▁the", "▁a", "▁▁", "ab"]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "a"), ("▁", "▁"), ("a", "b")]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocab, merges, byte_fallback=True))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<|im_end|>"])
+    backend.add_tokens([AddedToken("<mark>", **marks)])
+    return backend
+
+
+def with_mark(**others) -> Backend:
+    return sentences(normalizers.Sequence([normalizers.Prepend("▁"), TO_MARKS]), **others)
+
+
+def spaced(scheme: str) -> Backend:
+    return sentences(None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False))
+
+
+QUICK = {
+    "bytes": byte_level,
+    "marked": lambda: byte_level(normalized=False, single_word=True),
+    "composed": composed,
+    "as llama 2": with_mark,
+    "as mistral": lambda: spaced("first"),
+    "as yi": lambda: spaced("always"),
+    "as gemma": lambda: sentences(TO_MARKS, pre_tokenizers.Split(" ", "merged_with_previous")),
+    "normalized mark": lambda: with_mark(normalized=True),
+}
 OTHERS = {
+    "few bytes fall back": lambda: with_mark(first_byte=1),
+    "blanks taken by a mark": lambda: with_mark(lstrip=True),
+    "blanks made one": lambda: sentences(normalizers.Sequence([normalizers.Replace(Regex(" +"), " "), TO_MARKS])),
+    "blanks left out": lambda: sentences(TO_MARKS, pre_tokenizers.Split("▁", "removed")),
+    "nothing said": sentences,
     "words": words_without_blanks,
     "blank before": with_a_blank_before,
     "blanks taken": lambda: byte_level(rstrip=True),
@@ -97,6 +137,18 @@ def test_masks_are_those_of_all_offsets(kind, request):
     for (ids, mask), (all_ids, offsets), learned in zip(quick, slow, spans, strict=True):
         assert ids.tolist() == all_ids
         assert mask.tolist() == token_mask(offsets, learned).tolist()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "as llama 2", "as mistral", "as yi", "as gemma"])
+def test_chats_are_not_looked_up_by_their_characters(kind, monkeypatch):
+    """Where lengths tell, they are what is used."""
+    tokenizer = wrapped(QUICK[kind]())
+    text = "<|im_end|>the ✓ sea  ab<|im_end|>ab\n"
+    ((ids, offsets),) = tokenizer.encode_with_offsets([text])
+    monkeypatch.setattr("isthmus.hf.tokenizer.tokens_of", None)
+    ((_, mask),) = tokenizer.encode_with_mask([text], [[(10, 17), (24, 36)]])
+    assert mask.tolist() == token_mask(offsets, [(10, 17), (24, 36)]).tolist()
+    assert 0 < mask.sum() < len(ids)
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *OTHERS])
