@@ -12,7 +12,7 @@ from isthmus.data.batches import MicroBatch
 from isthmus.engine.attention import Segments, VarlenAttention
 from isthmus.engine.context import own_part, own_spans
 from isthmus.engine.groups import ParallelSizes, open_groups
-from isthmus.engine.line_attention import blocks_of
+from isthmus.engine.line_attention import stacks_of
 from isthmus.platforms.detect import detect
 from ranks.live_memory import LiveMemory
 from ranks.tasks import start
@@ -79,7 +79,7 @@ def memory_of_a_step(*, model: str, samples: str, lengths: list[int], **layout: 
             num_tokens=length,
             num_samples=1,
         )
-        blocks_of.cache_clear()
+        stacks_of.cache_clear()
         with LiveMemory() as memory:
             training.stepper.train_step([line])
         taken.append({"peak": memory.peak_bytes, "largest": memory.largest_bytes})

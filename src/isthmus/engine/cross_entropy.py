@@ -24,8 +24,8 @@ from isthmus.engine.main_grad import add_product
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits of a chunk. Larger chunks add to the projection's gradient less often; measured best on CPU."""
-BLOCK_ELEMENTS = 1 << 22
-"""Logits of a chunk that are float32 at a time: 16 MiB, which stay in the cache over the passes of a softmax."""
+BLOCK_ELEMENTS = 1 << 20
+"""Logits of a chunk that are float32 at a time: 4 MiB, which stay in the cache over the passes of a softmax."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

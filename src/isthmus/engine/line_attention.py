@@ -1,17 +1,19 @@
 """Causal attention over a packed line in plain matrix products, for CPUs.
 
-The line is cut into blocks of queries. A block is multiplied with the keys from the start of its first sample to its
-own end, so the work follows the triangle below the diagonal, and several short samples share one product.
-Probabilities exist for one block at a time and the backward pass takes them again, and masks only where there is
-something to hide: memory grows with the line and not with its square.
-torch's own kernel for CPUs takes one sample at a time and 1.3 to 2 times as long (docs/decisions/0009).
+Samples of like length are laid one above the other, so that one product serves them all, and cut into blocks of
+queries. A block is multiplied with the keys from the start of its samples to its own end, so the work follows the
+triangle below the diagonal. Probabilities exist for some blocks at a time and the backward pass takes them again, and
+masks only where there is something to hide: memory grows with the line and not with its square.
+torch's own kernel for CPUs takes one sample at a time and 1.3 to 2 times as long (docs/decisions/0009, 0021).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,24 +25,83 @@ QUERIES = 96
 """Tokens of a block; measured best of 64 to 256, together for float32 and bfloat16."""
 KEYS = 64
 """The keys of a block come in multiples of it: oneDNN compiles a kernel for each shape, at 2 ms and half a MiB."""
-
+ROWS = 32
+"""Samples that lie above one another are filled up to a multiple of it, for the same reason."""
+SCORES = 3 << 18
+"""The most scores of several samples at a time: what fits the cache."""
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Some queries that follow one another in the line, and the keys [first, last) of it that they may see."""
+class Piece:
+    """Queries of one sample that follow one another, and where in the line the sample is."""
 
     start: int
+    """Of the queries among those that are given."""
+    queries: int
+    sample: int
+    """Where in the line the sample begins."""
+    ahead: int
+    """Tokens of the sample before the first of these queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some queries that follow one another in each of some pieces, and the keys that they may see."""
+
+    top: int
+    bottom: int
+    """Pieces [top, bottom) of the stack."""
+    start: int
     end: int
-    """Queries [start, end) of those that are given."""
+    """Queries [start, end) of each."""
     first: int
     last: int
+    """Keys [first, last), counted from the start of the pieces, or of the line where a piece is left in it."""
     left: Tensor
     """0 where a query sees one of the first keys and -inf elsewhere, [(end - start) * repeat, keys]."""
     right: Tensor
     """The same of the last keys. Those between are seen by all queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Whole samples of like length one above the other, the longest on top; or one piece, left where it is."""
+
+    pieces: tuple[Piece, ...]
+    rows: int
+    """Tokens that each piece has, filled up with zeros; 0 where one piece is left where it is."""
+    blocks: tuple[Block, ...]
+
+    def queries(self, line: Tensor, repeat: int) -> Tensor:
+        """[G, T * repeat, D] -> [pieces * G, rows * repeat, D]; a view of one piece that is left where it is."""
+        if not self.rows:
+            (piece,) = self.pieces
+            return line[:, piece.start * repeat : (piece.start + piece.queries) * repeat]
+        return self._stacked(line, repeat)
+
+    def keys(self, line: Tensor) -> Tensor:
+        """[G, T, D] -> [pieces * G, rows, D]; the line itself for a piece that is left in it."""
+        return self._stacked(line, 1) if self.rows else line
+
+    def _stacked(self, line: Tensor, repeat: int) -> Tensor:
+        groups, _, width = line.shape
+        size = self.rows * repeat
+        if line.size(1) == len(self.pieces) * size and all(piece.queries == self.rows for piece in self.pieces):
+            return line.unflatten(1, (-1, size)).transpose(0, 1).reshape(-1, size, width)
+        stacked = line.new_zeros(len(self.pieces), groups, size, width)
+        for into, piece in zip(stacked, self.pieces, strict=True):
+            rows = slice(piece.start * repeat, (piece.start + piece.queries) * repeat)
+            into[:, : piece.queries * repeat] = line[:, rows]
+        return stacked.flatten(0, 1)
+
+    def back(self, stacked: Tensor, line: Tensor, repeat: int) -> None:
+        """What lies in ``stacked`` to its place in ``line``, where it is not there already."""
+        if self.rows:
+            for piece, rows in zip(self.pieces, stacked.unflatten(0, (len(self.pieces), -1)), strict=True):
+                into = slice(piece.start * repeat, (piece.start + piece.queries) * repeat)
+                line[:, into] = rows[:, : piece.queries * repeat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,67 +110,106 @@ class Scores:
 
     scale: float
     """What the product of a query and a key is multiplied by."""
+    repeat: int
+    """Query heads to each key head; their queries follow one another."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap) before they are masked."""
 
 
 @functools.lru_cache(maxsize=2)  # the layers of a step share them, forward and backward
-def blocks_of(
+def stacks_of(
     lengths: tuple[int, ...],
     window: int | None,
-    repeat: int,
+    heads: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device = _CPU,
     spans: Spans | None = None,
-) -> tuple[Block, ...]:
-    """Cut a line of samples into blocks of queries, wherever the samples begin and end.
+) -> tuple[Stack, ...]:
+    """Arrange the samples of a line, and cut them into blocks of queries.
 
     Args:
         lengths: tokens of each sample.
         window: keys that a query sees, itself included; None for all before it in its sample.
-        repeat: query heads that share a key head; each row of a mask is there as many times.
+        heads: of keys, and of queries to each of them; each row of a mask is there as many times as the latter.
         dtype: of the masks.
         device: of the masks.
         spans: where in the line the queries are; None: everywhere.
     """
-    starts = torch.tensor((0, *lengths)).cumsum(0)
-    sample_start = torch.repeat_interleave(starts[:-1], torch.tensor(lengths, dtype=torch.int64))
-    tokens = int(starts[-1])
-    index = torch.arange(tokens)
-    oldest = sample_start if window is None else torch.maximum(sample_start, index - window + 1)
+    masks = functools.partial(_cut, window=window, heads=heads, dtype=dtype, device=device)
+    if spans is not None or len(lengths) == 1:
+        return tuple(
+            Stack((piece,), 0, masks((piece.queries,), piece.queries, piece.sample, piece.ahead))
+            for piece in _pieces(lengths, spans)
+        )
+    stacks = []
+    waiting = sorted(_pieces(lengths, None), key=lambda piece: -piece.queries)
+    while waiting:
+        alike = [piece for piece in waiting if 2 * piece.queries >= waiting[0].queries]
+        waiting = waiting[len(alike) :]
+        rows = math.ceil(alike[0].queries / ROWS) * ROWS
+        stacks.append(Stack(tuple(alike), rows, masks([piece.queries for piece in alike], rows, 0, 0)))
+    return tuple(stacks)
 
-    def mask(start: int, end: int, first: int, last: int) -> Tensor:
-        keys, queries = index[first:last], index[start:end, None]
-        seen = (keys <= queries) & (keys >= oldest[start:end, None])
-        values = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
-        return values.repeat_interleave(repeat, 0).to(device)
 
+def _pieces(lengths: Sequence[int], spans: Spans | None) -> list[Piece]:
+    """The parts of samples that the spans cover, in the line's order; all samples where there are none."""
+    found, given = [], 0
+    ends = list(accumulate(lengths))
+    for span_start, span_end in ((0, ends[-1]),) if spans is None else spans:
+        for length, sample_end in zip(lengths, ends, strict=True):
+            sample = sample_end - length
+            start, end = max(sample, span_start), min(sample_end, span_end)
+            if start < end:
+                found.append(Piece(given, end - start, sample, start - sample))
+                given += end - start
+    return found
+
+
+def _cut(
+    queries: Sequence[int],
+    rows: int,
+    sample: int,
+    ahead: int,
+    *,
+    window: int | None,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Block, ...]:
+    """Blocks of pieces of so many ``queries``, the longest first, whose keys begin at ``sample``."""
+    groups, repeat = heads
     blocks = []
-    given = 0
-    for span_start, span_end in ((0, tokens),) if spans is None else spans:
-        for start in range(span_start, span_end, QUERIES):
-            end = min(start + QUERIES, span_end)
-            first = max(0, end - math.ceil((end - int(oldest[start])) / KEYS) * KEYS)
-            hidden = min(int(oldest[end - 1]), start), start  # no key between is hidden from any query
-            if hidden[1] - hidden[0] < (end - first) // 2:
-                hidden = end, end  # so few that one mask for all, added by the product itself, is faster
-            left, right = mask(start, end, first, hidden[0]), mask(start, end, hidden[1], end)
-            blocks.append(Block(given, given + end - start, first, end, left, right))
-            given += end - start
+    for start in range(0, rows, QUERIES):
+        end = min(start + QUERIES, rows)
+        own = torch.arange(sample + ahead + start, sample + ahead + end)  # the queries' own keys
+        oldest = torch.full_like(own, sample) if window is None else (own - window + 1).clamp_min(sample)
+        last = int(own[-1]) + 1
+        first = max(0, last - math.ceil((last - int(oldest[0])) / KEYS) * KEYS)
+        hidden = min(int(oldest[-1]), int(own[0])), int(own[0])  # no key between is hidden from any query
+        if hidden[1] - hidden[0] < (last - first) // 2:
+            hidden = last, last  # so few that one mask for all, added by the product itself, is faster
+        masks = []
+        for keys in (torch.arange(first, hidden[0]), torch.arange(hidden[1], last)):
+            seen = (keys <= own[:, None]) & (keys >= oldest[:, None])
+            values = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+            masks.append(values.repeat_interleave(repeat, 0).to(device))
+        number = sum(length > start for length in queries)
+        at_once = max(1, SCORES // (groups * repeat * (end - start) * (last - first)))
+        for top in range(0, number, at_once):
+            blocks.append(Block(top, min(top + at_once, number), start, end, first, last, *masks))
     return tuple(blocks)
 
 
-def _scores(q: Tensor, k: Tensor, block: Block, repeat: int, how: Scores) -> tuple[Tensor, Tensor | None]:
-    """[G, queries * repeat, keys] of one block, masked; and the slope of the cap at each of them, if there is one."""
-    rows = q[:, block.start * repeat : block.end * repeat]
-    keys = k[:, block.first : block.last].transpose(1, 2)
+def _scores(q: Tensor, k: Tensor, block: Block, how: Scores) -> tuple[Tensor, Tensor | None]:
+    """[B, queries * repeat, keys] of one block, masked; and the slope of the cap at each of them, if there is one."""
+    keys = k.transpose(1, 2)
     slope = None
     if how.softcap is None:
         if block.left.size(1) == keys.size(2):
-            return torch.baddbmm(block.left, rows, keys, alpha=how.scale), None
-        scores = torch.baddbmm(q.new_empty(1, 1, 1), rows, keys, beta=0, alpha=how.scale)
+            return torch.baddbmm(block.left, q, keys, alpha=how.scale), None
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), q, keys, beta=0, alpha=how.scale)
     else:
-        share = torch.bmm(rows, keys).mul_(how.scale / how.softcap).tanh_()
+        share = torch.bmm(q, keys).mul_(how.scale / how.softcap).tanh_()
         slope = 1 - share.square()
         scores = share.mul_(how.softcap)
     scores[..., : block.left.size(1)] += block.left
@@ -117,59 +217,78 @@ def _scores(q: Tensor, k: Tensor, block: Block, repeat: int, how: Scores) -> tup
     return scores, slope
 
 
-def _probabilities(scores: Tensor, sinks: Tensor | None, repeat: int) -> tuple[Tensor, Tensor | None]:
-    """What each key gets, and what the sink of the row gets, [G, rows, 1]; ``sinks`` is [G, repeat]."""
+def _probabilities(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What each key gets, and what the sink of the row gets, [B, rows, 1]; ``sinks`` is [G, repeat]."""
     if sinks is None:
         return torch.softmax(scores, -1, out=scores), None
-    groups, rows, keys = scores.shape
-    column = sinks[:, None].expand(groups, rows // repeat, repeat).reshape(groups, rows, 1)
+    groups, repeat = sinks.shape
+    batch, rows, keys = scores.shape
+    column = sinks[None, :, None].expand(batch // groups, groups, rows // repeat, repeat).reshape(batch, rows, 1)
     both = torch.cat((scores, column.to(scores.dtype)), -1)
     return torch.softmax(both, -1, out=both).split((keys, 1), -1)  # type: ignore[return-value]
+
+
+def _parts(block: Block, groups: int, repeat: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+    """Where in a stack the block's queries are, and its keys."""
+    heads = slice(block.top * groups, block.bottom * groups)
+    return (heads, slice(block.start * repeat, block.end * repeat)), (heads, slice(block.first, block.last))
 
 
 class _LineAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, blocks: tuple[Block, ...], how: Scores
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, stacks: tuple[Stack, ...], how: Scores
     ) -> Tensor:
-        groups, _, width = v.shape
-        tokens = blocks[-1].end
-        repeat = q.size(1) // tokens
-        out = q.new_empty(tokens, groups, repeat, width)
-        for block in blocks:
-            scores, _ = _scores(q, k, block, repeat, how)
-            probabilities, _ = _probabilities(scores, sinks, repeat)
-            attended = torch.bmm(probabilities, v[:, block.first : block.last])
-            out[block.start : block.end] = attended.view(groups, -1, repeat, width).transpose(0, 1)
+        groups, width, repeat = v.size(0), v.size(2), how.repeat
+        out = q.new_empty(groups, q.size(1), width)
+        for stack in stacks:
+            stack_q, stack_k, stack_v = stack.queries(q, repeat), stack.keys(k), stack.keys(v)
+            made = stack_q.new_empty(*stack_q.shape[:2], width) if stack.rows else stack.queries(out, repeat)
+            for block in stack.blocks:
+                queries, keys = _parts(block, groups, repeat)
+                scores, _ = _scores(stack_q[queries], stack_k[keys], block, how)
+                probabilities, _ = _probabilities(scores, sinks)
+                torch.bmm(probabilities, stack_v[keys], out=made[queries])
+            stack.back(made, out, repeat)
         ctx.save_for_backward(q, k, v, sinks)
-        ctx.blocks, ctx.how = blocks, how
-        return out
+        ctx.stacks, ctx.how = stacks, how
+        return out.unflatten(1, (-1, repeat)).transpose(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks = ctx.saved_tensors
-        groups, _, width = v.shape
-        repeat, scale = q.size(1) // ctx.blocks[-1].end, ctx.how.scale
+        groups, width = v.size(0), v.size(2)
+        repeat, scale = ctx.how.repeat, ctx.how.scale
         grad = grads[0].transpose(0, 1).reshape(groups, -1, width)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), k.new_zeros(v.shape)
+        grad_q, grad_k, grad_v = torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
         wide = torch.promote_types(q.dtype, torch.float32)
         grad_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=wide, device=sinks.device)
-        for block in ctx.blocks:
-            queries = slice(block.start * repeat, block.end * repeat)
-            keys = slice(block.first, block.last)
-            scores, slope = _scores(q, k, block, repeat, ctx.how)
-            probabilities, at_sink = _probabilities(scores, sinks, repeat)
-            grad_probabilities = torch.bmm(grad[:, queries], v[:, keys].transpose(1, 2))
-            grad_v[:, keys] += torch.bmm(probabilities.transpose(1, 2), grad[:, queries])
-            if grad_sinks is not None and at_sink is not None:
-                # The sink has no value, so all it does is take from the others.
-                taken = at_sink * (probabilities * grad_probabilities).sum(-1, keepdim=True, dtype=wide)
-                grad_sinks -= taken.view(groups, -1, repeat).sum(1)
-            grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
-            if slope is not None:
-                grad_scores = grad_scores * slope
-            torch.mul(torch.bmm(grad_scores, k[:, keys]), scale, out=grad_q[:, queries])
-            grad_k[:, keys].add_(torch.bmm(grad_scores.transpose(1, 2), q[:, queries]), alpha=scale)
+        for stack in ctx.stacks:
+            stack_q, stack_k, stack_v = stack.queries(q, repeat), stack.keys(k), stack.keys(v)
+            upstream = stack.queries(grad, repeat)
+            made_q, made_k, made_v = (
+                (torch.empty_like(stack_q), torch.zeros_like(stack_k), torch.zeros_like(stack_v))
+                if stack.rows
+                else (stack.queries(grad_q, repeat), grad_k, grad_v)
+            )
+            for block in stack.blocks:
+                queries, keys = _parts(block, groups, repeat)
+                scores, slope = _scores(stack_q[queries], stack_k[keys], block, ctx.how)
+                probabilities, at_sink = _probabilities(scores, sinks)
+                grad_probabilities = torch.bmm(upstream[queries], stack_v[keys].transpose(1, 2))
+                made_v[keys] += torch.bmm(probabilities.transpose(1, 2), upstream[queries])
+                if grad_sinks is not None and at_sink is not None:
+                    # The sink has no value, so all it does is take from the others.
+                    taken = at_sink * (probabilities * grad_probabilities).sum(-1, keepdim=True, dtype=wide)
+                    grad_sinks -= taken.view(-1, groups, block.end - block.start, repeat).sum((0, 2))
+                grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
+                if slope is not None:
+                    grad_scores = grad_scores * slope
+                torch.mul(torch.bmm(grad_scores, stack_k[keys]), scale, out=made_q[queries])
+                made_k[keys].add_(torch.bmm(grad_scores.transpose(1, 2), stack_q[queries]), alpha=scale)
+            stack.back(made_q, grad_q, repeat)
+            stack.back(made_k, grad_k, 1)
+            stack.back(made_v, grad_v, 1)
         return grad_q, grad_k, grad_v, None if grad_sinks is None else grad_sinks.to(sinks.dtype), None, None
 
 
@@ -217,8 +336,8 @@ def line_attention(
     """
     check_line(q, k, lengths, spans)
     _, groups, repeat, width = q.shape
-    blocks = blocks_of(lengths, window, repeat, q.dtype, q.device, spans)
+    stacks = stacks_of(lengths, window, (groups, repeat), q.dtype, q.device, spans)
     rows = q.transpose(0, 1).reshape(groups, -1, width)
-    how = Scores(width**-0.5 if scale is None else scale, softcap)
+    how = Scores(width**-0.5 if scale is None else scale, repeat, softcap)
     sinks = None if sinks is None else sinks.view(groups, repeat)
-    return _LineAttention.apply(rows, k.transpose(0, 1), v.transpose(0, 1), sinks, blocks, how)
+    return _LineAttention.apply(rows, k.transpose(0, 1), v.transpose(0, 1), sinks, stacks, how)

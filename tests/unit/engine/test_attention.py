@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isthmus.engine import line_attention as line
 from isthmus.engine.attention import Segments, VarlenAttention, sample_attention
-from isthmus.engine.line_attention import blocks_of, line_attention
+from isthmus.engine.line_attention import line_attention, stacks_of
 from unit.engine.recorder import Recorder
 
 HEADS, CHANNELS = 4, 16
@@ -20,13 +20,16 @@ HEADS, CHANNELS = 4, 16
 WAYS = [line_attention, sample_attention]
 
 
-@pytest.fixture(params=[(6, 4), (96, 64)], ids=["small-blocks", "blocks"])
+SIZES = {"QUERIES": (6, 4, 96), "KEYS": (4, 4, 64), "ROWS": (4, 1, 32), "SCORES": (100, 1 << 20, 3 << 18)}
+
+
+@pytest.fixture(params=range(3), ids=["small-blocks", "nothing-filled-up", "blocks"])
 def block_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(line, "QUERIES", request.param[0])
-    monkeypatch.setattr(line, "KEYS", request.param[1])
-    blocks_of.cache_clear()
+    for name, values in SIZES.items():
+        monkeypatch.setattr(line, name, values[request.param])
+    stacks_of.cache_clear()
     yield
-    blocks_of.cache_clear()
+    stacks_of.cache_clear()
 
 
 def inputs(tokens: int, groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +72,7 @@ def reference(
 @pytest.mark.parametrize("attend", WAYS)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
-@pytest.mark.parametrize("lengths", [(20,), (9, 1, 4, 6), (8, 12), (1, 1, 18)])
+@pytest.mark.parametrize("lengths", [(20,), (9, 1, 4, 6), (8, 12), (1, 1, 18), (5, 5, 5, 5), (4, 8, 8)])
 @pytest.mark.usefixtures("block_sizes")
 def test_values_and_gradients(
     attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, groups: int
@@ -190,7 +193,19 @@ def test_lengths_must_cover_the_line(attend: Callable[..., Tensor]) -> None:
         attend(*inputs(20, 2), (8, 11))
 
 
+def test_samples_of_like_length_share_a_product() -> None:
+    """Eight of one length take as many as one of them does, as long as their scores fit the cache."""
+    taken = []
+    for lengths in ((64,), (64,) * 8, (40, 64, 50, 61)):
+        given = inputs(sum(lengths), 2, torch.float32)
+        with Recorder() as seen:
+            line_attention(*given, lengths)
+        taken.append([name for name, _ in seen.taken if name in ("bmm", "baddbmm")])
+    assert taken[0] == taken[1] == taken[2] and taken[0]
+
+
 def test_blocks_see_few_shapes_of_keys() -> None:
     lengths = tuple(torch.randint(20, 700, (40,), generator=torch.Generator().manual_seed(0)).tolist())
-    widths = {block.end - block.first for block in blocks_of(lengths, None, 1, torch.float32)}
-    assert len(widths - {96}) <= 1 + (700 + 96) // 64
+    stacks = stacks_of(lengths, None, (2, 2), torch.float32)
+    shapes = {(block.end - block.start, block.last - block.first) for stack in stacks for block in stack.blocks}
+    assert len({keys for _, keys in shapes}) <= 700 // 32 and {queries for queries, _ in shapes} <= {32, 64, 96}

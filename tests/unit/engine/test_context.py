@@ -13,7 +13,7 @@ from isthmus.engine import context
 from isthmus.engine import line_attention as line
 from isthmus.engine.attention import sample_attention
 from isthmus.engine.context import own_part, spans_of
-from isthmus.engine.line_attention import blocks_of, line_attention
+from isthmus.engine.line_attention import line_attention, stacks_of
 from isthmus.engine.rope import frequency_sets, line_tables
 from isthmus.families.registry import family_for
 
@@ -33,10 +33,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(context, "FEWEST", 2)
     monkeypatch.setattr(line, "QUERIES", 6)
     monkeypatch.setattr(line, "KEYS", 4)
-    for cached in (spans_of, blocks_of):
+    for cached in (spans_of, stacks_of):
         cached.cache_clear()
     yield
-    for cached in (spans_of, blocks_of):
+    for cached in (spans_of, stacks_of):
         cached.cache_clear()
 
 
