@@ -23,7 +23,7 @@ Spans = tuple[tuple[int, int], ...]
 TURNS = 8
 """Times that each rank is dealt two chunks of a long line."""
 FEWEST = 64
-"""Tokens of a chunk below which there are fewer turns: a block of queries in line_attention."""
+"""Tokens of a chunk below which there are fewer turns: about a block of queries in line_attention."""
 
 
 @functools.lru_cache(maxsize=8)

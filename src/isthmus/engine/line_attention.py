@@ -4,7 +4,7 @@ Samples of like length are laid one above the other, so that one product serves 
 queries. A block is multiplied with the keys from the start of its samples to its own end, so the work follows the
 triangle below the diagonal. Probabilities exist for some blocks at a time and the backward pass takes them again, and
 masks only where there is something to hide: memory grows with the line and not with its square.
-torch's own kernel for CPUs takes one sample at a time and 1.3 to 2 times as long (docs/decisions/0009, 0021).
+torch's own kernel for CPUs takes one sample at a time, in bfloat16 1.2 to 2.6 times as long (docs/decisions/0021).
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from isthmus.engine.context import Spans
 QUERIES = 96
 """Tokens of a block; measured best of 64 to 256, together for float32 and bfloat16."""
 KEYS = 64
-"""The keys of a block come in multiples of it: oneDNN compiles a kernel for each shape, at 2 ms and half a MiB."""
-ROWS = 32
+"""Where a block does not see its samples from their start, its keys come in multiples of it: oneDNN compiles a kernel
+for each shape, at 2 ms and half a MiB."""
+FILL = {torch.bfloat16: 32}
 """Samples that lie above one another are filled up to a multiple of it, for the same reason."""
+HIGHEST = {torch.float32: 256}
+"""Longer samples stay where they are: for them MKL is as fast one by one, and nothing is copied."""
 SCORES = 3 << 18
 """The most scores of several samples at a time: what fits the cache."""
 
@@ -35,15 +38,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Queries of one sample that follow one another, and where in the line the sample is."""
+    """Queries that follow one another, among those that are given."""
 
     start: int
-    """Of the queries among those that are given."""
     queries: int
-    sample: int
-    """Where in the line the sample begins."""
-    ahead: int
-    """Tokens of the sample before the first of these queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Block:
     """Queries [start, end) of each."""
     first: int
     last: int
-    """Keys [first, last), counted from the start of the pieces, or of the line where a piece is left in it."""
+    """Keys [first, last), counted from the start of the pieces, or of the line where a stretch is left in it."""
     left: Tensor
     """0 where a query sees one of the first keys and -inf elsewhere, [(end - start) * repeat, keys]."""
     right: Tensor
@@ -67,22 +65,22 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Whole samples of like length one above the other, the longest on top; or one piece, left where it is."""
+    """Whole samples of like length one above the other, the longest on top; or one stretch, left where it is."""
 
     pieces: tuple[Piece, ...]
     rows: int
-    """Tokens that each piece has, filled up with zeros; 0 where one piece is left where it is."""
+    """Tokens that each piece has, filled up with zeros; 0 where one stretch is left where it is."""
     blocks: tuple[Block, ...]
 
     def queries(self, line: Tensor, repeat: int) -> Tensor:
-        """[G, T * repeat, D] -> [pieces * G, rows * repeat, D]; a view of one piece that is left where it is."""
+        """[G, T * repeat, D] -> [pieces * G, rows * repeat, D]; a view of a stretch that is left where it is."""
         if not self.rows:
             (piece,) = self.pieces
             return line[:, piece.start * repeat : (piece.start + piece.queries) * repeat]
         return self._stacked(line, repeat)
 
     def keys(self, line: Tensor) -> Tensor:
-        """[G, T, D] -> [pieces * G, rows, D]; the line itself for a piece that is left in it."""
+        """[G, T, D] -> [pieces * G, rows, D]; the line itself for a stretch that is left in it."""
         return self._stacked(line, 1) if self.rows else line
 
     def _stacked(self, line: Tensor, repeat: int) -> Tensor:
@@ -135,62 +133,69 @@ def stacks_of(
         device: of the masks.
         spans: where in the line the queries are; None: everywhere.
     """
-    masks = functools.partial(_cut, window=window, heads=heads, dtype=dtype, device=device)
-    if spans is not None or len(lengths) == 1:
-        return tuple(
-            Stack((piece,), 0, masks((piece.queries,), piece.queries, piece.sample, piece.ahead))
-            for piece in _pieces(lengths, spans)
-        )
+    cut = functools.partial(_cut, window=window, heads=heads, dtype=dtype, device=device)
+    ends = torch.tensor(lengths).cumsum(0)
+    line = torch.arange(int(ends[-1]))
+    sample_starts = (ends - torch.tensor(lengths)).repeat_interleave(torch.tensor(lengths))
+
+    def left(start: int, end: int, given: int) -> Stack:
+        """A stretch of the line that stays where it is."""
+        return Stack((Piece(given, end - start),), 0, cut((end - start,), line[start:end], sample_starts[start:end]))
+
+    if spans is not None:
+        before = accumulate((end - start for start, end in spans), initial=0)
+        return tuple(left(start, end, given) for (start, end), given in zip(spans, before, strict=False))
+    fill = FILL.get(dtype, 1)
+    waiting = [Piece(int(end) - length, length) for length, end in zip(lengths, ends, strict=True)]
+    waiting.sort(key=lambda piece: -piece.queries)
     stacks = []
-    waiting = sorted(_pieces(lengths, None), key=lambda piece: -piece.queries)
     while waiting:
-        alike = [piece for piece in waiting if 2 * piece.queries >= waiting[0].queries]
+        longest = waiting[0].queries
+        alike = [piece for piece in waiting if 2 * piece.queries >= longest]
+        if longest > HIGHEST.get(dtype, longest):
+            alike = alike[:1]
         waiting = waiting[len(alike) :]
-        rows = math.ceil(alike[0].queries / ROWS) * ROWS
-        stacks.append(Stack(tuple(alike), rows, masks([piece.queries for piece in alike], rows, 0, 0)))
+        if len(alike) == 1 and (longest % fill == 0 or len(lengths) == 1):
+            start = alike[0].start
+            stacks.append(left(start, start + longest, start))
+        else:
+            rows = line[: math.ceil(longest / fill) * fill]
+            blocks = cut([piece.queries for piece in alike], rows, torch.zeros_like(rows))
+            stacks.append(Stack(tuple(alike), len(rows), blocks))
     return tuple(stacks)
-
-
-def _pieces(lengths: Sequence[int], spans: Spans | None) -> list[Piece]:
-    """The parts of samples that the spans cover, in the line's order; all samples where there are none."""
-    found, given = [], 0
-    ends = list(accumulate(lengths))
-    for span_start, span_end in ((0, ends[-1]),) if spans is None else spans:
-        for length, sample_end in zip(lengths, ends, strict=True):
-            sample = sample_end - length
-            start, end = max(sample, span_start), min(sample_end, span_end)
-            if start < end:
-                found.append(Piece(given, end - start, sample, start - sample))
-                given += end - start
-    return found
 
 
 def _cut(
     queries: Sequence[int],
-    rows: int,
-    sample: int,
-    ahead: int,
+    own: Tensor,
+    sample_starts: Tensor,
     *,
     window: int | None,
     heads: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Block, ...]:
-    """Blocks of pieces of so many ``queries``, the longest first, whose keys begin at ``sample``."""
+    """Cut pieces into blocks.
+
+    Args:
+        queries: of each piece, the most first.
+        own: int64 [most queries], each query's own key.
+        sample_starts: int64, likewise, the first key of its sample.
+        window: see :func:`stacks_of`, as the rest.
+    """
     groups, repeat = heads
+    oldest = sample_starts if window is None else torch.maximum(sample_starts, own - window + 1)
     blocks = []
-    for start in range(0, rows, QUERIES):
-        end = min(start + QUERIES, rows)
-        own = torch.arange(sample + ahead + start, sample + ahead + end)  # the queries' own keys
-        oldest = torch.full_like(own, sample) if window is None else (own - window + 1).clamp_min(sample)
-        last = int(own[-1]) + 1
-        first = max(0, last - math.ceil((last - int(oldest[0])) / KEYS) * KEYS)
-        hidden = min(int(oldest[-1]), int(own[0])), int(own[0])  # no key between is hidden from any query
+    for start in range(0, len(own), QUERIES):
+        end = min(start + QUERIES, len(own))
+        last = int(own[end - 1]) + 1
+        first = max(0, last - math.ceil((last - int(oldest[start])) / KEYS) * KEYS)
+        hidden = min(int(oldest[end - 1]), int(own[start])), int(own[start])  # no key between is hidden from any query
         if hidden[1] - hidden[0] < (last - first) // 2:
             hidden = last, last  # so few that one mask for all, added by the product itself, is faster
         masks = []
         for keys in (torch.arange(first, hidden[0]), torch.arange(hidden[1], last)):
-            seen = (keys <= own[:, None]) & (keys >= oldest[:, None])
+            seen = (keys <= own[start:end, None]) & (keys >= oldest[start:end, None])
             values = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
             masks.append(values.repeat_interleave(repeat, 0).to(device))
         number = sum(length > start for length in queries)
@@ -248,7 +253,7 @@ class _LineAttention(torch.autograd.Function):
                 queries, keys = _parts(block, groups, repeat)
                 scores, _ = _scores(stack_q[queries], stack_k[keys], block, how)
                 probabilities, _ = _probabilities(scores, sinks)
-                torch.bmm(probabilities, stack_v[keys], out=made[queries])
+                made[queries] = torch.bmm(probabilities, stack_v[keys])
             stack.back(made, out, repeat)
         ctx.save_for_backward(q, k, v, sinks)
         ctx.stacks, ctx.how = stacks, how
@@ -317,8 +322,9 @@ def line_attention(
     """Attend causally within each sample of a line.
 
     Args:
-        q: [T, G, R, D], R query heads to each key head. No key is copied for them, and nothing at all where q and k lie
-            in memory with the groups outermost, as :func:`isthmus.engine.rope.rotate` leaves them.
+        q: [T, G, R, D], R query heads to each key head. No key is copied for them; samples that stay where they are are
+            not copied at all where q and k lie in memory with the groups outermost, as
+            :func:`isthmus.engine.rope.rotate` leaves them.
         k: [T, G, D].
         v: [T, G, Dv].
         lengths: tokens of each sample; they sum to T.

@@ -45,29 +45,38 @@ class ByteLengths:
     @classmethod
     def of(cls, backend: Backend) -> ByteLengths | None:
         """Those of a tokenizer of either form; None for any other."""
-        added = backend.get_added_tokens_decoder()
-        if not isinstance(backend.model, models.BPE) or any(token.lstrip or token.rstrip for token in added.values()):
+        model, added = backend.model, backend.get_added_tokens_decoder()
+        if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+            return None
+        if any(token.lstrip or token.rstrip for token in added.values()):
             return None
         vocab = backend.get_vocab(with_added_tokens=False)
         normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
         word_mark: WordMark | None
         if writes_bytes := isinstance(backend.decoder, decoders.ByteLevel):
             plain = normalizer is None or normalizer["type"] == "NFC"
-            word_mark = "never" if plain and pre_tokenizer is not None and _keeps_all(pre_tokenizer) else None
-            bytes_alone = set(pre_tokenizers.ByteLevel.alphabet())
+            word_mark = "never" if plain and _keeps_all(pre_tokenizer) else None
+            needed = set(pre_tokenizers.ByteLevel.alphabet())
             of_vocab = list(map(len, vocab))
         else:
-            word_mark = _word_mark(normalizer, pre_tokenizer)
-            bytes_alone = {f"<0x{byte:02X}>" for byte in range(256)}
-            of_vocab = [1 if token in bytes_alone else _size_of_marked(token) for token in vocab]
-        if word_mark is None or not vocab.keys() >= bytes_alone:
+            word_mark = _word_mark(normalizer, pre_tokenizer) if model.byte_fallback else None
+            of_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
+            needed = of_bytes | {_MARK}
+            of_vocab = [1 if token in of_bytes else _size_of_marked(token) for token in vocab]
+            if word_mark != "never" and any(_MARK in token.content for token in added.values()):
+                return (
+                    None  # which of the two it is that comes first, one that is added or one with a mark, is not told
+                )
+        if word_mark is None or not vocab.keys() >= needed:
             return None
         lengths = np.zeros(max([*vocab.values(), *added]) + 1, dtype=np.int64)
         lengths[list(vocab.values())] = of_vocab
         for number, token in added.items():
             # One that is looked for in normalized text stands there with marks for blanks.
             marked = token.normalized and not writes_bytes
-            lengths[number] = _size_of_marked(token.content) if marked else len(token.content.encode())
+            size = _size_of_marked(token.content) if marked else len(token.content.encode())
+            # Where the model makes it as well, of other bytes, it counts as the shorter: then a sum may be too small.
+            lengths[number] = min(size, lengths[number]) if token.content in vocab else size
         is_added = np.zeros(len(lengths), dtype=np.bool_)
         is_added[list(added)] = True
         return cls(lengths, is_added, word_mark, normalizer == {"type": "NFC"})
@@ -90,7 +99,7 @@ class ByteLengths:
         ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self._lengths(ids, bounds))])
         begins = ends[bounds[:-1]]
         sizes = np.fromiter((len(text) if text.isascii() else len(text.encode()) for text in texts), np.int64)
-        # All that may be misjudged (blanks that were there already, marks in the text) makes tokens too short.
+        # All that may be misjudged (a blank taken for a mark that was put, a mark in the text) makes a sum too small.
         wholes = ends[bounds[1:]] - begins == sizes
         edges, wrong = [], []
         for number, (text, learned, begin, whole) in enumerate(
@@ -126,17 +135,21 @@ class ByteLengths:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    return None if part is None else json.loads(part.__getstate__())
+    """What a part of a tokenizer says of itself; None for one that does nothing."""
+    state = None if part is None else json.loads(part.__getstate__())
+    return None if state == {"type": "Sequence", "normalizers": []} else state
 
 
-def _keeps_all(part: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer only cuts a text, and writes its bytes as characters."""
-    if part["type"] == "Sequence":
-        parts = part["pretokenizers"]
-        return parts[-1:] == [last for last in parts if last["type"] == "ByteLevel"] and all(map(_keeps_all, parts))
-    if part["type"] == "ByteLevel":
-        return not part["add_prefix_space"]
-    return part["type"] == "Digits" or (part["type"] == "Split" and part["behavior"] != "Removed")
+def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Whether all it does is to cut a text, and at last to write its bytes as characters."""
+    if pre_tokenizer is None:
+        return False
+    *cuts, last = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    return (
+        last["type"] == "ByteLevel"
+        and not last["add_prefix_space"]
+        and all(cut["type"] == "Digits" or (cut["type"] == "Split" and cut["behavior"] != "Removed") for cut in cuts)
+    )
 
 
 def _word_mark(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> WordMark | None:

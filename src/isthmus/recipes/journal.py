@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from isthmus.data.chunks import CHUNK_BYTES
 from isthmus.data.indexed import IndexedWriter
 from isthmus.data.manifest import PARTIAL, pair_file, write_manifest
 from isthmus.data.report import PrepareReport
@@ -72,7 +73,8 @@ class Journal:
             NoSpace: the output exists, or another process is making it.
         """
         with disk_errors(self.folder):
-            same = _read(self.folder / "origin.json") == json.loads(json.dumps(origin))
+            begun = origin | {"chunk_bytes": CHUNK_BYTES}  # parts are counted in chunks
+            same = _read(self.folder / "origin.json") == json.loads(json.dumps(begun))
             whole = same and self._staged(".json").exists()
             if not whole:
                 self.refuse_existing()
@@ -86,7 +88,7 @@ class Journal:
             with disk_errors(self.folder):
                 if not same:
                     self._clear()
-                    _write(self.folder / "origin.json", json.dumps(origin, indent=1).encode())
+                    _write(self.folder / "origin.json", json.dumps(begun, indent=1).encode())
                 else:
                     self._take_up()
             try:

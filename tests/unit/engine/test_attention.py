@@ -20,7 +20,13 @@ HEADS, CHANNELS = 4, 16
 WAYS = [line_attention, sample_attention]
 
 
-SIZES = {"QUERIES": (6, 4, 96), "KEYS": (4, 4, 64), "ROWS": (4, 1, 32), "SCORES": (100, 1 << 20, 3 << 18)}
+SIZES = {
+    "QUERIES": (6, 4, 96),
+    "KEYS": (4, 4, 64),
+    "FILL": ({torch.float64: 4}, {}, {torch.float64: 32}),
+    "HIGHEST": ({}, {torch.float64: 5}, {}),
+    "SCORES": (300, 1 << 20, 3 << 18),
+}
 
 
 @pytest.fixture(params=range(3), ids=["small-blocks", "nothing-filled-up", "blocks"])
@@ -113,11 +119,12 @@ def test_the_kernel_of_a_gpu_scales_too() -> None:
 
 
 def test_bf16_sinks_get_a_gradient_of_their_own_type() -> None:
+    lengths = (22, 18)  # one above the other
     q, k, v = inputs(40, 2, torch.bfloat16)
     sinks = torch.randn(HEADS, dtype=torch.bfloat16, requires_grad=True)
-    line_attention(q, k, v, (30, 10), sinks=sinks).sum().backward()
+    line_attention(q, k, v, lengths, sinks=sinks).sum().backward()
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, sinks)]
-    reference(*wide[:3], (30, 10), None, sinks=wide[3]).sum().backward()
+    reference(*wide[:3], lengths, None, sinks=wide[3]).sum().backward()
     assert sinks.grad is not None and wide[3].grad is not None
     assert sinks.grad.dtype == torch.bfloat16
     assert (sinks.grad.double() - wide[3].grad).abs().max() < 0.02 * wide[3].grad.abs().max()
@@ -206,6 +213,7 @@ def test_samples_of_like_length_share_a_product() -> None:
 
 def test_blocks_see_few_shapes_of_keys() -> None:
     lengths = tuple(torch.randint(20, 700, (40,), generator=torch.Generator().manual_seed(0)).tolist())
-    stacks = stacks_of(lengths, None, (2, 2), torch.float32)
+    stacks = stacks_of(lengths, None, (2, 2), torch.bfloat16)
     shapes = {(block.end - block.start, block.last - block.first) for stack in stacks for block in stack.blocks}
     assert len({keys for _, keys in shapes}) <= 700 // 32 and {queries for queries, _ in shapes} <= {32, 64, 96}
+    assert len(stacks) < 8 and len({len(stack.pieces) for stack in stacks}) > 1

@@ -15,7 +15,7 @@ from isthmus.hf.tiny import train_tokenizer
 from isthmus.hf.tokenizer import Tokenizer
 
 TO_MARKS = normalizers.Replace(" ", "▁")
-LETTERS = ["a", "b", " ", "\n", "✓", "é", "e\u0301", "🌊", "the sea", "<|im_end|>", "1234", " <mark> ", "▁"]
+LETTERS = ["a", "  ", "b", " ", "\n", "✓", "é", "e\u0301", "🌊", "the sea", "<|im_end|>", "1234", " <mark> ", "▁"]
 
 
 def words_without_blanks() -> Backend:
@@ -63,13 +63,17 @@ def with_few_bytes() -> Backend:
     return backend
 
 
-def sentences(normalizer=None, pre_tokenizer=None, first_byte: int = 0, **marks: bool) -> Backend:
+def sentences(
+    normalizer=None, pre_tokenizer=None, first_byte: int = 0, left_out: str = "", falls_back: bool = True, **marks: bool
+) -> Backend:
     """As sentencepiece's: blanks are written as marks, and what is not known as bytes."""
     pieces = [f"<0x{byte:02X}>" for byte in range(first_byte, 256)]
     pieces += ["▁", "a", "b", "t", "h", "e", "é", "▁t", "he", "▁the", "▁a", "▁▁", "ab"]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "a"), ("▁", "▁"), ("a", "b")]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    backend = Backend(models.BPE(vocab, merges, byte_fallback=True))
+    vocab = {piece: number for number, piece in enumerate(pieces) if not (left_out and left_out in piece)}
+    merges = [merge for merge in merges if not (left_out and left_out in "".join(merge))]
+    unknown = {} if falls_back else {"unk_token": "<0x00>", "fuse_unk": True}
+    backend = Backend(models.BPE(vocab, merges, byte_fallback=falls_back, **unknown))
     if normalizer is not None:
         backend.normalizer = normalizer
     if pre_tokenizer is not None:
@@ -82,6 +86,25 @@ def sentences(normalizer=None, pre_tokenizer=None, first_byte: int = 0, **marks:
 
 def with_mark(**others) -> Backend:
     return sentences(normalizers.Sequence([normalizers.Prepend("▁"), TO_MARKS]), **others)
+
+
+def with_added_marks(backend: Backend) -> Backend:
+    """As Gemma's: runs of marks, which the model makes of blanks too, are looked for before all else."""
+    backend.add_tokens([AddedToken("▁▁", normalized=False)])
+    return backend
+
+
+def nothing_normalized() -> Backend:
+    """As DeepSeek's."""
+    backend = byte_level()
+    backend.normalizer = normalizers.Sequence([])
+    return backend
+
+
+def only_cut() -> Backend:
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Digits()
+    return backend
 
 
 def spaced(scheme: str) -> Backend:
@@ -97,8 +120,14 @@ QUICK = {
     "as yi": lambda: spaced("always"),
     "as gemma": lambda: sentences(TO_MARKS, pre_tokenizers.Split(" ", "merged_with_previous")),
     "normalized mark": lambda: with_mark(normalized=True),
+    "as gemma, marks added": lambda: with_added_marks(sentences(TO_MARKS)),
+    "as deepseek": nothing_normalized,
 }
 OTHERS = {
+    "marks added and put": lambda: with_added_marks(with_mark()),
+    "does not fall back": lambda: with_mark(falls_back=False),
+    "no mark": lambda: sentences(TO_MARKS, left_out="▁"),
+    "only cut": only_cut,
     "few bytes fall back": lambda: with_mark(first_byte=1),
     "blanks taken by a mark": lambda: with_mark(lstrip=True),
     "blanks made one": lambda: sentences(normalizers.Sequence([normalizers.Replace(Regex(" +"), " "), TO_MARKS])),
@@ -127,7 +156,7 @@ def test_masks_are_those_of_all_offsets(kind, request):
         tokenizer = wrapped((QUICK | OTHERS)[kind]())
     dice = random.Random(0)
     texts, spans = [""], [[]]
-    for _ in range(300):
+    for _ in range(600):
         text = "".join(dice.choices(LETTERS, k=dice.randint(1, 12)))
         edges = sorted(dice.sample(range(len(text) + 1), k=min(len(text) + 1, 2 * dice.randint(1, 2)) // 2 * 2))
         texts.append(text)

@@ -140,6 +140,19 @@ def test_other_data_begins_anew_and_a_kept_output_is_refused(tmp_path, tokenizer
     assert not Path(f"{out}.partial").exists()
 
 
+def test_parts_of_other_chunks_are_not_taken_up(tmp_path, tokenizer, small_chunks, monkeypatch):
+    """Parts say how many chunks they hold, which is no number of records where chunks are larger or smaller."""
+    file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
+    monkeypatch.setattr(journal, "PART_TOKENS", 100)
+    with monkeypatch.context() as ended, pytest.raises(KeyboardInterrupt):
+        ended.setattr(journal.Journal, "put_together", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        prepare([file], tmp_path / "out", tokenizer, workers=1)
+    assert list((tmp_path / "out.partial").glob("*.npz"))
+    monkeypatch.setattr("isthmus.data.json_text.CHUNK_BYTES", 1000)
+    monkeypatch.setattr(journal, "CHUNK_BYTES", 1000)
+    assert prepare([file], tmp_path / "out", tokenizer, workers=1).report.records == 60
+
+
 def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatch):
     file, out = write(tmp_path / "a.jsonl", [chat(1)]), tmp_path / "out"
     prepare([file], tmp_path / "whole", tokenizer, workers=1)
