@@ -64,9 +64,7 @@ class ByteLengths:
             needed = of_bytes | {_MARK}
             of_vocab = [1 if token in of_bytes else _size_of_marked(token) for token in vocab]
             if word_mark != "never" and any(_MARK in token.content for token in added.values()):
-                return (
-                    None  # which of the two it is that comes first, one that is added or one with a mark, is not told
-                )
+                return None  # nothing tells whether the first token was added, or made by the model with a mark
         if word_mark is None or not vocab.keys() >= needed:
             return None
         lengths = np.zeros(max([*vocab.values(), *added]) + 1, dtype=np.int64)
