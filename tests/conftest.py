@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Set before anything imports torch or transformers. Tests share few cores with each other, and reach no hub.
@@ -26,6 +28,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def repository() -> Path:
     """The root of the checkout."""
     return REPOSITORY
+
+
+@pytest.fixture
+def hangups_count() -> Iterator[None]:
+    """SIGHUP does what it does in a terminal, also where the tests were started by ``nohup``, which ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

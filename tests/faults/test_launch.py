@@ -176,6 +176,7 @@ def test_usage_error_starts_nothing(stubbed: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("hangups_count")
 def test_signal_lets_the_ranks_save(stubbed: Path, number: signal.Signals) -> None:
     with running(stubbed, "wait") as process:
         process.send_signal(number)
