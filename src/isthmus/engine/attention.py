@@ -52,8 +52,8 @@ def sample_attention(
 ) -> Tensor:
     """Attend causally within each sample of a line, one after the other, with PyTorch's own kernel.
 
-    Args and returns: those of :func:`isthmus.engine.line_attention.line_attention`, which is the faster one on CPUs
-    and has scores that are capped and sinks, which PyTorch's kernel has not.
+    Args and returns: those of :func:`isthmus.engine.line_attention.line_attention`, which is the one for CPUs and
+    has scores that are capped and sinks, which PyTorch's kernel has not.
     """
     check_line(q, k, lengths, spans)
     outputs, at = [], 0

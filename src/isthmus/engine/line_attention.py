@@ -41,7 +41,7 @@ class Piece:
     """Queries that follow one another, among those that are given."""
 
     start: int
-    queries: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Stack:
         """[G, T * repeat, D] -> [pieces * G, rows * repeat, D]; a view of a stretch that is left where it is."""
         if not self.rows:
             (piece,) = self.pieces
-            return line[:, piece.start * repeat : (piece.start + piece.queries) * repeat]
+            return line[:, piece.start * repeat : (piece.start + piece.length) * repeat]
         return self._stacked(line, repeat)
 
     def keys(self, line: Tensor) -> Tensor:
@@ -86,20 +86,20 @@ class Stack:
     def _stacked(self, line: Tensor, repeat: int) -> Tensor:
         groups, _, width = line.shape
         size = self.rows * repeat
-        if line.size(1) == len(self.pieces) * size and all(piece.queries == self.rows for piece in self.pieces):
+        if line.size(1) == len(self.pieces) * size and all(piece.length == self.rows for piece in self.pieces):
             return line.unflatten(1, (-1, size)).transpose(0, 1).reshape(-1, size, width)
         stacked = line.new_zeros(len(self.pieces), groups, size, width)
         for into, piece in zip(stacked, self.pieces, strict=True):
-            rows = slice(piece.start * repeat, (piece.start + piece.queries) * repeat)
-            into[:, : piece.queries * repeat] = line[:, rows]
+            rows = slice(piece.start * repeat, (piece.start + piece.length) * repeat)
+            into[:, : piece.length * repeat] = line[:, rows]
         return stacked.flatten(0, 1)
 
     def back(self, stacked: Tensor, line: Tensor, repeat: int) -> None:
         """What lies in ``stacked`` to its place in ``line``, where it is not there already."""
         if self.rows:
             for piece, rows in zip(self.pieces, stacked.unflatten(0, (len(self.pieces), -1)), strict=True):
-                into = slice(piece.start * repeat, (piece.start + piece.queries) * repeat)
-                line[:, into] = rows[:, : piece.queries * repeat]
+                into = slice(piece.start * repeat, (piece.start + piece.length) * repeat)
+                line[:, into] = rows[:, : piece.length * repeat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,29 +138,29 @@ def stacks_of(
     line = torch.arange(int(ends[-1]))
     sample_starts = (ends - torch.tensor(lengths)).repeat_interleave(torch.tensor(lengths))
 
-    def left(start: int, end: int, given: int) -> Stack:
+    def in_place(start: int, end: int, given: int) -> Stack:
         """A stretch of the line that stays where it is."""
         return Stack((Piece(given, end - start),), 0, cut((end - start,), line[start:end], sample_starts[start:end]))
 
     if spans is not None:
         before = accumulate((end - start for start, end in spans), initial=0)
-        return tuple(left(start, end, given) for (start, end), given in zip(spans, before, strict=False))
+        return tuple(in_place(start, end, given) for (start, end), given in zip(spans, before, strict=False))
     fill = FILL.get(dtype, 1)
     waiting = [Piece(int(end) - length, length) for length, end in zip(lengths, ends, strict=True)]
-    waiting.sort(key=lambda piece: -piece.queries)
+    waiting.sort(key=lambda piece: -piece.length)
     stacks = []
     while waiting:
-        longest = waiting[0].queries
-        alike = [piece for piece in waiting if 2 * piece.queries >= longest]
+        longest = waiting[0].length
+        alike = [piece for piece in waiting if 2 * piece.length >= longest]
         if longest > HIGHEST.get(dtype, longest):
             alike = alike[:1]
         waiting = waiting[len(alike) :]
         if len(alike) == 1 and (longest % fill == 0 or len(lengths) == 1):
             start = alike[0].start
-            stacks.append(left(start, start + longest, start))
+            stacks.append(in_place(start, start + longest, start))
         else:
             rows = line[: math.ceil(longest / fill) * fill]
-            blocks = cut([piece.queries for piece in alike], rows, torch.zeros_like(rows))
+            blocks = cut([piece.length for piece in alike], rows, torch.zeros_like(rows))
             stacks.append(Stack(tuple(alike), len(rows), blocks))
     return tuple(stacks)
 

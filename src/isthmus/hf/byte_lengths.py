@@ -135,7 +135,8 @@ class ByteLengths:
 def _state(part: Any) -> dict[str, Any] | None:
     """What a part of a tokenizer says of itself; None for one that does nothing."""
     state = None if part is None else json.loads(part.__getstate__())
-    return None if state == {"type": "Sequence", "normalizers": []} else state
+    empty = ({"type": "Sequence", "normalizers": []}, {"type": "Sequence", "pretokenizers": []})
+    return None if state in empty else state
 
 
 def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:

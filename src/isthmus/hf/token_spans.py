@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Encoding
 
-Span = tuple[int, int]
+from isthmus.data.spans import Span
 
 
 def tokens_of(encoding: Encoding, span: Span) -> slice | None:

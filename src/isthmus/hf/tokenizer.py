@@ -23,7 +23,7 @@ from tokenizers import processors
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from isthmus.data.spans import token_mask
+from isthmus.data.spans import Span, token_mask
 from isthmus.data.templates import default_template
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
 from isthmus.hf.byte_lengths import ByteLengths
@@ -33,7 +33,6 @@ from isthmus.hf.token_spans import tokens_of
 from isthmus.hf.turn_template import TurnTemplate, turn_template
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
-Span = tuple[int, int]
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 _render_template: Callable[..., Any] = render_jinja_template  # its annotations promise one string; it returns two lists
 TemplateSource = Literal["tokenizer", "chatml", "plain"]

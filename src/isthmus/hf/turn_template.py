@@ -40,7 +40,7 @@ class TurnTemplate:
     opening: str
     """What it writes before an answer."""
     _marked: jinja2.Template
-    _given: Mapping[str, Any]
+    _known: Mapping[str, Any]
     """What it is given beside the turns, and all that its environment knows."""
 
     def __call__(self, messages: Sequence[Mapping[str, Any]]) -> list[str] | None:
@@ -53,7 +53,7 @@ class TurnTemplate:
                 return None
         try:
             # As Template.render does, but for a copy of all names for each conversation: half of the time.
-            context = self._marked.new_context({**self._given, "messages": messages}, shared=True)
+            context = self._marked.new_context({**self._known, "messages": messages}, shared=True)
             text = "".join(self._marked.root_render_func(context))
         except Exception:  # whoever renders it again says what is wrong
             return None

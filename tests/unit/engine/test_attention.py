@@ -215,5 +215,6 @@ def test_blocks_see_few_shapes_of_keys() -> None:
     lengths = tuple(torch.randint(20, 700, (40,), generator=torch.Generator().manual_seed(0)).tolist())
     stacks = stacks_of(lengths, None, (2, 2), torch.bfloat16)
     shapes = {(block.end - block.start, block.last - block.first) for stack in stacks for block in stack.blocks}
-    assert len({keys for _, keys in shapes}) <= 700 // 32 and {queries for queries, _ in shapes} <= {32, 64, 96}
+    assert len({keys for _, keys in shapes} - {96}) <= 1 + (700 + 96) // 64
+    assert {queries for queries, _ in shapes} <= {32, 64, 96}
     assert len(stacks) < 8 and len({len(stack.pieces) for stack in stacks}) > 1

@@ -107,6 +107,12 @@ def only_cut() -> Backend:
     return backend
 
 
+def not_cut() -> Backend:
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([])
+    return backend
+
+
 def spaced(scheme: str) -> Backend:
     return sentences(None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False))
 
@@ -128,6 +134,7 @@ OTHERS = {
     "does not fall back": lambda: with_mark(falls_back=False),
     "no mark": lambda: sentences(TO_MARKS, left_out="▁"),
     "only cut": only_cut,
+    "not cut": not_cut,
     "few bytes fall back": lambda: with_mark(first_byte=1),
     "blanks taken by a mark": lambda: with_mark(lstrip=True),
     "blanks made one": lambda: sentences(normalizers.Sequence([normalizers.Replace(Regex(" +"), " "), TO_MARKS])),
