@@ -105,7 +105,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     def run_ours(x: Any) -> Any:
         return ours(x, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=segments)[0]
 
-    found = {"isthmus": _step(run_ours, hidden, upstream, ours)}
+    found = {"isthmus": _step(run_ours, hidden, upstream, ours, buffers=True)}
 
     def batch(x: Any) -> Any:
         return x.view(samples, length, -1)
@@ -161,7 +161,7 @@ def loss(dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
     labels = torch.randint(vocabulary, (tokens,))
 
     def own(x: Any) -> Any:
-        return linear_cross_entropy(x, weight, labels)
+        return linear_cross_entropy(x, own_weight, labels)
 
     def core(x: Any) -> Any:
         logits = torch.nn.functional.linear(x, weight)[:, None]
@@ -172,15 +172,23 @@ def loss(dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
         shifted = labels.new_full((1, tokens), -100)
         return ForCausalLMLoss(logits, shifted, vocabulary, num_items_in_batch=1, shift_labels=labels[None])
 
-    module = torch.nn.ParameterList([weight])
-    runs = {"isthmus": own, "megatron-core": core, "transformers": theirs}
-    return {name: _step(run, hidden, None, module) for name, run in runs.items()}
+    own_weight = torch.nn.Parameter(weight.detach())
+    runs = {"megatron-core": core, "transformers": theirs}
+    found = {name: _step(run, hidden, None, torch.nn.ParameterList([weight])) for name, run in runs.items()}
+    return {"isthmus": _step(own, hidden, None, torch.nn.ParameterList([own_weight]), buffers=True)} | found
 
 
-def _step(run: Callable[[Any], Any], hidden: Any, upstream: Any, module: Any) -> Step:
+def _step(run: Callable[[Any], Any], hidden: Any, upstream: Any, module: Any, *, buffers: bool = False) -> Step:
+    """``buffers``: gradients are added to float32 buffers, as they are in a run; these are cleared here each time."""
+    import torch
+
+    for parameter in module.parameters() if buffers else ():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+
     def step() -> Any:
         x = hidden.clone().requires_grad_()
-        module.zero_grad(set_to_none=True)
+        for parameter in module.parameters():
+            parameter.main_grad.zero_() if buffers else setattr(parameter, "grad", None)
         out = run(x)
         out.backward(upstream)
         return out.detach(), x.grad

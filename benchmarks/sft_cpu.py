@@ -20,6 +20,8 @@ from certificate import certificate, cores, result_path, write_result
 from rounds import median, spread, take_turns
 from sft.workload import TINY, Shape, Turn, make_workload
 
+CEILINGS = {"gflops": "of_ceiling", "own_shapes_gflops": "of_own_shapes_ceiling", "torch_mm_gflops": "of_torch_mm"}
+"""Rates that a step is measured by, and what the share of each is called."""
 ISTHMUS, HUGGINGFACE, CEILING = "sft.isthmus_turn", "sft.huggingface_turn", "sft.ceiling"
 CONTESTANTS = {
     "isthmus": (ISTHMUS, "alone"),
@@ -100,8 +102,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ceiling = results.pop("ceiling")
         ceilings[precision] = {
             # The best, not the median: a disturbed round would lower the ceiling and flatter who is measured by it.
-            "gflops": max(spread(ceiling, "gflops")),
-            "own_shapes_gflops": max(spread(ceiling, "own_shapes_gflops")),
+            **{rate: max(spread(ceiling, rate)) for rate in CEILINGS},
             "rounds": ceiling,
         }
         disturbed += [
@@ -143,8 +144,7 @@ def _row(name: str, precision: str, turns: list[dict[str, Any]], ceiling: dict[s
     for rate in ("executed_gflops", "all_logits_gflops"):
         if rate in turns[0]:
             row[rate] = median(turns, rate)
-            for against in ("gflops", "own_shapes_gflops"):
-                of = "of_ceiling" if against == "gflops" else "of_own_shapes_ceiling"
+            for against, of in CEILINGS.items():
                 row[f"{rate.removesuffix('_gflops')}_share_{of}"] = row[rate] / ceiling[against]
     return row
 
@@ -189,7 +189,8 @@ def show(result: dict[str, Any]) -> None:
             f"{'' if share is None else f'{share:.1%}':>18}{row['first_loss']:>12.5f}"
         )
     for precision, ceiling in result["ceiling"].items():
-        print(f"{precision} ceiling {ceiling['gflops']:.0f} GFLOP/s, own shapes {ceiling['own_shapes_gflops']:.0f}")
+        told = f"torch.mm {ceiling['torch_mm_gflops']:.0f}, own shapes {ceiling['own_shapes_gflops']:.0f}"
+        print(f"{precision} ceiling {ceiling['gflops']:.0f} GFLOP/s, {told}")
     for name, profile in result["profile"].items():
         print(f"{name}: " + ", ".join(f"{kind} {share:.1f}%" for kind, share in profile["percent"].items()))
     if not result["quiet"]:

@@ -7,6 +7,8 @@ every device: one matrix product with the accumulation inside, instead of a prod
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from isthmus.engine.fp8 import ALIGNMENT, Fp8Recipe, fits, fp8_linear
 from isthmus.engine.main_grad import add_product
+from isthmus.engine.products import product
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
@@ -25,28 +28,28 @@ class _LinearIntoMainGrad(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: a hook on saved tensors would hand it back without its main_grad
-        return torch.matmul(x, weight.t())
+        return product(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        grad_x = grads[0].matmul(weight)
+        grad_x = product(grads[0], weight)
         add_product(weight.main_grad, grads[0].flatten(0, -2).t(), x.flatten(0, -2))
         weight.grad_added_to_main_grad = True
         return grad_x, None
 
 
-def _fusible(weight: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether nothing but the product is asked for: no bias, no communication around it, gradients in float32."""
+def _product_alone(x: Tensor, weight: Tensor, kwargs: Mapping[str, Any] = MappingProxyType({})) -> Tensor | None:
+    """``x @ weight.T`` where nothing else is asked for: no bias, no exchange around it, gradients in float32 if any."""
+    if kwargs.get("bias") is not None or kwargs.get("allreduce_dgrad") or kwargs.get("sequence_parallel"):
+        return None
+    if not torch.is_grad_enabled():
+        return product(x, weight.t())
     main_grad = getattr(weight, "main_grad", None)
-    return (
-        main_grad is not None
-        and torch.is_grad_enabled()
-        and main_grad.dtype == torch.float32
-        and kwargs["bias"] is None
-        and not kwargs["allreduce_dgrad"]
-        and not kwargs["sequence_parallel"]
-    )
+    if main_grad is None or main_grad.dtype != torch.float32:
+        return None
+    alone: Tensor = _LinearIntoMainGrad.apply(x, weight)
+    return alone
 
 
 def _in_fp8(x: Tensor, weight: Tensor, recipe: Fp8Recipe, kwargs: dict[str, Any]) -> Tensor:
@@ -64,9 +67,8 @@ class ColumnParallelLinear(mcore.ColumnParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         if self.fp8 is not None:
             return _in_fp8(input, weight, self.fp8, kwargs)
-        if _fusible(weight, kwargs):
-            return _LinearIntoMainGrad.apply(input, weight)
-        return super()._forward_impl(input, weight, **kwargs)
+        alone = _product_alone(input, weight, kwargs)
+        return super()._forward_impl(input, weight, **kwargs) if alone is None else alone
 
 
 class RowParallelLinear(mcore.RowParallelLinear):
@@ -78,9 +80,8 @@ class RowParallelLinear(mcore.RowParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         if self.fp8 is not None:
             return _in_fp8(input, weight, self.fp8, kwargs)
-        if _fusible(weight, kwargs):
-            return _LinearIntoMainGrad.apply(input, weight)
-        return super()._forward_impl(input, weight, **kwargs)
+        alone = _product_alone(input, weight, kwargs)
+        return super()._forward_impl(input, weight, **kwargs) if alone is None else alone
 
 
 def use_fp8(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:
@@ -121,9 +122,8 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., input_size] -> [..., output_size]."""
-        if _fusible(self.weight, {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False}):
-            return _LinearIntoMainGrad.apply(x, self.weight)
-        return torch.nn.functional.linear(x, self.weight)
+        alone = _product_alone(x, self.weight)
+        return torch.nn.functional.linear(x, self.weight) if alone is None else alone
 
     def get_extra_state(self) -> None:
         """The empty entry that Megatron-Core's checkpoints have beside each linear layer."""

@@ -89,26 +89,42 @@ class CpuPlatform(Platform):
         return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("96", few)}
 
     def prepare_process(self) -> tuple[str, ...]:
-        """Let the C library keep what is freed: a step asks for the same gigabytes again and again.
-
-        glibc hands tensors beyond 32 MiB back to the system at once, which then clears every page of the next one.
-        Who has set glibc's own variables has chosen.
-        """
-        chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
-        if chosen:
-            return (f"memory allocator: left as {', '.join(sorted(chosen))} says",)
-        if not platform.libc_ver()[0].startswith("glibc"):
-            return ()
-        libc = ctypes.CDLL(None)
-        if not (libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1)):
-            return ()
-        return (f"memory allocator: freed memory is kept for the next step{_huge_pages(libc)}",)
+        """See :meth:`Platform.prepare_process`."""
+        products = "products in fp32: oneDNN's, MKL has AVX-512 code for Intel's CPUs alone"
+        return tuple(filter(None, (_keep_memory(), products if onednn_is_faster() else None)))
 
     def _bf16_unit(self) -> str | None:
         """The instructions this CPU has for bf16 matrix products, by name."""
         facts = _facts()
         named = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
         return next((name for flag, name in named.items() if facts.get(flag)), None)
+
+
+def onednn_is_faster() -> bool:
+    """Whether float32 products should come from oneDNN and not from MKL, of which torch brings both.
+
+    MKL has AVX-512 code for Intel's processors alone; where there is none to use, MKL is as good.
+    """
+    facts = _facts()
+    intel = "Intel" in str(facts.get("cpu_name", "Intel"))
+    return bool(facts.get("avx512_f")) and not intel and torch.backends.mkldnn.is_available()
+
+
+def _keep_memory() -> str | None:
+    """Let the C library keep what is freed: a step asks for the same gigabytes again and again.
+
+    glibc hands tensors beyond 32 MiB back to the system at once, which then clears every page of the next one. Who has
+    set glibc's own variables has chosen.
+    """
+    chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
+    if chosen:
+        return f"memory allocator: left as {', '.join(sorted(chosen))} says"
+    if not platform.libc_ver()[0].startswith("glibc"):
+        return None
+    libc = ctypes.CDLL(None)
+    if not (libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1)):
+        return None
+    return f"memory allocator: freed memory is kept for the next step{_huge_pages(libc)}"
 
 
 def _huge_pages(libc: ctypes.CDLL) -> str:

@@ -16,7 +16,9 @@ IDLE = "device idle, waiting for this process"
 COMMUNICATION = "communication between ranks"
 OTHER = "other tensor operations"
 
-_PRODUCTS = re.compile(r"^(aten|mkldnn)::_?(\w+_)?(mm|addmm|addmv|mv|bmm|baddbmm|linear)_?$|^aten::_grouped_mm")
+_PRODUCTS = re.compile(
+    r"^(aten|mkldnn)::_?(\w+_)?(mm|addmm|addmv|mv|bmm|baddbmm|linear|linear_pointwise)_?$|^aten::_grouped_mm"
+)
 _COMMUNICATION = re.compile(r"c10d|gloo:|nccl|rccl|record_param_comms", re.IGNORECASE)
 _PHASES = {"data": "data", "optimizer": "optimizer"}
 _KINDS = (
@@ -176,17 +178,18 @@ def _use(event: Any, within: tuple[Any, ...], uses: Mapping[Shape, str]) -> str:
         return "the output layer"
     function = next((one for one in reversed(within) if not re.match("aten::|autograd::", one.name)), None)
     if function is None or not re.search(r"Backward\d*$", function.name):
-        shape = _last_operand(event)
-        return uses.get(shape if event.name == "aten::linear" else shape[::-1], "no weight")
+        return uses.get(_last_operand(event)[::-1], "no weight")
     products = sorted((one for one, _ in _walk([function]) if _PRODUCTS.search(one.name)), key=span)
     return uses.get(_last_operand(products[0]), "no weight")
 
 
 def _last_operand(event: Any) -> Shape:
+    """[K, N] of a product over K."""
     shapes = [tuple(shape[-2:]) for shape in event.input_shapes or () if len(shape) >= 2]
     if "scaled_mm" in event.name:
         shapes = shapes[:2]  # behind the operands come their scales
-    return shapes[-1] if shapes else ()
+    shape = shapes[-1] if shapes else ()
+    return shape[::-1] if "linear" in event.name else shape
 
 
 def span(event: Any) -> Span:

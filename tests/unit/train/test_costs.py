@@ -69,6 +69,19 @@ def test_a_step_on_a_cpu_adds_up() -> None:
     assert (costs.kinds["norms"].calls, costs.kinds["matrix products of the attention projections"].calls) == (1, 2)
 
 
+def test_a_linear_layer_s_weight_has_its_outputs_first() -> None:
+    step = phase(
+        "step 1", 0, 100,
+        event("mkldnn::_linear_pointwise", 0, 30, input_shapes=[[7, 1, 32], [96, 32], [], [], [], []]),
+        event("_LinearIntoMainGradBackward", 40, 90,
+            event("mkldnn::_linear_pointwise", 40, 60, input_shapes=[[7, 1, 64], [32, 64], [], [], [], []]),
+            event("aten::addmm_", 60, 90, input_shapes=[[64, 32], [64, 7], [7, 32], [], []])),
+    )  # fmt: skip
+    us = {kind: round(1e6 * cost.seconds, 6) for kind, cost in costs_of(flat(step), USES).kinds.items()}
+    assert us["matrix products of the feed-forward block"] == 30
+    assert us["matrix products of the attention projections"] == 50
+
+
 def test_on_a_device_kernels_count_and_what_is_left_is_idle() -> None:
     def kernel(name: str, us: float) -> Any:
         return SimpleNamespace(name=name, duration=us)
