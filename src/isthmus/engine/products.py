@@ -11,27 +11,11 @@ from torch import Tensor
 
 from isthmus.platforms.cpu import onednn_is_faster
 
-BLOCK_ELEMENTS = 1 << 20
-"""Of a result that is copied to where it is wanted: 4 MiB, which are still in the cache."""
 
-
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a @ b`` of [..., K] and [K, N], as [..., N]; not to be differentiated.
-
-    Args:
-        a: with ``out`` given, [m, K].
-        b: of the same dtype.
-        out: [m, N], where the result is to lie.
-    """
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of [..., K] and [K, N] of one dtype, as [..., N]; not to be differentiated."""
     linear = _onednn_linear() if a.device.type == "cpu" and a.dtype == torch.float32 and a.numel() else None
-    if linear is None:
-        return torch.matmul(a, b, out=out)
-    if out is None:
-        return linear(a, b.t(), None, "none", [], "")
-    columns = max(1, BLOCK_ELEMENTS // a.size(0))
-    for into, part in zip(out.split(columns, dim=1), b.split(columns, dim=1), strict=True):
-        into.copy_(linear(a, part.t(), None, "none", [], ""))
-    return out
+    return torch.matmul(a, b) if linear is None else linear(a, b.t(), None, "none", [], "")
 
 
 @functools.cache

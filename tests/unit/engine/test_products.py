@@ -1,4 +1,4 @@
-"""Products by either library: the same values, of whatever layout, and where they are wanted."""
+"""Products by either library: the same values, of whatever layout."""
 
 from __future__ import annotations
 
@@ -54,16 +54,6 @@ def test_of_any_layout(library: list[tuple[int, ...]], rows: tuple[int, ...], re
     turned = drawn(20, *rows).movedim(0, -1)
     assert close(product(turned, b), turned, b)
     assert used(library, request)
-
-
-def test_into_a_tensor_in_blocks_that_stay_in_the_cache(
-    library: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setattr(products, "BLOCK_ELEMENTS", 30)
-    a, b, room = drawn(6, 4), drawn(12, 4).t(), torch.full((8, 12), 5.0)
-    assert product(a, b, out=room[1:7]).data_ptr() == room[1:7].data_ptr()
-    assert close(room[1:7], a, b) and bool((room[[0, 7]] == 5).all())
-    assert library in ([], [(6, 4, 5), (6, 4, 5), (6, 4, 2)]) and used(library, request)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
