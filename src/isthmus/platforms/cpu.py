@@ -90,7 +90,7 @@ class CpuPlatform(Platform):
 
     def prepare_process(self) -> tuple[str, ...]:
         """See :meth:`Platform.prepare_process`."""
-        products = "products in fp32: oneDNN's, MKL has AVX-512 code for Intel's CPUs alone"
+        products = "products in fp32: oneDNN's, where ranks share no layer; MKL has AVX-512 code for Intel's CPUs alone"
         return tuple(filter(None, (_keep_memory(), products if onednn_is_faster() else None)))
 
     def _bf16_unit(self) -> str | None:
@@ -103,7 +103,7 @@ class CpuPlatform(Platform):
 def onednn_is_faster() -> bool:
     """Whether float32 products should come from oneDNN and not from MKL, of which torch brings both.
 
-    MKL has AVX-512 code for Intel's processors alone; where there is none to use, MKL is as good.
+    MKL has AVX-512 code for Intel's processors alone. Without AVX-512 nothing was measured, and torch's choice stays.
     """
     facts = _facts()
     intel = "Intel" in str(facts.get("cpu_name", "Intel"))
