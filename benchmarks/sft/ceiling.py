@@ -40,38 +40,47 @@ def products(spec: dict[str, Any]) -> Iterator[tuple[str, int, int, int, float]]
     yield "head", learned, hidden, shape["vocab_size"], 1
 
 
-def best_gflops(a: Tensor, b: Tensor, budget_s: float) -> tuple[float, float]:
-    """The fastest of some repetitions of ``a @ b``, in 10^9 operations a second: by ``torch.mm``, and by either way."""
+def turns_s(a: Tensor, b: Tensor, budget_s: float) -> tuple[list[float], list[float]]:
+    """What ``a @ b`` takes by ``torch.mm``, and by Isthmus' choice of a library, in turns for about ``budget_s``."""
     out = torch.mm(a, b)
-    ways = (lambda: torch.mm(a, b, out=out), lambda: product(a, b))
-    best_s = [float("inf")] * len(ways)
-    stop_s, count = time.perf_counter() + budget_s, 0
-    while count < 3 or (time.perf_counter() < stop_s and count < 200):
-        for number, multiply in enumerate(ways):
+    ways = (lambda: torch.mm(a, b, out=out), lambda: product(a, b, out=out))
+    times_s: tuple[list[float], list[float]] = ([], [])
+    stop_s = time.perf_counter() + budget_s
+    while len(times_s[0]) < 3 or (time.perf_counter() < stop_s and len(times_s[0]) < 200):
+        for multiply, into in zip(ways, times_s, strict=True):
             started_s = time.perf_counter()
             multiply()
-            best_s[number] = min(best_s[number], time.perf_counter() - started_s)
-        count += 1
+            into.append(time.perf_counter() - started_s)
+    return times_s
+
+
+def best_gflops(a: Tensor, b: Tensor, budget_s: float) -> tuple[float, float]:
+    """The fastest of some repetitions of ``a @ b``, in 10^9 operations a second: by ``torch.mm``, and by either way."""
+    by_torch_s, by_choice_s = (min(times) for times in turns_s(a, b, budget_s))
     flops = 2.0 * a.size(0) * a.size(1) * b.size(1)
-    return flops / best_s[0] / 1e9, flops / min(best_s) / 1e9
+    return flops / by_torch_s / 1e9, flops / min(by_torch_s, by_choice_s) / 1e9
+
+
+def layouts(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """The three products of a projection: forward, gradient of the input, gradient of the weight."""
+    x, weight, grad = drawn(tokens, inputs, dtype), drawn(outputs, inputs, dtype), drawn(tokens, outputs, dtype)
+    return {"forward": (x, weight.t()), "grad_x": (grad, weight), "grad_w": (grad.t(), x)}
+
+
+def drawn(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix of random numbers."""
+    return torch.randn(rows, columns).to(dtype)
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """The ceiling at one precision."""
     dtype, budget_s = DTYPES[spec["precision"]], float(spec["budget_s"])
-
-    def drawn(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns).to(dtype)
-
     detect("cpu").prepare_process()  # memory is kept for the next product, as it is in a run
     watch = CpuWatch()
-    rates = {f"{n}x{n}x{n}": best_gflops(drawn(n, n), drawn(n, n), budget_s) for n in spec["squares"]}
+    rates = {f"{n}x{n}x{n}": best_gflops(drawn(n, n, dtype), drawn(n, n, dtype), budget_s) for n in spec["squares"]}
     flops = seconds = 0.0
     for name, tokens, inputs, outputs, times in products(spec):
-        x, weight, grad = drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)
-        # forward, gradient of the input, gradient of the weight: the same product in three layouts
-        layouts = {"forward": (x, weight.t()), "grad_x": (grad, weight), "grad_w": (grad.t(), x)}
-        for way, (a, b) in layouts.items():
+        for way, (a, b) in layouts(tokens, inputs, outputs, dtype).items():
             rate = best_gflops(a, b, budget_s)
             rates[f"{name} {way} {a.size(0)}x{a.size(1)}x{b.size(1)}"] = rate
             work = 2.0 * tokens * inputs * outputs * times

@@ -35,6 +35,10 @@ class Clock:
             self._watch = CpuWatch()
         self._at_s = time.perf_counter()
 
+    def go_on(self) -> None:
+        """What happened since the last step's end is not part of the next."""
+        self._at_s = time.perf_counter()
+
     @property
     def enough(self) -> bool:
         """Whether as much has been timed as was asked for."""

@@ -18,6 +18,7 @@ from isthmus.engine.groups import close_groups
 from isthmus.platforms.detect import apply_env, detect
 from isthmus.recipes.session import blueprint, open_session
 from isthmus.train.flops import flops_per_batch
+from sft.beside import Beside
 from sft.clock import Clock
 from sft.workload import Turn
 
@@ -53,6 +54,7 @@ def run(turn: Turn) -> dict[str, Any]:
         packing=packed,
         shuffle=packed,
     )
+    beside: Beside | None = None
     clock, step, executed, model_flops = Clock(turn), 0, 0.0, 0.0
     while not clock.enough:
         lines = batches.step(step)
@@ -62,14 +64,25 @@ def run(turn: Turn) -> dict[str, Any]:
         if step >= turn.warmup_steps:
             squares = sum(int(torch.diff(line.cu_seqlens).long().square().sum()) for line in lines)
             learned = sum(line.num_learned for line in lines)
-            executed += flops_per_batch(plans.architecture, num_tokens, squares, learned)
+            flops = flops_per_batch(plans.architecture, num_tokens, squares, learned)
+            executed += flops
             model_flops += flops_per_batch(plans.architecture, num_tokens, squares)
+            if beside is not None:
+                beside.step_done(flops, clock.times_s[-1])
+        elif step == turn.warmup_steps - 1 and turn.ceiling is not None:
+            beside = Beside(turn.ceiling)
+        clock.go_on()
         step += 1
     timed_s = sum(clock.times_s)
-    result = clock.result() | {
-        "executed_gflops": executed / timed_s / 1e9,
-        "all_logits_gflops": model_flops / timed_s / 1e9,
-    }
+    shares = {} if beside is None else beside.close()
+    result = (
+        clock.result()
+        | shares
+        | {
+            "executed_gflops": executed / timed_s / 1e9,
+            "all_logits_gflops": model_flops / timed_s / 1e9,
+        }
+    )
     if turn.profile:
         from sft.step_profile import profile_step
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 # The first kind with a mark in the operation's name takes it.
 KINDS = (
-    ("matrix products", ("::mm", "::addmm", "::bmm", "::baddbmm", "::matmul", "::linear", "mkldnn")),
+    ("matrix products", ("::mm", "::addmm", "::bmm", "::baddbmm", "::matmul", "::linear")),
     ("attention", ("attention",)),
     ("elementwise", ("::mul", "::add", "::sub", "::div", "::neg", "::silu", "::sigmoid", "::exp", "::log", "::pow",
                      "::sqrt", "::rsqrt", "::cos", "::sin", "::where", "::lerp", "::reciprocal")),

@@ -61,6 +61,8 @@ class Turn:
     timed_steps: int = 1
     """And at least as many steps as this."""
     lr: float = 1e-4
+    ceiling: dict[str, Any] | None = None
+    """Measure it beside each timed step, as ``sft.beside`` does; only Isthmus does."""
     profile: bool = False
     """After the timed steps, run one more and say where its time goes; only Isthmus does."""
 

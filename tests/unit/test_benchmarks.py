@@ -49,6 +49,8 @@ def test_fine_tuning(repository: Path, tmp_path: Path) -> None:
     assert all(row["tokens_per_s"] > 0 and row["peak_rss_gib"] > 0 for row in rows.values())
     assert 0 < rows["isthmus"]["executed_share_of_ceiling"] < rows["isthmus"]["all_logits_share_of_ceiling"]
     assert rows["isthmus"]["executed_share_of_ceiling"] <= rows["isthmus"]["executed_share_of_torch_mm"]
+    beside = [rows["isthmus"][f"executed_share_of_{library}_beside"] for library in ("torch_mm", "faster")]
+    assert beside[0] >= beside[1] > 0
     assert sum(result["profile"]["isthmus fp32"]["percent"].values()) == pytest.approx(100, abs=0.1)
     if rivals:  # same weights, samples, masks and normalisation
         assert rows["isthmus"]["first_loss"] == pytest.approx(rows["trainer-padded"]["first_loss"], rel=1e-5)

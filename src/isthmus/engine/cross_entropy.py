@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.engine.main_grad import add_product
+from isthmus.engine.products import add_product, product
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits of a chunk. Larger chunks add to the projection's gradient less often; measured best on CPU."""
@@ -51,13 +51,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start, end in _chunks(hidden.size(0), num_rows):
             part = hidden[start:end]
-            logits = torch.mm(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
+            logits = product(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
             slope = None if softcap is None else _cap(logits, softcap)
             loss_sum += _loss_and_gradient(logits, labels[start:end] - vocab_start, group, grad_scale).sum()
             if slope is not None:
                 logits.mul_(slope)
             if grad_hidden is not None and into is not None:
-                torch.mm(logits, rows, out=grad_hidden[start:end])
+                product(logits, rows, out=grad_hidden[start:end])
                 add_product(into[:num_rows], logits.t(), part)
         ctx.weight, ctx.grad_scale = weight, grad_scale
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -91,7 +91,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         rows = weight[:num_rows]
         losses = torch.empty(hidden.size(0), dtype=torch.float32, device=hidden.device)
         for start, end in _chunks(hidden.size(0), num_rows):
-            logits = torch.mm(hidden[start:end], rows.t(), out=_room(end - start, num_rows, like=hidden))
+            logits = product(hidden[start:end], rows.t(), out=_room(end - start, num_rows, like=hidden))
             if softcap is not None:
                 _cap(logits, softcap)
             losses[start:end] = _loss_and_gradient(logits, labels[start:end] - vocab_start, group, None)
@@ -112,12 +112,12 @@ class _TokenCrossEntropy(torch.autograd.Function):
             into = grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start, end in _chunks(hidden.size(0), num_rows):
             part = hidden[start:end]
-            logits = torch.mm(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
+            logits = product(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
             slope = None if softcap is None else _cap(logits, softcap)
             _loss_and_gradient(logits, labels[start:end] - vocab_start, group, scale[start:end])
             if slope is not None:
                 logits.mul_(slope)
-            torch.mm(logits, rows, out=grad_hidden[start:end])
+            product(logits, rows, out=grad_hidden[start:end])
             add_product(into[:num_rows], logits.t(), part)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)

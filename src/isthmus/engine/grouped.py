@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isthmus.engine.main_grad import add_product
+from isthmus.engine.products import add_product
 
 _GROUPED_MM: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _ALIGNED_BYTES = 16
@@ -82,7 +82,7 @@ def _add_gradients(targets: Sequence[Tensor], grad: Tensor, x: Tensor, counts: T
     sizes = counts.tolist()
     for target, grad_part, x_part in zip(targets, grad.split(sizes), x.split(sizes), strict=True):
         if x_part.size(0):
-            add_product(target, grad_part.t(), x_part)
+            add_product(target, grad_part.t(), x_part, recurs=False)
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:

@@ -17,8 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from isthmus.engine.fp8 import ALIGNMENT, Fp8Recipe, fits, fp8_linear
-from isthmus.engine.main_grad import add_product
-from isthmus.engine.products import product
+from isthmus.engine.products import add_product, product
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):

@@ -86,11 +86,12 @@ class CpuPlatform(Platform):
     def env_defaults(self) -> EnvDefaults:
         """See :meth:`Platform.env_defaults`. The number of threads depends on the ranks, and is the run's to set."""
         few = "oneDNN keeps half a MiB for each shape of a bf16 product, and 1024 of them by default"
-        return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("96", few)}
+        return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("64", few)}
 
     def prepare_process(self) -> tuple[str, ...]:
         """See :meth:`Platform.prepare_process`."""
-        products = "products in fp32: oneDNN's, where ranks share no layer; MKL has AVX-512 code for Intel's CPUs alone"
+        where = "where they are large and ranks share no layer; MKL has AVX-512 code for Intel's CPUs alone"
+        products = f"products in fp32: oneDNN's, {where}"
         return tuple(filter(None, (_keep_memory(), products if onednn_is_faster() else None)))
 
     def _bf16_unit(self) -> str | None:

@@ -16,9 +16,7 @@ IDLE = "device idle, waiting for this process"
 COMMUNICATION = "communication between ranks"
 OTHER = "other tensor operations"
 
-_PRODUCTS = re.compile(
-    r"^(aten|mkldnn)::_?(\w+_)?(mm|addmm|addmv|mv|bmm|baddbmm|linear|linear_pointwise)_?$|^aten::_grouped_mm"
-)
+_PRODUCTS = re.compile(r"^(aten|mkldnn)::_?(\w+_)?(mm|addmm|addmv|mv|bmm|baddbmm|linear)_?$|^aten::_grouped_mm")
 _COMMUNICATION = re.compile(r"c10d|gloo:|nccl|rccl|record_param_comms", re.IGNORECASE)
 _PHASES = {"data": "data", "optimizer": "optimizer"}
 _KINDS = (

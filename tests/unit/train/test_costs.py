@@ -72,9 +72,9 @@ def test_a_step_on_a_cpu_adds_up() -> None:
 def test_a_linear_layer_s_weight_has_its_outputs_first() -> None:
     step = phase(
         "step 1", 0, 100,
-        event("mkldnn::_linear_pointwise", 0, 30, input_shapes=[[7, 1, 32], [96, 32], [], [], [], []]),
+        event("aten::linear", 0, 30, input_shapes=[[7, 1, 32], [96, 32], []]),
         event("_LinearIntoMainGradBackward", 40, 90,
-            event("mkldnn::_linear_pointwise", 40, 60, input_shapes=[[7, 1, 64], [32, 64], [], [], [], []]),
+            event("aten::linear", 40, 60, input_shapes=[[7, 1, 64], [32, 64], []]),
             event("aten::addmm_", 60, 90, input_shapes=[[64, 32], [64, 7], [7, 32], [], []])),
     )  # fmt: skip
     us = {kind: round(1e6 * cost.seconds, 6) for kind, cost in costs_of(flat(step), USES).kinds.items()}
