@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def _library(a: Tensor, b: Tensor) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _onednn() -> Any:
+def _onednn() -> Iterator[None]:
     """Float32 products are oneDNN's.
 
     torch asks it for them once it is told that bfloat16 would do inside; which oneDNN makes use of where a processor
