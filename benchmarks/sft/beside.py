@@ -1,6 +1,6 @@
 """How fast the machine multiplies at this moment: a process beside a contestant, asked before and after each step.
 
-A shared machine is half as fast in one minute as in the next, so a ceiling of another minute says little of a step. The
+A shared machine's speed changes by a quarter within the hour, so a ceiling of another minute says little of a step. The
 process is one of its own, so that what it needs is not counted as the contestant's memory; it sleeps while steps run.
 """
 

@@ -74,15 +74,10 @@ def run(turn: Turn) -> dict[str, Any]:
         clock.go_on()
         step += 1
     timed_s = sum(clock.times_s)
+    # Ended before the clock reads who had the processor: the time of a process that has been waited for is this one's.
     shares = {} if beside is None else beside.close()
-    result = (
-        clock.result()
-        | shares
-        | {
-            "executed_gflops": executed / timed_s / 1e9,
-            "all_logits_gflops": model_flops / timed_s / 1e9,
-        }
-    )
+    rates = {"executed_gflops": executed / timed_s / 1e9, "all_logits_gflops": model_flops / timed_s / 1e9}
+    result = clock.result() | shares | rates
     if turn.profile:
         from sft.step_profile import profile_step
 
