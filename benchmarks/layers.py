@@ -68,14 +68,14 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-    from isthmus.engine.attention import Segments
-    from isthmus.engine.groups import ParallelSizes
+    from isthmus.engine.layers.attention import Segments
+    from isthmus.engine.layers.rope import frequency_sets, line_tables
     from isthmus.engine.model_config import transformer_config
-    from isthmus.engine.rope import frequency_sets, line_tables
-    from isthmus.engine.routing import AS_IS
+    from isthmus.engine.moe.routing import AS_IS
+    from isthmus.engine.parallel.process_groups import ParallelSizes
     from isthmus.engine.spec import layer_spec
     from isthmus.families.registry import all_families
-    from isthmus.families.shard import pieces, whole
+    from isthmus.families.rules.shard import pieces, whole
 
     family = "deepseek_v3" if kind == "latent" else "qwen3"
     heads = sizes["num_attention_heads"]
@@ -152,7 +152,7 @@ def loss(dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    from isthmus.engine.cross_entropy import linear_cross_entropy
+    from isthmus.engine.layers.linear_cross_entropy import linear_cross_entropy
 
     torch.manual_seed(0)
     vocabulary = sizes["vocab_size"]
@@ -201,7 +201,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(chosen.threads)
-    from isthmus.engine.groups import ParallelSizes, close_groups, open_groups
+    from isthmus.engine.parallel.process_groups import ParallelSizes, close_groups, open_groups
     from isthmus.platforms.detect import detect
 
     open_groups(ParallelSizes(), detect("cpu"), seed=0)

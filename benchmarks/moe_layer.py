@@ -79,10 +79,10 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    from isthmus.engine.groups import ParallelSizes
     from isthmus.engine.model_config import transformer_config
-    from isthmus.engine.moe import MoeBlock
-    from isthmus.engine.routing import AS_IS
+    from isthmus.engine.moe.moe_layer import MoeBlock
+    from isthmus.engine.moe.routing import AS_IS
+    from isthmus.engine.parallel.process_groups import ParallelSizes
     from isthmus.engine.spec import mlp_modules
     from isthmus.families.registry import all_families
 
@@ -193,7 +193,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(chosen.threads)
-    from isthmus.engine.groups import ParallelSizes, close_groups, open_groups
+    from isthmus.engine.parallel.process_groups import ParallelSizes, close_groups, open_groups
     from isthmus.platforms.detect import detect
 
     open_groups(ParallelSizes(), detect("cpu"), seed=0)

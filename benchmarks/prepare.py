@@ -21,7 +21,7 @@ from rounds import median, run_turn, spread
 
 CONTESTANTS = {
     "encode-batch": "tokenizers' encode_batch alone, of texts in memory, chat templates applied beforehand",
-    "isthmus": "isthmus.recipes.prepare.prepare: files in, indexed files out",
+    "isthmus": "isthmus.recipes.data.prepare.prepare: files in, indexed files out",
     "isthmus-command": "isthmus prepare, the start of Python and its imports included",
     "megatron-lm": "tools/preprocess_data.py, likewise (text only)",
     "trl": "SFTTrainer's preparation of a data set that was read before (chats only)",

@@ -143,7 +143,7 @@ def families_page() -> str:
 
 
 def _family_row(family: Family, cases: int) -> str:
-    about = (importlib.import_module(f"isthmus.families.{family.name}").__doc__ or "").strip().split("\n\n")[0]
+    about = (importlib.import_module(f"isthmus.families.models.{family.name}").__doc__ or "").strip().split("\n\n")[0]
     logits = f"{cases} configs" if cases > 1 else f"{cases} config"
     return f"| `{family.name}` | `{family.hf_architecture}` | {_one_line(about)} | yes | {logits} | yes |"
 

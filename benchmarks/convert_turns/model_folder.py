@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from isthmus.families.registry import family_for
-from isthmus.hf.writer import SafetensorsPlan, SafetensorsWriter
+from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
 
 _POOL_ELEMENTS = 1 << 24
 

@@ -34,7 +34,7 @@ def copy(source: Path, target: Path) -> float:
 def isthmus_conversion(source: Path, target: Path, to: Any) -> float:
     """What ``isthmus convert`` does; it syncs its files itself. Returns the seconds that its imports took."""
     started_s = time.perf_counter()
-    from isthmus.convert.grid import Grid
+    from isthmus.convert.legacy.legacy_layout import Grid
     from isthmus.convert.transfer import convert
 
     import_s = time.perf_counter() - started_s
@@ -45,7 +45,7 @@ def isthmus_conversion(source: Path, target: Path, to: Any) -> float:
 def isthmus_verification(first: Path, second: Path) -> float:
     """What ``isthmus verify`` does, the checksums of the checkpoint included."""
     started_s = time.perf_counter()
-    from isthmus.convert.verify import verify
+    from isthmus.convert.verify.compare import verify
 
     import_s = time.perf_counter() - started_s
     verify(first, second)

@@ -44,17 +44,17 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
     import torch
 
     from isthmus.convert.online import import_weights
-    from isthmus.engine.groups import ParallelSizes, close_groups, open_groups
+    from isthmus.engine.parallel.process_groups import ParallelSizes, close_groups, open_groups
     from isthmus.families.registry import family_for
-    from isthmus.families.shard import Layout
-    from isthmus.hf.folder import ModelFolder
+    from isthmus.families.rules.shard import Layout
+    from isthmus.hf.model_folder import ModelFolder
     from isthmus.platforms.detect import detect
 
     sizes = ParallelSizes()
     open_groups(sizes, detect("cpu"), seed=0)  # first: it makes megatron.core importable without CUDA
-    from isthmus.engine.model import build_model, live_tensors
+    from isthmus.engine.megatron_model import build_model, live_tensors
     from isthmus.engine.model_config import padded_vocab_size, transformer_config
-    from isthmus.engine.optimizer import wrap_data_parallel
+    from isthmus.engine.optim.optimizer import wrap_data_parallel
 
     before_gib = rss_gib()
     watch, started_s = CpuWatch(), time.perf_counter()

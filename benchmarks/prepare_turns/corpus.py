@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isthmus.hf.tiny import train_tokenizer
-from isthmus.hf.tokenizer import save_tokenizer
+from isthmus.hf.tiny_model import train_tokenizer
+from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 
 _SHORTEST, _LONGEST = 200, 200_000
 _SHORTEST_DOC = 40

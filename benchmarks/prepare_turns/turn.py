@@ -43,10 +43,10 @@ def _encode_batch(spec: dict[str, Any], threads: int) -> Callable[[], int]:
     """``tokenizers`` alone, on texts that are in memory, with templates applied to them before the clock starts."""
     from tokenizers import Tokenizer
 
-    from isthmus.data.chat import ChatRenderer
-    from isthmus.data.formats import chunk_records, read_chunks
-    from isthmus.data.records import parse_record
-    from isthmus.hf.tokenizer import load_tokenizer
+    from isthmus.data.chat.chat_records import parse_record
+    from isthmus.data.chat.chat_text import ChatRenderer
+    from isthmus.data.readers.file_formats import chunk_records, read_chunks
+    from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 
     opened = load_tokenizer(spec["tokenizer"])
     records = (parse_record(record) for chunk in read_chunks([spec["data"]]) for record in chunk_records(chunk))
@@ -65,8 +65,8 @@ def _encode_batch(spec: dict[str, Any], threads: int) -> Callable[[], int]:
 
 
 def _isthmus(spec: dict[str, Any], threads: int) -> Callable[[], int]:
-    """``isthmus.recipes.prepare.prepare``: files read, hashed and written, the tokenizer loaded, workers started."""
-    from isthmus.recipes.prepare import prepare
+    """``prepare``: files read, hashed and written, the tokenizer loaded, workers started."""
+    from isthmus.recipes.data.prepare import prepare
 
     def run() -> int:
         return prepare([spec["data"]], spec["out"], spec["tokenizer"], workers=threads).report.tokens
@@ -93,7 +93,7 @@ def _command(words: list[str], prefix: str) -> Callable[[], int]:
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{words} failed with code {done.returncode}:\n{done.stderr[-4000:]}")
-        from isthmus.data.indexed import open_pair
+        from isthmus.data.store.indexed_dataset import open_pair
 
         return len(open_pair(prefix).tokens)
 

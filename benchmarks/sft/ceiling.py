@@ -19,7 +19,7 @@ import torch
 from rounds import CpuWatch, turn_files
 from torch import Tensor
 
-from isthmus.engine.products import product
+from isthmus.engine.layers.matmul import product
 from isthmus.platforms.detect import detect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -13,10 +13,10 @@ import torch
 from rounds import turn_files
 
 from isthmus.config.schema import RunConfig
-from isthmus.data.batches import Batches
-from isthmus.engine.groups import close_groups
+from isthmus.data.batching.batches import Batches
+from isthmus.engine.parallel.process_groups import close_groups
 from isthmus.platforms.detect import apply_env, detect
-from isthmus.recipes.session import blueprint, open_session
+from isthmus.recipes.setup.session import blueprint, open_session
 from isthmus.train.flops import flops_per_batch
 from sft.beside import Beside
 from sft.clock import Clock
@@ -39,7 +39,7 @@ def run(turn: Turn) -> dict[str, Any]:
     apply_env(platform)
     platform.prepare_process()
     session = open_session(config, plans, platform, turn.precision)
-    from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule
+    from isthmus.engine.optim.optimizer import OptimizerSettings, build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 
     settings = OptimizerSettings(total_steps=10000, **config.optim.model_dump())

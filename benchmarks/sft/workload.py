@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from isthmus.data.prepare import prepare_chat
-from isthmus.data.pydocs import python_documentation, write_chats
-from isthmus.data.store import SampleStore
-from isthmus.hf.tiny import train_tokenizer
-from isthmus.hf.tokenizer import Tokenizer, load_tokenizer
+from isthmus.data.store.sample_store import SampleStore
+from isthmus.data.tokenize.tokenize_files import prepare_chat
+from isthmus.demo.python_docs import python_documentation, write_chats
+from isthmus.hf.tiny_model import train_tokenizer
+from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 VOCAB_SIZE = 32000
 

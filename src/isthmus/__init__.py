@@ -17,7 +17,7 @@ _LAZY = {
     "sft": ("isthmus.recipes.sft", "run"),
     "dpo": ("isthmus.recipes.dpo", "run"),
     "pretrain": ("isthmus.recipes.pretrain", "run"),
-    "load_model": ("isthmus.recipes.loading", "load_model"),
+    "load_model": ("isthmus.recipes.setup.load_model", "load_model"),
 }
 __all__ = ["__version__", "convert", *_LAZY]
 

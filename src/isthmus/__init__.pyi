@@ -1,7 +1,7 @@
 from isthmus.convert.transfer import convert as convert
 from isthmus.recipes.dpo import run as dpo
-from isthmus.recipes.loading import load_model as load_model
 from isthmus.recipes.pretrain import run as pretrain
+from isthmus.recipes.setup.load_model import load_model as load_model
 from isthmus.recipes.sft import run as sft
 
 __version__: str

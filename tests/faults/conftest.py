@@ -20,7 +20,7 @@ CHATS = [
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 model of two layers and two query groups, some hundred kilobytes."""
-    from isthmus.hf.tiny import build_tiny_qwen3
+    from isthmus.hf.tiny_model import build_tiny_qwen3
 
     folder = tmp_path_factory.mktemp("model") / "tiny"
     return build_tiny_qwen3(

@@ -17,7 +17,7 @@ from typing import Any
 import isthmus.cli.alone  # noqa: F401
 from isthmus.cli.main import main
 from isthmus.convert import canonical, transfer
-from isthmus.hf import staged
+from isthmus.hf import staged_folder
 
 canonical.CHUNK_BYTES = 2048  # so that tiny tensors have several chunks
 _REACHED = {
@@ -29,7 +29,7 @@ _REACHED = {
 
 def run(words: list[str], number: int, point: Any) -> int:
     """Be the command; with a signal to itself at the point."""
-    stream, sync = transfer.stream, staged.sync
+    stream, sync = transfer.stream, staged_folder.sync
 
     def end(*_: Any) -> None:
         os.kill(os.getpid(), number)
@@ -45,9 +45,9 @@ def run(words: list[str], number: int, point: Any) -> int:
     if point in _REACHED:
         transfer.stream = ended_stream
     elif point == "publish":
-        staged.StagedFolder.publish = end  # type: ignore[method-assign]
+        staged_folder.StagedFolder.publish = end  # type: ignore[method-assign]
     elif point == "renamed":
-        staged.sync = ended_sync
+        staged_folder.sync = ended_sync
     return main(words)
 
 

@@ -167,7 +167,7 @@ def _rank(request: dict[str, Any]) -> None:
 
 def _go_wrong(how: str) -> None:
     """At the third step: ``fail``, or ``sleep`` with everything else going on."""
-    from isthmus.data.batches import Batches
+    from isthmus.data.batching.batches import Batches
 
     step = Batches.step
 

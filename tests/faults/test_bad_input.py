@@ -218,8 +218,8 @@ def test_folders_made_on_the_way_go_too(refused: Run, tmp_path: Path) -> None:
 
 
 def test_tokens_that_the_model_does_not_know(refused: Run, copied: Path) -> None:
-    from isthmus.hf.tiny import train_tokenizer
-    from isthmus.hf.tokenizer import save_tokenizer
+    from isthmus.hf.tiny_model import train_tokenizer
+    from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 
     words = [f"word{number} number{number} Say The is ." for number in range(400)]
     tokenizer = train_tokenizer(words, vocab_size=1500)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from faults.command import Stem, environment
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify import verify
+from isthmus.convert.verify.compare import verify
 
 TARGETS: dict[str, list[str]] = {
     "hf": ["--to", "hf"],

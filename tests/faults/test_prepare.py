@@ -13,9 +13,9 @@ import pytest
 
 from faults.command import environment
 from isthmus.errors import NoSpace
-from isthmus.hf.tiny import train_tokenizer
-from isthmus.hf.tokenizer import save_tokenizer
-from isthmus.recipes.prepare import prepare
+from isthmus.hf.tiny_model import train_tokenizer
+from isthmus.hf.tokenizer.tokenizer import save_tokenizer
+from isthmus.recipes.data.prepare import prepare
 
 # The command line with small parts, of which a process is ended at a record: the one that tells of it, or the worker
 # that is given it (a worker ended from outside may have nothing left to do, and is then not missed).
@@ -23,11 +23,11 @@ ENDED = """
 import os, signal, sys
 from isthmus.cli import prepare as command
 from isthmus.cli.main import main
-from isthmus.data import json_text
-from isthmus.recipes import journal, workers
+from isthmus.data.readers import json_chunks
+from isthmus.recipes.data import prepare_resume, prepare_workers
 victim, at = sys.argv[1], int(sys.argv[2])
-json_text.CHUNK_BYTES, journal.PART_TOKENS = 300, 200
-made = workers._made
+json_chunks.CHUNK_BYTES, prepare_resume.PART_TOKENS = 300, 200
+made = prepare_workers._made
 def end():
     os.kill(os.getpid(), signal.SIGKILL)
 def show(self, report):
@@ -40,7 +40,7 @@ def work(maker, chunk):
 if victim == "main":
     command._Line.show = show
 if victim == "worker":
-    workers.start_method, workers._made = lambda: "fork", work
+    prepare_workers.start_method, prepare_workers._made = lambda: "fork", work
 sys.exit(main(sys.argv[3:]))
 """
 

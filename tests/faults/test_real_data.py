@@ -33,7 +33,7 @@ def test_fine_tuning(isthmus: Stem, llama: Path, shared_data: Path, tmp_path: Pa
     import sentencepiece
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from isthmus.hf.tokenizer import load_tokenizer
+    from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 
     words = ["sft", "--model", llama, "--data", shared_data / name, "--out", tmp_path / "out", "--json"]
     settings = ["data.seq_length=512", "train.global_batch_size=2", "train.steps=3", "optim.lr=1e-2"]

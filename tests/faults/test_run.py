@@ -11,9 +11,9 @@ import pytest
 
 from faults.command import Stem, finished, listing, rows, start
 from isthmus.config.load import load_config
-from isthmus.convert.stored import open_stored
+from isthmus.convert.open_model import open_stored
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify import verify
+from isthmus.convert.verify.compare import verify
 
 STEP_KEYS = {
     *("step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib"),

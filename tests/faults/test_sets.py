@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from faults.command import Stem, rows
-from isthmus.data.indexed import IndexedWriter, open_pair, write_manifest
-from isthmus.hf.tokenizer import load_tokenizer
-from isthmus.recipes.origin import tokenizer_record
+from isthmus.data.store.indexed_dataset import IndexedWriter, open_pair, write_manifest
+from isthmus.hf.tokenizer.tokenizer import load_tokenizer
+from isthmus.recipes.data.data_fingerprint import tokenizer_record
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ TEXTS = ["one two three four five", "six seven eight nine ten", "how are you tod
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from isthmus.hf.tiny import build_tiny_qwen3
+    from isthmus.hf.tiny_model import build_tiny_qwen3
 
     folder = tmp_path_factory.mktemp("gpu") / "model"
     return build_tiny_qwen3(folder, TEXTS, vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
@@ -28,9 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 1e-1)])
 def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: float) -> None:
     """TF32 is off by default in torch, so fp32 is held to about its own rounding; bf16 to eight bits."""
-    from isthmus.engine.groups import close_groups
-    from isthmus.hf.tiny import logits
-    from isthmus.recipes.loading import load_model, model_logits
+    from isthmus.engine.parallel.process_groups import close_groups
+    from isthmus.hf.tiny_model import logits
+    from isthmus.recipes.setup.load_model import load_model, model_logits
 
     ids = torch.arange(40) % 300
     try:
@@ -41,8 +41,8 @@ def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: 
 
 
 def test_running_means_on_the_host_give_the_same_weights_in_less_memory() -> None:
-    from isthmus.engine.compat import fill_adam_state
-    from isthmus.engine.offload import HostAdamW
+    from isthmus.engine.optim.optimizer_offload import HostAdamW
+    from isthmus.engine.upstream.compat import fill_adam_state
 
     made, used = [], []
     for offload in (False, True):
@@ -93,7 +93,7 @@ def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_fp8_products_are_those_of_the_reference(scaling: str, backward: bool) -> None:
-    from isthmus.engine.fp8 import quantize, reference, scaled_mm
+    from isthmus.engine.layers.fp8_linear import quantize, reference, scaled_mm
 
     platform = detect()
     supported, why = platform.supports("fp8")

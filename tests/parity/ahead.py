@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-from isthmus.data.batches import Batches, MicroBatch
-from isthmus.data.store import SampleStore
+from isthmus.data.batching.batches import Batches, MicroBatch
+from isthmus.data.store.sample_store import SampleStore
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from isthmus.data.pair_batches import PairBatches, PairLine
-from isthmus.data.store import SampleStore
+from isthmus.data.batching.pair_batches import PairBatches, PairLine
+from isthmus.data.store.sample_store import SampleStore
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH
 

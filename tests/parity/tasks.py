@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from isthmus.cli.main import main
 from isthmus.convert.learn import prove
-from isthmus.data.batches import Batches, MicroBatch
-from isthmus.data.store import SampleStore
-from isthmus.engine.attention import Segments
+from isthmus.data.batching.batches import Batches, MicroBatch
+from isthmus.data.store.sample_store import SampleStore
+from isthmus.engine.layers.attention import Segments
 from isthmus.families.registry import KEPT, family_for
-from isthmus.families.shard import weave
-from isthmus.hf.shrunken import effective_config
-from isthmus.recipes.loading import load_model, model_logits
+from isthmus.families.rules.shard import weave
+from isthmus.hf.shrunken_model import effective_config
+from isthmus.recipes.setup.load_model import load_model, model_logits
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH
 

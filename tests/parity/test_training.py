@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isthmus.families.registry import all_families
-from isthmus.hf.folder import ModelFolder
+from isthmus.hf.model_folder import ModelFolder
 from ranks.tasks import CLIP_GRAD
 from ranks.test_layouts import furthest
 from ranks.tiny import VOCAB, build_model_folder

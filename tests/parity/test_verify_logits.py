@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isthmus.convert.grid import Grid
+from isthmus.convert.legacy.legacy_layout import Grid
 from isthmus.convert.transfer import convert
 from isthmus.families.registry import all_families
 from ranks.tiny import SIZES, build_model_folder

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from isthmus.data.batches import MicroBatch
-from isthmus.engine.attention import Segments, VarlenAttention
-from isthmus.engine.context import own_part, own_spans
-from isthmus.engine.groups import ParallelSizes, open_groups
-from isthmus.engine.line_attention import stacks_of
+from isthmus.data.batching.batches import MicroBatch
+from isthmus.engine.layers.attention import Segments, VarlenAttention
+from isthmus.engine.layers.packed_attention_cpu import stacks_of
+from isthmus.engine.parallel.context_parallel import own_part, own_spans
+from isthmus.engine.parallel.process_groups import ParallelSizes, open_groups
 from isthmus.platforms.detect import detect
 from ranks.live_memory import LiveMemory
 from ranks.tasks import start

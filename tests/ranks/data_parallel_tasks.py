@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch.distributed.tensor import DTensor
 
-from isthmus.engine.model import live_tensors
-from isthmus.engine.optimizer import adams
-from isthmus.hf.writer import SafetensorsWriter
-from isthmus.recipes import session
+from isthmus.engine.megatron_model import live_tensors
+from isthmus.engine.optim.optimizer import adams
+from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
+from isthmus.recipes.setup import session
 from ranks.tasks import own_tokenizer, start, train
 from ranks.tasks import refusal as _refusal
 

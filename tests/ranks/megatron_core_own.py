@@ -15,9 +15,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from isthmus.engine.model import live_tensors
+from isthmus.engine.megatron_model import live_tensors
 from isthmus.platforms.detect import detect
-from isthmus.recipes.session import blueprint, open_session
+from isthmus.recipes.setup.session import blueprint, open_session
 from ranks.tasks import _plain_config
 
 

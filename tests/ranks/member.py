@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> None:
-    for name in ("isthmus.engine.groups", "ranks.tasks"):  # the first quiets megatron
+    for name in ("isthmus.engine.parallel.process_groups", "ranks.tasks"):  # the first quiets megatron
         importlib.import_module(name)
     gc.freeze()  # ranks collect after each task: what was imported stays out of it, and its pages stay shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
@@ -59,7 +59,7 @@ def run_tasks(world: socket.socket, meeting: str) -> None:
     import torch
     from megatron.core import parallel_state
 
-    from isthmus.engine.groups import ParallelSizes, open_groups, world_from_environment
+    from isthmus.engine.parallel.process_groups import ParallelSizes, open_groups, world_from_environment
     from isthmus.platforms.detect import detect
 
     torch.set_num_threads(1)

@@ -24,21 +24,21 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema import RunConfig
 from isthmus.convert.online import export_plan, export_weights
-from isthmus.data.batches import Batches
-from isthmus.data.pair_batches import PairBatches
-from isthmus.data.store import SampleStore
-from isthmus.engine import checkpoint
-from isthmus.engine.model import live_tensors
-from isthmus.engine.optimizer import OptimizerSettings, adams, build_optimizer, build_schedule
-from isthmus.engine.overlap import gather_weights
+from isthmus.data.batching.batches import Batches
+from isthmus.data.batching.pair_batches import PairBatches
+from isthmus.data.store.sample_store import SampleStore
+from isthmus.engine.checkpoint import save_load
+from isthmus.engine.megatron_model import live_tensors
+from isthmus.engine.optim.optimizer import OptimizerSettings, adams, build_optimizer, build_schedule
+from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
 from isthmus.platforms.detect import detect
-from isthmus.recipes.footprint import footprint
-from isthmus.recipes.loading import load_model, model_logits
-from isthmus.recipes.reference import find_reference, objective_of
-from isthmus.recipes.session import Session, blueprint, open_session
-from isthmus.train.memory import stage_bytes
+from isthmus.recipes.dpo_reference import find_reference, objective_of
+from isthmus.recipes.setup.load_model import load_model, model_logits
+from isthmus.recipes.setup.memory_estimate import footprint
+from isthmus.recipes.setup.session import Session, blueprint, open_session
+from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
 from ranks.member import leave_groups
 from ranks.tiny import SEQ_LENGTH
@@ -160,7 +160,7 @@ def train(
     stepper, sizes = training.stepper, training.session.blueprint.sizes
     first = 0
     if resume is not None:
-        first = checkpoint.load(Path(resume), stepper, sizes).step
+        first = save_load.load(Path(resume), stepper, sizes).step
     curves = ("loss", "grad_norm", "lr", "learned", "mtp_loss", "load")
     result: dict[str, Any] = {"first": first, "figures": [], **{curve: [] for curve in curves}}
     if evaluate:
@@ -180,8 +180,8 @@ def train(
         for name in names:
             result[name].append(getattr(done, name))
         if step + 1 in (save_at or ()):
-            progress = checkpoint.Progress(step=step + 1, data="these samples")
-            checkpoint.save(Path(root or ""), stepper, progress, sizes, keep=keep)
+            progress = save_load.Progress(step=step + 1, data="these samples")
+            save_load.save(Path(root or ""), stepper, progress, sizes, keep=keep)
     if evaluate:
         result["valid_after"] = stepper.evaluate(training.held_out.eval_batches())
     return result | {"digest": _digest(training)}
@@ -287,12 +287,12 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
     training = start(**layout)
     _draw()
     sizes = training.session.blueprint.sizes
-    checkpoint.save(Path(root), training.stepper, checkpoint.Progress(step=1, data=""), sizes, keep=1)
+    save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), sizes, keep=1)
     wanted = _draw()
     parallel_state.destroy_model_parallel()
     training = start(**layout)
     fresh = _draw()
-    checkpoint.load(Path(root) / "iter_0000001", training.stepper, sizes)
+    save_load.load(Path(root) / "iter_0000001", training.stepper, sizes)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, {"wanted": wanted, "fresh": fresh, "loaded": _draw()})
     return {name: [rank[name] for rank in every] for name in ("wanted", "fresh", "loaded")}
@@ -310,8 +310,8 @@ def save_and_export(*, model: str, samples: str, root: str, destination: str, **
     training = start(model=model, samples=samples, **layout)
     for step in range(2):
         training.stepper.train_step(training.batches.step(step))
-    progress = checkpoint.Progress(step=2, data="these samples")
-    checkpoint.save(Path(root), training.stepper, progress, training.session.blueprint.sizes, keep=1)
+    progress = save_load.Progress(step=2, data="these samples")
+    save_load.save(Path(root), training.stepper, progress, training.session.blueprint.sizes, keep=1)
     training.session.export(
         Path(destination), own_tokenizer(training.session.blueprint.source.path), dtype=None, replace=False
     )
@@ -370,7 +370,7 @@ def each(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
 
 
 def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, Any]:
-    """What this rank's autograd keeps of one micro batch, and what :mod:`isthmus.train.memory` says it does.
+    """What this rank's autograd keeps of one micro batch, and what :mod:`isthmus.train.activation_memory` says it does.
 
     Each piece of memory counts once; the weights' own does not.
     """
@@ -412,7 +412,7 @@ def said(**layout: Any) -> list[str]:
 
 
 def footprint_and_held(**layout: Any) -> list[dict[str, Any]]:
-    """What :mod:`isthmus.recipes.footprint` says of the rank that holds most, and the numbers that each rank has."""
+    """What ``memory_estimate`` says of the rank that holds most, and the numbers that each rank has."""
     training = start(**layout)
     session, optimizer = training.session, training.stepper.optimizer
     config = RunConfig.model_validate(

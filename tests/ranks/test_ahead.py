@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify import verify
+from isthmus.convert.verify.compare import verify
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
 from ranks.tiny import add_layers_ahead, build_model_folder
 from ranks.world import World

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema import RunConfig
-from isthmus.data.store import SampleStore
+from isthmus.data.store.sample_store import SampleStore
 from isthmus.errors import DataError
-from isthmus.recipes.corpus import Corpus, check_fingerprint
+from isthmus.recipes.data.corpus import Corpus, check_fingerprint
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
 from ranks.tiny import build_model_folder, build_samples
 from ranks.world import World

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify import verify
+from isthmus.convert.verify.compare import verify
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
 from ranks.tiny import build_model_folder
 from ranks.world import World

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isthmus.data.store import SampleStore
-from isthmus.families.isthmus import FAMILY as ISTHMUS
+from isthmus.data.store.sample_store import SampleStore
+from isthmus.families.models.isthmus import FAMILY as ISTHMUS
 from isthmus.families.registry import family_for
 from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
 from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM

@@ -139,7 +139,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_family_page_shows_a_family_as_it_is() -> None:
     shown = blocks(ROOT / "docs/how-to/add-a-family.md", "python")[0].strip()
-    assert shown in (ROOT / "src/isthmus/families/qwen2.py").read_text()
+    assert shown in (ROOT / "src/isthmus/families/models/qwen2.py").read_text()
 
 
 def test_generated_pages_are_current() -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isthmus.engine import compat, cpu_adapter
+from isthmus.engine.upstream import compat, cpu_adapter
 
 _KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 """Imported in every run and used in none of ours; it needs Triton, which a CPU build of torch comes without."""

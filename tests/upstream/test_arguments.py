@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from isthmus.config.dialects.megatron.arguments import read_flags
-from isthmus.config.dialects.megatron.known import fates, kinds, name_of, says_nothing
+from isthmus.config.dialects.megatron.known_args import fates, kinds, name_of, says_nothing
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from isthmus.convert.grid import Grid
+from isthmus.convert.legacy.legacy_layout import Grid
 from isthmus.convert.transfer import convert
 from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder
 

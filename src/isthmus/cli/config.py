@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isthmus.cli.train import Words
+from isthmus.cli.run_recipe import Words
 from isthmus.errors import NoSpace, UsageError
 
 app = typer.Typer(help="Look at the settings of a run.", context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,7 +30,7 @@ def show(
 
     Of a preset that is a model, print the keys of its config.json.
     """
-    from isthmus.cli.words import config_and_overrides
+    from isthmus.cli.cli_args import config_and_overrides
     from isthmus.config.load import origins_of, settle
     from isthmus.config.presets import kind_of
     from isthmus.config.yaml_text import write_mapping
@@ -78,7 +78,7 @@ def cp(
     from isthmus.config.model_file import read_model
     from isthmus.config.presets import PREFIX, config_path, kind_of, opening_lines
     from isthmus.config.yaml_text import write_mapping
-    from isthmus.hf.staged import disk_errors
+    from isthmus.hf.staged_folder import disk_errors
 
     name = f"{PREFIX}{preset.removeprefix(PREFIX)}"
     source = config_path(name, kind_of(name))
@@ -138,8 +138,8 @@ def from_megatron(
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
 ) -> int:
     """Print the config of the run that a script, or a list of arguments, has Megatron-LM do."""
-    from isthmus.cli.translated import from_megatron as translated
-    from isthmus.cli.translated import print_translation
+    from isthmus.cli.translate import from_megatron as translated
+    from isthmus.cli.translate import print_translation
 
     return print_translation(translated(words or []), json_wanted=as_json)
 
@@ -154,8 +154,8 @@ def from_primus(
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
 ) -> int:
     """Print the config of the run that an experiment has Primus do, with its model files."""
-    from isthmus.cli.translated import from_primus as translated
-    from isthmus.cli.translated import print_translation
+    from isthmus.cli.translate import from_primus as translated
+    from isthmus.cli.translate import print_translation
 
     return print_translation(translated(experiment, models), json_wanted=as_json)
 

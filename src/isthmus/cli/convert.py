@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.cli.train import Debug, Json, show
-from isthmus.cli.transfer import Bin, HfLike, cleared_away, progress_bar
+from isthmus.cli.convert_options import Bin, HfLike, cleared_away, progress_bar
+from isthmus.cli.run_recipe import Debug, Json, show
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def convert(
         raise UsageError(f"--dtype {dtype} is not known. Use {', '.join(DTYPES)}.")
     import torch
 
-    from isthmus.convert.grid import Grid
+    from isthmus.convert.legacy.legacy_layout import Grid
     from isthmus.convert.transfer import convert as run
 
     chosen = None if dtype is None else getattr(torch, DTYPES[dtype])
@@ -81,7 +81,7 @@ def convert(
     target: Any = to
     names: Any = spelling
     if push is not None:
-        from isthmus.hf.hub import check_name
+        from isthmus.hf.hub_upload import check_name
 
         check_name(push)
         target = target or "hf"
@@ -103,7 +103,7 @@ def convert(
 
         print(f"kept as {write(learned, keep)}", file=sys.stderr)
     if push is not None:
-        from isthmus.hf.hub import push as upload
+        from isthmus.hf.hub_upload import push as upload
 
         address = upload(destination, push, private=not public, say=lambda told: print(told, file=sys.stderr))
         print(f"pushed to {address}", file=sys.stderr)
@@ -115,7 +115,7 @@ def _learned(source: Path, keep: Path | None, *, quiet: bool) -> Family:
     from rich.console import Console
 
     from isthmus.convert.learn import kept_path, learn
-    from isthmus.families.learned import write_family
+    from isthmus.families.discover.json_family import write_family
 
     console = Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
     with console.status("learning"):

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from isthmus.cli.train import Debug, Json, show
+from isthmus.cli.run_recipe import Debug, Json, show
 
 
 def demo(
@@ -21,7 +21,7 @@ def demo(
     json: Json = False,
 ) -> int:
     """Show the whole way on this machine: build a small model, train it, export it, let it answer. No network."""
-    from isthmus.recipes.demo import run
+    from isthmus.demo.run_demo import run
 
     # The commands it runs are children of this process and have to be told before it goes.
     signal.signal(signal.SIGTERM, _terminated)

@@ -13,12 +13,18 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from isthmus.cli.translated import start_command
-from isthmus.config.dialects.rocm import SCRIPTS, batch_names, read_script, remark_on_full_nodes, started
-from isthmus.config.dialects.rocm_log import summary
-from isthmus.config.dialects.rocm_script import NODE, ScriptRun
-from isthmus.config.dialects.written import as_json as translation_as_json
-from isthmus.config.dialects.written import as_yaml, remark_line
+from isthmus.cli.translate import start_command
+from isthmus.config.dialects.render import as_json as translation_as_json
+from isthmus.config.dialects.render import as_yaml, remark_line
+from isthmus.config.dialects.rocm_scripts.common_variables import NODE, ScriptRun
+from isthmus.config.dialects.rocm_scripts.read_variables import (
+    SCRIPTS,
+    batch_names,
+    read_script,
+    remark_on_full_nodes,
+    started,
+)
+from isthmus.config.dialects.rocm_scripts.rocm_log import summary
 from isthmus.config.load import load_config
 from isthmus.errors import DataError, MissingInput, UsageError
 
@@ -64,7 +70,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
     said += [f"log file {log}{'' if run.tee else ', and nothing on the screen'}", f"command: {shown}"]
     settings = {"recipe": run.translation.recipe, **run.translation.settings}
     if run.dry_run:
-        from isthmus.recipes.footprint import foretell
+        from isthmus.recipes.setup.memory_estimate import foretell
 
         print(as_yaml(run.translation, _title(run)), end="")
         if misfit is not None:
@@ -138,16 +144,16 @@ def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
     """Train as the config file says, and tell the end; returns the exit code."""
     if run.translation.world.nnodes > 1:
         return _forwarding(_torchrun(run, nproc, command))
-    from isthmus.cli import here
-    from isthmus.cli.ending import ending_of, keep_traceback, say
-    from isthmus.cli.train import Request, train
+    from isthmus.cli import process_state
+    from isthmus.cli.exit import ending_of, keep_traceback, say
+    from isthmus.cli.run_recipe import Request, train
 
-    here.argv = command
+    process_state.argv = command
     request = Request(
         words=[command[1]], model=None, data=None, out=None, nproc=nproc, hf_every=None, dry_run=False, debug=False,
         json=False,
     )  # fmt: skip
-    ending = keep_traceback(ending_of(lambda: train("pretrain", request)), here.run_folder)
+    ending = keep_traceback(ending_of(lambda: train("pretrain", request)), process_state.run_folder)
     say(ending, debug=False)
     return ending.exit_code
 

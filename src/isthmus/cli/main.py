@@ -11,7 +11,7 @@ import typer
 
 from isthmus import __version__
 from isthmus.cli import config, convert, demo, dpo, prepare, pretrain, sft, verify
-from isthmus.cli.words import spread_data
+from isthmus.cli.cli_args import spread_data
 
 app = typer.Typer(
     name="isthmus",
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch's C++ warns, with a stack, of every connection that a lost peer closes. Before torch is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and its profiler says that it starts
-    from isthmus.recipes.rank_report import reports_folder
+    from isthmus.launch.first_failure import reports_folder
 
     if reports_folder() is not None:
         from isthmus.cli.rank import run_rank

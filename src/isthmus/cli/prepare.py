@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from isthmus.cli.train import Debug, Json, show
+from isthmus.cli.run_recipe import Debug, Json, show
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
-    from isthmus.data.report import PrepareReport
+    from isthmus.data.tokenize.stats import PrepareReport
 
 
 def prepare(
@@ -55,10 +55,10 @@ def prepare(
     json: Json = False,
 ) -> int:
     """Tokenize data once, into Megatron's indexed files, for any number of runs."""
-    from isthmus.data.chat import LossOn
-    from isthmus.data.chunks import OnError
-    from isthmus.data.records import Kind
-    from isthmus.data.report import Overlong
+    from isthmus.data.chat.chat_records import Kind
+    from isthmus.data.chat.chat_text import LossOn
+    from isthmus.data.readers.chunks import OnError
+    from isthmus.data.tokenize.stats import Overlong
 
     pairs = [word.partition("=") for word in columns or []]
     if wrong := [f"{key}{equals}{name}" for key, equals, name in pairs if not (key and name)]:
@@ -71,7 +71,7 @@ def prepare(
         "loss_on": _one_of("--loss-on", loss_on, get_args(LossOn)),
         "on_error": _one_of("--on-error", on_error, get_args(OnError)),
     }
-    from isthmus.recipes.prepare import prepare as run
+    from isthmus.recipes.data.prepare import prepare as run
 
     with _Line() as line:
         done = run(

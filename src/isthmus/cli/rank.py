@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from isthmus.cli import here
-from isthmus.cli.ending import ending_of
+from isthmus.cli import process_state
+from isthmus.cli.exit import ending_of
 from isthmus.errors import Preempted
-from isthmus.recipes.peers import watch_peers
-from isthmus.recipes.rank_report import STOP_FILE, RankReport, reports_folder
-from isthmus.recipes.world import end_with_parent, rank
+from isthmus.launch.first_failure import STOP_FILE, RankReport, reports_folder
+from isthmus.launch.rank_env import end_with_parent, rank
+from isthmus.launch.rank_watchdog import watch_peers
 from isthmus.train.stop import StopFlag
 
 
@@ -27,7 +27,7 @@ def run_rank(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     watch_peers(folder, rank())
     if (folder / STOP_FILE).exists():
         stop.request()
-    here.argv, here.started_by_isthmus = list(argv), True
+    process_state.argv, process_state.started_by_isthmus = list(argv), True
     ending = ending_of(lambda: run(argv))
     report = RankReport(rank=rank(), exit_code=ending.exit_code, message=ending.message, traceback=ending.traceback)
     report.write(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.cli.train import Data, Debug, DryRun, HfEvery, Json, Model, Nproc, Out, Request, Words, train
+from isthmus.cli.run_recipe import Data, Debug, DryRun, HfEvery, Json, Model, Nproc, Out, Request, Words, train
 
 
 def sft(

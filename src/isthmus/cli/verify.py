@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from isthmus.cli.train import Debug, Json, show
-from isthmus.cli.transfer import Bin, HfLike, progress_bar
+from isthmus.cli.convert_options import Bin, HfLike, progress_bar
+from isthmus.cli.run_recipe import Debug, Json, show
 from isthmus.errors import UsageError
 
 
@@ -34,8 +34,8 @@ def verify(
     """Compare two models bit by bit, in whichever formats; exit code 1 if they differ."""
     if not logits and (tolerance is not None or tokens is not None or layer_by_layer):
         raise UsageError("--tolerance, --tokens and --layer-by-layer are about --logits. Give that as well.")
-    from isthmus.convert.logits import TOLERANCE, LogitsCheck
-    from isthmus.convert.verify import verify as run
+    from isthmus.convert.verify.compare import verify as run
+    from isthmus.convert.verify.compare_logits import TOLERANCE, LogitsCheck
 
     check = LogitsCheck(tolerance=TOLERANCE if tolerance is None else tolerance, tokens=tokens, by_layer=layer_by_layer)
     with progress_bar("comparing") as progress:

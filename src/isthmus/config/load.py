@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from isthmus.config.complain import GIVEN_BY, dotted, reason
 from isthmus.config.inherit import read_settings
 from isthmus.config.presets import Kind
 from isthmus.config.schema import RunConfig
+from isthmus.config.setting_errors import GIVEN_BY, dotted, reason
 from isthmus.config.yaml_text import Key, Syntax, read_value, write_mapping
 from isthmus.errors import UsageError
 

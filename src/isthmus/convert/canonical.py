@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from isthmus.engine.names import Spelling
+from isthmus.engine.checkpoint.checkpoint_names import Spelling
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from isthmus.convert.source import WeightSource
+from isthmus.convert.weight_source import WeightSource
 from isthmus.errors import DataError, MissingInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family

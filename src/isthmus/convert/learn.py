@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from isthmus import __version__
-from isthmus.convert.copies import Copy, check_effects, difference, furthest
-from isthmus.convert.from_torch_dist import checkpoint_folder
-from isthmus.engine.groups import ParallelSizes, open_groups
+from isthmus.convert.torch_dist.from_torch_dist import checkpoint_folder
+from isthmus.convert.verify.probe_models import Copy, check_effects, difference, furthest
+from isthmus.engine.parallel.process_groups import ParallelSizes, open_groups
 from isthmus.errors import IsthmusError, NoSpace, UsageError
+from isthmus.families.discover.candidates import Guesses, Picks, Stage
+from isthmus.families.discover.config_inference import Settings
+from isthmus.families.discover.json_family import read_family, write_family
+from isthmus.families.discover.probe_config import FIRST, SECOND, Shrunken
+from isthmus.families.discover.tensor_matching import Structure, recognise
 from isthmus.families.family import Family
-from isthmus.families.guess import Guesses, Picks, Stage
-from isthmus.families.learned import read_family, write_family
 from isthmus.families.registry import all_families
-from isthmus.families.roles import Structure, recognise
-from isthmus.families.settings import Settings
-from isthmus.families.small import FIRST, SECOND, Shrunken
-from isthmus.hf.folder import ModelFolder
-from isthmus.hf.shrunken import VERSION, architecture_of, build_copy, copy_logits, effective_config, silenced
-from isthmus.hf.staged import disk_errors
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.hf.shrunken_model import VERSION, architecture_of, build_copy, copy_logits, effective_config, silenced
+from isthmus.hf.staged_folder import disk_errors
 from isthmus.platforms.detect import detect
 
 TOLERANCE = 1e-4

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.coverage import check_coverage
-from isthmus.convert.source import WeightSource
-from isthmus.engine.row_shards import gathered, whole_to_fill
+from isthmus.convert.weight_source import WeightSource
+from isthmus.engine.parallel.sharded_params import gathered, whole_to_fill
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
-from isthmus.families.shard import Layout, local_shape, pieces
-from isthmus.hf.writer import SafetensorsPlan, SafetensorsWriter
+from isthmus.families.rules.shard import Layout, local_shape, pieces
+from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
 
 
 @dataclass(frozen=True, slots=True)

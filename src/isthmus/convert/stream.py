@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import torch
 
 from isthmus.convert.canonical import row_slices
-from isthmus.convert.source import Meta
+from isthmus.convert.weight_source import Meta
 
 Progress = Callable[[int, int], None]
 """Told after every chunk: bytes done, bytes in all."""

@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 from isthmus.convert.canonical import Destination, own_placements
-from isthmus.convert.grid import Grid
-from isthmus.convert.manifest import Digests, write_manifest
-from isthmus.convert.megatron_args import flags_to_give, megatron_args, without_switch
-from isthmus.convert.source import Meta
-from isthmus.convert.stored import HF_PART, Format, Stored, open_stored
+from isthmus.convert.hf.to_hf import HfFiles
+from isthmus.convert.legacy.legacy_layout import Grid
+from isthmus.convert.legacy.megatron_args import flags_to_give, megatron_args, without_switch
+from isthmus.convert.legacy.to_legacy import LegacyFiles, LiveSpelling, padded_vocab_size
+from isthmus.convert.open_model import HF_PART, Format, Stored, open_stored
 from isthmus.convert.stream import Progress, stream
-from isthmus.convert.to_hf import HfFiles
-from isthmus.convert.to_legacy import LegacyFiles, LiveSpelling, padded_vocab_size
-from isthmus.convert.to_torch_dist import TorchDistFiles, common_content
-from isthmus.engine.names import TRACKER
+from isthmus.convert.torch_dist.to_torch_dist import TorchDistFiles, common_content
+from isthmus.convert.verify.checksums import Digests, write_manifest
+from isthmus.convert.weight_source import Meta
+from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.errors import UsageError
+from isthmus.families.discover.json_family import FILE, write_family
 from isthmus.families.family import Family
-from isthmus.families.learned import FILE, write_family
+from isthmus.families.family_transfer import restate
 from isthmus.families.registry import all_families
-from isthmus.families.restate import restate
-from isthmus.hf.folder import write_model_files
-from isthmus.hf.staged import StagedFolder, disk_errors
+from isthmus.hf.model_folder import write_model_files
+from isthmus.hf.staged_folder import StagedFolder, disk_errors
 
 FLAG = "trust_remote_code=True"
 
@@ -80,14 +80,14 @@ def convert(
         destination: must not exist.
         to: ``hf``, ``torch_dist`` or ``torch`` (legacy); None is ``torch_dist`` for a Hugging Face folder, else ``hf``.
         dtype: of the tensors; None keeps what each of them has.
-        hf_like: see :func:`~isthmus.convert.stored.open_stored`.
+        hf_like: see :func:`~isthmus.convert.open_model.open_stored`.
         hf_family: of the Hugging Face folder to write; None is that of the source. ``isthmus`` can say any model
             that is built here except latent attention, and brings its modelling files along.
         grid: ranks of a legacy checkpoint; the other formats have none.
         spelling: names in a legacy checkpoint; None is ``te``, what Megatron-LM takes by default.
-        bin: see :func:`~isthmus.convert.stored.open_stored`.
-        vocab_size: see :func:`~isthmus.convert.stored.open_stored`.
-        family: see :func:`~isthmus.convert.stored.open_stored`; it lies beside a checkpoint afterwards.
+        bin: see :func:`~isthmus.convert.open_model.open_stored`.
+        vocab_size: see :func:`~isthmus.convert.open_model.open_stored`.
+        family: see :func:`~isthmus.convert.open_model.open_stored`; it lies beside a checkpoint afterwards.
         progress: called with bytes done and bytes in all.
 
     Raises:

@@ -1,5 +1,5 @@
 """The one door to megatron.core: everything that knows Megatron lives here and nothing outside imports it."""
 
-from isthmus.engine.compat import quiet_missing_extensions
+from isthmus.engine.upstream.compat import quiet_missing_extensions
 
 quiet_missing_extensions()

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from isthmus.engine.groups import ParallelSizes
-from isthmus.engine.routing import AS_IS, MoeSettings
-from isthmus.engine.stages import pipeline_layout
+from isthmus.engine.moe.routing import AS_IS, MoeSettings
+from isthmus.engine.parallel.pipeline_layout import pipeline_layout
+from isthmus.engine.parallel.process_groups import ParallelSizes
 from isthmus.families.architecture import Architecture
 
 RECOMPUTE_GRANULARITY = {"none": None, "selective": "selective", "full": "full"}

@@ -12,11 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from isthmus.engine.context import own_part, own_spans
+from isthmus.engine.parallel.context_parallel import own_part, own_spans
 
 
 class PackedLine(Protocol):
-    """What a step needs of a micro batch; :class:`isthmus.data.batches.MicroBatch` is one."""
+    """What a step needs of a micro batch; :class:`isthmus.data.batching.batches.MicroBatch` is one."""
 
     @property
     def input_ids(self) -> Tensor:
@@ -75,7 +75,7 @@ class Objective(Protocol):
         """Make the loss of a line, on the last stage.
 
         Args:
-            losses: as :meth:`isthmus.engine.model.Decoder.forward` returns them.
+            losses: as :meth:`isthmus.engine.megatron_model.Decoder.forward` returns them.
             line: of this rank.
             learned: labels learned on this context parallel rank.
             ahead: labels that layers ahead have to predict here.

@@ -14,16 +14,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from isthmus.engine.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
-from isthmus.engine.attention import PackedSelfAttention, VarlenAttention
-from isthmus.engine.experts import Experts
-from isthmus.engine.latent_attention import LatentAttention
-from isthmus.engine.layer import LayerSubmodules, ShapedLayer
-from isthmus.engine.linear import ColumnParallelLinear, RowParallelLinear, with_bias
-from isthmus.engine.moe import MoeBlock
-from isthmus.engine.names import FUSED_NORMS, LATENT_NORMS
-from isthmus.engine.norm import LayerNorm, RMSNorm
-from isthmus.engine.routing import MoeSettings
+from isthmus.engine.checkpoint.checkpoint_names import FUSED_NORMS, LATENT_NORMS
+from isthmus.engine.layers.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
+from isthmus.engine.layers.attention import PackedSelfAttention, VarlenAttention
+from isthmus.engine.layers.decoder_layer import LayerSubmodules, ShapedLayer
+from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
+from isthmus.engine.layers.multi_latent_attention import LatentAttention
+from isthmus.engine.layers.norm import LayerNorm, RMSNorm
+from isthmus.engine.moe.experts import Experts
+from isthmus.engine.moe.moe_layer import MoeBlock
+from isthmus.engine.moe.routing import MoeSettings
 from isthmus.families.architecture import Architecture
 
 
@@ -57,7 +57,7 @@ class TorchProvider(BackendSpecProvider):
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules | None]:
-        """All experts of a rank at once; :class:`isthmus.engine.moe.MoeBlock` is what brings them their tokens."""
+        """All experts of a rank at once; ``MoeBlock`` is what brings them their tokens."""
         return Experts, None
 
     def activation_func(self) -> type:
@@ -141,7 +141,7 @@ def attention_spec(architecture: Architecture) -> ModuleSpec:
 
 
 def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
-    """The parts of a feed-forward block, or of one expert, whose biases :class:`~isthmus.engine.moe.MoeBlock` knows."""
+    """The parts of a feed-forward block, or of one expert, whose biases ``MoeBlock`` knows."""
     provider = TorchProvider()
     kinds = (provider.column_parallel_linear(), provider.row_parallel_linear())
     fc1, fc2 = kinds if moe else (with_bias(kind, architecture.mlp_bias) for kind in kinds)

@@ -18,16 +18,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from isthmus.engine.ahead import places_ahead
-from isthmus.engine.attention import Segments
-from isthmus.engine.balance import Load, take_stock, updated_bias
-from isthmus.engine.compat import same_loss_scale
-from isthmus.engine.context import own_part, own_spans
-from isthmus.engine.moe import MoeBlock
+from isthmus.engine.layers.attention import Segments
+from isthmus.engine.layers.mtp_layer import places_ahead
+from isthmus.engine.moe.load_balancing import Load, take_stock, updated_bias
+from isthmus.engine.moe.moe_layer import MoeBlock
 from isthmus.engine.objective import NEXT_TOKEN, Objective, PackedLine, segment_lengths
-from isthmus.engine.optimizer import MIN_LOSS_SCALE, Wrapped
-from isthmus.engine.phase import phase
-from isthmus.engine.row_shards import gathered, whole_to_fill
+from isthmus.engine.optim.optimizer import MIN_LOSS_SCALE, Wrapped
+from isthmus.engine.parallel.context_parallel import own_part, own_spans
+from isthmus.engine.parallel.sharded_params import gathered, whole_to_fill
+from isthmus.engine.trace_region import phase
+from isthmus.engine.upstream.compat import same_loss_scale
 from isthmus.errors import Diverged
 
 

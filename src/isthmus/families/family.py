@@ -9,9 +9,9 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mla, Moe
-from isthmus.families.rope import read_rotary, write_rotary
-from isthmus.families.rule import Rule, Shape, field_of
-from isthmus.families.window import Window, read_window, write_window
+from isthmus.families.rules.rope_config import read_rotary, write_rotary
+from isthmus.families.rules.rule import Rule, Shape, field_of
+from isthmus.families.rules.sliding_window import Window, read_window, write_window
 
 _REQUIRED = object()
 
@@ -142,7 +142,7 @@ class Family:
     auto_map: Mapping[str, str] = field(default_factory=dict)
     """Classes that travel with an export as files, where transformers has none of its own."""
     data: Mapping[str, Any] | None = None
-    """The file that it was read from, see ``families/learned.py``; None for a module of this package."""
+    """The file that it was read from, see ``families/discover/json_family.py``; None for a module of this package."""
 
     def to_architecture(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Architecture:
         """Read a Hugging Face config.

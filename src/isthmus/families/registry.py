@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from isthmus import families
 from isthmus.errors import DataError, UsageError
+from isthmus.families import models
+from isthmus.families.discover.config_inference import refuse_unseen
+from isthmus.families.discover.json_family import load_family
 from isthmus.families.family import Family
-from isthmus.families.learned import load_family
-from isthmus.families.settings import refuse_unseen
 
 KEPT = "ISTHMUS_FAMILIES"
 """The environment's name for a folder of learned families, ``<model_type>.json`` each."""
@@ -27,7 +27,7 @@ KEPT = "ISTHMUS_FAMILIES"
 def all_families() -> dict[str, Family]:
     """All families by ``model_type``, in alphabetical order."""
     found: dict[str, Family] = {}
-    for module in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
+    for module in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
         family = getattr(importlib.import_module(module.name), "FAMILY", None)
         if isinstance(family, Family):
             found[family.name] = family

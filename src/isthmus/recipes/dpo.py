@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from isthmus.config.schema import RunConfig
-from isthmus.data.prepare import PrepareReport, prepare_pairs
-from isthmus.data.store import SampleStore
-from isthmus.hf.tokenizer import Tokenizer
+from isthmus.data.store.sample_store import SampleStore
+from isthmus.data.tokenize.tokenize_files import PrepareReport, prepare_pairs
+from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.run import RunResult
 from isthmus.recipes.run import run as run_recipe
 

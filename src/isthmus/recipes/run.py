@@ -15,23 +15,25 @@ import torch
 
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
-from isthmus.data.pair_batches import PairBatches
-from isthmus.data.prepare import PrepareReport
-from isthmus.data.store import SampleStore
-from isthmus.engine.groups import Position, agree, close_groups, join_ranks, open_groups
+from isthmus.data.batching.pair_batches import PairBatches
+from isthmus.data.store.sample_store import SampleStore
+from isthmus.data.tokenize.tokenize_files import PrepareReport
+from isthmus.engine.parallel.process_groups import Position, agree, close_groups, join_ranks, open_groups
 from isthmus.errors import UsageError
-from isthmus.hf.tokenizer import Tokenizer
+from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.launch.heartbeat import Pulse
+from isthmus.launch.rank_env import ranks_here, speaks_last
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
 from isthmus.platforms.known_variables import words_about
-from isthmus.recipes.corpus import check_files, check_fingerprint, load_corpus
-from isthmus.recipes.folder import RunFolder
-from isthmus.recipes.footprint import check_footprint
-from isthmus.recipes.layout import check_offload
-from isthmus.recipes.pulse import Pulse
-from isthmus.recipes.reference import check_preference, find_reference, objective_of
-from isthmus.recipes.session import (
+from isthmus.recipes.data.corpus import check_files, check_fingerprint, load_corpus
+from isthmus.recipes.dpo_reference import check_preference, find_reference, objective_of
+from isthmus.recipes.run_dir import RunFolder
+from isthmus.recipes.setup.layout_checks import check_offload
+from isthmus.recipes.setup.memory_estimate import check_footprint
+from isthmus.recipes.setup.run_tokenizer import run_tokenizer
+from isthmus.recipes.setup.session import (
     Blueprint,
     Session,
     blueprint,
@@ -42,11 +44,9 @@ from isthmus.recipes.session import (
     run_shape,
     use_threads,
 )
-from isthmus.recipes.tokens import run_tokenizer
-from isthmus.recipes.world import ranks_here, speaks_last
 from isthmus.train.loop import Device, Loop, Plan
 from isthmus.train.metrics import Reporter
-from isthmus.train.profile import StepProfile
+from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
 
 PrepareFor = Callable[[RunConfig, Tokenizer, list[Path]], tuple[SampleStore, PrepareReport]]
@@ -177,10 +177,10 @@ def survey(config: RunConfig) -> Ground:
 
 
 def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Reporter, stop: StopFlag) -> RunResult:
-    from isthmus.engine import checkpoint
-    from isthmus.engine.held import held_bytes
-    from isthmus.engine.model import live_tensors
-    from isthmus.engine.optimizer import OptimizerSettings, build_optimizer, build_schedule
+    from isthmus.engine.checkpoint import save_load
+    from isthmus.engine.megatron_model import live_tensors
+    from isthmus.engine.memory_stats import held_bytes
+    from isthmus.engine.optim.optimizer import OptimizerSettings, build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 
     config, folder, plans, main = ground.config, ground.folder, ground.plans, position.rank == 0
@@ -227,7 +227,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             say=reporter.say,
         )
         if ground.resume is not None:
-            progress = checkpoint.load(ground.resume, stepper, plans.sizes)
+            progress = save_load.load(ground.resume, stepper, plans.sizes)
             check_fingerprint(progress.data, fingerprint, ground.resume)
             start = progress.step
             reporter.say(f"resumed from {ground.resume} at step {start}")
@@ -245,8 +245,8 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         reporter.say(f"train.profile={config.train.profile}: those steps are done already; none is profiled")
 
     def save(step: int) -> None:
-        progress = checkpoint.Progress(step=step, data=fingerprint)
-        path = checkpoint.save(
+        progress = save_load.Progress(step=step, data=fingerprint)
+        path = save_load.save(
             folder.checkpoints,
             stepper,
             progress,

@@ -9,21 +9,21 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from isthmus.data.prefetch import prefetched
-from isthmus.engine.groups import Position, sum_over_ranks
+from isthmus.data.batching.prefetch import prefetched
 from isthmus.engine.objective import PackedLine
-from isthmus.engine.phase import phase
+from isthmus.engine.parallel.process_groups import Position, sum_over_ranks
 from isthmus.engine.step import Stepper
+from isthmus.engine.trace_region import phase
 from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
 from isthmus.train.flops import flops_per_batch
 from isthmus.train.metrics import Reporter, StepMetrics
-from isthmus.train.profile import StepProfile
+from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
 
 
 class BatchSource(Protocol):
-    """Where the lines of a step come from; :class:`isthmus.data.batches.Batches` is one."""
+    """Where the lines of a step come from; :class:`isthmus.data.batching.batches.Batches` is one."""
 
     global_batch_size: int
 

@@ -15,7 +15,7 @@ from typing import IO, Any, Literal
 from isthmus.errors import IOFailure
 from isthmus.train.console import Console, Plain, open_console
 from isthmus.train.loggers import Logger, open_loggers
-from isthmus.train.megatron_line import megatron_line
+from isthmus.train.megatron_log import megatron_line
 
 _OF_SOME_RUNS = ("loss_scale", "skipped", "memory_used")
 _SHOWN = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}

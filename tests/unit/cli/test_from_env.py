@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from isthmus.cli import here
+from isthmus.cli import process_state
 from isthmus.cli.main import main
-from isthmus.hf.tiny import build_tiny_qwen3
+from isthmus.hf.tiny_model import build_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
@@ -26,8 +26,8 @@ TEXT = "To be, or not to be: that is the question.\n" * 200
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_RANK_REPORTS", "MODEL_SIZE", "MBS", "BS", "TP"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(here, "run_folder", None)
-    monkeypatch.setattr(here, "argv", [])
+    monkeypatch.setattr(process_state, "run_folder", None)
+    monkeypatch.setattr(process_state, "argv", [])
     monkeypatch.chdir(tmp_path)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.main import main
-from isthmus.hf.tiny import train_tokenizer
-from isthmus.hf.tokenizer import save_tokenizer
+from isthmus.hf.tiny_model import train_tokenizer
+from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from isthmus.config.load import load_config
 from isthmus.config.model_file import laid_over, read_model
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.errors import UsageError
-from isthmus.families.reads import WITHOUT_BEARING, is_about_else, keys_read
 from isthmus.families.registry import family_for
-from isthmus.hf.shrunken import effective_config
+from isthmus.families.rules.known_keys import WITHOUT_BEARING, is_about_else, keys_read
+from isthmus.hf.shrunken_model import effective_config
 
 PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from isthmus.config.complain import _MEANT, GIVEN_BY, settings
 from isthmus.config.schema import RunConfig, Section
+from isthmus.config.setting_errors import _MEANT, GIVEN_BY, settings
 
 
 def sections() -> list[type[Section]]:

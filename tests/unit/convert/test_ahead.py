@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from isthmus.config.schema import RunConfig
 from isthmus.convert.transfer import convert
 from isthmus.families.registry import family_for
-from isthmus.recipes.session import blueprint
+from isthmus.recipes.setup.session import blueprint
 from ranks.tiny import build_model_folder
 
 

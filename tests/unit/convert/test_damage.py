@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from isthmus.convert.canonical import own_placements
-from isthmus.convert.stored import Format, open_stored
+from isthmus.convert.open_model import Format, open_stored
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify import verify
+from isthmus.convert.verify.compare import verify
 from isthmus.errors import DataError, IsthmusError
 from ranks.tiny import build_model_folder
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from isthmus.convert import to_hf
+from isthmus.convert.hf import to_hf
 from isthmus.convert.online import export_plan
 from isthmus.convert.transfer import convert
 from isthmus.families.registry import all_families

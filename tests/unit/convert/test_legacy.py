@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.convert.from_legacy import FILE
-from isthmus.convert.grid import Grid
+from isthmus.convert.legacy.from_legacy import FILE
+from isthmus.convert.legacy.legacy_layout import Grid
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify import verify
+from isthmus.convert.verify.compare import verify
 from isthmus.errors import DataError, UnsafeInput, UsageError
 from isthmus.families.registry import all_families
 from ranks.tiny import build_model_folder

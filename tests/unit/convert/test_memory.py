@@ -16,9 +16,9 @@ import json, sys
 from pathlib import Path
 import torch
 from isthmus.convert import canonical
-from isthmus.convert.grid import Grid
+from isthmus.convert.legacy.legacy_layout import Grid
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify import verify
+from isthmus.convert.verify.compare import verify
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isthmus.convert.online import export_plan, export_weights, import_weights
-from isthmus.convert.source import RandomWeights
+from isthmus.convert.weight_source import RandomWeights
 from isthmus.errors import DataError, MissingInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families, family_for
-from isthmus.families.shard import Layout, local_shape
-from isthmus.hf.folder import ModelFolder, write_model_files
+from isthmus.families.rules.shard import Layout, local_shape
+from isthmus.hf.model_folder import ModelFolder, write_model_files
 from ranks.tiny import build_model_folder
 
 SIZES: dict[str, Any] = {

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import isthmus
 from isthmus.convert import transfer
-from isthmus.convert.archive import read_archive
-from isthmus.convert.from_torch_dist import TorchDistFolder, checkpoint_folder
+from isthmus.convert.legacy.torch_pickle import read_archive
+from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, checkpoint_folder
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify import verify
+from isthmus.convert.verify.compare import verify
 from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
 from isthmus.families.registry import all_families
 from ranks.tiny import SIZES, build_model_folder

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isthmus.convert.grid import Grid
+from isthmus.convert.legacy.legacy_layout import Grid
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify import verify
+from isthmus.convert.verify.compare import verify
 from isthmus.errors import CheckFailed, UsageError
 from ranks.tiny import VOCAB, build_model_folder
 
@@ -115,7 +115,7 @@ def test_a_model_that_is_not_built_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_in_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    from isthmus.convert.index import TensorEntry, load_index, save_index
+    from isthmus.convert.torch_dist.dcp_metadata import TensorEntry, load_index, save_index
 
     model = build_model_folder(tmp_path / "hf", "llama")
     checkpoint = bare(model, tmp_path / "there")
@@ -129,7 +129,7 @@ def test_the_optimizer_in_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_layers_ahead_share_the_embedding_in_what_megatron_lm_writes(tmp_path: Path) -> None:
-    from isthmus.convert.index import load_index, save_index
+    from isthmus.convert.torch_dist.dcp_metadata import load_index, save_index
 
     model = build_model_folder(tmp_path / "hf", "deepseek_v3")
     full = _with_a_layer_ahead(model, tmp_path / "ahead")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.data.chunks import Record
-from isthmus.data.formats import read_records
-from isthmus.data.preference import parse_preference
-from isthmus.data.records import Conversation, Document, Preference, kinds_of, parse_record
+from isthmus.data.chat.chat_records import Conversation, Document, Preference, kinds_of, parse_record
+from isthmus.data.chat.preference_records import parse_preference
+from isthmus.data.readers.chunks import Record
+from isthmus.data.readers.file_formats import read_records
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/reference/data-formats.md"
 KINDS = {"Text": ("text", Document), "Chats": ("chat", Conversation), "Preference pairs": ("preference", Preference)}

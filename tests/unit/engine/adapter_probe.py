@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from isthmus.engine import cpu_adapter
+from isthmus.engine.upstream import cpu_adapter
 
 
 def as_megatron(code: str, **given: Any) -> Any:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from isthmus.engine import products
-from isthmus.engine.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
-from isthmus.engine.linear import _LinearIntoMainGrad
-from isthmus.engine.norm import LayerNorm, ProjectionNorm, RMSNorm
+from isthmus.engine.layers import matmul
+from isthmus.engine.layers.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
+from isthmus.engine.layers.linear import _LinearIntoMainGrad
+from isthmus.engine.layers.norm import LayerNorm, ProjectionNorm, RMSNorm
 from unit.engine.recorder import Recorder
 
 
@@ -187,11 +187,11 @@ def test_a_product_finds_its_gradient_buffer_when_saved_tensors_are_hooked() -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_added_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "BLOCK_ELEMENTS", 12)
+    monkeypatch.setattr(matmul, "BLOCK_ELEMENTS", 12)
     torch.manual_seed(0)
     a, b, into = torch.randn(7, 5).to(dtype), torch.randn(5, 4).to(dtype), torch.ones(7, 4)
     wanted = 1 + a.double() @ b.double()
     with Recorder() as seen:
-        products.add_product(into, a, b)
+        matmul.add_product(into, a, b)
     assert torch.allclose(into.double(), wanted, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
     assert seen.largest(dtype) <= 12

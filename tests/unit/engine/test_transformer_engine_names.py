@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.convert.from_torch_dist import TorchDistFolder
+from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder
 from isthmus.convert.transfer import convert
 from ranks.tiny import build_model_folder
 

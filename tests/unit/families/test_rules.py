@@ -13,8 +13,8 @@ from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, Mla, Moe
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
-from isthmus.families.rule import Rule, gate_up, qkv
-from isthmus.families.shard import Layout, check_tp_size, held, local_shape, pieces, weave
+from isthmus.families.rules.rule import Rule, gate_up, qkv
+from isthmus.families.rules.shard import Layout, check_tp_size, held, local_shape, pieces, weave
 
 ARCH = Architecture(
     family="llama",

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.convert.transfer import convert
-from isthmus.families.isthmus import FAMILY
+from isthmus.families.models.isthmus import FAMILY
 from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
 from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
-from isthmus.hf.tiny import train_tokenizer
-from isthmus.hf.tokenizer import load_tokenizer
+from isthmus.hf.tiny_model import train_tokenizer
+from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 from parity.test_logits import CASES
 from ranks.tiny import VOCAB, build_model_folder
 

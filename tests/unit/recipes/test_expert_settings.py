@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema import MoeConfig
-from isthmus.engine.groups import ParallelSizes
-from isthmus.engine.routing import MoeSettings
+from isthmus.engine.moe.routing import MoeSettings
+from isthmus.engine.parallel.process_groups import ParallelSizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.registry import all_families
-from isthmus.recipes.layout import check_experts, check_layout
+from isthmus.recipes.setup.layout_checks import check_experts, check_layout
 from ranks.tiny import OWN_SIZES, SIZES
 
 

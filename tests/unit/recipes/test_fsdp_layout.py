@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from isthmus.engine.groups import ParallelSizes
+from isthmus.engine.parallel.process_groups import ParallelSizes
 from isthmus.errors import UsageError
-from isthmus.recipes.layout import check_fsdp, check_fsdp_precision
+from isthmus.recipes.setup.layout_checks import check_fsdp, check_fsdp_precision
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.words import config_and_overrides, spread_data
+from isthmus.cli.cli_args import config_and_overrides, spread_data
 from isthmus.config.load import load_config
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.config.schema import RunConfig
-from isthmus.engine.groups import ParallelSizes
+from isthmus.engine.parallel.process_groups import ParallelSizes
 from isthmus.families.registry import family_for
-from isthmus.recipes.layout import check_experts, check_fsdp_precision, check_layout, check_micro_batches
+from isthmus.recipes.setup.layout_checks import check_experts, check_fsdp_precision, check_layout, check_micro_batches
 
 OF_ID = {"Qwen/Qwen3-0.6B": "qwen3-0.6b", "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b"}
 """What lies on the Hub under the ids that presets name."""

@@ -9,10 +9,10 @@ import pytest
 
 from isthmus.config.dialects.megatron import spelling
 from isthmus.config.dialects.megatron.arguments import read_flags
-from isthmus.config.dialects.megatron.model import rows_by_name
-from isthmus.config.dialects.megatron.otherwise import OTHERWISE
-from isthmus.config.dialects.megatron.translate import from_arguments, from_script, from_words
-from isthmus.config.dialects.megatron.undone import NOT_AT_ALL, REFUSED
+from isthmus.config.dialects.megatron.ignored import OTHERWISE
+from isthmus.config.dialects.megatron.model_args import rows_by_name
+from isthmus.config.dialects.megatron.translate_megatron import from_arguments, from_script, from_words
+from isthmus.config.dialects.megatron.unsupported import NOT_AT_ALL, REFUSED
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.errors import UsageError
 from unit.config.dialects.scripts import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.config.dialects.primus.translate import from_experiment
+from isthmus.config.dialects.primus.translate_primus import from_experiment
 from isthmus.errors import MissingInput, UsageError
 from unit.config.dialects.scripts import MODEL_FILES, OVERRIDES, experiment
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from isthmus.config.dialects.megatron.known import fates, kinds, name_of, near_flag, says_nothing, typed
+from isthmus.config.dialects.megatron.known_args import fates, kinds, name_of, near_flag, says_nothing, typed
 from isthmus.config.dialects.megatron.spelling import NEVER
 from isthmus.config.dialects.translation import Translation
 from isthmus.errors import UsageError

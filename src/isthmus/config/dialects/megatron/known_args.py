@@ -1,0 +1,146 @@
+"""What is known of each of Megatron-LM's arguments: its kind and default, or what becomes of it."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from isthmus.config.dialects.megatron.ignored import OTHERWISE
+from isthmus.config.dialects.megatron.spelling import EXTRA, FLAGS, GONE, KINDS, NEVER, OTHER_MODELS
+from isthmus.config.dialects.megatron.unsupported import NOT_AT_ALL, REFUSED
+
+
+def name_of(word: str) -> tuple[str | None, bool | None]:
+    """What the argument of a flag is called, and its value if the flag alone says it; None for an unknown one."""
+    name = word.replace("-", "_")
+    if name in FLAGS:
+        return FLAGS[name]
+    if is_known(name):
+        return name, None
+    for no in ("no_", "disable_"):
+        if name.startswith(no) and is_known(name.removeprefix(no)):
+            return name.removeprefix(no), False
+    return None, None
+
+
+def is_known(name: str) -> bool:
+    """Whether there is an argument of this name, now or in an old release."""
+    return name in kinds() or name in fates() or name in NEVER
+
+
+def near(name: str) -> str | None:
+    """The argument that may have been meant."""
+    every = [*kinds(), *fates(), *FLAGS]
+    return next(iter(difflib.get_close_matches(name, every, n=1)), None)
+
+
+def near_flag(flag: str) -> str:
+    """The same for a flag, ready to follow a complaint."""
+    guess = near(flag[2:].replace("-", "_"))
+    return f" (did you mean --{guess.replace('_', '-')}?)" if guess else ""
+
+
+@cache
+def kinds() -> Mapping[str, tuple[str, Any]]:
+    """Kind and default of every argument that is translated."""
+    found: dict[str, tuple[str, Any]] = {}
+    for table in (KINDS, EXTRA):
+        for kind, names in table.items():
+            for name, default in _entries(names):
+                off = False if kind == "bool" else None
+                found[name] = (kind, typed(kind, [default]) if default else off)
+    return found
+
+
+@cache
+def fates() -> Mapping[str, tuple[str, str, str]]:
+    """What becomes of every other argument, why, and the value with which it changes nothing."""
+    tables = {"otherwise": (OTHERWISE, GONE), "not at all": (NOT_AT_ALL, OTHER_MODELS), "refused": (REFUSED,)}
+    return {
+        name: (fate, why, default)
+        for fate, group in tables.items()
+        for table in group
+        for why, names in table.items()
+        for name, default in _entries(names)
+    }
+
+
+def _entries(names: str) -> Iterator[tuple[str, str]]:
+    for entry in names.split():
+        name, _, default = entry.partition("=")
+        yield name, default
+
+
+def says_nothing(value: Any, neutral: str) -> bool:
+    """Whether a value is what the tables write as ``neutral``, so that nothing needs to be said of it."""
+    if value is None or value is False or value in ([], {}, ""):
+        return neutral == ""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    try:
+        return float(text) == float(neutral)
+    except ValueError:
+        return text.lower() == neutral.lower()
+
+
+def typed(kind: str, value: Any) -> Any:
+    """A value of its kind, of the words of a flag (a list of text) or of a plain value; None is none.
+
+    Raises:
+        ValueError: it is none.
+    """
+    words = value if isinstance(value, list) else [value]
+    if value is None:
+        return None
+    if kind == "list":
+        return words
+    if kind == "layers":
+        return _layers(value)
+    if kind == "bool" and not words:
+        return True
+    if len(words) != 1:
+        raise ValueError(f"takes one value, got {len(words)}" if kind != "bool" else "is a switch and takes no value")
+    word = words[0]
+    try:
+        if kind == "bool":
+            return {"true": True, "1": True, "false": False, "0": False}[str(word).lower()]
+        if isinstance(word, bool):
+            raise ValueError
+        if kind == "int":
+            return int(word) if isinstance(word, str | int) else int(str(word).removesuffix(".0"))
+        if kind == "float":
+            return float(word)
+    except (KeyError, ValueError):
+        wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
+        raise ValueError(f"is {wanted}, got {word!r}") from None
+    return str(word)
+
+
+def _layers(value: Any) -> Any:
+    """A number, or a list of them written with + and *, as Megatron-LM takes it: ``([0]*3+[1]*1)*2``."""
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        return value
+    text = " ".join(words)
+
+    def read(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as number)):
+                return -number
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return [read(part) for part in parts]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return read(left) + read(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return read(left) * read(right)
+        raise ValueError
+
+    try:
+        found = read(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError):
+        raise ValueError(f"is a number, or a list such as [0]*1+[1]*26, got {text!r}") from None
+    return found

@@ -1,0 +1,1 @@
+"""Variables of the ROCm Megatron-LM training scripts, translated to Isthmus settings."""

@@ -1,0 +1,121 @@
+"""``train_deepseekv2.sh`` of ROCm's Megatron-LM."""
+
+from __future__ import annotations
+
+from isthmus.config.dialects.rocm_scripts.common_variables import (
+    CURRENT_SCALING,
+    NO_CACHE,
+    OWN,
+    TE_TUNING,
+    TIME,
+    WORLD,
+    ScriptRun,
+    of_all_nodes,
+    put_data,
+    put_numbers_for_tokens,
+    put_settings,
+    read_world,
+    remark_on,
+)
+from isthmus.config.dialects.script_variables import Variables
+from isthmus.config.dialects.translation import Translation
+
+VARIABLES = frozenset(
+    """MBS GBS SEQ_LEN PAD_LEN PR AC TRAIN_ITERS GEMM_TUNING MOCK_DATA DATA_DIR DATA_CACHE_PATH SAVE TP PP CP EP MP_VP
+    MP_DATASET_TYPE MP_AC_LAYERS MP_SFT_PACKING TOKENIZER_MODEL TEE_OUTPUT LOG_DIR NO_TRAINING""".split()
+).union(WORLD, OWN)
+ELSEWHERE = {"BS": "GBS", "SEQ_LENGTH": "SEQ_LEN", "TOTAL_ITERS": "TRAIN_ITERS", "RECOMPUTE": "AC", "TE_FP8": "PR"}
+"""What other scripts call the same."""
+_TOKENIZER, _VOCAB = "deepseek-ai/DeepSeek-V2-Lite", 102400
+_DATA = "/root/deepseek-datasets"
+_FIXED = "the script has {}={} whatever is said; here what is said counts"
+_REMARKS = (
+    ("GEMM_TUNING", "1", "not at all", TE_TUNING),
+    ("PAD_LEN", None, "not at all", "samples are not padded"),
+    ("DATA_CACHE_PATH", None, "not at all", NO_CACHE),
+    ("MP_DATASET_TYPE", None, "not at all", "what lies in a file is found out from the file"),
+    ("MP_AC_LAYERS", None, "not at all", "no part of the script reads it; train.recompute_layers says how many"),
+    ("MP_SFT_PACKING", None, "not at all", "the script pretrains, and no part of it reads this"),
+    ("TP", None, "otherwise", _FIXED.format("TP", 1)),
+    ("PP", None, "otherwise", _FIXED.format("PP", 1)),
+    ("CP", None, "otherwise", _FIXED.format("CP", 1)),
+    ("EP", None, "otherwise", _FIXED.format("EP", 8)),
+    ("NNODES", None, "otherwise", "the script runs on one node whatever is said; here what is said counts"),
+)  # fmt: skip
+
+
+def read_deepseek(v: Variables) -> ScriptRun:
+    """What the script would do with these variables."""
+    t = Translation(recipe="pretrain")
+    t.put("model.path", "preset:deepseek-v2-lite", "MODEL_SIZE=16B in the script")
+    t.put("model.config.initializer_range", 0.008, "--init-method-std 0.008")
+    t.put("model.init", "random", "no weights are loaded")
+    t.remark(
+        "train_deepseekv2.sh", "otherwise",
+        "the model is DeepSeek-V2-Lite as published, whose first layer is dense; the script has experts in every layer",
+    )  # fmt: skip
+    steps = v.whole("TRAIN_ITERS", 50)
+    t.put("train.steps", steps, v.said("TRAIN_ITERS", 50))
+    if steps > 50:
+        t.remark(v.said("TRAIN_ITERS"), "otherwise", "all of them; the script's --exit-interval ends a run at 50")
+    mbs, gbs, length = v.whole("MBS", 4), v.whole("GBS", 256), v.whole("SEQ_LEN", 2048)
+    t.put("train.micro_batch_size", mbs, v.said("MBS", 4))
+    t.put("train.global_batch_size", gbs, v.said("GBS", 256))
+    t.put("data.seq_length", length, v.said("SEQ_LEN", 2048))
+    for name, default in (("TP", 1), ("PP", 1), ("CP", 1), ("EP", 8)):
+        t.put(f"parallel.{name.lower()}", v.whole(name, default), v.said(name, default))
+    if v.says("MP_VP"):
+        if t.settings["parallel.pp"] == 1:
+            v.refuse("MP_VP", "layers of a virtual stage belong to PP above 1. Leave it out")
+        else:
+            v.refuse("MP_VP", "say the number of virtual stages instead, parallel.vpp=2")
+    precision = v.one_of("PR", ("bf16", "fp8", "fp16"), "bf16")
+    t.put("train.precision", precision, v.said("PR", "bf16"))
+    if precision == "fp8":
+        t.remark(v.said("PR"), "otherwise", CURRENT_SCALING)
+        t.remark(v.said("PR"), "otherwise", "experts stay in bfloat16; attention, dense and shared blocks are in FP8")
+    if precision == "fp16":
+        t.remark(v.said("PR"), "otherwise", "without --apply-query-key-layer-scaling; scores are taken in float32")
+    recompute = v.one_of("AC", ("none", "sel", "full"), "sel")
+    t.put("train.recompute", {"sel": "selective"}.get(recompute, recompute), v.said("AC", "sel"))
+    fixed = {"lr": 1e-5, "min_lr": 1e-6, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "clip_grad": 1.0,
+             "beta1": 0.9, "beta2": 0.95}  # fmt: skip
+    fixed |= {"schedule_steps": steps - 2} if steps > 5 else {"warmup_steps": 0}
+    for name, value in fixed.items():
+        t.put(f"optim.{name}", value, "fixed in the script")
+    if steps <= 5:
+        t.remark(v.said("TRAIN_ITERS"), "otherwise", "too few for the script's warm-up of 2, so there is none")
+    t.put("moe.aux_loss", 0.01, "--moe-aux-loss-coeff 1e-2")
+    folder = v.text("DATA_DIR", _DATA)
+    mock = put_data(
+        t, v, default_path=f"{folder}/mmap_deepseekv2_datasets_text_document", prefix_of="DATA_DIR", implied=False
+    )
+    if mock:
+        put_numbers_for_tokens(t, v, _VOCAB)
+        if v.says("TOKENIZER_MODEL"):
+            t.remark(v.said("TOKENIZER_MODEL"), "not at all", "made-up data has no text, so no tokenizer is fetched")
+    else:
+        t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
+        t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.said("TOKENIZER_MODEL", _TOKENIZER))
+        t.remark("--eod-mask-loss", "not at all", "the end of a document is learned like every other token")
+    t.put("data.valid_fraction", 0.0, "--eval-iters -1")
+    remark_on(t, v, _REMARKS)
+    t.world = read_world(v, None, t)
+    s = t.settings
+    name = (
+        f"MI300X-DeepSeek-V2-Lite-{precision}-seq{length}-tp{s['parallel.tp']}pp{s['parallel.pp']}ep{s['parallel.ep']}"
+        f"-mbs{mbs}gbs{gbs}-ac_{recompute}-do_true-fa_true-sp_true-{TIME}"
+    )
+    log_folder = v.text("LOG_DIR", "experiment")
+    t.put("out", f"{log_folder}/{of_all_nodes(name, t.world)}", v.said("LOG_DIR", "experiment"))
+    save = v.switch("SAVE", False)
+    if not save:
+        t.put("checkpoint.save_final", False, v.said("SAVE", 0))
+    t.put("checkpoint.export_final", False, "the script saves no Hugging Face model")
+    t.put("logging.style", "megatron", "as Megatron-LM prints")
+    put_settings(t, v)
+    return ScriptRun(
+        "train_deepseekv2.sh", t, log_folder, v.text("TRAIN_LOG", f"{log_folder}/{name}.log"),
+        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False),
+        no_training=v.switch("NO_TRAINING", False), summary_from=1, with_throughput=False, exports=v.exports,
+    )  # fmt: skip

@@ -1,0 +1,234 @@
+"""``train_llama2.sh`` and ``train_llama3.sh`` of ROCm's Megatron-LM, in their versions of 2025 and 2026."""
+
+from __future__ import annotations
+
+from isthmus.config.dialects.rocm_scripts.common_variables import (
+    CURRENT_SCALING,
+    NO_CACHE,
+    OWN,
+    TE_TUNING,
+    TIME,
+    WORLD,
+    ScriptRun,
+    of_all_nodes,
+    put_data,
+    put_numbers_for_tokens,
+    put_settings,
+    read_world,
+    remark_on,
+)
+from isthmus.config.dialects.script_variables import Variables
+from isthmus.config.dialects.translation import Translation
+
+VARIABLES = frozenset(
+    """MODEL_SIZE TP PP CP MBS BS SEQ_LENGTH TOTAL_ITERS SEQ_PARALLEL CONTI_PARAMS TE_FP8 TE_FP8_RECIPE TE_FP4
+    TE_FP4_RECIPE FP4_SELECTIVE_BF16 FP4_BF16_START FP4_BF16_END FP4_PARAM_GATHER FP8_PARAM_GATHER
+    FP8_TRANSPOSE_CACHE GEMM_TUNING MCORE
+    OPTIMIZER FSDP MEGATRON_FSDP ENABLE_HSDP HSDP_NUM_REPLICAS RECOMPUTE ROPE_FUSION USE_FLASH_ATTN ENABLE_PROFILING
+    MOCK_DATA DATA_DIR DATA_PATH DATA_CACHE_PATH TOKENIZER_TYPE TOKENIZER_MODEL EXP_NAME LOG_DIR CHECKPOINT_PATH
+    SAVE_CKPT_PATH LOAD_CKPT_PATH SAVE_INTERVAL EVAL_INTERVAL EVAL_ITERS LOG_INTERVAL CKPT_FORMAT
+    GRADIENT_ACCUMULATION_FUSION DDP_AVERAGE_IN_COLLECTIVE CROSS_ENTROPY_LOSS_FUSION CROSS_ENTROPY_FUSION_IMPL
+    FUSED_SINGLE_QKV_ROPE GRAD_REDUCE_IN_BF16 WANDB_API_KEY NO_TRAINING TEE_OUTPUT NO_TORCH_COMPILE
+    TE_BF16 TE_F16 transformer-impl""".split()
+).union(WORLD, OWN)
+ELSEWHERE = {
+    "GBS": "BS",
+    "SEQ_LEN": "SEQ_LENGTH",
+    "TRAIN_ITERS": "TOTAL_ITERS",
+    "SEQLEN": "SEQ_LENGTH",
+    "TP_SIZE": "TP",
+}
+"""What other scripts call the same."""
+_MODELS = {
+    "llama2": {"7": "llama2-7b", "13": "llama2-13b", "70": "llama2-70b"},
+    "llama3": {"8": "llama3.1-8b", "70": "llama3.1-70b"},
+}
+_VOCAB = {"llama2": 32000, "llama3": 128256}
+_TOKENIZERS = {"llama2": "NousResearch/Llama-2-7b-chat-hf", "llama3": "meta-llama/Llama-3.1-8B"}
+_SEQ_LENGTH, _PORT = {"llama2": 4096, "llama3": 2048}, {"llama2": 6020, "llama3": 6000}
+_LOSS = "the loss has one implementation, in pieces that never hold all logits"
+_KERNELS = "kernels are chosen by torch, and no TransformerEngine is used"
+_REMARKS = (
+    ("GEMM_TUNING", "1", "not at all", TE_TUNING),
+    ("NO_TORCH_COMPILE", None, "not at all", "a flag of the scripts of 2024; no model is compiled as a whole here"),
+    ("USE_FLASH_ATTN", "1", "otherwise", "torch's scaled_dot_product_attention takes its flash kernel by itself"),
+    ("USE_FLASH_ATTN", "0", "otherwise", "torch's scaled_dot_product_attention chooses its kernel by itself"),
+    ("transformer-impl", "local", "otherwise", "always so: TransformerEngine is not used"),
+    ("transformer-impl", "transformer_engine", "not at all", "TransformerEngine is not used"),
+    ("CONTI_PARAMS", "1", "otherwise", "parameters and gradients always lie in contiguous buffers"),
+    ("MCORE", "0", "not at all", "models are always Megatron-Core's"),
+    ("ROPE_FUSION", None, "otherwise", "positions are rotated in one operation of torch either way"),
+    ("DATA_CACHE_PATH", None, "not at all", NO_CACHE),
+    ("CHECKPOINT_PATH", None, "not at all", "the scripts do not save there either; SAVE_CKPT_PATH does"),
+    ("TE_BF16", None, "otherwise", "no script reads it: it is bfloat16 unless TE_FP8=1"),
+    ("TE_F16", None, "mistaken", "no script reads it: it is bfloat16; for fp16 set train.precision=fp16"),
+    ("FP8_PARAM_GATHER", "1", "not at all", "weights are gathered in bfloat16"),
+    ("FP8_TRANSPOSE_CACHE", "1", "not at all", "no transposed FP8 weights are kept"),
+    ("ENABLE_HSDP", "1", "not at all", "weights are sharded over all data-parallel ranks, without replicas"),
+    ("HSDP_NUM_REPLICAS", None, "not at all", "weights are sharded over all data-parallel ranks, without replicas"),
+    ("MEGATRON_FSDP", "1", "otherwise", "sharding is by torch's FSDP2, as with FSDP=1"),
+    ("GRADIENT_ACCUMULATION_FUSION", "1", "not at all", _KERNELS),
+    ("DDP_AVERAGE_IN_COLLECTIVE", None, "otherwise", "gradients are summed, and divided at the end"),
+    ("CROSS_ENTROPY_LOSS_FUSION", None, "otherwise", _LOSS),
+    ("CROSS_ENTROPY_FUSION_IMPL", None, "otherwise", _LOSS),
+    ("FUSED_SINGLE_QKV_ROPE", "1", "not at all", _KERNELS),
+    ("GRAD_REDUCE_IN_BF16", "1", "otherwise", "gradients are summed over ranks in float32"),
+    ("CKPT_FORMAT", "torch", "otherwise", "checkpoints are torch_dist; isthmus convert --to torch writes the other"),
+)  # fmt: skip
+
+
+def read_llama(script: str, v: Variables) -> ScriptRun:
+    """What one of the two scripts would do with these variables."""
+    t = Translation(recipe="pretrain")
+    size = v.text("MODEL_SIZE", "70").upper().removesuffix("B")
+    if size not in _MODELS[script]:
+        v.refuse("MODEL_SIZE", f"wanted {', '.join(_MODELS[script])} (or with a B behind)")
+        size = "70"
+    if not v.says("MODEL_SIZE"):
+        small = min(_MODELS[script], key=int)
+        nodes = "; and for two nodes, as some of them are meant, NNODES=2, NODE_RANK and MASTER_ADDR on each"
+        t.remark(
+            "MODEL_SIZE", "mistaken",
+            f"not given, and the script then trains the 70B model. For the {small}B that some examples mean, set "
+            f"MODEL_SIZE={small}{'' if v.says('NNODES') else nodes}",
+        )  # fmt: skip
+    t.put("model.path", f"preset:{_MODELS[script][size]}", v.said("MODEL_SIZE", 70))
+    t.put("model.init", "random", f"train_{script}.sh loads no weights")
+    if script == "llama3":
+        t.remark(
+            "train_llama3.sh", "otherwise",
+            "the model is Llama 3.1 as published, with rotary base 500000 and scaled frequencies; the script leaves "
+            "the base at 10000, which Hugging Face weights do not fit",
+        )  # fmt: skip
+    _put_batch(script, t, v)
+    _put_layout(t, v)
+    _put_precision(t, v)
+    _put_optimizer(script, t, v)
+    mock = put_data(
+        t, v, default_path=f"{v.text('DATA_DIR', '/root/.cache/data')}/bookcorpus_text_sentence", prefix_of="DATA_DIR",
+        implied=True,
+    )  # fmt: skip
+    _put_tokenizer(script, t, v, mock=mock)
+    steps = t.settings["train.steps"]
+    if v.switch("ENABLE_PROFILING", False):
+        last = min(steps, 12)
+        t.put("train.profile", f"{max(1, last - 2)}-{last}", v.said("ENABLE_PROFILING"))
+    remark_on(t, v, _REMARKS)
+    t.world = read_world(v, _PORT[script], t)
+    s = t.settings
+    name = (
+        f"{t.world.nnodes}nodes_rank{t.world.node_rank}_train_{size}B_mbs{s['train.micro_batch_size']}"
+        f"_bs{s['train.global_batch_size']}_tp{s['parallel.tp']}_pp{s['parallel.pp']}_cp{s['parallel.cp']}_iter{steps}"
+        f"/TE_FP8_{int(s['train.precision'] == 'fp8')}/{TIME}"
+    )
+    log_folder = v.text("LOG_DIR", f"experiment/{name}")
+    _put_output(t, v, v.text("LOG_DIR", f"experiment/{of_all_nodes(name, t.world)}"))
+    put_settings(t, v)
+    train_log = v.text("TRAIN_LOG", f"{log_folder}/output_{v.text('EXP_NAME', 'perf')}.log")
+    return ScriptRun(
+        f"train_{script}.sh", t, log_folder, train_log, tee=v.switch("TEE_OUTPUT", True),
+        dry_run=v.switch("DRY_RUN", False), no_training=v.switch("NO_TRAINING", False), exports=v.exports,
+    )  # fmt: skip
+
+
+def _put_batch(script: str, t: Translation, v: Variables) -> None:
+    t.put("train.steps", v.whole("TOTAL_ITERS", 10), v.said("TOTAL_ITERS", 10))
+    t.put("train.micro_batch_size", v.whole("MBS", 2), v.said("MBS", 2))
+    t.put("train.global_batch_size", v.whole("BS", 8), v.said("BS", 8))
+    length = _SEQ_LENGTH[script]
+    t.put("data.seq_length", v.whole("SEQ_LENGTH", length), v.said("SEQ_LENGTH", length))
+
+
+def _put_layout(t: Translation, v: Variables) -> None:
+    tp, fsdp = v.whole("TP", 8), v.switch("FSDP", False) or v.switch("MEGATRON_FSDP", False)
+    of_fsdp = v.said("FSDP") if v.switch("FSDP", False) else v.said("MEGATRON_FSDP")
+    if fsdp and tp > 1:
+        if v.says("TP"):
+            t.remark(v.said("TP"), "otherwise", f"{of_fsdp} sets it to 1, as in the script")
+        tp = 1
+    t.put("parallel.tp", tp, of_fsdp if fsdp else v.said("TP", 8))
+    if tp > 1 and not v.switch("SEQ_PARALLEL", True):
+        t.put("parallel.sp", False, v.said("SEQ_PARALLEL"))
+    t.put("parallel.pp", v.whole("PP", 1), v.said("PP", 1))
+    t.put("parallel.cp", v.whole("CP", 1), v.said("CP", 1))
+    if fsdp:
+        t.put("parallel.fsdp", True, of_fsdp)
+    t.put("parallel.timeout_s", 7200.0, "--distributed-timeout-minutes 120")
+    if v.switch("RECOMPUTE", False):
+        t.put("train.recompute", "full", v.said("RECOMPUTE"))
+
+
+def _put_precision(t: Translation, v: Variables) -> None:
+    fp8, recipe = v.switch("TE_FP8", False), "delayed"
+    if fp8:
+        recipe = v.one_of("TE_FP8_RECIPE", ("delayed", "tensorwise", "mxfp8"), "delayed")
+    if v.switch("TE_FP4", False):
+        v.refuse("TE_FP4", "there are no FP4 products here. Use TE_FP8=1, or leave it out for bfloat16")
+    t.put("train.precision", "fp8" if fp8 else "bf16", v.said("TE_FP8", 0))
+    if fp8 and recipe == "mxfp8":
+        v.refuse("TE_FP8_RECIPE", "there are no products with microscales here. Use TE_FP8_RECIPE=tensorwise")
+    if fp8 and recipe == "delayed":
+        t.remark(v.said("TE_FP8_RECIPE") if v.says("TE_FP8_RECIPE") else v.said("TE_FP8"), "otherwise", CURRENT_SCALING)
+
+
+def _put_optimizer(script: str, t: Translation, v: Variables) -> None:
+    if v.one_of("OPTIMIZER", ("adam", "sgd"), "adam") == "sgd":
+        v.refuse("OPTIMIZER", "the optimizer is AdamW. Leave it out")
+    fixed = {"lr": 1e-4, "min_lr": 1e-5, "schedule": "cosine", "schedule_steps": 320000, "weight_decay": 0.1,
+             "clip_grad": 1.0, "beta1": 0.9, "beta2": 0.95}  # fmt: skip
+    words = {"schedule": "--lr-decay-style cosine", "schedule_steps": "--lr-decay-iters 320000",
+             "beta1": "--adam-beta1 0.9", "beta2": "--adam-beta2 0.95"}  # fmt: skip
+    for name, value in fixed.items():
+        t.put(
+            f"optim.{name}",
+            value,
+            words.get(name, f"--{name.replace('_', '-')} {value:g}" if value != "cosine" else ""),
+        )
+
+
+def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> None:
+    kinds = ("HuggingFaceTokenizer", *(("Llama2Tokenizer",) if script == "llama2" else ()))
+    kind = v.one_of("TOKENIZER_TYPE", kinds, "HuggingFaceTokenizer")
+    if mock:
+        put_numbers_for_tokens(t, v, _VOCAB[script])
+        for name in ("TOKENIZER_TYPE", "TOKENIZER_MODEL"):
+            if v.says(name):
+                t.remark(v.said(name), "not at all", "made-up data has no text, so no tokenizer is fetched")
+        return
+    t.put("tokenizer.type", kind, v.said("TOKENIZER_TYPE", kind))
+    t.put(
+        "tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZERS[script]), v.said("TOKENIZER_MODEL", _TOKENIZERS[script])
+    )
+    if not v.says("TOKENIZER_MODEL"):
+        t.remark(
+            "TOKENIZER_MODEL", "otherwise",
+            f"{_TOKENIZERS[script]} is kept in Hugging Face's cache, not under DATA_DIR/tokenizer_{script}",
+        )  # fmt: skip
+
+
+def _put_output(t: Translation, v: Variables, log_folder: str) -> None:
+    save = v.text("SAVE_CKPT_PATH", "")
+    t.put("out", save or f"{log_folder}/run", v.said("SAVE_CKPT_PATH") if save else v.said("LOG_DIR", log_folder))
+    if save:
+        t.put("checkpoint.every", v.whole("SAVE_INTERVAL", 5000), v.said("SAVE_INTERVAL", 5000))
+        t.remark(
+            v.said("SAVE_CKPT_PATH"), "otherwise", "the run's folder, with checkpoints and optimizer in checkpoints/"
+        )
+    else:
+        t.put("checkpoint.save_final", False, "the script saves nothing")
+    t.put("checkpoint.export_final", False, "the script saves no Hugging Face model")
+    if v.says("LOAD_CKPT_PATH"):
+        t.put("checkpoint.resume", v.given["LOAD_CKPT_PATH"], v.said("LOAD_CKPT_PATH"))
+        t.remark(v.said("LOAD_CKPT_PATH"), "otherwise",
+                 "a checkpoint of a run here, gone on from with its optimizer; Megatron-LM's own go through isthmus "
+                 "convert, and then into model.path with model.init=hf")  # fmt: skip
+    evaluations = v.whole("EVAL_ITERS", -1, least=-1)
+    if evaluations > 0:
+        t.put("train.eval_every", v.whole("EVAL_INTERVAL", 5000), v.said("EVAL_INTERVAL", 5000))
+        t.remark(v.said("EVAL_ITERS"), "otherwise", "each evaluation goes over all of the held-out data once")
+    else:
+        t.put("data.valid_fraction", 0.0, "--eval-iters -1")
+    t.put("logging.every", v.whole("LOG_INTERVAL", 1), v.said("LOG_INTERVAL", 1))
+    t.put("logging.style", "megatron", "as Megatron-LM prints")
+    if v.says("WANDB_API_KEY"):
+        t.remark("WANDB_API_KEY", "not at all", "figures go into metrics.jsonl and TensorBoard files")

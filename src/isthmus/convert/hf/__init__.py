@@ -1,0 +1,1 @@
+"""Hugging Face folders as source and destination of a conversion."""

@@ -1,0 +1,1 @@
+"""Comparison of two models on disk: tensors and logits."""

@@ -1,0 +1,106 @@
+"""Records to pairs of answers: the forms that preference data has in the field.
+
+================================  ====================================================================
+before the answers                ``chosen`` and ``rejected``
+================================  ====================================================================
+``prompt``: text or messages      text, a turn, or turns; the turns may begin with those of the prompt
+``messages``, ``conversations``   text, a turn, or turns (LLaMA-Factory)
+``instruction``, ``input``        text, a turn, or turns
+nothing                           whole conversations: what they share is the prompt
+nothing                           whole conversations as text: ``Human:`` and ``Assistant:`` (HH-RLHF)
+================================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from isthmus.data.chat.chat_records import Preference, given_turns, present, question, with_system
+from isthmus.data.chat.message_normalization import Message, message, side, turns
+from isthmus.data.chat.tool_calls import normal_tools
+from isthmus.data.readers.chunks import Record
+from isthmus.errors import DataError
+
+_SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+
+
+def parse_preference(record: Record) -> Preference:
+    """Tell which form a pair has and bring it into one.
+
+    Raises:
+        DataError: no pair, a field of the wrong type, an answer without an assistant turn, or no prompt.
+    """
+    value, where = present(record), record.where
+    if "chosen" not in value or "rejected" not in value:
+        keys = ", ".join(sorted(map(str, value))) or "none"
+        raise DataError(f"{where}: no preference pair, which has chosen and rejected; got the keys {keys}.")
+    chosen, rejected = (_answer(value[name], name, where) for name in ("chosen", "rejected"))
+    prompt = _prompt(value, where)
+    shared = _shared(chosen, rejected)
+    if prompt is not None and len(chosen) > 1 and any(_same(prompt, whole) for whole in (chosen, rejected)):
+        prompt = None  # the turns beside the pair repeat one of the two, as in UltraFeedback
+    if prompt is None:
+        prompt = shared
+        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
+    elif shared and any(_same(prompt, part) for part in (shared[: len(prompt)], shared[-len(prompt) :])):
+        prompt = (
+            shared  # the answers begin with the prompt; its system turn, or first words of the answer, may be there
+        )
+        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
+    prompt = with_system(prompt, value, where)
+    if not any(turn["role"] == "user" for turn in prompt):
+        raise DataError(
+            f"{where}: nothing is asked before chosen and rejected. Wanted prompt, messages or instruction."
+        )
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not answer or answer[0]["role"] != "assistant":
+            got = answer[0]["role"] if answer else "nothing"
+            raise DataError(f"{where}: {name} must go on after the prompt with an assistant turn, got {got}.")
+    return Preference(prompt, chosen, rejected, normal_tools(value.get("tools"), where), where)
+
+
+def _answer(value: Any, name: str, where: str) -> list[Message]:
+    return _dialog(value, where) or side(value, "assistant", name, where)
+
+
+def _prompt(value: dict[str, Any], where: str) -> list[Message] | None:
+    """The turns before the answers; None when the record has none apart from them."""
+    if (given := given_turns(value, where)) is not None:
+        return turns(given, where)
+    if "instruction" in value:
+        return question(value, where)
+    if "prompt" in value:
+        return _dialog(value["prompt"], where) or side(value["prompt"], "user", "prompt", where)
+    return None
+
+
+def _dialog(value: Any, where: str) -> list[Message]:
+    """The turns of a text that is a whole dialog, as HH-RLHF has it; none for anything else."""
+    if not (isinstance(value, str) and value.lstrip().startswith("Human:")):
+        return []
+    parts = _SPEAKER.split(value.strip())[1:]
+    spoken = [
+        message("user" if speaker == "Human" else "assistant", words.strip(), where)
+        for speaker, words in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    return spoken if spoken[-1]["content"] else spoken[:-1]  # "Assistant:" at the end asks for an answer
+
+
+def _shared(chosen: list[Message], rejected: list[Message]) -> list[Message]:
+    """The turns with which both begin, up to the assistant turn where they part; at least one is left to each."""
+    length = 0
+    for k, pair in enumerate(zip(chosen, rejected, strict=False)):
+        if all(turn["role"] == "assistant" for turn in pair):
+            length = k
+        if not _same([pair[0]], [pair[1]]):
+            break
+    return chosen[:length]
+
+
+def _same(some: list[Message], others: list[Message]) -> bool:
+    return len(some) == len(others) and all(
+        (one["role"], one["content"].strip(), one.get("tool_calls"))
+        == (other["role"], other["content"].strip(), other.get("tool_calls"))
+        for one, other in zip(some, others, strict=True)
+    )

@@ -1,0 +1,183 @@
+"""What a chat template can say, found by trying it, and conversations rewritten to what it can.
+
+Many templates pass over tools, calls of tools, a system turn or reasoning without a word, which would train a model on
+answers to things it never saw, or on empty turns. What a template does not show is put into the text of a turn instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from isthmus.data.chat.chat_records import Message
+from isthmus.errors import DataError
+
+Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probetool",
+        "description": "probe",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "x"}},
+            "required": ["x"],
+        },
+    },
+}
+_CALL_ID = "call00000"
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """Whether a template shows system turns, the list of tools, calls of tools, and what tools answered."""
+
+    system: bool
+    tools: bool
+    calls: bool
+    reasoning: str | None
+    """The key of a turn whose reasoning it shows: ``content`` where it has no other, None where it cuts that out."""
+
+    @classmethod
+    def of(cls, render: Render) -> Abilities:
+        """Try a template with a small conversation of each sort."""
+        user: Message = {"role": "user", "content": "probeuser"}
+        call = {"type": "function", "id": _CALL_ID, "function": {"name": "probetool", "arguments": {"x": "probevalue"}}}
+        called = [
+            user,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "probeanswer", "name": "probetool", "tool_call_id": _CALL_ID},
+            {"role": "assistant", "content": "probeend"},
+        ]
+        system = {"role": "system", "content": "probesystem"}
+        return cls(
+            system=_shows(render, [system, user], None, "probesystem"),
+            tools=_shows(render, [user], [_TOOL], "probetool"),
+            calls=_shows(render, called, None, "probetool", "probevalue", "probeanswer", "probeend"),
+            reasoning=_reasoning_key(render, user),
+        )
+
+
+def _reasoning_key(render: Render, user: Message) -> str | None:
+    thought, end = "probethought", "probeend"
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        if _shows(render, [user, {"role": "assistant", "content": end, key: thought}], None, thought, end):
+            return key
+    folded = {"role": "assistant", "content": _folded(thought, end)}
+    return "content" if _shows(render, [user, folded], None, thought, end) else None
+
+
+def _shows(render: Render, messages: list[Message], tools: list[dict[str, Any]] | None, *wanted: str) -> bool:
+    try:
+        text = render(messages, tools)
+    except DataError:
+        return False
+    return all(word in text for word in wanted)
+
+
+def adapt(
+    messages: list[Message], tools: list[dict[str, Any]] | None, abilities: Abilities
+) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    """The same conversation, with whatever the template would pass over written into the text of its turns.
+
+    Raises:
+        DataError: there is reasoning, and the template cuts it out of the text too.
+    """
+    messages = [_with_reasoning(dict(message), abilities.reasoning) for message in messages]
+    if tools and not abilities.tools:
+        messages, tools = _with_system(messages, _tools_text(tools)), None
+    if abilities.calls:
+        _number_calls(messages)
+    else:
+        messages = _calls_as_text(messages)
+    if not abilities.system:
+        messages = _without_system(messages)
+    return messages, tools
+
+
+def _with_reasoning(message: Message, key: str | None) -> Message:
+    reasoning = message.pop("reasoning_content", None)
+    if reasoning is None:
+        return message
+    if key is None:
+        raise DataError(
+            "there is reasoning in this record, and the chat template cuts it out of every answer. Use a template that "
+            "shows it (chat_template.jinja in the model folder), or data without it."
+        )
+    shown = _folded(reasoning, message["content"]) if key == "content" else reasoning
+    return {**message, key: shown}
+
+
+def _folded(reasoning: str, content: str) -> str:
+    return f"<think>\n{reasoning.strip()}\n</think>\n\n{content}"
+
+
+def _tools_text(tools: list[dict[str, Any]]) -> str:
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return (
+        "You may call these tools:\n<tools>\n" + lines + "\n</tools>\n"
+        'To call one, answer with\n<tool_call>\n{"name": <its name>, "arguments": <an object>}\n</tool_call>'
+    )
+
+
+def _with_system(messages: list[Message], text: str) -> list[Message]:
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _calls_as_text(messages: list[Message]) -> list[Message]:
+    result: list[Message] = []
+    for message in messages:
+        if calls := message.pop("tool_calls", None):
+            texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+            blocks = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+            message["content"] = "\n".join([message["content"], *blocks] if message["content"] else blocks)
+        elif message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            message = {"role": "user", "content": text}
+            if result and result[-1]["role"] == "user":  # templates that insist on turns taken in alternation
+                result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n{text}"}
+                continue
+        elif message["role"] == "user" and result and result[-1]["content"].endswith("</tool_response>"):
+            result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n{message['content']}"}
+            continue
+        result.append(message)
+    return result
+
+
+def _without_system(messages: list[Message]) -> list[Message]:
+    """System turns joined to the user turn that follows them."""
+    result: list[Message] = []
+    pending: list[str] = []
+    for message in messages:
+        if message["role"] == "system":
+            pending.append(message["content"])
+        elif pending and message["role"] == "user":
+            result.append({**message, "content": "\n\n".join([*pending, message["content"]])})
+            pending = []
+        else:
+            if pending:  # an assistant speaks first: its instructions still come before it
+                result.append({"role": "user", "content": "\n\n".join(pending)})
+                pending = []
+            result.append(message)
+    return result
+
+
+def _number_calls(messages: list[Message]) -> None:
+    """Give calls and answers the ids that some templates insist on, where the data has none."""
+    number, waiting = 0, []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [
+                call if "id" in call else {**call, "id": f"call{number + k:05d}"} for k, call in enumerate(calls)
+            ]
+            number += len(calls)
+            waiting = [(call["id"], call["function"]["name"]) for call in message["tool_calls"]]
+        elif message["role"] == "tool" and waiting:
+            call_id, name = waiting.pop(0)
+            message.setdefault("tool_call_id", call_id)
+            message.setdefault("name", name)

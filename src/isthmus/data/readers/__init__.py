@@ -1,0 +1,1 @@
+"""Data files to records."""

@@ -1,0 +1,90 @@
+"""Tables as text (CSV, TSV) to records: a row is a record, the first row has the names."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from isthmus.data.readers.chunks import CHUNK_BYTES, Record
+from isthmus.data.readers.decompress import opened
+from isthmus.data.readers.json_chunks import decoded
+from isthmus.errors import DataError
+
+_LONGEST_CELL = 1 << 28  # characters; beyond this a quote was surely not closed
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Some rows, each with the line that it begins on."""
+
+    path: str
+    names: list[str]
+    rows: list[tuple[int, list[str]]]
+
+    def parse(self) -> Iterator[Record | DataError]:
+        """The records; a row with more or fewer cells than there are names is an error of its own."""
+        for line, row in self.rows:
+            where = f"{self.path}:{line}"
+            if len(row) == len(self.names):
+                yield Record(dict(zip(self.names, row, strict=True)), where)
+            else:
+                yield DataError(f"{where}: {len(row)} cells in a table of {len(self.names)} columns.")
+
+
+def table_chunks(path: str, *, tabs: bool) -> Iterator[Cells]:
+    """The rows of a table in UTF-8; cells in double quotes may hold line breaks, and a quote doubled.
+
+    Args:
+        path: of the file.
+        tabs: columns are parted by tabs; else by commas, or by what the first line has instead (tab, semicolon).
+
+    Raises:
+        MissingInput, IOFailure: the file cannot be read.
+        DataError: no names in the first row, no row below it, or a quote in a wrong place or never closed.
+    """
+    csv.field_size_limit(_LONGEST_CELL)
+    with opened(path) as file:
+        lines = (decoded(raw, path, number) for number, raw in enumerate(file, start=1))
+        first = next(lines, "").removeprefix("\ufeff")
+        delimiter = "\t" if tabs else next((mark for mark in ",\t;" if mark in first), ",")
+        reader = csv.reader(_again(first, lines), delimiter=delimiter, strict=True)
+        names: list[str] | None = None
+        rows: list[tuple[int, list[str]]] = []
+        size, line, seen = 0, 1, False
+        try:
+            for row in reader:
+                begins, line = line, reader.line_num + 1
+                if names is None:
+                    names = _names(row, path)
+                elif row:
+                    seen = True
+                    rows.append((begins, row))
+                    size += sum(map(len, row))
+                if names is not None and size >= CHUNK_BYTES:
+                    yield Cells(path, names, rows)
+                    rows, size = [], 0
+        except csv.Error as error:
+            raise DataError(
+                f"{path}:{line}: this row is no row of a table: {error}. Is a quote not closed, or not doubled?"
+            ) from error
+        if names is None or not seen:
+            raise DataError(
+                f"{path}: the table has no rows. Wanted the names of its columns in the first, then records."
+            )
+        if rows:
+            yield Cells(path, names, rows)
+
+
+def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def _names(row: list[str], path: str) -> list[str]:
+    names = [name.strip() for name in row]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice or not all(names):
+        wrong = f"{sorted(twice)[0]!r} stands there twice" if twice else "a name is empty"
+        raise DataError(f"{path}:1: the first row must have the names of the columns, and {wrong}.")
+    return names

@@ -1,0 +1,107 @@
+"""Data sets of Hugging Face's ``datasets``: a folder made by ``save_to_disk``, or one of the Hub by its name.
+
+``hf:org/name``, ``hf:org/name:split``, or ``hf:org/name/configuration:split``; without a split it is ``train``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isthmus.data.readers.arrow_reader import Rows, row_chunks, rows_at_once
+from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
+
+HUB = "hf:"
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that say something of data and are none themselves."""
+
+
+def is_data_set(folder: Path) -> bool:
+    """Whether ``save_to_disk`` made this folder, of one data set or of several splits."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no name of a data set of the Hub.
+
+    Raises:
+        UsageError: with the form that is wanted.
+    """
+    path, configuration, split = _parts(name)
+    if not all(path.split("/")) or configuration == "" or split == "":
+        raise UsageError(
+            f"{name}: no name of a data set. Wanted hf:ORG/NAME, hf:ORG/NAME:SPLIT or hf:ORG/NAME/CONFIG:SPLIT."
+        )
+
+
+def data_set_chunks(name: str) -> Iterator[Rows]:
+    """The rows of a data set, which lies on disk while it is read.
+
+    Args:
+        name: the folder, or ``hf:`` and the name on the Hub, from where it is fetched into the cache of ``datasets``.
+
+    Raises:
+        MissingInput: no such data set, or no right to read it.
+        UsageError: no such split or configuration, a choice between several is open, or the library is not installed.
+        DataError: it is damaged, or has no rows.
+        IOFailure: the Hub cannot be reached.
+    """
+    library = _library(name)
+    found = _from_hub(library, name) if name.startswith(HUB) else _from_disk(library, name)
+    size = rows_at_once(len(found), found.data.nbytes)
+    yield from row_chunks(name, found.with_format("arrow").iter(batch_size=size))
+
+
+def _from_disk(library: Any, name: str) -> Any:
+    try:
+        found = library.load_from_disk(name)
+    except Exception as error:  # those of Arrow, JSON and its own
+        raise DataError(
+            f"{name}: damaged, no whole data set: {_one_line(error)} Make it anew with save_to_disk."
+        ) from error
+    if isinstance(found, dict):
+        splits = list(found)
+        if "train" not in found and len(splits) > 1:
+            raise UsageError(f"{name}: holds the splits {', '.join(splits)}. Name the folder of one of them.")
+        return found["train" if "train" in found else splits[0]]
+    return found
+
+
+def _from_hub(library: Any, name: str) -> Any:
+    path, configuration, split = _parts(name)
+    try:
+        return library.load_dataset(path, configuration, split=split or "train")
+    except library.exceptions.DatasetNotFoundError as error:
+        raise MissingInput(
+            f"{name}: no such data set on the Hugging Face Hub, or it is private or gated: {_one_line(error)} "
+            "Check the name; for a gated one ask for access on its page, then log in: hf auth login, or HF_TOKEN."
+        ) from error
+    except ValueError as error:  # an unknown split, or a choice of configurations
+        raise UsageError(f"{name}: {_one_line(error)}") from error
+    except Exception as error:  # besides its own it has those of its HTTP library, which is another in each version
+        raise IOFailure(
+            f"{name}: cannot be fetched from the Hugging Face Hub: {_one_line(error)} "
+            "Without a network, fetch it elsewhere, save it with save_to_disk and name the folder."
+        ) from error
+
+
+def _parts(name: str) -> tuple[str, str | None, str | None]:
+    """Repository, configuration and split."""
+    path, colon, split = name.removeprefix(HUB).partition(":")
+    owner, *rest = path.split("/", 2)
+    return "/".join([owner, *rest[:1]]), rest[1] if len(rest) > 1 else None, split if colon else None
+
+
+def _library(name: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UsageError(f"{name}: reading it needs datasets: pip install 'isthmus[data]'.") from error
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _one_line(error: Exception) -> str:
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if line.endswith((".", "!", "?")) else f"{line}."

@@ -1,0 +1,233 @@
+"""JSON lines and JSON arrays, cut into chunks without being held in memory as a whole."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from isthmus.data.readers.chunks import CHUNK_BYTES, Record
+from isthmus.data.readers.decompress import opened
+from isthmus.errors import DataError
+
+_BOM = b"\xef\xbb\xbf"
+_BLANKS = " \t\r\n"
+_SINGLE_BYTES = 1 << 26  # the longest file that may be one object written over several lines
+_LONGEST_WORD = 16  # of JSON, with room: -Infinity, or an escaped pair of surrogates
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Whole lines, one JSON object each; blank ones do not count."""
+
+    path: str
+    first: int
+    raw: bytes
+
+    def parse(self) -> Iterator[Record | DataError]:
+        """The records; a line that is not one is an error of its own."""
+        for number, raw in enumerate(self.raw.split(b"\n"), start=self.first):
+            if number == 1:
+                raw = raw.removeprefix(_BOM)
+            if not raw.strip():
+                continue
+            try:
+                yield _object(parsed(decoded(raw, self.path, number), self.path, number), self.path, number)
+            except DataError as error:
+                yield error
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """The texts of some elements of an array, with the lines they begin on; they are known to be JSON."""
+
+    path: str
+    texts: list[tuple[int, str]]
+
+    def parse(self) -> Iterator[Record | DataError]:
+        """The records; an element that is no object is an error of its own."""
+        for line, text in self.texts:
+            try:
+                yield _object(json.loads(text), self.path, line)
+            except DataError as error:
+                yield error
+
+
+def line_chunks(path: str) -> Iterator[Lines | Elements]:
+    """One JSON object a line, or one object over several lines.
+
+    Raises:
+        MissingInput, IOFailure, DataError: the file cannot be read.
+    """
+    single = _single_object(path)
+    if single is not None:
+        yield single
+        return
+    with opened(path) as file:
+        line = 1
+        while raw := file.read(CHUNK_BYTES):
+            raw += file.readline()
+            yield Lines(path, line, raw)
+            line += raw.count(b"\n")
+
+
+def _single_object(path: str) -> Elements | None:
+    """A file that is one object written over several lines, told by a first line that is not JSON."""
+    with opened(path) as file:
+        raw, line = file.readline().removeprefix(_BOM), 1
+        while not raw.strip():
+            raw, line = file.readline(), line + 1
+        try:
+            json.loads(raw)
+        except (ValueError, RecursionError):
+            raw += file.read(_SINGLE_BYTES)
+            try:
+                return Elements(path, [(line, raw.decode())]) if isinstance(json.loads(raw), dict) else None
+            except (ValueError, RecursionError):
+                return None
+    return None
+
+
+def array_chunks(path: str) -> Iterator[Elements]:
+    """The elements of one JSON array.
+
+    A bad element is an error of its own when it is read, broken syntax is not: what follows has no sure beginning.
+
+    Raises:
+        MissingInput, IOFailure, DataError: the file cannot be read, or its syntax is broken.
+    """
+    with opened(path) as file:
+        text = _Text(path, file)
+        text.mark()
+        text.position += 1
+        if text.mark() == "]":
+            raise DataError(f"{path}: the JSON array is empty. Wanted at least one record.")
+        texts: list[tuple[int, str]] = []
+        size = 0
+        while True:
+            line, element = text.line(), text.element()
+            texts.append((line, element))
+            size += len(element)
+            if size >= CHUNK_BYTES:
+                yield Elements(path, texts)
+                texts, size = [], 0
+            found = text.mark()
+            if found not in ("]", ","):
+                got = f"got {found!r}" if found else "the file ends"
+                raise DataError(
+                    f"{path}:{text.line()}: not JSON: wanted ',' or ']' after a record, {got}. Is the file cut short?"
+                )
+            text.position += 1
+            if found == "]":
+                break
+            text.mark()
+        if text.mark():
+            raise DataError(f"{path}:{text.line()}: not JSON: there is more after the array's end.")
+        if texts:
+            yield Elements(path, texts)
+
+
+class _Text:
+    """A window on the text of a file, that moves on as it is read."""
+
+    def __init__(self, path: str, file: BinaryIO) -> None:
+        self.position = 0
+        self._path, self._file = path, file
+        self._window, self._ended = "", False
+        self._line, self._counted = 1, 0
+        self._before = 0  # characters of the line that the window begins in, before the window
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoded_lines, self._decoded_bytes = 1, 0  # the line that was decoded last, and its bytes so far
+        self._json = json.JSONDecoder()
+        self._grow()
+        self._window = self._window.removeprefix("\ufeff")
+
+    def line(self) -> int:
+        """The line of the present position."""
+        self._line += self._window.count("\n", self._counted, self.position)
+        self._counted = self.position
+        return self._line
+
+    def mark(self) -> str:
+        """Pass over blanks; returns the character that follows them, empty at the end."""
+        while True:
+            while self.position < len(self._window) and self._window[self.position] in _BLANKS:
+                self.position += 1
+            if self.position < len(self._window):
+                return self._window[self.position]
+            if self._ended:
+                return ""
+            self._grow()
+
+    def element(self) -> str:
+        """Pass over one JSON value; returns its text."""
+        while True:
+            try:
+                end = self._json.raw_decode(self._window, self.position)[1]
+            except json.JSONDecodeError as error:
+                near_end = error.pos >= len(self._window) - _LONGEST_WORD or error.msg.startswith("Unterminated")
+                if self._ended or not near_end:
+                    start = self._window.rfind("\n", 0, error.pos) + 1
+                    column = error.pos - start + 1 + (0 if start else self._before)
+                    line = self.line() + self._window.count("\n", self.position, error.pos)
+                    raise DataError(f"{self._path}:{line}: not JSON: {error.msg} (column {column}).") from error
+            except RecursionError as error:
+                raise DataError(f"{self._path}:{self.line()}: not JSON that can be read: nested too deeply.") from error
+            else:
+                if end < len(self._window) or self._ended:  # else a number may go on
+                    element, self.position = self._window[self.position : end], end
+                    return element
+            self._grow()
+
+    def _grow(self) -> None:
+        """Forget what was passed, and read on: as much again as is waiting, so that long elements take few trials."""
+        self.line()
+        newline = self._window.rfind("\n", 0, self.position)
+        self._before = self.position - newline - 1 if newline >= 0 else self._before + self.position
+        self._window = self._window[self.position :]
+        self.position = self._counted = 0
+        raw = self._file.read(max(CHUNK_BYTES, len(self._window)))
+        self._ended = not raw
+        try:
+            piece = self._decoder.decode(raw, final=self._ended)
+        except UnicodeDecodeError as error:
+            shift = self._decoded_bytes
+            raise _not_utf8(error, self._path, self._decoded_lines, shift) from error
+        self._window += piece
+        self._decoded_lines += piece.count("\n")
+        last = piece.rpartition("\n")
+        self._decoded_bytes = len(last[2].encode()) + (0 if last[1] else self._decoded_bytes)
+
+
+def decoded(raw: bytes, path: str, line: int) -> str:
+    """Text out of bytes that begin on ``line``; DataError with line and column where they are not UTF-8."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, path, line, 0) from error
+
+
+def _not_utf8(error: UnicodeDecodeError, path: str, line: int, shift: int) -> DataError:
+    raw = error.object
+    line += raw.count(b"\n", 0, error.start)
+    newline = raw.rfind(b"\n", 0, error.start)
+    column = error.start - newline if newline >= 0 else shift + error.start + 1
+    return DataError(f"{path}:{line}: not UTF-8: byte 0x{raw[error.start]:02x} at byte column {column}.")
+
+
+def parsed(text: str, path: str, line: int) -> Any:
+    """A JSON value; DataError with line and column where it is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{line}: not JSON: {error.msg} (column {error.colno}).") from error
+    except RecursionError as error:
+        raise DataError(f"{path}:{line}: not JSON that can be read: nested too deeply.") from error
+
+
+def _object(value: Any, path: str, line: int) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(f"{path}:{line}: a record must be a JSON object, got {type(value).__name__}.")
+    return Record(value, f"{path}:{line}")

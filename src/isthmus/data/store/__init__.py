@@ -1,0 +1,1 @@
+"""Tokenized samples: indexed files, views of them, splits and mixtures."""

@@ -1,0 +1,186 @@
+"""Megatron's indexed format: tokens in ``PREFIX.bin``, where sequences and documents begin in ``PREFIX.idx``.
+
+The ``.idx`` is, little-endian and without gaps (megatron.core.datasets.indexed_dataset, version 1)::
+
+    9 bytes  MMIDIDX 00 00            n x int32  tokens in each sequence
+    uint64   version, 1               n x int64  byte of the .bin where each sequence begins
+    uint8    code of the token dtype  d x int64  first sequence of each document, then n
+    uint64   n, sequences
+    uint64   d, documents + 1
+
+Two files more are ours, and Megatron looks at neither: ``PREFIX.mask.bin`` has one byte a token, in the order of the
+.bin, 1 where the token is learned; ``PREFIX.json`` is the manifest, which knows the sizes and hashes of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from isthmus.data.store.indexed_writer import DTYPE_CODES, HEADER, MAGIC, VERSION
+from isthmus.data.store.indexed_writer import IndexedWriter as IndexedWriter
+from isthmus.data.store.indexed_writer import token_dtype as token_dtype
+from isthmus.data.store.manifest import (
+    MEND,
+    SUFFIXES,
+    check_hash,
+    check_sizes,
+    file_hash,
+    pair_file,
+    pair_record,
+    read_manifest,
+)
+from isthmus.data.store.manifest import write_manifest as write_manifest
+from isthmus.errors import DataError, IOFailure, MissingInput
+
+_FLOAT_CODES = {6: "float64", 7: "float32"}
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedPair:
+    """A pair that was checked, mapped into memory."""
+
+    prefix: Path
+    tokens: npt.NDArray[Any]
+    """[total], of the dtype in the file."""
+    mask: npt.NDArray[np.uint8] | None
+    """[total], 1 where the token is learned; None: all are."""
+    starts: npt.NDArray[np.int64]
+    """[n], the first token of each sequence."""
+    lengths: npt.NDArray[np.int64]
+    """[n], tokens in each sequence."""
+    documents: npt.NDArray[np.int64]
+    """[documents + 1], document k is the sequences ``documents[k]:documents[k + 1]``."""
+    manifest: dict[str, Any] | None
+    """What ``PREFIX.json`` holds; None for a pair that was made elsewhere."""
+
+
+def open_pair(prefix: Path | str, *, manifest: Path | str | None = None, verify: bool = False) -> IndexedPair:
+    """Check a pair and map it into memory, read-only.
+
+    Always checked: the form of the .idx, that its sequences lie end to end and fill the .bin, that its documents go
+    forward; and with a manifest all sizes and the hash of the .idx. The hashes of .bin and mask are checked with
+    ``verify`` alone, since that reads them whole.
+
+    Args:
+        prefix: of the files, without ``.bin`` or ``.idx``.
+        manifest: where the manifest is, if not at ``PREFIX.json``.
+        verify: read everything and compare all hashes; wants a manifest.
+
+    Raises:
+        MissingInput: the .bin or the .idx is not there, or a mask that the manifest speaks of.
+        DataError: a file is damaged, cut short, or of another kind.
+        IOFailure: reading failed.
+    """
+    data, index, masked = (pair_file(prefix, suffix) for suffix in SUFFIXES[:3])
+    said = Path(manifest) if manifest is not None else pair_file(prefix, ".json")
+    try:
+        for path in (data, index):
+            if not path.is_file():
+                raise MissingInput(f"{path}: no such file. A prepared pair is PREFIX.bin and PREFIX.idx together.")
+        record = read_manifest(said) if said.is_file() else None
+        has_mask = masked.is_file()
+        if record is not None:
+            check_sizes(prefix, record, said)
+            has_mask = ".mask.bin" in record["pair"]["files"]
+        elif verify:
+            raise MissingInput(f"{said}: no such manifest, so there is nothing to verify {data} against.")
+        dtype, lengths, documents = _read_index(index, data.stat().st_size)
+        if record is not None:
+            for suffix in record["pair"]["files"] if verify else (".idx",):
+                check_hash(pair_file(prefix, suffix), record["pair"]["files"][suffix]["xxh3_128"])
+        tokens = _map(data, dtype)
+        mask = _map(masked, np.dtype(np.uint8)) if has_mask else None
+    except OSError as error:
+        raise IOFailure(f"{prefix}: cannot be read: {error.strerror or error}.") from error
+    if mask is not None and len(mask) != len(tokens):
+        raise DataError(f"{masked}: {len(mask)} bytes, wanted {len(tokens)}, one a token of {data}. {MEND}")
+    return IndexedPair(Path(prefix), tokens, mask, np.cumsum(lengths) - lengths, lengths, documents, record)
+
+
+def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(dtype, sequence lengths, document bounds) of a sound .idx; nothing is trusted before it is checked."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(HEADER.size)
+    if not start.startswith(MAGIC):
+        raise DataError(f"{path}: begins with {start[:9]!r}, wanted {MAGIC!r}, so it is no index of Megatron's format.")
+    if len(start) < HEADER.size:
+        raise DataError(f"{path}: {size} bytes, wanted at least {HEADER.size}. {MEND}")
+    _, version, code, sequences, bounds = HEADER.unpack(start)
+    if version != VERSION:
+        raise DataError(f"{path}: version {version}, wanted {VERSION}. {MEND}")
+    names = {number: name for name, number in DTYPE_CODES.items()}
+    if code not in names:
+        kind = _FLOAT_CODES.get(code, f"unknown code {code}")
+        raise DataError(f"{path}: its values are {kind}; tokens are one of {', '.join(DTYPE_CODES)}.")
+    wanted = HEADER.size + sequences * 12 + bounds * 8
+    if size == wanted + sequences and sequences:
+        raise DataError(f"{path}: it has modes of sequences, as multimodal data has. Wanted text.")
+    if size != wanted or not bounds:
+        raise DataError(
+            f"{path}: {size} bytes, wanted {wanted} for {sequences} sequences and {bounds} document bounds. {MEND}"
+        )
+    raw = _map(path, np.dtype(np.uint8))
+    lengths = np.frombuffer(raw, "<i4", sequences, HEADER.size).astype(np.int64)
+    pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + sequences * 4)
+    documents = np.frombuffer(raw, "<i8", bounds, HEADER.size + sequences * 12).astype(np.int64)
+    dtype = np.dtype(names[code]).newbyteorder("<")
+    if sequences and int(lengths.min()) < 0:
+        raise DataError(f"{path}: sequence {int(lengths.argmin())} has a length below zero. {MEND}")
+    ends = np.cumsum(lengths) * dtype.itemsize
+    if not np.array_equal(pointers, ends - lengths * dtype.itemsize):
+        raise DataError(f"{path}: its pointers are not where the lengths before them end. {MEND}")
+    total = int(ends[-1]) if sequences else 0
+    if total != bin_bytes:
+        raise DataError(f"{path.with_suffix('.bin')}: {bin_bytes} bytes, but its .idx speaks of {total}. {MEND}")
+    if documents[0] != 0 or documents[-1] != sequences or bool(np.any(np.diff(documents) < 0)):
+        raise DataError(f"{path}: documents do not go forward from sequence 0 to {sequences}. {MEND}")
+    return dtype, lengths, documents
+
+
+def survey(pair: IndexedPair) -> dict[str, Any]:
+    """What ``IndexedWriter.close`` would have returned, for a pair from elsewhere; reads all of it once.
+
+    Raises:
+        DataError: a token id is less than zero.
+    """
+    largest = -1
+    for at in range(0, len(pair.tokens), _CHUNK):
+        part = pair.tokens[at : at + _CHUNK]
+        largest = max(largest, int(part.max()))
+        if int(part.min()) < 0:
+            raise DataError(f"{pair.prefix}.bin: the token id {int(part.min())} is below zero. {MEND}")
+    suffixes = SUFFIXES[: 2 if pair.mask is None else 3]
+    return pair_record(
+        pair.tokens.dtype,
+        sequences=len(pair.lengths),
+        documents=len(pair.documents) - 1,
+        tokens=len(pair.tokens),
+        max_token_id=largest,
+        files={
+            suffix: {"bytes": path.stat().st_size, "xxh3_128": file_hash(path)}
+            for suffix, path in ((suffix, pair_file(pair.prefix, suffix)) for suffix in suffixes)
+        },
+    )
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    length = path.stat().st_size // dtype.itemsize
+    return np.memmap(path, dtype=dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype=dtype)
+
+
+def find_prefix(name: Path | str) -> Path | None:
+    """The prefix of the pair that ``name`` means (PREFIX, PREFIX.bin or PREFIX.idx); None when it means none."""
+    text = str(name)
+    if Path(text).exists() and not text.endswith((".bin", ".idx")):
+        return None
+    for prefix in (text.removesuffix(".mask.bin"), text.removesuffix(".bin"), text.removesuffix(".idx"), text):
+        if pair_file(prefix, ".idx").is_file() or pair_file(prefix, ".bin").is_file():
+            return Path(prefix)
+    return None

@@ -1,0 +1,113 @@
+"""``PREFIX.json``: what is known of a pair of indexed files, so that a changed or cut one is found out.
+
+Under ``pair`` are the counts, and sizes and hashes of the files; the other keys belong to whoever made the pair.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from isthmus.errors import DataError, MissingInput, disk_errors
+
+SUFFIXES = (".bin", ".idx", ".mask.bin")
+"""Of the files of a pair beside the manifest; the last may be absent."""
+PARTIAL = ".partial"
+"""Ends the name of the folder in which a pair is made."""
+MEND = "Was it cut short or changed? Copy it again, or prepare it again."
+_CHUNK = 1 << 24
+
+
+def pair_file(prefix: Path | str, suffix: str) -> Path:
+    """``PREFIX`` + suffix; a prefix may hold dots itself."""
+    return Path(f"{prefix}{suffix}")
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file tells of the pair that it lies beside."""
+    return path.suffix == ".json" and path.with_suffix(".idx").is_file()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a pair.
+
+    Raises:
+        DataError: the file is not one.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+        sound = isinstance(record, dict) and all(
+            isinstance(file["bytes"], int) and isinstance(file["xxh3_128"], str) and suffix in SUFFIXES
+            for suffix, file in record["pair"]["files"].items()
+        )
+        sound = sound and {".bin", ".idx"} <= set(record["pair"]["files"])
+        sound = sound and isinstance(record["pair"]["max_token_id"], int)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise DataError(f"{path}: not the manifest of a pair. {MEND} If it is something else, move it elsewhere.")
+    return dict(record)
+
+
+def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
+    """Write ``PREFIX.json``, whole or not at all.
+
+    Args:
+        prefix: of the pair.
+        record: ``pair`` holds what ``IndexedWriter.close`` returned, ``kind`` is text, chat or preference,
+            ``tokenizer`` is its ``tokenizer_record``, ``seq_length`` is what samples were
+            cut to (None for documents); the other keys are the caller's.
+
+    Raises:
+        NoSpace, IOFailure: it cannot be written.
+    """
+    path = pair_file(prefix, ".json")
+    staged = path.with_name(f".tmp-{path.name}")
+    with disk_errors(path):
+        try:
+            with staged.open("wb") as file:
+                file.write(json.dumps(record, indent=1).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            staged.rename(path)
+        finally:
+            staged.unlink(missing_ok=True)
+
+
+def pair_record(
+    dtype: np.dtype[Any], *, sequences: int, documents: int, tokens: int, max_token_id: int, files: dict[str, Any]
+) -> dict[str, Any]:
+    """The part of a manifest that is under ``pair``."""
+    counts = {"sequences": sequences, "documents": documents, "tokens": tokens, "max_token_id": max_token_id}
+    return {"format": 1, "dtype": dtype.name, **counts, "files": files}
+
+
+def file_hash(path: Path) -> str:
+    """XXH3 of 128 bits, the hash in manifests: it finds accidents, not forgeries."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while part := file.read(_CHUNK):
+            state.update(part)
+    return state.hexdigest()
+
+
+def check_sizes(prefix: Path | str, record: dict[str, Any], said: Path) -> None:
+    """Raise MissingInput or DataError unless the files of ``record`` are there, of their sizes."""
+    for suffix, file in record["pair"]["files"].items():
+        path = pair_file(prefix, suffix)
+        if not path.is_file():
+            raise MissingInput(f"{path}: no such file, but {said} speaks of it. Copy it too, or prepare it again.")
+        if path.stat().st_size != file["bytes"]:
+            raise DataError(f"{path}: {path.stat().st_size} bytes, {said} says {file['bytes']}. {MEND}")
+
+
+def check_hash(path: Path, wanted: str) -> None:
+    """Raise DataError unless the file's hash is the wanted one."""
+    got = file_hash(path)
+    if got != wanted:
+        raise DataError(f"{path}: its hash is {got}, the manifest says {wanted}. {MEND}")

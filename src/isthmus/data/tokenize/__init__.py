@@ -1,0 +1,1 @@
+"""Records to token sequences with loss masks."""

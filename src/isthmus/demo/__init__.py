@@ -1,0 +1,1 @@
+"""The demo: its corpus and its run."""

@@ -1,0 +1,1 @@
+"""Checkpoints of a run in the ``torch_dist`` format."""

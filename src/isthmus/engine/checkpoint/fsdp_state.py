@@ -1,0 +1,103 @@
+"""What a checkpoint keeps of a sharded model: each rank's rows, under the names that every other layout reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
+from isthmus.engine.parallel.sharded_params import own_rows
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Weights and optimizer of this rank, as Megatron-Core's ``DistributedOptimizer`` names them.
+
+    No rank gathers anything: it writes its own rows, and reads just those.
+
+    Args:
+        model: the wrapped decoder.
+        adam: torch's AdamW over its parameters.
+        is_loading: the tensors are to be read into; those of the optimizer hold all that a weight is.
+    """
+    weights: dict[str, Any] = {}
+    moments: dict[str, Any] = {}
+    for name, parameter in model.module.named_parameters():
+        described, rows = model.described[name], own_rows(parameter)
+        local = parameter.detach().to_local()
+        if not (is_loading and parameter.requires_grad):
+            kept = local if is_loading else local.to(described.data.dtype)
+            weights |= {f"{name}.{n}": part for n, part in enumerate(_parts(described, kept, rows))}
+        if not parameter.requires_grad:
+            continue
+        states = {"param": local} | {key: adam.state[parameter][key].to_local() for key in MOMENTS}
+        for state, tensor in states.items():
+            entry = replace(described, key=f"optimizer.state.{state}.{described.key}")
+            moments |= {f"{state}.{name}.{n}": part for n, part in enumerate(_parts(entry, tensor, rows))}
+    weights |= {name: entry for name, entry in model.described.items() if not _is_tensor(entry)}
+    groups = [dict(group) for group in adam.param_groups]
+    for group in groups:
+        group["step"] = step_of(adam)
+        del group["params"]
+    return {
+        "model": weights,
+        "optimizer": {
+            "optimizer": {"param_groups": groups},
+            "param_state": moments,
+            "param_state_sharding_type": "fully_reshardable",
+        },
+    }
+
+
+def step_of(adam: Any) -> float:
+    """How many updates the parameters have had."""
+    return float(next(iter(adam.state.values()))["step"])
+
+
+def count_from(adam: Any, steps: int) -> None:
+    """Go on behind ``steps`` updates; the tensors of a loaded state were read into their places."""
+    for state in adam.state.values():
+        state["step"].fill_(steps)
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
+
+
+def _parts(
+    entry: ShardedTensor | ShardedTensorFactory, local: Tensor, rows: tuple[int, int]
+) -> Iterator[ShardedTensor]:
+    """This rank's rows of a parameter, as places in the tensors that the checkpoint makes of it.
+
+    Args:
+        entry: of the whole parameter on this tp rank; its data has no memory.
+        local: the rows of the parameter that this rank holds.
+        rows: first and last (exclusive) of them.
+    """
+    pieces = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+    for piece in pieces:
+        # A piece is a view of the parameter's rows: where it begins is all that has to be known of it.
+        first = piece.data.storage_offset() // max(1, piece.data[0].numel())
+        start, end = max(first, rows[0]), min(first + piece.data.shape[0], rows[1])
+        if start >= end:
+            continue
+        own = local[start - rows[0] : end - rows[0]]
+        own = own.view((1,) * piece.prepend_axis_num + own.shape)
+        offset = list(piece.global_offset)
+        offset[piece.prepend_axis_num] += start - first
+        yield replace(
+            piece,
+            data=own,
+            dtype=own.dtype,
+            local_shape=tuple(own.shape),
+            global_offset=tuple(offset),
+            axis_fragmentations=None,  # ranks may hold unlike numbers of rows
+            replica_id=(*piece.replica_id[:-1], 0),  # and no two of a dp group the same
+            prepend_axis_num=0,
+        )

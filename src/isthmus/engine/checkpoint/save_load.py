@@ -1,0 +1,303 @@
+"""Checkpoints in Megatron's ``torch_dist`` format: whole tensors, readable under any layout.
+
+A checkpoint is a folder ``iter_0000010`` beside ``latest_checkpointed_iteration.txt``, as Megatron-LM has it.
+It is written beside its final place and renamed when every rank is done and every file is as long as it must be.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed import checkpoint as dcp
+
+from isthmus.engine.checkpoint.checkpoint_names import TRACKER
+from isthmus.engine.checkpoint.fsdp_state import count_from, sharded_state
+from isthmus.engine.checkpoint.io_errors import read_errors, write_errors
+from isthmus.engine.optim.optimizer import adams, distributed_optimizers
+from isthmus.engine.parallel.ddp import gather_weights
+from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
+from isthmus.engine.parallel.process_groups import ParallelSizes, agree
+from isthmus.engine.step import Stepper
+from isthmus.engine.upstream import compat
+from isthmus.errors import DataError, IsthmusError, MissingInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run has come, and in which data."""
+
+    step: int
+    data: str
+    """Fingerprint of the data and its order: step k means these sequences and no others."""
+
+
+class _SynchronousSave(TorchDistSaveShardedStrategy):
+    """Megatron-Core's sharded format through torch's own writer, in this process.
+
+    The asynchronous writer forks, starts a manager process and can publish a file that a dead thread cut short.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        dcp.save(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"iter_{step:07d}"
+
+
+def latest(root: Path) -> Path | None:
+    """The newest published checkpoint below ``root``, or None.
+
+    Raises:
+        DataError: the tracker file is not a step, or names a checkpoint that is not there.
+    """
+    tracker = root / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit() or not folder_of(root, int(text)).is_dir():
+        raise DataError(f"{tracker} says {text!r}, which is not a checkpoint in {root}. Write the step of one into it.")
+    return folder_of(root, int(text))
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _random_state() -> ShardedObject:
+    """One entry per (pp, tp) place, as Megatron-LM stores it."""
+    state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        state["device"] = torch.cuda.get_rng_state()
+    return ShardedObject(
+        "rng_state",
+        [state],
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
+    """What is saved, or what is asked for: then ``optimizers`` has the tensors of each, whatever chain was saved."""
+    if isinstance(whole := stepper.model[0], FullyShardedDataParallel):  # it has no stages
+        (adam,) = adams(stepper.optimizer)
+        return sharded_state(whole, adam, is_loading=is_loading)
+    gather_weights(stepper.model)
+    optimizers = distributed_optimizers(stepper.optimizer)
+    for optimizer in optimizers:
+        compat.keep_bucket_padding(optimizer)
+    how: dict[str, Any] = {"is_loading": is_loading, "metadata": _metadata()}
+    # Under each stage's own name here; the keys in the file name layers of the whole model, whatever stage has them.
+    state = {name: stage.sharded_state_dict(metadata=_metadata()) for name, stage in _stages(stepper).items()}
+    states = [each.sharded_state_dict(state, **how) for each in optimizers]
+    if is_loading:
+        return state | {"optimizers": states}
+    # By number where there are several, as Megatron-Core's chain has them; it would also save those without parameters,
+    # which fails.
+    return state | {"optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
+
+
+def _stages(stepper: Stepper) -> dict[str, Any]:
+    """This rank's stages by the names that Megatron-LM gives them."""
+    if len(stepper.model) == 1:
+        return {"model": stepper.model[0].module}
+    return {f"model{number}": stage.module for number, stage in enumerate(stepper.model)}
+
+
+def save(
+    root: Path,
+    stepper: Stepper,
+    progress: Progress,
+    sizes: ParallelSizes,
+    *,
+    keep: int,
+    args: Namespace | None = None,
+    write_beside: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write weights, optimizer, random state and data position; every rank calls it.
+
+    Args:
+        root: the run's checkpoint folder.
+        stepper: what to save.
+        progress: which step it is.
+        sizes: recorded, so that the random state is only taken up again by the same layout.
+        keep: newest checkpoints to keep; older ones are removed once this one is in place.
+        args: which model it is, for Megatron-LM and for whoever has no more than the checkpoint.
+        write_beside: puts more files into the folder, on rank 0.
+
+    Raises:
+        NoSpace, IOFailure: on every rank, when any rank could not write; nothing is published.
+    """
+    final = folder_of(root, progress.step)
+    stage = root / f".tmp-{final.name}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir(parents=True)
+    dist.barrier()
+    state = _state(stepper, is_loading=False) | {
+        "rng_state": _random_state(),
+        "checkpoint_version": 3.0,
+        "iteration": progress.step,
+        "isthmus": {"progress": asdict(progress), "layout": asdict(sizes), "skipped": stepper.skipped},
+    }
+    if args is not None:
+        state["args"] = args
+    content = {name: value for name, value in _metadata().items() if name != "dp_cp_group"}
+
+    def write() -> None:
+        with write_errors(stage):
+            dist_checkpointing.save(state, str(stage), _SynchronousSave(), content_metadata=content)
+            if dist.get_rank() == 0:
+                if write_beside is not None:
+                    write_beside(stage)
+                check_files(stage)
+
+    try:
+        agree(write)
+    except IsthmusError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(stage, ignore_errors=True)
+        raise
+    if dist.get_rank() == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        stage.rename(final)
+        _write_tracker(root, progress.step)
+        _remove_old(root, keep, final)
+    dist.barrier()
+    return final
+
+
+def check_files(folder: Path) -> None:
+    """See that every file of a checkpoint is there and as long as its index says.
+
+    Raises:
+        MissingInput: the folder or its index is absent.
+        DataError: a file is missing or cut short, or the index cannot be read.
+    """
+    index = folder / ".metadata"
+    if not index.is_file():
+        raise MissingInput(f"{folder} holds no torch_dist checkpoint: .metadata is missing. Choose a folder that does.")
+    if not (folder / "common.pt").is_file():
+        raise DataError(f"{folder / 'common.pt'} is missing. Resume from another checkpoint.")
+    try:
+        storage = dcp.FileSystemReader(folder).read_metadata().storage_data
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+        raise DataError(f"{index} cannot be read ({error}). Resume from another checkpoint.") from error
+    ends: dict[str, int] = {}
+    for entry in storage.values():
+        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+    for name, end in ends.items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else -1
+        if size < end:
+            found = "is missing" if size < 0 else f"has {size} bytes"
+            raise DataError(f"{folder / name} {found}, {end} are needed. Resume from another checkpoint.")
+
+
+def _write_tracker(root: Path, step: int) -> None:
+    temporary = root / f".{TRACKER}"
+    with temporary.open("w") as file:
+        file.write(str(step))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(root / TRACKER)
+
+
+def _remove_old(root: Path, keep: int, newest: Path) -> None:
+    # A run that went back to an earlier step leaves folders with higher numbers; they must not push out its own.
+    others = sorted(path for path in root.glob("iter_*") if path != newest)
+    for old in others[: max(0, len(others) + 1 - keep)]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
+    """Take up the state of a checkpoint under this layout, whatever layout wrote it; every rank calls it.
+
+    Returns:
+        How far the run had come.
+
+    Raises:
+        MissingInput, DataError: the checkpoint is absent, cut short or not one of this model.
+    """
+    check_files(folder)
+    with read_errors(folder):
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+    if "isthmus" not in common:
+        raise DataError(f"{folder} was not written by an Isthmus run, so its data position is unknown.")
+    state = _state(stepper, is_loading=True)
+    same_layout = common["isthmus"]["layout"] == asdict(sizes)
+    if same_layout:
+        state["rng_state"] = _random_state()
+    with read_errors(folder):
+        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+        sharded = isinstance(stepper.model[0], FullyShardedDataParallel)  # whose rows were read into their places
+        for name, stage in () if sharded else _stages(stepper).items():
+            stage.load_state_dict(loaded[name])
+    steps = _steps(common["optimizer"])
+    if sharded:
+        (adam,) = adams(stepper.optimizer)
+        count_from(adam, steps)
+    else:
+        for optimizer, tensors in zip(distributed_optimizers(stepper.optimizer), loaded["optimizers"], strict=True):
+            compat.load_adam(optimizer, tensors["param_state"], steps=steps)
+            if optimizer.grad_scaler is not None and "grad_scaler" in (saved := _first(common["optimizer"])):
+                optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
+    progress = Progress(**common["isthmus"]["progress"])
+    stepper.skipped = common["isthmus"].get("skipped", 0)
+    stepper.schedule.step(increment=progress.step - stepper.skipped)
+    if same_layout:
+        _restore_random_state(loaded["rng_state"][0])
+    return progress
+
+
+def _steps(saved: dict[Any, Any]) -> int:
+    """How many steps the optimizer had taken; where experts have one of their own, all have taken as many."""
+    return int(_first(saved)["optimizer"]["param_groups"][0]["step"])
+
+
+def _first(saved: dict[Any, Any]) -> dict[Any, Any]:
+    """Of the optimizers that were saved, whether there were several or one."""
+    found: dict[Any, Any] = saved.get(0, saved)
+    return found
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if "device" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["device"])

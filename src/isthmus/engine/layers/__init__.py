@@ -1,0 +1,1 @@
+"""The layers of a decoder in plain PyTorch."""

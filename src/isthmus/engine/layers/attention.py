@@ -1,0 +1,224 @@
+"""Causal self-attention over a line of packed samples.
+
+A micro batch is one line of T tokens, samples end to end ("thd"). The projections see the whole line, the scores
+only ever one sample: no token is padded, none sees another sample, and no [T, T] mask exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from isthmus.engine.layers.norm import ProjectionNorm
+from isthmus.engine.layers.packed_attention_cpu import check_line, line_attention
+from isthmus.engine.layers.rope import rotate
+from isthmus.engine.parallel.context_parallel import Spans, gather_line
+from isthmus.families.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where the samples of a packed line begin and end, and which of its tokens are here."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sample, on the host, so that no layer waits for the device to learn them."""
+    learned: tuple[float, ...] = ()
+    """What each sample has in what the loss is a mean over, such as labels learned; () where nothing is learned."""
+    padded: bool = False
+    """Whether the last sample is padding."""
+    spans: Spans | None = None
+    """What this rank has of the line under context parallelism; None: all of it."""
+
+
+def sample_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    window: int | None = None,
+    *,
+    scale: float | None = None,
+    spans: Spans | None = None,
+) -> Tensor:
+    """Attend causally within each sample of a line, one after the other, with PyTorch's own kernel.
+
+    Args and returns: those of ``line_attention``, which is the one for CPUs and
+    has scores that are capped and sinks, which PyTorch's kernel has not.
+    """
+    check_line(q, k, lengths, spans)
+    outputs, at = [], 0
+    for start, end, first in _pieces(lengths, window, spans):
+        queries, keys = end - start, end - first
+        mask = None
+        if window is not None and keys > window:
+            mask = _window_mask(queries, keys, window, q.device)
+        elif keys > queries:
+            mask = causal_lower_right(queries, keys)  # the last query sees all keys
+        out = scaled_dot_product_attention(
+            q[at : at + queries].flatten(1, 2).transpose(0, 1)[None],
+            k[first:end].transpose(0, 1)[None],
+            v[first:end].transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.size(2) > 1,
+        )
+        outputs.append(out[0].transpose(0, 1))
+        at += queries
+    return torch.cat(outputs).unflatten(1, q.shape[1:3])
+
+
+def _pieces(lengths: tuple[int, ...], window: int | None, spans: Spans | None) -> Iterator[tuple[int, int, int]]:
+    """(start, end, first): queries [start, end) of one sample see keys [first, end).
+
+    Where a window hides keys they are so few that a mask grows with the window and not with the sample.
+    """
+    ends = list(accumulate(lengths))
+    for span_start, span_end in ((0, ends[-1]),) if spans is None else spans:
+        for length, sample_end in zip(lengths, ends, strict=True):
+            sample = sample_end - length
+            start, end = max(sample, span_start), min(sample_end, span_end)
+            if start >= end:
+                continue
+            if window is None or end - sample <= window:
+                yield start, end, sample
+                continue
+            for at in range(start, end, window):
+                yield at, min(at + window, end), max(sample, at - window + 1)
+
+
+def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """True where a query may look: at its own key and the ``window - 1`` before; the last key is the last query's."""
+    index = torch.arange(keys, device=device)
+    distance = index[keys - queries :, None] - index[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+class VarlenAttention(nn.Module):
+    """Softmax attention within each sample; key/value heads are shared by a group of query heads, not copied."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int = 1,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        pg_collection: Any = None,
+        **_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.scale = softmax_scale
+        self.softcap = softcap
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self.recomputed = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        """Attend.
+
+        Args:
+            q: [T, G, R, D], R query heads to each of G key/value heads; T / cp under context parallelism.
+            k: [T, G, D], of the whole line or, under context parallelism, of this rank's tokens.
+            v: [T, G, Dv], like the keys.
+            segments: sample lengths that sum to T.
+
+        Returns:
+            [T, G * R * Dv]
+        """
+        if self.recomputed and self.training:
+            attended = tensor_parallel.checkpoint(lambda q, k, v: self.attend(q, k, v, segments), False, q, k, v)
+            return attended  # type: ignore[no-any-return]
+        return self.attend(q, k, v, segments)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        """What :meth:`forward` does, with everything kept for the backward pass."""
+        if segments.spans is not None and k.size(0) == q.size(0):
+            # Here and not earlier: what is recomputed keeps only this rank's keys and values.
+            k, v = gather_line(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
+        lengths, spans = segments.lengths, segments.spans
+        plain = self.softcap is None and self.softmax_offset is None
+        if plain and q.device.type != "cpu":
+            return sample_attention(q, k, v, lengths, self.window, scale=self.scale, spans=spans).flatten(1)
+        how: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.softmax_offset}
+        return line_attention(q, k, v, lengths, self.window, spans=spans, **how).flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The sinks, cut by heads."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        axes = {"softmax_offset": 0}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+        return found
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron-Core's self-attention parameters with a forward pass for packed lines.
+
+    The parent's forward handles inference, padding and a rotary table per layer; this one does what training
+    needs and nothing else. Parameters, sharding and checkpoint names are the parent's.
+    """
+
+    def __init__(self, config: Any, *args: Any, architecture: Architecture, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        layer = self.layer_number - 1
+        self.rotated = architecture.position == "rope" and layer not in architecture.unrotated_layers
+        # Of the tables of angles, that of layers with a window stands last.
+        self.tables = 1 if architecture.window_rotary_base is None else 2
+        self.table = 0 if architecture.window(layer) is None else self.tables - 1
+        if architecture.qk_norm and architecture.qk_norm_over == "projection":
+            place = {"rank": self.tp_group.rank(), "ranks": self.tp_group.size()}
+            shape = (architecture.kv_channels, architecture.norm_epsilon)
+            self.q_layernorm = ProjectionNorm(config, architecture.num_attention_heads, *shape, **place)
+            self.k_layernorm = ProjectionNorm(config, architecture.num_query_groups, *shape, **place)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: Segments, **_unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend and project.
+
+        Args:
+            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism; T is here and below what this rank
+                has of the line under context parallelism.
+            rotary_pos_emb: from :func:`isthmus.engine.layers.rope.line_tables`; None where positions are learned.
+            packed_seq_params: the samples of the line.
+
+        Returns:
+            The output [T, 1, H] (or [T / tp, 1, H]) and the bias that the caller still has to add, or None.
+        """
+        q, k, v = self._project(hidden_states)
+        if self.rotated and rotary_pos_emb is not None:
+            table = rotary_pos_emb.chunk(self.tables, dim=-1)[self.table]
+            interleaved = self.config.rotary_interleaved
+            q, k = (rotate(heads, table, interleaved=interleaved) for heads in (q, k))
+        return self.linear_proj(self.core_attention(q, k, v, packed_seq_params)[:, None])
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, G, R, D], keys and values [T, G, D]."""
+        if self.config.num_query_groups < self.world_size:
+            q, k, v = self.get_query_key_value_tensors(hidden_states, None)  # of one group, [T, 1, heads, D]
+            return q, k[:, 0], v[:, 0]
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups = self.num_query_groups_per_partition
+        head_dim = self.hidden_size_per_attention_head
+        heads_per_group = self.num_attention_heads_per_partition // groups
+        mixed = mixed.view(mixed.size(0), groups, heads_per_group + 2, head_dim)
+        q, k, v = mixed.split((heads_per_group, 1, 1), dim=2)
+        if self.q_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        return q, k[:, :, 0], v[:, :, 0]

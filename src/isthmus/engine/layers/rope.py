@@ -1,0 +1,195 @@
+"""Rotary positions: the table of angles for a line of packed samples, and the rotation itself.
+
+Frequencies follow RoFormer (arXiv 2104.09864); the ``llama3`` stretch is the one that Llama 3.1 introduced, with
+all four of its constants taken from the model's config (Megatron-Core's own has three of them fixed). YaRN is that of
+arXiv 2309.00071, section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus.engine.parallel.context_parallel import Spans, own_part
+from isthmus.families.architecture import Architecture, RopeScaling
+
+
+def frequency_sets(architecture: Architecture) -> Tensor:
+    """All that the model's layers and samples use, float32 [sets, R / 2]; R channels of a head are rotated.
+
+    The first is that of :func:`inverse_frequencies`. A second is that of layers with a window, whose base is their
+    own, or that of samples beyond the original length (LongRoPE).
+    """
+    sets = [inverse_frequencies(architecture)]
+    scaling = architecture.rope_scaling
+    if architecture.window_rotary_base is not None:
+        own = replace(architecture, rotary_base=architecture.window_rotary_base, rope_scaling=None)
+        sets.append(inverse_frequencies(own))
+    elif scaling is not None and scaling.kind == "longrope":
+        long = replace(scaling, short_factor=scaling.long_factor)
+        sets.append(inverse_frequencies(replace(architecture, rope_scaling=long)))
+    return torch.stack(sets)
+
+
+def inverse_frequencies(architecture: Architecture) -> Tensor:
+    """Angle per position of each pair of rotated channels, float32 [R / 2]."""
+    mla = architecture.mla
+    width = int(architecture.kv_channels * architecture.rotary_percent) if mla is None else mla.qk_rope_head_dim
+    exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    frequencies = 1.0 / (architecture.rotary_base**exponent)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        return _yarn(frequencies, scaling, architecture.rotary_base)
+    if scaling.kind == "longrope":
+        return frequencies / torch.tensor(scaling.short_factor)
+    return _llama3(frequencies, scaling)
+
+
+def magnitude(scaling: RopeScaling | None) -> float:
+    """What cosines and sines are multiplied by (arXiv 2309.00071, section 3.4; arXiv 2402.13753, section 3.3)."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.kind == "longrope":
+        length = scaling.original_max_position_embeddings
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(length)) if scaling.factor > 1 else 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    return yarn_mscale(scaling.factor)
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """By how much more sharply a model looks whose context is stretched ``factor`` times."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn(frequencies: Tensor, scaling: RopeScaling, base: float) -> Tensor:
+    pairs = frequencies.numel()
+
+    def pair_that_turns(times: float) -> float:
+        """Number of the pair that turns so many times within the original length."""
+        return pairs * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    high += 0.001 if low == high else 0
+    stretched = ((torch.arange(pairs, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    wavelength = 2 * math.pi / frequencies
+    longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    share_kept = (scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - share_kept) * frequencies / scaling.factor + share_kept * frequencies
+    stretched = torch.where(wavelength > longest, frequencies / scaling.factor, blended)
+    return torch.where(wavelength < shortest, frequencies, stretched)
+
+
+def line_tables(
+    architecture: Architecture,
+    sets: Tensor,
+    position_ids: Tensor,
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
+    spans: Spans | None = None,
+) -> Tensor:
+    """The table of :func:`rotation_table` for a line of samples, [T, R].
+
+    Where layers with a window have frequencies of their own, their table stands beside it: [T, 2 R].
+
+    Args:
+        architecture: whose positions they are.
+        sets: of :func:`frequency_sets`.
+        position_ids: int64 [T], restarting at 0 in each packed sample.
+        lengths: tokens of each sample.
+        dtype: of the activations.
+        spans: which tokens of the samples the positions are of; None: all.
+    """
+    scaling = architecture.rope_scaling
+    table = functools.partial(rotation_table, position_ids=position_ids, dtype=dtype)
+    if architecture.window_rotary_base is not None:
+        return torch.cat((table(sets[0], magnitude=magnitude(scaling)), table(sets[1])), dim=-1)
+    if scaling is not None and scaling.kind == "longrope":
+        samples = torch.tensor(lengths, device=position_ids.device)
+        beyond = samples > scaling.original_max_position_embeddings
+        of_token = own_part(beyond.long().repeat_interleave(samples), spans)
+        return table(sets[of_token], magnitude=magnitude(scaling))
+    return table(sets[0], magnitude=magnitude(scaling))
+
+
+def rotation_table(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, magnitude: float = 1.0) -> Tensor:
+    """Cosines and sines of the angles of each position, one tensor so that recomputation can carry it.
+
+    Args:
+        frequencies: float32 [R / 2], or [T, R / 2] where tokens have their own.
+        position_ids: int64 [T], restarting at 0 in each packed sample.
+        dtype: of the activations; the angles are computed in float32 whatever it is.
+        magnitude: what both are multiplied by.
+
+    Returns:
+        [T, R]: R / 2 cosines, then R / 2 sines.
+    """
+    angles = position_ids[:, None].float() * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude).to(dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(table)
+        ctx.interleaved = interleaved
+        return _rotated(x, table, interleaved, inverse=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # The transpose of a rotation is the one by the opposite angle.
+        (table,) = ctx.saved_tensors
+        return _rotated(grads[0], table, ctx.interleaved, inverse=True), None, None
+
+
+def _rotated(x: Tensor, table: Tensor, interleaved: bool, *, inverse: bool) -> Tensor:
+    width = table.size(-1)
+    cos, sin = table.view(table.size(0), *(1,) * (x.dim() - 2), -1).chunk(2, dim=-1)
+    first, second = _pairs(x, width, interleaved)
+    # In memory the heads come first, as attention wants them.
+    out = torch.empty(x.size(1), x.size(0), *x.shape[2:], dtype=x.dtype, device=x.device).transpose(0, 1)
+    out_first, out_second = _pairs(out, width, interleaved)
+    sign = -1 if inverse else 1
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
+    if width < x.size(-1):
+        out[..., width:] = x[..., width:]
+    return out
+
+
+def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """First and second channel of each pair among the first ``width`` channels."""
+    rotated = x[..., :width]
+    if interleaved:
+        return rotated[..., 0::2], rotated[..., 1::2]
+    first, second = rotated.chunk(2, dim=-1)
+    return first, second
+
+
+def rotate(x: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn pairs of channels of ``x`` [T, G, ..., D] by their angles in ``table`` [T, R]; those beyond R stay.
+
+    A pair is (channel i, channel i + R/2), or two neighbours where they are ``interleaved``.
+    """
+    return _Rotate.apply(x, table, interleaved)

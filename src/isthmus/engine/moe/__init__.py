@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: router, token dispatch, grouped GEMM, load balancing."""

@@ -1,0 +1,112 @@
+"""Groups of rows, each multiplied with a matrix of its own: what all experts of a rank do, as one operation.
+
+A GPU has PyTorch's grouped product, one kernel that reads the sizes of the groups from the device's memory. Elsewhere
+the products are taken one after the other, into one result, without a step of autograd for each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isthmus.engine.layers.matmul import add_product
+
+_GROUPED_MM: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_ALIGNED_BYTES = 16
+"""Of each row that the kernel reads."""
+
+
+def grouped_linear(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Multiply each group of rows with its weight, whose gradient goes to ``main_grad`` where the weight has one.
+
+    Args:
+        x: [n, K], the groups one behind the other.
+        counts: int64 [G], rows of each group.
+        weights: G of [N, K].
+
+    Returns:
+        [n, N].
+    """
+    product: Tensor = _GroupedLinear.apply(x, counts, *weights)
+    return product
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, counts)
+        ctx.weights = weights  # not saved: a hook on saved tensors would hand them back without their main_grad
+        return _product(x, counts, weights, transposed=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, counts), weights, grad = ctx.saved_tensors, ctx.weights, grads[0].contiguous()
+        grad_x = _product(grad, counts, weights, transposed=False) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[2:]):
+            return grad_x, None, *[None] * len(weights)
+        if getattr(weights[0], "main_grad", None) is None:
+            made = [torch.zeros_like(weight) for weight in weights]
+            _add_gradients(made, grad, x, counts)
+            return grad_x, None, *made
+        _add_gradients([weight.main_grad for weight in weights], grad, x, counts)
+        for weight in weights:
+            weight.grad_added_to_main_grad = True
+        return grad_x, None, *[None] * len(weights)
+
+
+def _product(x: Tensor, counts: Tensor, weights: Sequence[Tensor], *, transposed: bool) -> Tensor:
+    if _has_kernel(x, weights[0]):
+        matrices = bank(weights)
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        grouped: Tensor = _GROUPED_MM(x, matrices.mT if transposed else matrices, offs=offsets)
+        return grouped
+    sizes = counts.tolist()
+    out = x.new_empty(x.size(0), weights[0].size(0 if transposed else 1))
+    for part, weight, into in zip(x.split(sizes), weights, out.split(sizes), strict=True):
+        if part.size(0):
+            torch.mm(part, weight.t() if transposed else weight, out=into)
+    return out
+
+
+def _add_gradients(targets: Sequence[Tensor], grad: Tensor, x: Tensor, counts: Tensor) -> None:
+    """``targets[g] += grad_g.T @ x_g`` for each group."""
+    if _has_kernel(x, targets[0]):
+        made = _GROUPED_MM(grad.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
+        torch._foreach_add_(list(targets), list(made.unbind()))
+        return
+    sizes = counts.tolist()
+    for target, grad_part, x_part in zip(targets, grad.split(sizes), x.split(sizes), strict=True):
+        if x_part.size(0):
+            add_product(target, grad_part.t(), x_part, recurs=False)
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether PyTorch's grouped product takes these on this device."""
+    return (
+        _GROUPED_MM is not None
+        and x.is_cuda
+        and x.size(0) > 0
+        and x.dtype == torch.bfloat16
+        and all(size * x.element_size() % _ALIGNED_BYTES == 0 for size in weight.shape)
+    )
+
+
+def bank(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as one tensor [G, ...]: a view where they lie in memory at even distances, else a copy.
+
+    In the buffers of data-parallel training they do, from a layer's last expert to its first.
+    """
+    first = tensors[0]
+    starts = [tensor.data_ptr() for tensor in tensors]
+    step, rest = divmod(starts[1] - starts[0] if len(starts) > 1 else first.nbytes, first.element_size())
+    even = all(b - a == step * first.element_size() for a, b in itertools.pairwise(starts))
+    storage = first.untyped_storage().data_ptr()
+    together = all(tensor.untyped_storage().data_ptr() == storage for tensor in tensors)
+    if even and together and not rest and step >= first.numel() and first.is_contiguous():
+        return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+    return torch.stack(list(tensors))

@@ -1,0 +1,168 @@
+"""AdamW on the distributed optimizer, and the learning rate over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from isthmus.engine.megatron_model import Decoder
+from isthmus.engine.optim.optimizer_offload import HostAdamW
+from isthmus.engine.parallel.ddp import Overlap, OverlappingDataParallel
+from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
+from isthmus.engine.upstream.compat import clip_in_place, fill_adam_state
+
+MIN_LOSS_SCALE = 1.0
+"""Of float16; an overflow at it is the gradient's own, and the run has diverged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSettings:
+    """AdamW (arXiv 1711.05101) and its schedule; weight decay spares norms and biases."""
+
+    lr: float
+    min_lr: float
+    schedule: Literal["cosine", "linear", "wsd", "constant"]
+    total_steps: int
+    warmup_steps: int
+    decay_steps: int | None
+    """Steps at the end over which ``wsd`` falls to min_lr."""
+    schedule_steps: int | None = None
+    """The step at which the other schedules reach min_lr; None: the last of the run."""
+    weight_decay: float
+    clip_grad: float
+    beta1: float
+    beta2: float
+    eps: float
+    initial_loss_scale: float = 4096.0
+    """What the loss of a float16 model is multiplied by at first; halved when a gradient overflows."""
+    loss_scale_window: int = 1000
+    """Steps in a row without overflow after which the loss scale is doubled."""
+    offload: bool = False
+    """Whether Adam's running means lie in the machine's memory instead of the device's."""
+
+
+def wrap_data_parallel(model: Decoder, overlap: Overlap | None = None) -> DistributedDataParallel:
+    """Move the parameters into flat buffers with float32 gradients beside them, sharded over dp for the optimizer.
+
+    Args:
+        model: without or with its weights.
+        overlap: what of the exchange over dp runs beside the computation; None: nothing.
+    """
+    alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+    overlap = Overlap() if overlap is None or alone else overlap
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap.grad_reduce,
+        overlap_param_gather=overlap.param_gather,
+        bucket_size=overlap.bucket_elements,
+    )
+    wrapped = OverlappingDataParallel(config=model.config, ddp_config=ddp, module=model)
+    if overlap.grad_reduce:
+        # Only the last micro batch's gradients are complete; Megatron-Core wants a list where there are several stages.
+        others = model.config.no_sync_func
+        others = [] if others is None else others if isinstance(others, list) else [others]
+        model.config.no_sync_func = [*others, wrapped.no_sync] if others else wrapped.no_sync
+    # Alone there is nothing to exchange, but gloo would copy all gradients and all weights onto themselves.
+    idle = wrapped.bucket_groups if alone else []
+    if parallel_state.get_expert_data_parallel_world_size() == 1 and not overlap.grad_reduce:
+        idle = [*idle, *wrapped.expert_parallel_bucket_groups]
+    for buckets in idle:
+        buckets.start_grad_sync = buckets.start_param_sync = _no_exchange
+    return wrapped
+
+
+def _no_exchange(**_how: bool) -> None:
+    """In place of a bucket's collectives."""
+
+
+Wrapped: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
+"""A stage of the model with what shares its gradients and optimizer state out over dp."""
+
+
+def build_optimizer(model: Sequence[Wrapped], settings: OptimizerSettings) -> MegatronOptimizer:
+    """AdamW over this rank's shard of its stages' parameters; float32 main weights when the model's have 16 bits.
+
+    The rows of a fully sharded model are float32 themselves and are updated as they are.
+
+    Call it after the weights are in: the main weights are copied from them.
+    """
+    clip_in_place()
+    by_rows = isinstance(model[0], FullyShardedDataParallel)
+    dtype = torch.float32 if by_rows else model[0].config.params_dtype
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            initial_loss_scale=settings.initial_loss_scale,
+            min_loss_scale=MIN_LOSS_SCALE,
+            loss_scale_window=settings.loss_scale_window,
+            hysteresis=1,  # each overflow costs a step, so the first one counts
+            params_dtype=dtype,
+            use_distributed_optimizer=not by_rows,
+            overlap_param_gather=model[0].ddp_config.overlap_param_gather,
+        ),
+        list(model),
+        use_gloo_process_groups=False,
+    )
+    for one in _with_parameters(optimizer):
+        for group in one.optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
+        fill_adam_state(one.optimizer)
+        if settings.offload:
+            one.optimizer = HostAdamW.taking_over(one.optimizer)
+    return optimizer
+
+
+def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """Those in Megatron-Core's chain that have parameters on this rank's stage.
+
+    Experts have one of their own where other ranks hold their copies; a stage without experts has it without any.
+    """
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if each.buffers]
+
+
+def adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Torch's own optimizers inside, those with parameters on this rank's stage."""
+    return [each.optimizer for each in _with_parameters(optimizer)]
+
+
+def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
+    """The links of Megatron-Core's chain; one of fully sharded rows has no buffers to be without."""
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if getattr(each, "buffers", True)]
+
+
+def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
+    """Linear warm-up from zero to ``lr``, then the schedule down to ``min_lr``, at the last step or the one named."""
+    end = settings.schedule_steps or settings.total_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(end, settings.warmup_steps + 1),
+        lr_decay_style="WSD" if settings.schedule == "wsd" else settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=max(1, settings.total_steps),
+        wd_incr_style="constant",
+        wsd_decay_steps=settings.decay_steps,
+        lr_wsd_decay_style="linear" if settings.schedule == "wsd" else None,
+    )

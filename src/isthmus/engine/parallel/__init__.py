@@ -1,0 +1,1 @@
+"""Process groups, pipeline layout, context parallelism, DDP and FSDP."""

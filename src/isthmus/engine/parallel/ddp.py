@@ -1,0 +1,77 @@
+"""Gradients summed over the ranks while others are still computed, and weights gathered while layers already run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from torch import nn
+
+from isthmus.engine.moe.moe_layer import MoeBlock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """What of the exchange between data parallel ranks runs beside the computation."""
+
+    grad_reduce: bool = False
+    param_gather: bool = False
+    """Only together with ``grad_reduce``."""
+    bucket_elements: int | None = None
+    """Gradients that are exchanged together; None: Megatron-Core's number, at least 40 million."""
+
+
+class OverlappingDataParallel(DistributedDataParallel):
+    """Megatron-Core's wrapper for a decoder that adds gradients up by itself and uses weights outside their modules.
+
+    Megatron-Core learns from a gradient that a weight has one, and from the call of a module that its weights are
+    wanted. Neither happens for all of this decoder's: the gradients of its matrices go straight into the buffers, and
+    it looks tokens up, projects onto the vocabulary and runs experts without calling the modules.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As the parent's; ``module`` is a :class:`~isthmus.engine.megatron_model.Decoder`."""
+        super().__init__(*args, **kwargs)
+        if self.use_forward_hook:
+            decoder = self.module
+            for block in (module for module in decoder.modules() if isinstance(module, MoeBlock)):
+                block.register_forward_pre_hook(self._waits_for(block))
+            if decoder.pre_process or decoder.mtp_process:
+                decoder.register_forward_pre_hook(self._waits_for(decoder.embedding))
+            if decoder.post_process:
+                tied = decoder.share_embeddings_and_output_weights and decoder.pre_process
+                decoder.decoder.register_forward_hook(
+                    self._waits_for(decoder.embedding if tied else decoder.output_layer)
+                )
+
+    def _waits_for(self, module: nn.Module) -> Callable[..., None]:
+        def wait(*_call: object) -> None:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    self.param_to_bucket_group[parameter].finish_param_sync()
+
+        return wait
+
+    def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
+        own = super()._make_backward_post_hook(param)
+
+        def hook(*grads: object) -> None:
+            added: bool = getattr(param, "grad_added_to_main_grad", False)
+            if self.ddp_config.overlap_grad_reduce and param.grad is None and added:
+                self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
+            else:
+                own(*grads)
+
+        return hook
+
+
+def gather_weights(models: Iterable[Any]) -> None:
+    """Make the weights whole after an optimizer step, before anything but a forward pass reads them.
+
+    Every rank calls it. It does nothing where they are whole already.
+    """
+    for model in models:
+        if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
+            model.start_param_sync(force_sync=True)

@@ -1,0 +1,1 @@
+"""Inferring the weight mapping of an unsupported model type (``convert --learn``)."""

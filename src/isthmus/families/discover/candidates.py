@@ -1,0 +1,226 @@
+"""Families that an unknown decoder could be: what its structure leaves open is enumerated, the likeliest first.
+
+The open choices come in stages, since a copy of the model in which attention, or both blocks of a layer, add nothing
+decides some of them alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isthmus.families.discover.candidate_rules import FEED_FORWARD, QKV, TURNS, biased, rules_of
+from isthmus.families.discover.config_inference import Settings
+from isthmus.families.discover.expert_matching import Experts
+from isthmus.families.discover.json_family import FORMAT
+from isthmus.families.discover.matrix_matching import Matrices, Role
+from isthmus.families.discover.tensor_matching import Norms, Structure
+
+Picks = Mapping[str, Any]
+"""What has been chosen so far, by the name of the choice."""
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
+_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Choices that one copy of the model decides."""
+
+    name: str
+    silent: tuple[Role, ...]
+    """Blocks that add nothing in this copy, by the role of their last matrix."""
+    options: Callable[[Picks], Iterator[Picks]]
+    """Given what is chosen, all ways to choose the rest of this stage."""
+
+
+class Guesses:
+    """The families that fit what is known of a model."""
+
+    def __init__(self, settings: Settings, structure: Structure, live: Container[str], architecture: str) -> None:
+        """Take what was recognised.
+
+        Args:
+            settings: of the config.
+            structure: of the tensors.
+            live: numbers of the config that change the logits.
+            architecture: name of the class in transformers.
+        """
+        self.settings, self.structure, self.live, self.architecture = settings, structure, live, architecture
+        self.stages = (
+            Stage("embedding, last norm and output layer", ("o", "fc2"), self._ends),
+            Stage("feed-forward block", ("o",), self._feed_forward),
+            Stage("attention", (), self._attention),
+        )
+
+    def silent(self, stage: Stage) -> Callable[[str], bool]:
+        """Which tensors are zero in the stage's copy, by name."""
+        experts = self.structure.experts
+        seen = [self.structure.matrices, *((experts.matrices, experts.shared) if experts else ())]
+        modules = [ways[0].modules[role] for ways in seen for role in stage.silent if ways and role in ways[0].modules]
+        names = "|".join(re.escape(module).replace(r"\{expert\}", r"\d+") for module in modules)
+        pattern = re.compile(rf"{re.escape(self.structure.layers)}\d+\.({names})(\.weight|\.bias)?")
+        return lambda name: pattern.fullmatch(name) is not None
+
+    def data(self, picks: Picks) -> dict[str, Any]:
+        """The family, as ``families/discover/json_family.py`` reads it; what is not chosen yet is as likely as not."""
+        chosen = {**self._likeliest(), **picks}
+        keys = self.settings.keys(self.live)
+        traits = self._traits(chosen)
+        if isinstance(chosen["epsilon"], float):
+            keys.pop("norm_epsilon", None)
+            traits["norm_epsilon"] = chosen["epsilon"]
+        derived = self.settings.derived()
+        if chosen["embedding scale"] is not None and "embedding_multiplier" not in keys:
+            derived["embedding_multiplier"] = chosen["embedding scale"]
+        window = self.settings.window(chosen["window"])
+        if chosen["unrotated"]:
+            window["unrotated"] = chosen["unrotated"]
+        return {
+            "format": FORMAT,
+            "name": self.settings.effective["model_type"],
+            "hf_architecture": self.architecture,
+            "keys": keys,
+            "derived": derived,
+            "traits": traits,
+            "fixed": self.settings.fixed(self.live),
+            "without_bearing": self.settings.without_bearing(self.live),
+            "window": window,
+            "rope": {"defaults": {} if self.structure.positions else self.settings.rope_defaults(), "names": {}},
+            "rules": rules_of(self.structure, chosen),
+        }
+
+    def told(self, picks: Picks) -> list[str]:
+        """The choices of a stage in words, a line each."""
+        lines = []
+        for name, value in picks.items():
+            if isinstance(value, Norms):
+                value = f"{value.form}: " + ", ".join(f"{place} = {module}" for place, module in value.modules.items())
+            elif isinstance(value, Matrices):
+                value = ", ".join(f"{role} = {module}" for role, module in value.modules.items())
+                value += " as [in, out]" if picks[name].transposed else ""
+            elif value is None:
+                continue
+            lines.append(value if name in ("attention", "feed-forward") else f"{name}: {value}")
+        return lines
+
+    def _likeliest(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for options in (self._ends, self._feed_forward, self._attention):
+            found |= next(options(found))
+        return found
+
+    def _ends(self, _picks: Picks) -> Iterator[Picks]:
+        kinds = ["LayerNorm", "LayerNorm of one plus its weight"]
+        if not self.structure.norm_bias:
+            kinds = ["RMSNorm", "RMSNorm of one plus its weight", *kinds]
+        epsilons: list[Any] = [self.settings.epsilon] if self.settings.epsilon in self.live else [1e-6, 1e-5, 1e-8]
+        scales = [None, f"{self.settings.sizes['hidden_size']}**0.5"]
+        if "embedding_multiplier" in self.live:
+            scales = ["embedding_multiplier"]
+        yield from _product({"norm": kinds, "epsilon": epsilons, "embedding scale": scales})
+
+    def _feed_forward(self, _picks: Picks) -> Iterator[Picks]:
+        said = self.settings.effective.get(self.settings.activation or "")
+        activations = list(dict.fromkeys([_ACTIVATIONS.get(str(said), "silu"), "silu", "gelu", "gelu_tanh"]))
+        for matrices in _parts(self.structure.matrices, FEED_FORWARD):
+            choices = {"norms": self.structure.norms, "activation": activations, "gate and up": _orders(matrices)}
+            if self.structure.experts is not None:
+                choices = self._expert_choices(self.structure.experts) | choices
+            for picks in _product(choices):
+                yield {"feed-forward": matrices, **picks}
+
+    def _expert_choices(self, experts: Experts) -> dict[str, Sequence[Any]]:
+        scores = ["softmax", "sigmoid", "softmax_of_chosen"]
+        if experts.expert_bias is not None:
+            scores = ["sigmoid", "softmax"]
+        said = bool(self.settings.effective.get("norm_topk_prob"))
+        return {
+            "groups of experts": ["top2", "max"] if "moe.num_groups" in self.settings.sizes else [None],
+            "scores of experts": scores,
+            "weights are normalised": [said, not said],
+            "experts": experts.matrices,
+            "experts' gate and up": _orders(experts.matrices[0]),
+            "shared experts": experts.shared or [None],
+        }
+
+    def _attention(self, picks: Picks) -> Iterator[Picks]:
+        chosen: Matrices = picks["feed-forward"]
+        for matrices in _parts(self.structure.matrices, (*QKV, "o")):
+            if matrices.transposed != chosen.transposed or {*matrices.modules.values()} & {*chosen.modules.values()}:
+                continue
+            fused = "qkv" in matrices.modules
+            rotary = [None] if self.structure.positions else ["halves", "neighbours"]
+            choices = {
+                "queries, keys and values": ["by group", "one after the other"] if fused else [None],
+                "rotary pairs": rotary,
+                "scale of scores": [None] if "attention_scale" in self.settings.keys(self.live) else [None, 1.0],
+                "window": self._windows(),
+                "unrotated": [None, "full_attention"] if len(set(self.settings.layer_types)) > 1 else [None],
+            }
+            for found in _product(choices):
+                yield {"attention": matrices, **found}
+
+    def _windows(self) -> list[str]:
+        if "sliding_window" not in self.live:
+            return ["never"]
+        return ["pattern"] if "sliding_attention" in self.settings.layer_types else ["always"]
+
+    def _traits(self, chosen: Picks) -> dict[str, Any]:
+        structure, norms = self.structure, chosen["norms"]
+        attention, feed_forward = chosen["attention"].modules, chosen["feed-forward"].modules
+        layer_norm = chosen["norm"].startswith("LayerNorm")
+        found: dict[str, Any] = {
+            "normalization": "LayerNorm" if layer_norm else "RMSNorm",
+            "norm_zero_centered": chosen["norm"].endswith("plus its weight"),
+            "form": norms.form,
+            "activation": chosen["activation"],
+            "gated": "fc1" not in feed_forward,
+            "qkv_bias": biased(structure, attention, QKV),
+            "proj_bias": biased(structure, attention, ("o",)),
+            "mlp_bias": biased(structure, feed_forward, FEED_FORWARD),
+            "tie_embeddings": structure.head is None,
+        }
+        if layer_norm:
+            found["norm_bias"] = structure.norm_bias
+        if structure.qk_norm is not None:
+            over = "head" if structure.qk_norm_symbols == ("D", "D") else "projection"
+            found |= {"qk_norm": True, "qk_norm_over": over}
+        if structure.sinks is not None:
+            found["attention_sinks"] = True
+        if structure.experts is not None:
+            found |= {"moe.score": chosen["scores of experts"], "moe.normalize": chosen["weights are normalised"]}
+            found |= {"moe.expert_bias": structure.experts.expert_bias is not None}
+            found |= {"moe.router_bias": structure.experts.router_bias is not None}
+            found |= {"moe.shared_gate": structure.experts.shared_gate is not None}
+            if chosen["groups of experts"] is not None:
+                found["moe.group_score"] = chosen["groups of experts"]
+        if structure.positions is not None:
+            found["position"] = "learned"
+        else:
+            found["rotary_interleaved"] = chosen["rotary pairs"] == "neighbours"
+        if chosen["scale of scores"] is not None:
+            found["attention_scale"] = chosen["scale of scores"]
+        return found
+
+
+def _orders(matrices: Matrices) -> list[str | None]:
+    """How gate and up can lie in one tensor."""
+    return ["gate above up", TURNS] if "gate_up" in matrices.modules else [None]
+
+
+def _parts(all_of_them: Sequence[Matrices], roles: Sequence[str]) -> Iterator[Matrices]:
+    """The ways to see the matrices of one block, each once."""
+    seen: list[Matrices] = []
+    for matrices in all_of_them:
+        part = Matrices({role: name for role, name in matrices.modules.items() if role in roles}, matrices.transposed)
+        if part not in seen:
+            seen.append(part)
+            yield part
+
+
+def _product(choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*choices.values()):
+        yield dict(zip(choices, values, strict=True))

@@ -1,0 +1,342 @@
+"""What the settings of an unknown decoder's config mean: its sizes, its multipliers, and what has to stay as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from typing import Any
+
+from isthmus.errors import UsageError
+from isthmus.families.discover.json_family import WHY, formula
+from isthmus.families.discover.probe_config import SHARED, Shrunken, shrunken_rotary
+
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_query_groups": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "kv_channels": ("head_dim", "attention_head_dim", "kv_channels"),
+    "ffn_hidden_size": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+}
+_EXPERT_SIZES: Mapping[str, tuple[str, ...]] = {
+    "moe.num_experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    "moe.top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk"),
+    "moe.ffn_hidden_size": ("moe_intermediate_size",),
+    "moe.shared_ffn_hidden_size": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "moe.num_groups": ("n_group",),
+    "moe.group_top_k": ("topk_group",),
+    "moe.dense_layers": ("first_k_dense_replace",),
+}
+_NUMBER_OF_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_NEUTRAL: Mapping[str, int] = {
+    "moe.num_groups": 1,
+    "moe.group_top_k": 1,
+    "moe.dense_layers": 0,
+    "moe.shared_ffn_hidden_size": 0,
+}
+"""Where a config says this, the setting turns nothing on."""
+_OFF = {word: value for name, value in _NEUTRAL.items() for word in _EXPERT_SIZES[name]} | {"decoder_sparse_step": 1}
+_EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_MULTIPLIERS: Mapping[str, tuple[str, str | None]] = {
+    "embedding_multiplier": ("embedding_multiplier", None),
+    "residual_multiplier": ("residual_multiplier", None),
+    "attention_multiplier": ("attention_scale", None),
+    "query_pre_attn_scalar": ("attention_scale", "inverse_root"),
+    "logits_scaling": ("logits_multiplier", "inverse"),
+    "logit_scale": ("logits_multiplier", None),
+    "attn_logit_softcapping": ("attention_softcap", None),
+    "final_logit_softcapping": ("logits_softcap", None),
+    "routed_scaling_factor": ("moe.scaling_factor", None),
+}
+"""Field of the Architecture that a setting says, and how."""
+_ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_FORMULAS = {"num_query_groups": "{num_attention_heads}", "kv_channels": "{hidden_size}/{num_attention_heads}"}
+ABOUT_ELSE = re.compile(
+    r"architectures|model_type|torch_dtype|dtype|transformers_version|auto_map|_.*|use_cache|.*_token_id|id2label|"
+    r"label2id|return_dict|output_(?:attentions|hidden_states|router_logits|scores)|problem_type|tokenizer_class|chunk_size_feed_forward|task_specific_params|"
+    r"is_encoder_decoder|max_length|summary_.*"
+)
+"""Settings that are about something else than tensors and logits."""
+_DROPOUT = re.compile(r".*drop.*")
+WINDOW = ("sliding_window", "layer_types")
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+_INIT = ("initializer_range", "init_std")
+_KINDS = {"full_attention", "sliding_attention"}
+
+
+_LAYERS = 4
+_MOST_LAYERS = 16
+
+
+class Settings:
+    """A config, and which of its settings says what."""
+
+    def __init__(self, effective: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Find the sizes.
+
+        Args:
+            effective: the config with everything that transformers adds where it is silent.
+            defaults: what transformers has for a config that says nothing at all.
+
+        Raises:
+            UsageError: a size has no name that is known, or the config is not that of a plain decoder.
+        """
+        self.effective, self.defaults = effective, defaults
+        if effective.get("is_encoder_decoder"):
+            raise UsageError("it has an encoder; only decoders are built.")
+        for name, value in effective.items():
+            if isinstance(value, Mapping) and value and not ABOUT_ELSE.fullmatch(name) and name not in ROPE:
+                raise UsageError(f"config.json: {name} is an object with settings of its own, which is not understood.")
+        self.sizes = {name: found for name, words in _SIZES.items() if (found := self._first(words)) is not None}
+        self.one_group = False
+        self.shared: str | None = None
+        if self.effective.get(self._first(_EXPERT_SIZES["moe.num_experts"]) or ""):
+            self._find_experts()
+        self.epsilon = self._first(_EPSILON)
+        self.activation = self._first(_ACTIVATION)
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
+            if name not in self.sizes:
+                raise UsageError(f"config.json has no word for {name} that is known: {' or '.join(_SIZES[name])}.")
+        if strange := {str(kind) for kind in self.layer_types} - _KINDS:
+            raise UsageError(f"config.json: layer_types has {', '.join(sorted(strange))}, which is not built.")
+        for name in self._layer_lists():
+            if name != "layer_types" and len({str(each) for each in effective[name]}) > 1:
+                raise UsageError(f"config.json: {name} differs by layer, and what it means is not known.")
+
+    def _find_experts(self) -> None:
+        """The sizes of mixtures of experts."""
+        for name, words in _EXPERT_SIZES.items():
+            found = next((word for word in words if self.effective.get(word) is not None), None)
+            if found is not None and self.effective[found] != _NEUTRAL.get(name):
+                self.sizes[name] = found
+        if "moe.top_k" not in self.sizes:
+            told = " or ".join(_EXPERT_SIZES["moe.top_k"])
+            raise UsageError(f"config.json has no word that is known for the experts of a token: {told}.")
+        counted = [name for name in _NUMBER_OF_SHARED if self.effective.get(name)]
+        if counted and "moe.shared_ffn_hidden_size" not in self.sizes:
+            self.shared = counted[0]
+
+    @property
+    def num_layers(self) -> int:
+        """Of the whole model."""
+        return int(self.effective[self.sizes["num_layers"]])
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Kinds of attention by layer; empty where the config has none."""
+        return list(self.effective.get("layer_types") or ())
+
+    @property
+    def rotary(self) -> Mapping[str, Any]:
+        """The rotary settings; empty where there are none."""
+        return self.effective.get("rope_parameters") or {}
+
+    def shrunken(self, small: Shrunken) -> dict[str, Any]:
+        """The config of a small copy of the model: everything that is no number with a known meaning stays."""
+        config = dict(self.effective)
+        layers = self._enough_layers() + small.more_layers
+        for name in self._layer_lists():
+            config[name] = (list(config[name]) * layers)[:layers]
+        for name, key in self.sizes.items():
+            if name == "num_layers":
+                config[key] = layers
+            elif name in small.experts:
+                config[key] = small.experts[name]
+            elif config[key] is not None or name in ("ffn_hidden_size", "kv_channels"):
+                config[key] = getattr(small, name)
+        if self.shared is not None:
+            config[self.shared] = SHARED
+        if self.epsilon is not None:
+            config[self.epsilon] = small.numbers["epsilon"]
+        if config.get("sliding_window") is not None:
+            config["sliding_window"] = small.sliding_window
+        for name in _MULTIPLIERS:
+            if config.get(name) is not None:
+                config[name] = small.numbers[name]
+        if self.rotary:
+            config["rope_parameters"] = shrunken_rotary(self.rotary, small)
+        for name in ("rope_scaling", "rope_theta"):
+            config.pop(name, None)
+        config |= {name: None if name.startswith("pad") else 1 for name in config if name.endswith("_token_id")}
+        return config
+
+    def numbers(self) -> list[str]:
+        """Settings that are numbers and no sizes, whose bearing on the logits can be tried."""
+        known = {*self.sizes.values(), self.shared, *ROPE, *_INIT}
+        return [
+            name
+            for name, value in self.effective.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and value != 0
+            and name not in known and not ABOUT_ELSE.fullmatch(name) and not _DROPOUT.fullmatch(name)
+        ]  # fmt: skip
+
+    def check_meanings(self, live: Container[str]) -> None:
+        """Refuse a config in which a number changes the logits and nobody knows how.
+
+        Args:
+            live: the settings among :meth:`numbers` that change them.
+
+        Raises:
+            UsageError: naming them.
+        """
+        off = [name for name, value in _OFF.items() if self.effective.get(name) == value]
+        known = {*_MULTIPLIERS, *WINDOW, *off, self.epsilon}
+        if strange := [name for name in self.numbers() if name in live and name not in known]:
+            told = ", ".join(f"{name}={self.effective[name]}" for name in strange)
+            raise UsageError(f"config.json: {told} changes the logits, and what it means is not known.")
+
+    def keys(self, live: Container[str]) -> dict[str, Any]:
+        """The fields of the Architecture that single settings say, as ``families/discover/json_family.py`` has them."""
+        found: dict[str, Any] = {}
+        for name, key in self.sizes.items():
+            found[name] = {"hf": key} | self._absence(name, key)
+        if "moe.num_experts" in self.sizes and "moe.ffn_hidden_size" not in self.sizes:
+            found["moe.ffn_hidden_size"] = found["ffn_hidden_size"]
+        if "moe.dense_layers" in self.sizes:
+            found["moe.dense_layers"] |= {"as": "first_dense", "of": self.sizes["num_layers"]}
+        if self.shared is not None:
+            found["moe.shared_ffn_hidden_size"] = {
+                "hf": self.shared,
+                "as": "number_of_experts",
+                "of": found["moe.ffn_hidden_size"]["hf"],
+                "default": self.defaults.get(self.shared) or 0,
+            }
+        for key, (name, meaning) in _MULTIPLIERS.items():
+            if key in live:
+                found[name] = {"hf": key, "kind": "float", "default": self.defaults.get(key)}
+                found[name] |= {"as": meaning} if meaning else {}
+        if self.epsilon is not None and self.epsilon in live:
+            found["norm_epsilon"] = {"hf": self.epsilon, "kind": "float", "default": self.defaults[self.epsilon]}
+        if (init := self._first(_INIT)) is not None:
+            found["init_std"] = {"hf": init, "kind": "float", "default": self.defaults.get(init, 0.02)}
+        return found
+
+    def correct(self, sizes: Mapping[str, int], found: Mapping[str, int]) -> None:
+        """Some sizes of a copy are not what its config says: the setting of that name is a number as any other then.
+
+        Args:
+            sizes: from :meth:`symbols`.
+            found: what its tensors say.
+        """
+        for symbol, name in (("G", "num_query_groups"), ("D", "kv_channels"), ("F", "ffn_hidden_size")):
+            if sizes[symbol] != found[symbol]:
+                self.sizes.pop(name, None)
+        self.one_group = found["G"] == 1
+
+    def symbols(self, small: Shrunken) -> dict[str, int]:
+        """The sizes of a small copy by symbol, see :func:`isthmus.families.rules.rule.dims`."""
+        config = self.shrunken(small)
+        said = {name: config.get(key) for name, key in self.sizes.items()}
+        heads, hidden = small.num_attention_heads, small.hidden_size
+        found = {
+            "V": small.vocab_size,
+            "H": hidden,
+            "F": said.get("ffn_hidden_size") or 4 * hidden,
+            "P": small.max_position_embeddings,
+            "N": heads,
+            "G": said.get("num_query_groups") or heads,
+            "D": said.get("kv_channels") or hidden // heads,
+        }
+        if (number := said.get("moe.num_experts")) is not None:
+            width = said.get("moe.ffn_hidden_size") or found["F"]
+            shared = said.get("moe.shared_ffn_hidden_size") or (SHARED * width if self.shared is not None else 0)
+            found |= {"E": number, "X": width} | ({"S": shared} if shared else {})
+        return found
+
+    def derived(self) -> dict[str, str]:
+        """The sizes that no setting says, from those that do."""
+        formulas = _FORMULAS | {"ffn_hidden_size": "4*{hidden_size}"}
+        found = {name: text.format(**self.sizes) for name, text in formulas.items() if name not in self.sizes}
+        return found | {"num_query_groups": "1"} if self.one_group else found
+
+    def fixed(self, live: Container[str]) -> dict[str, Any]:
+        """Everything else that the config says, which holds for models that say the same."""
+        keyed = {told["hf"] for told in self.keys(live).values()}
+        handled = {*keyed, *ROPE, *WINDOW, "sliding_window_pattern"}
+        dead = self.without_bearing(live)
+        found: dict[str, Any] = {}
+        for name, value in sorted(self.effective.items()):
+            if name in handled or name in dead or ABOUT_ELSE.fullmatch(name) or isinstance(value, Mapping):
+                continue
+            absent = self.defaults.get(name)
+            if name in self._layer_lists():
+                found[name] = {"each": value[0], "absent": absent}
+                continue
+            if not _DROPOUT.fullmatch(name):
+                found[name] = {"is": value, "absent": absent}
+            elif isinstance(value, int | float):
+                found[name] = {"is": 0.0, "absent": absent, "training": True}
+        return found
+
+    def without_bearing(self, live: Container[str]) -> list[str]:
+        """Numbers that the config has and that change nothing."""
+        return sorted(name for name in self.numbers() if name not in live)
+
+    def window(self, style: str) -> dict[str, Any]:
+        """How the config says which layers see how far."""
+        every = next((n for n in range(1, self.num_layers + 2) if self.layer_types == _every(n, self.num_layers)), None)
+        default = self.defaults.get("sliding_window")
+        return {"style": style, "default": default, "every": every}
+
+    def rope_defaults(self) -> dict[str, Any]:
+        """Rotary settings of a config that says nothing of them."""
+        told = self.defaults.get("rope_parameters") or {}
+        if any(isinstance(value, Mapping) for value in told.values()):
+            full, windowed = told.get("full_attention") or {}, told.get("sliding_attention") or {}
+            return {"rope_theta": full.get("rope_theta"), "rope_local_base_freq": windowed.get("rope_theta")}
+        found = {"rope_theta": told.get("rope_theta", 10000.0)}
+        if told.get("rope_type", "default") != "default":
+            found["rope_parameters"] = dict(told)
+        if self.rotary.get("partial_rotary_factor") is not None:
+            found["partial_rotary_factor"] = told.get("partial_rotary_factor", 1.0)
+        return found
+
+    def _absence(self, name: str, key: str) -> dict[str, Any]:
+        """What it means that a size is absent or null."""
+        text = _FORMULAS.get(name) or ("4*{hidden_size}" if name == "ffn_hidden_size" else None)
+        if text is not None:
+            meant = text.format(**self.sizes)
+            default = self.defaults.get(key)
+            return {"default": None if default == formula(meant, {})(self.defaults) else default, "null": meant}
+        return {"default": self.defaults[key]} if self.defaults.get(key) is not None else {}
+
+    def _first(self, names: tuple[str, ...]) -> str | None:
+        """The one of these names that the config has; a name of the class's own goes before what somebody added."""
+        present = [name for name in names if name in self.effective]
+        return next((name for name in present if name in self.defaults), next(iter(present), None))
+
+    def _layer_lists(self) -> list[str]:
+        return [
+            name
+            for name, value in self.effective.items()
+            if isinstance(value, list) and len(value) == self.num_layers and not ABOUT_ELSE.fullmatch(name)
+        ]
+
+    def _enough_layers(self) -> int:
+        """So many that every kind of layer is among them."""
+        kinds = self.layer_types
+        return next(
+            (count for count in range(_LAYERS, _MOST_LAYERS) if {*(kinds * count)[:count]} == {*kinds}), _MOST_LAYERS
+        )
+
+
+def refuse_unseen(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse a config with settings that were not there when the family was learned, so that nobody knows of them.
+
+    Args:
+        data: the family, see ``families/discover/json_family.py``.
+        config: of another model, perhaps.
+
+    Raises:
+        UsageError: naming them.
+    """
+    seen = {told["hf"] for told in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
+    handled = {*ROPE, *WINDOW, "sliding_window_pattern"}
+    if unseen := [key for key in config if key not in seen | handled and not ABOUT_ELSE.fullmatch(key)]:
+        raise UsageError(f"config.json: {', '.join(unseen)} is not supported for {data['name']}: {WHY}.")
+
+
+def _every(number: int, layers: int) -> list[str]:
+    return ["sliding_attention" if (layer + 1) % number else "full_attention" for layer in range(layers)]

@@ -1,0 +1,92 @@
+"""The matrices of a layer of an unknown decoder: the roles that their shapes leave them, the likeliest names first."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from isthmus.families.rules.rule import Shape, product
+
+Role = Literal["q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "fc1", "fc2"]
+_SHAPES: Mapping[Role, tuple[str, str]] = {
+    "q": ("N*D", "H"),
+    "k": ("G*D", "H"),
+    "v": ("G*D", "H"),
+    "qkv": ("W", "H"),
+    "o": ("H", "N*D"),
+    "gate": ("F", "H"),
+    "up": ("F", "H"),
+    "gate_up": ("2*F", "H"),
+    "fc1": ("F", "H"),
+    "fc2": ("H", "F"),
+}
+ATTENTION: tuple[tuple[Role, ...], ...] = (("q", "k", "v", "o"), ("qkv", "o"))
+FEED_FORWARD: tuple[tuple[Role, ...], ...] = (("gate", "up", "fc2"), ("gate_up", "fc2"), ("fc1", "fc2"))
+GATED = FEED_FORWARD[:2]
+_NAMES: Mapping[Role, str] = {
+    "q": r"\bq_|\bq\b|query|\bwq\b",
+    "k": r"\bk_|\bk\b|key\b|\bwk\b",
+    "v": r"\bv_|\bv\b|value\b|\bwv\b",
+    "qkv": r"qkv|query_key_value|c_attn",
+    "o": r"\bo_|\bout|\bo\b|\bwo\b|dense\b|c_proj",
+    "gate": r"gate|\bw1\b",
+    "up": r"up_|\bup\b|\bw3\b",
+    "gate_up": r"gate",
+    "fc1": r"fc1|c_fc|fc_in|_to_4h|up_",
+    "fc2": r"fc2|c_proj|fc_out|4h_to|down|\bw2\b",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """One way to see the matrices of a layer: the module of each role, and whether they lie as [in, out]."""
+
+    modules: Mapping[Role, str]
+    transposed: bool
+
+
+def assignments(
+    matrices: Mapping[str, Shape],
+    biases: Mapping[str, Shape],
+    sizes: Mapping[str, int],
+    ways: Sequence[tuple[tuple[Role, ...], ...]],
+) -> Iterator[Matrices]:
+    """All ways to give each matrix a role that fits its shape and its bias, the likeliest names first."""
+    found: list[tuple[int, Matrices]] = []
+    for transposed, way in itertools.product((False, True), ways):
+        roles = tuple(itertools.chain(*way))
+        if len(roles) != len(matrices):
+            continue
+        fits = [
+            [module for module, shape in matrices.items() if _fits(role, shape, biases.get(module), sizes, transposed)]
+            for role in roles
+        ]
+        for modules in itertools.product(*fits):
+            if len(set(modules)) == len(modules):
+                given = dict(zip(roles, modules, strict=True))
+                unlikely = sum(not re.search(_NAMES[role], _last(module)) for role, module in given.items())
+                found.append((unlikely, Matrices(given, transposed)))
+    yield from (matrices for _, matrices in sorted(found, key=lambda pair: pair[0]))
+
+
+def _fits(role: Role, shape: Shape, bias: Shape | None, sizes: Mapping[str, int], transposed: bool) -> bool:
+    wanted = tuple(product(symbol, sizes) for symbol in _SHAPES[role])
+    return shape == (wanted[::-1] if transposed else wanted) and bias in (None, wanted[:1])
+
+
+def _last(module: str) -> str:
+    """The piece of a name that tells the matrix from others."""
+    return module.removesuffix(".weight").rpartition(".")[2]
+
+
+def module_of(name: str) -> str:
+    """``mlp.up_proj.weight`` -> ``mlp.up_proj``."""
+    return name.rpartition(".")[0]
+
+
+def ends_in(name: str, end: str) -> bool:
+    """Whether the last piece of a name is ``end``."""
+    return name.rpartition(".")[2] == end

@@ -1,0 +1,1 @@
+"""One data-only file per model family."""

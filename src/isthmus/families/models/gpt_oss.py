@@ -1,0 +1,90 @@
+"""gpt-oss: heads with sinks, a window in every other layer, experts that lie stacked, transposed and with biases."""
+
+from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.rules import decoder
+from isthmus.families.rules.decoder import flag
+from isthmus.families.rules.rule import Part, Rule, copy
+
+_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
+_EXPERT, _HF_EXPERTS = _LAYER + "mlp.experts.local_experts.{expert}.", _HF_LAYER + "mlp.experts."
+_GATE_UP = _HF_EXPERTS + "gate_up_proj"
+_DOWN = _HF_EXPERTS + "down_proj"
+
+EXPERTS = (
+    Rule(
+        canonical=_EXPERT + "linear_fc1.weight",
+        parts=(Part(_GATE_UP, ("X", "H")), Part(_GATE_UP, ("X", "H"))),
+        shard="gate_up",
+        interleaved=True,
+        transposed=True,
+        stacked=True,
+    ),
+    Rule(
+        canonical=_EXPERT + "linear_fc1.bias",
+        parts=(Part(_GATE_UP + "_bias", ("X",)), Part(_GATE_UP + "_bias", ("X",))),
+        shard="gate_up",
+        interleaved=True,
+        stacked=True,
+        init="zeros",
+    ),
+    copy(_EXPERT + "linear_fc2.weight", _DOWN, "H", "X", shard="cols", transposed=True, stacked=True),
+    copy(_EXPERT + "linear_fc2.bias", _DOWN + "_bias", "H", stacked=True, init="zeros"),
+)
+"""Gates and ups take turns, channel by channel."""
+
+FAMILY = Family(
+    name="gpt_oss",
+    hf_architecture="GptOssForCausalLM",
+    keys=decoder.KEYS
+    | {
+        "num_query_groups": decoder.kv_heads(default=8),
+        "kv_channels": Key("head_dim", default=64),
+        "max_position_embeddings": Key("max_position_embeddings", default=131072),
+        "norm_epsilon": Key("rms_norm_eps", kind=float, default=1e-5),
+        "qkv_bias": flag("attention_bias", default=True),
+        "proj_bias": flag("attention_bias", default=True),
+        "moe.ffn_hidden_size": Key("intermediate_size"),
+        "moe.num_experts": Key("num_local_experts", default=128, aliases=("num_experts",)),
+        "moe.top_k": Key("num_experts_per_tok", default=4, aliases=("experts_per_token",)),
+    },
+    fixed=decoder.FIXED
+    | {
+        "swiglu_alpha": Fixed((1.702,), "the slope of its sigmoid is part of the activation"),
+        "swiglu_limit": Fixed((7.0,), "the bounds of its inputs are part of the activation"),
+    },
+    traits={
+        "activation": "clamped_swiglu",
+        "attention_sinks": True,
+        "moe.score": "softmax_of_chosen",
+        "moe.router_bias": True,
+        "moe.expert_mlp_bias": True,
+    },
+    sliding_window="pattern",
+    sliding_window_default=128,
+    sliding_window_pattern=2,
+    rope_defaults={
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    rules=(
+        *decoder.EMBEDDING,
+        *decoder.INPUT_NORM,
+        *decoder.ATTENTION,
+        *decoder.QKV_BIAS,
+        *decoder.PROJ_BIAS,
+        copy(_LAYER + "self_attention.core_attention.softmax_offset", _HF_LAYER + "self_attn.sinks", "N", shard="rows"),
+        decoder.GATED_MLP[0],
+        copy(_LAYER + "mlp.router.weight", _HF_LAYER + "mlp.router.weight", "E", "H"),
+        copy(_LAYER + "mlp.router.bias", _HF_LAYER + "mlp.router.bias", "E", init="zeros"),
+        *EXPERTS,
+        *decoder.HEAD,
+    ),
+    ignorable=decoder.IGNORABLE,
+)

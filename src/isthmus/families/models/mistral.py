@@ -1,0 +1,25 @@
+"""Mistral 7B and its dense descendants: Llama's tensors, attention through a sliding window."""
+
+from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.rules import decoder
+
+FAMILY = Family(
+    name="mistral",
+    hf_architecture="MistralForCausalLM",
+    keys=decoder.KEYS
+    | {
+        "num_query_groups": decoder.kv_heads(default=8),
+        "max_position_embeddings": Key("max_position_embeddings", default=131072),
+    },
+    fixed=decoder.FIXED | {"layer_types": Fixed((None,), "Mistral has one kind of attention in all layers")},
+    sliding_window="always",
+    sliding_window_default=4096,
+    rules=(
+        *decoder.EMBEDDING,
+        *decoder.INPUT_NORM,
+        *decoder.ATTENTION,
+        *decoder.GATED_MLP,
+        *decoder.HEAD,
+    ),
+    ignorable=decoder.IGNORABLE,
+)

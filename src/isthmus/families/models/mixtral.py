@@ -1,0 +1,35 @@
+"""Mixtral 8x7B and 8x22B: Mistral's attention, eight experts in every layer."""
+
+from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.rules import decoder, expert_tensors
+from isthmus.families.rules.rule import under
+
+_NAMES = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+FAMILY = Family(
+    name="mixtral",
+    hf_architecture="MixtralForCausalLM",
+    keys=decoder.KEYS
+    | {
+        "num_query_groups": decoder.kv_heads(default=8),
+        "max_position_embeddings": Key("max_position_embeddings", default=131072),
+        "norm_epsilon": Key("rms_norm_eps", kind=float, default=1e-5),
+        "moe.ffn_hidden_size": Key("intermediate_size"),
+        "moe.num_experts": Key("num_local_experts", default=8),
+        "moe.top_k": Key("num_experts_per_tok", default=2),
+    },
+    fixed=decoder.FIXED
+    | {"router_jitter_noise": Fixed((0.0,), "training runs without noise; set it to 0", training=True)},
+    traits={"moe.normalize": True},
+    sliding_window="always",
+    rope_defaults={"rope_theta": 1e6},
+    rules=(
+        *decoder.EMBEDDING,
+        *decoder.INPUT_NORM,
+        *decoder.ATTENTION,
+        *expert_tensors.NORM,
+        *under((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), _NAMES),
+        *decoder.HEAD,
+    ),
+    ignorable=decoder.IGNORABLE,
+)

@@ -1,0 +1,27 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value."""
+
+from isthmus.families.family import Family, Key
+from isthmus.families.rules import decoder
+
+FAMILY = Family(
+    name="qwen2",
+    hf_architecture="Qwen2ForCausalLM",
+    keys=decoder.KEYS
+    | {
+        "num_query_groups": decoder.kv_heads(default=32),
+        "max_position_embeddings": Key("max_position_embeddings", default=32768),
+    },
+    fixed=decoder.FIXED,
+    traits={"qkv_bias": True},
+    sliding_window="by_layer",
+    sliding_window_default=4096,
+    rules=(
+        *decoder.EMBEDDING,
+        *decoder.INPUT_NORM,
+        *decoder.ATTENTION,
+        *decoder.QKV_BIAS,
+        *decoder.GATED_MLP,
+        *decoder.HEAD,
+    ),
+    ignorable=decoder.IGNORABLE,
+)

@@ -1,0 +1,45 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B: shared experts that a gate of their own weighs."""
+
+from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.rules import decoder, expert_tensors
+from isthmus.families.rules.decoder import flag
+from isthmus.families.rules.rule import copy, under
+
+FAMILY = Family(
+    name="qwen2_moe",
+    hf_architecture="Qwen2MoeForCausalLM",
+    keys=decoder.KEYS
+    | {
+        "num_query_groups": decoder.kv_heads(default=16),
+        "max_position_embeddings": Key("max_position_embeddings", default=32768),
+        "qkv_bias": flag("qkv_bias", default=True),
+        "moe.num_experts": Key("num_experts", default=60),
+        "moe.top_k": Key("num_experts_per_tok", default=4),
+        "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1408),
+        "moe.shared_ffn_hidden_size": Key("shared_expert_intermediate_size", default=5632),
+        "moe.normalize": flag("norm_topk_prob"),
+    },
+    fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "windows are not built for this family")},
+    traits={"moe.shared_gate": True},
+    derived={"moe.dense_layers": expert_tensors.SPARSE_STEP},
+    rules=(
+        *decoder.EMBEDDING,
+        *decoder.INPUT_NORM,
+        *decoder.ATTENTION,
+        *decoder.QKV_BIAS,
+        *expert_tensors.NORM,
+        *expert_tensors.DENSE,
+        *expert_tensors.ROUTER,
+        *expert_tensors.EXPERTS,
+        *under(expert_tensors.SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
+        copy(
+            "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
+            "model.layers.{layer}.mlp.shared_expert_gate.weight",
+            "1",
+            "H",
+            layers="moe",
+        ),
+        *decoder.HEAD,
+    ),
+    ignorable=decoder.IGNORABLE,
+)

@@ -1,0 +1,33 @@
+"""Seed-OSS: Llama's tensors, with biases switched for inputs and output of attention apart."""
+
+from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.rules import decoder
+from isthmus.families.rules.decoder import flag
+
+_DROPOUT = Fixed(decoder.NO_DROPOUT.allowed, decoder.NO_DROPOUT.why, training=True, absent=0.1)
+
+FAMILY = Family(
+    name="seed_oss",
+    hf_architecture="SeedOssForCausalLM",
+    keys=decoder.KEYS
+    | {
+        "num_query_groups": decoder.kv_heads(default=8),
+        "kv_channels": Key("head_dim", default=128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
+        "max_position_embeddings": Key("max_position_embeddings", default=524288),
+        "qkv_bias": flag("attention_bias", default=True),
+        "proj_bias": flag("attention_out_bias"),
+        "mlp_bias": flag("mlp_bias"),
+    },
+    fixed=decoder.FIXED | {"attention_dropout": _DROPOUT, "residual_dropout": _DROPOUT},
+    rules=(
+        *decoder.EMBEDDING,
+        *decoder.INPUT_NORM,
+        *decoder.ATTENTION,
+        *decoder.QKV_BIAS,
+        *decoder.PROJ_BIAS,
+        *decoder.GATED_MLP,
+        *decoder.MLP_BIAS,
+        *decoder.HEAD,
+    ),
+    ignorable=decoder.IGNORABLE,
+)

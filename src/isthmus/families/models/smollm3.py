@@ -1,0 +1,53 @@
+"""SmolLM3: Llama with layers that have no positions, one in four unless the config lists them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isthmus.errors import DataError
+from isthmus.families.architecture import Architecture
+from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.rules import decoder
+from isthmus.families.rules.decoder import flag
+
+
+def _unrotated(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    rotated, layers = hf.get("no_rope_layers"), range(hf["num_hidden_layers"])
+    if rotated is None:
+        interval = Key("no_rope_layer_interval", default=4).read(hf)
+        rotated = [(layer + 1) % interval for layer in layers]
+    if not isinstance(rotated, list) or len(rotated) < len(layers):
+        raise DataError(f"config.json: no_rope_layers must list all {len(layers)} layers, got {rotated!r}.")
+    return tuple(layer for layer in layers if not rotated[layer])
+
+
+def _listed(unrotated: tuple[int, ...], arch: Architecture) -> dict[str, Any]:
+    return {"no_rope_layers": [int(layer not in unrotated) for layer in range(arch.num_layers)]}
+
+
+FAMILY = Family(
+    name="smollm3",
+    hf_architecture="SmolLM3ForCausalLM",
+    keys=decoder.KEYS
+    | {
+        "num_query_groups": decoder.kv_heads(default=4),
+        "max_position_embeddings": Key("max_position_embeddings", default=32768),
+        "qkv_bias": flag("attention_bias"),
+        "proj_bias": flag("attention_bias"),
+        "mlp_bias": flag("mlp_bias"),
+        "tie_embeddings": flag("tie_word_embeddings", default=True),
+    },
+    derived={"unrotated_layers": Derived(_unrotated, _listed)},
+    fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "its layers are built without a window")},
+    rope_defaults={"rope_theta": 2000000.0},
+    rules=(
+        *decoder.EMBEDDING,
+        *decoder.INPUT_NORM,
+        *decoder.ATTENTION,
+        *decoder.QKV_BIAS,
+        *decoder.PROJ_BIAS,
+        *decoder.GATED_MLP,
+        *decoder.MLP_BIAS,
+        *decoder.HEAD,
+    ),
+    ignorable=decoder.IGNORABLE,
+)

@@ -1,0 +1,1 @@
+"""Invertible tensor rules, their slicing, and what families share."""

@@ -1,0 +1,226 @@
+"""A Hugging Face model folder, opened without loading it: its config, where its tensors lie, and its small files."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from torch import Tensor
+
+from isthmus.errors import DataError, MissingInput, UnsafeInput
+from isthmus.hf.tensors.safetensors_format import TensorInfo, read_header
+from isthmus.hf.tensors.slice_reader import TensorReader
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
+_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKENIZER_FILES = (
+    *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.jinja"),
+)
+SMALL_FILES = (*_TOKENIZER_FILES, GENERATION_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Patterns of the files that belong to a model beside its config and its weights."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+class ModelFolder:
+    """Reads slices of tensors straight from the safetensors files; holds no tensor and no map of the files."""
+
+    def __init__(self, path: Path, config: dict[str, Any], *, weightless: bool = False) -> None:
+        """Use ``ModelFolder.open``, or ``ModelFolder.described`` for a model that is known by its config alone."""
+        self.path = path
+        self._weightless = weightless
+        self.config = {key: value for key, value in config.items() if key != "quantization_config"}
+        """What ``config.json`` says of the model, however its weights are stored."""
+        self.quantization = config.get("quantization_config")
+        """How they are stored, see ``hf/tensors/quantization.py``; None where they are plain."""
+        self._reader = TensorReader()
+
+    def __str__(self) -> str:
+        """The path, for messages."""
+        return str(self.path)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> ModelFolder:
+        """Open the folder at ``path``; whether it holds weights is ``has_weights``.
+
+        Raises:
+            MissingInput: there is no folder there, or no ``config.json`` in it.
+            DataError: ``config.json`` is not a JSON object.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise MissingInput(f"{folder} is not a folder. Give the folder of a Hugging Face model.")
+        if not (folder / "config.json").is_file():
+            raise MissingInput(f"{folder} holds no config.json. Give the folder of a Hugging Face model.")
+        return cls(folder, _read_json(folder / "config.json"))
+
+    @classmethod
+    def described(cls, name: str | os.PathLike[str], config: Mapping[str, Any]) -> ModelFolder:
+        """A model of which only the config counts.
+
+        Args:
+            name: what it is called; where that is a folder, its small files belong to the model, its weights do not.
+            config: the keys of its ``config.json``.
+        """
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        return cls(Path(name), plain, weightless=True)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are safetensors weights (``.bin`` files are not read)."""
+        return not self._weightless and self._has_files
+
+    @property
+    def _has_files(self) -> bool:
+        return (self.path / SINGLE_FILE).is_file() or (self.path / INDEX_FILE).is_file()
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """All tensors by name, file after file in the order in which they lie there; empty without weights.
+
+        Raises:
+            DataError: a file is cut short or malformed, or the index does not agree with the files.
+            UnsafeInput: the index names a file outside of the folder.
+        """
+        if not self.has_weights:
+            return {}
+        # transformers looks for the single file first, too.
+        if (self.path / SINGLE_FILE).is_file():
+            return read_header(self.path / SINGLE_FILE)
+        return self._read_index()
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+        """Read a slice of one tensor, see :meth:`isthmus.hf.tensors.slice_reader.TensorReader.read`."""
+        return self._reader.read(self.tensors[name], index, into=into)
+
+    def small_files(self) -> list[Path]:
+        """Tokenizer, chat template, generation settings and licence: what an export takes over byte for byte."""
+        return _files_of(self.path, SMALL_FILES)
+
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        self._reader.close()
+
+    def __enter__(self) -> ModelFolder:
+        """Close at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _read_index(self) -> dict[str, TensorInfo]:
+        index = self.path / INDEX_FILE
+        weight_map = read_weight_map(index)
+        found: dict[str, TensorInfo] = {}
+        for file in dict.fromkeys(weight_map.values()):
+            header = read_header(self.path / file)
+            if twice := found.keys() & header.keys():
+                raise DataError(f"{self.path / file} holds {min(twice)}, which another file holds already.")
+            found |= header
+        for name, file in weight_map.items():
+            if name not in found or found[name].file != self.path / file:
+                raise DataError(f"{index} places {name} in {file}, which does not hold it.")
+        return found
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Which file beside an index each tensor lies in, by name.
+
+    Raises:
+        DataError: it says nothing of the kind, or names a file that is not there.
+        UnsafeInput: it names a file outside of the folder, in words or by way of a link.
+    """
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DataError(f"{index} has no weight_map from tensor names to file names.")
+    for file in dict.fromkeys(weight_map.values()):
+        as_windows = PureWindowsPath(file)  # knows both kinds of separators, and drives
+        if as_windows.drive or as_windows.root or ".." in as_windows.parts or "\0" in file:
+            raise UnsafeInput(f"{index} names {file!r}, which lies outside of the folder. Do not use this model.")
+        if not (index.parent / file).is_file():
+            raise DataError(f"{index} names {file}, which is not there. Fetch the missing file.")
+        if not _is_within(index.parent, (index.parent / file).resolve()):
+            raise UnsafeInput(
+                f"{index} names {file!r}, a link out of the folder. If it is yours, put the file itself there."
+            )
+    return weight_map
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Those of a folder's files that are its tokenizer's, the chat template among them; none where no folder is."""
+    return _files_of(folder, _TOKENIZER_FILES)
+
+
+def write_model_files(
+    folder: Path, source: ModelFolder | None, hf_config: Mapping[str, Any], tokenizer: Sequence[Path] | None = None
+) -> None:
+    """Write ``config.json`` into ``folder`` and copy the small files of ``source`` there, byte for byte.
+
+    With ``tokenizer`` these files take the place of those of the source's own tokenizer, and the tokens that begin and
+    end a text are those of the config in ``generation_config.json`` too.
+
+    A config whose classes are our own (``auto_map``) is followed by their files, and one whose source has no
+    ``generation_config.json`` by one of the same meaning: later versions of transformers do not look into the config.
+
+    Raises:
+        OSError: the disk refuses; ``hf.staged.disk_errors`` turns it into an error for the user.
+    """
+    _write_json(folder / "config.json", hf_config)
+    generation = {key: hf_config[key] for key in _GENERATION if hf_config.get(key) is not None}
+    if generation:
+        _write_json(folder / GENERATION_FILE, generation)
+    copied = source.small_files() if source else []
+    if tokenizer is not None:
+        copied = [path for path in copied if not _matches(path.name, _TOKENIZER_FILES)] + [*tokenizer]
+    for path in [*copied, *(_modelling_files() if "auto_map" in hf_config else ())]:
+        shutil.copyfile(path, folder / path.name)
+    if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):
+        kept = {key: value for key, value in _read_json(folder / GENERATION_FILE).items() if key not in _GENERATION}
+        _write_json(folder / GENERATION_FILE, kept | generation)
+
+
+def _modelling_files() -> list[Path]:
+    return sorted(path for path in (Path(__file__).parent / "shim").glob("*.py") if path.name != "__init__.py")
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_file() and _matches(path.name, patterns))
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    def among(patterns: tuple[str, ...]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return among(patterns) and not among(_WEIGHTS)
+
+
+def _is_within(folder: Path, file: Path) -> bool:
+    """Whether a resolved path lies in the folder; in a hub cache, whose folders are of links, among its blobs."""
+    real = folder.resolve()
+    blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
+    return file.is_relative_to(real) or file.parent == blobs
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} must hold a JSON object, got {type(value).__name__}.")
+    return value

@@ -1,0 +1,124 @@
+"""A small random copy of a model whose code is in transformers, made from its config alone."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from isthmus.errors import UsageError
+from isthmus.hf.model_folder import SINGLE_FILE
+from isthmus.hf.tiny_model import no_progress_bars
+
+VERSION: str = transformers_version
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The class that transformers builds for a causal language model with this config.
+
+    Raises:
+        UsageError: it has none; code that comes with a model is not run.
+    """
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        own = " The code that comes with it (auto_map) is not run." if "auto_map" in config else ""
+        raise UsageError(f"transformers {VERSION} has no code for model_type {model_type!r}.{own}")
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
+    if name is None:
+        raise UsageError(f"model_type {model_type!r} is no causal language model in transformers {VERSION}.")
+    return str(name if isinstance(name, str) else name[0])
+
+
+def effective_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with what transformers takes for every setting that it leaves out; given its model_type alone, the
+    defaults.
+
+    Raises:
+        UsageError: transformers refuses it.
+    """
+    try:
+        built = CONFIG_MAPPING[config["model_type"]].from_dict({k: v for k, v in config.items() if k != "auto_map"})
+    except Exception as error:  # whatever a config class finds wrong
+        raise UsageError(f"transformers does not take this config.json: {_told(error)}.") from None
+    return dict(built.to_dict())
+
+
+def build_copy(folder: Path, config: Mapping[str, Any], seed: int) -> None:
+    """Save a model with random weights, those of norms and biases included: ones and zeros would hide a swap.
+
+    Raises:
+        UsageError: it cannot be built with these sizes.
+    """
+    try:
+        settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        with torch.random.fork_rng(devices=[]), no_progress_bars():
+            torch.manual_seed(seed)
+            model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+            for tensor in [*model.parameters(), *_saved_buffers(model)]:
+                _draw(tensor)
+            model.save_pretrained(folder)
+        # Some models change their config while they are built; what counts is what was asked for.
+        CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).save_pretrained(folder)
+    except Exception as error:  # whatever the code of a model does with sizes that it was not made for
+        raise UsageError(f"transformers builds no small copy of it: {_told(error)}.") from None
+
+
+def copy_logits(folder: Path, samples: list[Tensor], **changes: Any) -> list[Tensor]:
+    """Logits [S, V] of a saved copy for each of the samples, int64 [S], by transformers.
+
+    Args:
+        folder: the copy.
+        samples: token numbers.
+        changes: settings of its config that are to be others.
+
+    Raises:
+        UsageError: with these settings it cannot be built or run.
+    """
+    try:
+        with no_progress_bars(), torch.inference_mode():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, **changes)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=torch.float32, local_files_only=True
+            )
+            return [model.eval()(input_ids=sample[None], use_cache=False).logits[0].clone() for sample in samples]
+    except Exception as error:  # as above
+        raise UsageError(f"transformers does not run a small copy of it: {_told(error)}.") from None
+
+
+def silenced(source: Path, names: Callable[[str], bool], folder: Path) -> Path:
+    """Save the copy at ``source`` again in ``folder``, with zeros in the tensors whose names are said to be silent."""
+    folder.mkdir()
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    tensors = load_file(source / SINGLE_FILE)
+    quiet = {name: torch.zeros_like(tensor) if names(name) else tensor for name, tensor in tensors.items()}
+    save_file(quiet, folder / SINGLE_FILE, {"format": "pt"})
+    return folder
+
+
+def _saved_buffers(model: Any) -> list[Tensor]:
+    saved = model.state_dict()
+    return [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
+
+
+@torch.no_grad()
+def _draw(tensor: Tensor) -> None:
+    """Numbers with which all that is computed is of the order of one, so that every part of it shows."""
+    if tensor.dim() < 2:
+        tensor.normal_(0.6, 0.3)
+    else:
+        tensor.normal_(0.0, 1.5 / math.sqrt(tensor.shape[-1]))
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 200 else f"{text[:197]}..."

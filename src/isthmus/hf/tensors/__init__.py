@@ -1,0 +1,1 @@
+"""The safetensors format: slices read, files written in parallel, quantized weights."""

@@ -1,0 +1,143 @@
+"""How Hugging Face folders store quantised weights, codes and scales of blocks of them, and which numbers are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import DataError, UsageError
+from isthmus.hf.tensors.safetensors_format import Bounds
+
+Index = tuple[slice, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """DeepSeek's FP8 (arXiv 2412.19437, section 3.3): ``X`` in E4M3, and in ``X_scale_inv`` a factor for each block.
+
+    Codes are [..., R, C], scales [..., ceil(R / rows), ceil(C / cols)] of any floating type; a value is its code times
+    the scale of its block.
+    """
+
+    rows: int
+    cols: int
+
+    codes_suffix = ""
+    scales_suffix = "_scale_inv"
+    codes_dtype = torch.float8_e4m3fn
+    cut_axis = -2
+    """The dimension of the values along which a large tensor is best taken in turns."""
+
+    def __str__(self) -> str:
+        """For the user."""
+        return f"FP8 in blocks of {self.rows}x{self.cols}"
+
+    def fits(self, codes: Shape, scales: Shape, scales_dtype: torch.dtype) -> bool:
+        """Whether the two tensors belong together."""
+        if len(codes) < 2 or not scales_dtype.is_floating_point:
+            return False
+        *lead, rows, cols = codes
+        return scales == (*lead, -(-rows // self.rows), -(-cols // self.cols))
+
+    def shape(self, codes: Shape) -> Shape:
+        """Shape of the values."""
+        return codes
+
+    def places(self, bounds: Bounds) -> tuple[Index, Index]:
+        """Which codes and which scales the values within ``bounds`` come from."""
+        *lead, (top, bottom), (left, right) = bounds
+        codes = tuple(slice(*pair) for pair in bounds)
+        blocks = (slice(top // self.rows, -(-bottom // self.rows)), slice(left // self.cols, -(-right // self.cols)))
+        return codes, (*(slice(*pair) for pair in lead), *blocks)
+
+    def values(self, codes: Tensor, scales: Tensor, bounds: Bounds) -> Tensor:
+        """The values within ``bounds`` in float32, from what lies at their ``places``."""
+        spread = scales.float()
+        for axis, size in ((-2, self.rows), (-1, self.cols)):
+            start, stop = bounds[axis]
+            spread = spread.repeat_interleave(size, axis).narrow(axis, start % size, stop - start)
+        return codes.float().mul_(spread)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """Experts of gpt-oss in MXFP4 (OCP Microscaling Formats 1.0): E2M1 values, 32 of them under one power of two.
+
+    ``X_blocks`` is uint8 [E, out, in / 32, 16] with two values a byte, the low nibble first; ``X_scales`` is uint8
+    [E, out, in / 32], exponents biased by 127. The values are those of ``X`` [E, in, out].
+    """
+
+    codes_suffix = "_blocks"
+    scales_suffix = "_scales"
+    codes_dtype = torch.uint8
+    cut_axis = -1
+    """The dimension of the values along which a large tensor is best taken in turns."""
+
+    def __str__(self) -> str:
+        """For the user."""
+        return "MXFP4"
+
+    def fits(self, codes: Shape, scales: Shape, scales_dtype: torch.dtype) -> bool:
+        """Whether the two tensors belong together."""
+        return len(codes) == 4 and codes == (*scales, 16) and scales_dtype == torch.uint8
+
+    def shape(self, codes: Shape) -> Shape:
+        """Shape of the values."""
+        experts, out, blocks, _ = codes
+        return experts, blocks * 32, out
+
+    def places(self, bounds: Bounds) -> tuple[Index, Index]:
+        """Which codes and which scales the values within ``bounds`` come from."""
+        experts, (top, bottom), out = bounds
+        scales = (slice(*experts), slice(*out), slice(top // 32, -(-bottom // 32)))
+        return scales, scales
+
+    def values(self, codes: Tensor, scales: Tensor, bounds: Bounds) -> Tensor:
+        """The values within ``bounds`` in bfloat16, which holds them exactly, from what lies at their ``places``."""
+        top, bottom = bounds[1]
+        # Indexing is what takes the time, so both values of a byte are fetched at once.
+        blocks = _PAIRS[codes.int()].view(torch.bfloat16)
+        blocks *= scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)[..., None]
+        return blocks.flatten(-2).narrow(-1, top % 32, bottom - top).mT
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.bfloat16)
+_SIGNED = torch.cat((_E2M1, -_E2M1))
+_PAIRS = torch.stack((_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)), dim=1).view(torch.int32).flatten()
+"""For each byte its two values, bfloat16 side by side in one int32."""
+
+Quantization = Fp8Blocks | Mxfp4
+
+
+def quantization_of(said: Mapping[str, Any]) -> Quantization:
+    """The format that the ``quantization_config`` of a model describes.
+
+    Raises:
+        UsageError: a method, or a kind of it, that is not read.
+        DataError: it is no object.
+    """
+    if not isinstance(said, Mapping):
+        raise DataError(f"config.json: quantization_config must be an object, got {said!r}.")
+    method = said.get("quant_method")
+    if method == "mxfp4":
+        return Mxfp4()
+    if method != "fp8":
+        raise _refusal(f"quant_method={method!r}")
+    if (experts := said.get("expert_dtype", "fp8")) != "fp8":
+        raise _refusal(f"quant_method='fp8' with expert_dtype={experts!r}")
+    block = said.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise _refusal(f"quant_method='fp8' with weight_block_size={block!r}")
+    return Fp8Blocks(*block)
+
+
+def _refusal(what: str) -> UsageError:
+    return UsageError(
+        f"config.json: quantization_config with {what} is not read; fp8 with scales of blocks (a weight_block_size "
+        "of two numbers) and mxfp4 are. Give the model that it was made from, or dequantise it to bfloat16 first."
+    )

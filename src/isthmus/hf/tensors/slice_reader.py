@@ -1,0 +1,93 @@
+"""Reads slices of tensors of which only the place in a file is known; holds no tensor and no map of the files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import DataError, IOFailure
+from isthmus.hf.tensors.safetensors_format import (
+    Bounds,
+    Stage,
+    TensorInfo,
+    bounds_of,
+    byte_runs,
+    byte_view,
+    row_chunks,
+    steps_of,
+)
+
+
+class TensorReader:
+    """Reads from files that it opens when they are first needed; several threads may read at once."""
+
+    def __init__(self) -> None:
+        """Open nothing yet."""
+        self._files: dict[Path, BinaryIO] = {}
+        self._opening = threading.Lock()
+        self._stage = Stage()
+
+    def read(self, info: TensorInfo, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+        """Read a slice of one tensor; only its bytes are read (with a step, those between as well).
+
+        With ``into`` (any dtype, device and strides; the shape of the slice) it is filled and returned, without a
+        second copy in memory where it is a contiguous CPU tensor of the file's dtype.
+
+        Raises:
+            DataError: the file ended early.
+            IOFailure: the file cannot be read.
+        """
+        bounds = bounds_of(info.shape, index)
+        shape = tuple(stop - start for start, stop in bounds)
+        if (steps := steps_of(index)) is not None:
+            around = torch.empty(shape, dtype=info.dtype)
+            self._fill(info, bounds, around)
+            return around[steps] if into is None else into.detach().copy_(around[steps])
+        target = torch.empty(shape, dtype=info.dtype) if into is None else into.detach()
+        if tuple(target.shape) != shape:
+            raise ValueError(f"{info.file}: a slice of shape {shape} does not fit into {tuple(target.shape)}")
+        if target.dtype == info.dtype and target.device.type == "cpu" and target.is_contiguous():
+            self._fill(info, bounds, target)
+            return target
+        stage = self._stage
+        for part, rows in row_chunks(bounds, info.dtype.itemsize, stage.limit_bytes):
+            chunk = stage.take([stop - start for start, stop in part], info.dtype)
+            self._fill(info, part, chunk)
+            (target[rows] if part else target).copy_(chunk)
+        return target
+
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __del__(self) -> None:
+        """Close."""
+        self.close()
+
+    def _descriptor(self, file: Path) -> int:
+        with self._opening:
+            if file not in self._files:
+                self._files[file] = file.open("rb", buffering=0)
+            return self._files[file].fileno()
+
+    def _fill(self, info: TensorInfo, bounds: Bounds, target: Tensor) -> None:
+        if not target.numel():
+            return
+        view, done = byte_view(target), 0
+        try:
+            descriptor = self._descriptor(info.file)
+            for offset, length in byte_runs(info.shape, bounds, info.dtype.itemsize):
+                end = done + length
+                while done < end:
+                    got = os.preadv(descriptor, [view[done:end]], info.offset + offset + length - (end - done))
+                    if not got:
+                        raise DataError(f"{info.file} became shorter while it was read. Fetch it again.")
+                    done += got
+        except OSError as error:
+            raise IOFailure(f"{info.file} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,1 @@
+"""Hugging Face tokenizers with what training needs."""

@@ -1,0 +1,337 @@
+"""A Hugging Face tokenizer, with what training needs: batches, characters of tokens, chat templates, their marks.
+
+A folder that holds nothing but a sentencepiece ``tokenizer.model`` is read by ``sentencepiece_model``, which
+tokenizes as sentencepiece itself does; transformers 5.23 leaves out the word mark before a text.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from isthmus.data.chat.default_templates import default_template
+from isthmus.data.chat.loss_spans import Span, token_mask
+from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
+from isthmus.hf.model_folder import tokenizer_files
+from isthmus.hf.tokenizer.byte_lengths import ByteLengths
+from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
+from isthmus.hf.tokenizer.token_spans import tokens_of
+from isthmus.hf.tokenizer.turn_template import TurnTemplate, turn_template
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+_render_template: Callable[..., Any] = render_jinja_template  # its annotations promise one string; it returns two lists
+TemplateSource = Literal["tokenizer", "chatml", "plain"]
+
+
+def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Read the tokenizer of a local model folder.
+
+    Raises:
+        MissingInput: no such folder, or no tokenizer files in it.
+        DataError: the files are damaged.
+        UnsafeInput: the tokenizer would run code of the folder, and ``trust_remote_code`` is off.
+        UsageError: the tokenizer is of a kind that cannot tell which characters a token stands for.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise MissingInput(f"{path}: no such model folder.")
+    if not any((path / name).is_file() for name in _FILES):
+        raise MissingInput(f"{path}: no tokenizer files. Wanted tokenizer.json or tokenizer.model.")
+    bare = not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file()
+    if bare and (rebuilt := read_sentencepiece(path / "tokenizer.model")) is not None:
+        return Tokenizer(rebuilt, path, differs_from_files=True)
+    try:
+        inner = AutoTokenizer.from_pretrained(
+            path, config=_stand_in(path), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # each kind of tokenizer fails in its own way
+        reason = str(error).strip().split("\n")[0]
+        if "trust_remote_code" in str(error):
+            raise UnsafeInput(
+                f"{path}: the tokenizer wants to run code from this folder. Read it, then set model.trust_remote_code "
+                "(of a run) or --trust-remote-code (of isthmus prepare)."
+            ) from error
+        if isinstance(error, PermissionError):
+            raise IOFailure(f"{path}: the tokenizer cannot be read: {reason}.") from error
+        raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {reason}") from error
+    return Tokenizer(inner, path)
+
+
+def _stand_in(path: Path) -> PreTrainedConfig | None:
+    """A config without content for a model that transformers has no class for: its code need not run for a tokenizer.
+
+    None leaves it to transformers to read the folder's.
+    """
+    try:
+        said = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        unknown = said["model_type"] not in CONFIG_MAPPING
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    kept: dict[str, Any] = {"tokenizer_class": said.get("tokenizer_class")}
+    return PreTrainedConfig(**kept) if unknown else None
+
+
+class Tokenizer:
+    """One tokenizer and its chat template; a default template stands in where it has none (``template_source``)."""
+
+    def __init__(
+        self, inner: PreTrainedTokenizerBase, folder: Path | None = None, *, differs_from_files: bool = False
+    ) -> None:
+        """Wrap a fast tokenizer.
+
+        Args:
+            inner: the transformers tokenizer; its chat template is set when it has none.
+            folder: where its files lie, if anywhere.
+            differs_from_files: whether the folder's files, read by transformers, would tokenize in another way.
+
+        Raises:
+            UsageError: it is not a fast tokenizer.
+        """
+        backend = getattr(inner, "backend_tokenizer", None)
+        if not isinstance(backend, Backend):
+            raise UsageError(
+                f"the tokenizer {type(inner).__name__} is not a fast one, so loss masks cannot be found. "
+                "Convert it to tokenizer.json first."
+            )
+        self.inner = inner
+        self.folder = folder
+        self._backend = Backend.from_str(backend.to_str())
+        # Byte-level tokenizers may take the blank off a token's characters; a mask needs every character.
+        self._backend.post_processor = processors.ByteLevel(trim_offsets=False, add_prefix_space=False)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        added = inner.added_tokens_decoder.values()
+        specials = {token.content for token in added if token.special} | set(inner.all_special_tokens)
+        self.special_tokens: tuple[str, ...] = tuple(sorted(specials, key=lambda token: (-len(token), token)))
+        first = inner.encode("", add_special_tokens=True) or inner.encode("0", add_special_tokens=True)[:1]
+        self.adds_bos = inner.bos_token_id is not None and first[:1] == [inner.bos_token_id]
+        self.template_source: TemplateSource = "tokenizer"
+        template = inner.chat_template
+        if isinstance(template, dict):  # several templates by name
+            template = template.get("default")
+        if template is None:
+            name, template = default_template(inner.get_vocab(), adds_bos=self.adds_bos)
+            if name == "plain" and inner.eos_token is None:
+                raise UsageError("the tokenizer has neither a chat template nor an eos_token to end turns with.")
+            self.template_source = "chatml" if name == "chatml" else "plain"
+            inner.chat_template = template
+        self.chat_template: str = template
+        self.differs_from_files = differs_from_files or self.template_source != "tokenizer"
+
+    @property
+    def files(self) -> list[Path]:
+        """What an export copies to have this tokenizer; nothing where it has to be saved anew."""
+        return [] if self.folder is None or self.differs_from_files else tokenizer_files(self.folder)
+
+    @property
+    def note(self) -> str | None:
+        """What whoever renders chats with it should know."""
+        if self.template_source == "tokenizer":
+            return None
+        return f"the tokenizer has no chat template; the default one ({self.template_source}) is used"
+
+    @property
+    def eos_id(self) -> int | None:
+        """The end-of-sequence token."""
+        return self._id(self.inner.eos_token_id)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that this tokenizer puts before a text; None when it puts none, even if it has one."""
+        return self._id(self.inner.bos_token_id) if self.adds_bos else None
+
+    @property
+    def pad_id(self) -> int | None:
+        """The padding token."""
+        return self._id(self.inner.pad_token_id)
+
+    @staticmethod
+    def _id(value: Any) -> int | None:
+        return None if value is None else int(value)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The largest id there is plus one; a model's embedding needs at least as many rows."""
+        return int(max(self.inner.get_vocab().values())) + 1
+
+    @cached_property
+    def _turns(self) -> TurnTemplate | None:
+        return turn_template(self.chat_template, self.inner.special_tokens_map)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs; a compiled template cannot be sent, and is made again there."""
+        return {name: value for name, value in self.__dict__.items() if name != "_turns"}
+
+    @cached_property
+    def has_generation_marks(self) -> bool:
+        """Whether the chat template has ``{% generation %}`` marks."""
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.chat_template) is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text, nothing added; special tokens in the text are taken as such."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, nothing added, in parallel threads."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
+        """Token ids and the characters (first, one after the last) that each token stands for."""
+        encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encoded]
+
+    def encode_with_mask(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        """Token ids, and 1 for each token that shares a character with one of its text's ``spans``.
+
+        The same as ``token_mask`` of ``encode_with_offsets``, without making all offsets.
+        """
+        if self._byte_lengths is None:
+            return self._by_places(texts, spans)
+        ids, counts = array("i"), []
+        for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
+            ids.fromlist(encoding.ids)
+            counts.append(len(encoding))
+        tokens = np.frombuffer(ids, dtype=np.int32)
+        mask, wrong = self._byte_lengths.masks(texts, spans, tokens, counts)
+        made, end = [], 0
+        for count in counts:
+            start, end = end, end + count
+            made.append((tokens[start:end], mask[start:end]))
+        again = self._by_places([texts[number] for number in wrong], [spans[number] for number in wrong])
+        for number, one in zip(wrong, again, strict=True):
+            made[number] = one
+        return made
+
+    def _by_places(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        """The same for any tokenizer, by the characters at the edges of spans."""
+        made = []
+        encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        for encoding, learned in zip(encoded, spans, strict=True):
+            ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
+            mask = np.zeros(len(ids), dtype=np.uint8)
+            for span in learned:
+                part = tokens_of(encoding, span)
+                if part is None:
+                    mask = token_mask(encoding.offsets, learned)
+                    break
+                mask[part] = 1
+            made.append((ids, mask))
+        return made
+
+    @cached_property
+    def _byte_lengths(self) -> ByteLengths | None:
+        return ByteLengths.of(self._backend)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids."""
+        return str(self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The text of a conversation.
+
+        Raises:
+            DataError: the template refuses the conversation.
+            UnsafeInput: the template tries to leave its sandbox.
+        """
+        return self._render(messages, tools, add_generation_prompt, marked=False)[0]
+
+    def apply_by_turn(self, messages: Sequence[dict[str, Any]]) -> tuple[list[str], str] | None:
+        """What the template writes for each turn, and before an answer; None where turns cannot be told apart so.
+
+        End to end, what it writes for the first k turns is the text of these k turns.
+        """
+        if self._turns is None:
+            return None
+        turns = self._turns(messages)
+        return None if turns is None else (turns, self._turns.opening)
+
+    def apply_marked_template(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation and the stretches of it between ``{% generation %}`` marks."""
+        return self._render(messages, tools, False, marked=True)
+
+    def _render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        *,
+        marked: bool,
+    ) -> tuple[str, list[Span]]:
+        try:
+            rendered, marks = _render_template(
+                [list(messages)],
+                tools=None if tools is None else list(tools),
+                chat_template=self.chat_template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=add_generation_prompt,
+                **self.inner.special_tokens_map,
+            )
+        except jinja2.exceptions.SecurityError as error:
+            raise UnsafeInput(f"the chat template tries to leave its sandbox: {error}.") from error
+        except _TEMPLATE_ERRORS as error:
+            raise DataError(f"the chat template refuses these turns: {str(error).strip() or repr(error)}") from error
+        return rendered[0], [(int(start), int(end)) for start, end in marks[0]] if marked else []
+
+    def save(self, folder: Path | str) -> list[str]:
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; returns the names written.
+
+        Only for a tokenizer that has no files of its own yet (``differs_from_files``): what came from a folder is
+        better copied byte for byte.
+        """
+        return save_tokenizer(self.inner, folder)
+
+
+def save_tokenizer(inner: PreTrainedTokenizerBase, folder: Path | str) -> list[str]:
+    """Write a tokenizer in a form that transformers 4 and 5 both read; returns the names of the files.
+
+    Raises:
+        NoSpace: the disk is full.
+        IOFailure: writing failed.
+    """
+    config = Path(folder) / "tokenizer_config.json"
+    try:
+        written = {Path(name).name for name in inner.save_pretrained(folder)}
+        values = json.loads(config.read_bytes())
+        # Names that only transformers 5 knows; it reads the older ones too.
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+        values.pop("backend", None)
+        if isinstance(extra := values.pop("extra_special_tokens", None), list):
+            values["additional_special_tokens"] = extra
+        config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return sorted(name for name in written if (Path(folder) / name).is_file())
+    except Exception as error:
+        # The tokenizers library raises bare exceptions that only quote the system's error.
+        quoted = re.search(r"\(os error (\d+)\)", str(error))
+        if not quoted and not isinstance(error, OSError):
+            raise
+        number = int(quoted[1]) if quoted else getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(f"{folder}: no space left to write the tokenizer. Make room.") from error
+        raise IOFailure(f"{folder}: the tokenizer cannot be written: {error}.") from error

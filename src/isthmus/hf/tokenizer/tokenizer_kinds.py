@@ -1,0 +1,87 @@
+"""Tokenizers by Megatron-LM's names for their kinds, each checked against the files that are to be of that kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from transformers import GPT2Tokenizer
+
+from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
+from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+_KINDS = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer")
+"""Those that are read from files."""
+_SENTENCEPIECE = "tokenizer.model"
+_MARKS: Mapping[str, tuple[str, ...]] = {
+    "DeepSeekV2Tokenizer": ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    "GPT2BPETokenizer": ("<|endoftext|>",),
+}
+"""Tokens that every tokenizer of a kind has."""
+
+
+def open_tokenizer(path: Path, kind: str | None = None, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Read a tokenizer, and see that it is of the kind that was named.
+
+    Args:
+        path: a folder, or a sentencepiece file.
+        kind: HuggingFaceTokenizer, Llama2Tokenizer, DeepSeekV2Tokenizer or GPT2BPETokenizer; None for whatever it is.
+        trust_remote_code: let the folder's code build it.
+
+    Raises:
+        MissingInput, DataError, UnsafeInput, UsageError: see ``load_tokenizer``; or what lies
+            there is of another kind, in words.
+    """
+    if kind is not None and kind not in _KINDS:
+        raise UsageError(
+            f"a tokenizer of type {kind} is not read from files. Use {', '.join(_KINDS)}, or leave it out."
+        )
+    if kind == "Llama2Tokenizer" or path.is_file():
+        return _sentencepiece(path, kind)
+    if kind == "GPT2BPETokenizer" and not (path / "tokenizer.json").is_file():
+        tokenizer = _from_merges(path)
+    else:
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    lacking = [mark for mark in _MARKS.get(kind or "", ()) if mark not in tokenizer.inner.get_vocab()]
+    if lacking:
+        raise UsageError(
+            f"tokenizer.type={kind}: {path} has no token {lacking[0]}, so it is another kind. "
+            "Leave the type out, or give the tokenizer that is meant."
+        )
+    return tokenizer
+
+
+def _sentencepiece(path: Path, kind: str | None) -> Tokenizer:
+    file = path / _SENTENCEPIECE if path.is_dir() else path
+    if kind not in (None, "Llama2Tokenizer"):
+        raise UsageError(
+            f"tokenizer.type={kind} is read from a folder, and {path} is a file. Give its folder, or leave the type "
+            "out if it is a sentencepiece model."
+        )
+    if not file.is_file():
+        mend = "Leave the type out: any tokenizer of a folder is read." if path.is_dir() else "Check the path."
+        raise MissingInput(f"{file} is not there, the sentencepiece model that a Llama2Tokenizer is. {mend}")
+    inner = read_sentencepiece(file)
+    if inner is None:
+        raise DataError(
+            f"{file} is not a sentencepiece model of byte pairs, as Llama 2 has it. Give the folder it came in, "
+            "without tokenizer.type."
+        )
+    return Tokenizer(inner, file.parent, differs_from_files=True)
+
+
+def _from_merges(path: Path) -> Tokenizer:
+    for name in ("vocab.json", "merges.txt"):
+        if not (path / name).is_file():
+            raise MissingInput(
+                f"{path / name} is not there. A GPT2BPETokenizer is a folder of vocab.json and merges.txt, or one with "
+                "tokenizer.json."
+            )
+    read: Callable[..., GPT2Tokenizer] = GPT2Tokenizer.from_pretrained
+    try:
+        return Tokenizer(read(path, local_files_only=True), path, differs_from_files=True)
+    except UsageError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise DataError(f"{path}: vocab.json and merges.txt cannot be read: {' '.join(str(error).split())}") from error

@@ -1,0 +1,1 @@
+"""Starting ranks, rendezvous, heartbeat, first failure, and the environment of a rank."""

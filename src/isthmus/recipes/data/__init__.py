@@ -1,0 +1,1 @@
+"""Data of a run: sources, tokenization, resuming, and opening prepared files."""

@@ -1,0 +1,150 @@
+"""The run folder: what may lie there before a run, and what the run finds of itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from isthmus.errors import MissingInput, NoSpace, Preempted
+from isthmus.hf.staged_folder import disk_errors
+
+CONFIG, METRICS, CHECKPOINTS, EXPORT, DATA = "config.yaml", "metrics.jsonl", "checkpoints", "hf", "data"
+REFERENCE = "reference.npz"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """One run's folder.
+
+    In it: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``reference.npz`` (of pairs), ``profile/``,
+    ``checkpoints/``, ``hf/``.
+    """
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The settings in full; a folder that has it is a run folder."""
+        return self.root / CONFIG
+
+    @property
+    def checkpoints(self) -> Path:
+        """What a run goes on from."""
+        return self.root / CHECKPOINTS
+
+    @property
+    def data(self) -> Path:
+        """The tokenized data."""
+        return self.root / DATA
+
+    @property
+    def reference(self) -> Path:
+        """What the starting weights make of pairs of answers."""
+        return self.root / REFERENCE
+
+    def export(self, step: int | None = None) -> Path:
+        """Where the Hugging Face model goes: ``hf``, or ``hf-step-0000100`` for one on the way."""
+        return self.root / (EXPORT if step is None else f"{EXPORT}-step-{step:07d}")
+
+    def checkpoint_to_resume(self, resume: str) -> Path | None:
+        """The checkpoint that a run in this folder goes on from, None for a fresh start.
+
+        Args:
+            resume: ``auto`` takes the folder's newest, ``never`` none, anything else is the path of one.
+
+        Raises:
+            NoSpace: the folder holds something that this run must not touch.
+            MissingInput: the named checkpoint is not there.
+            DataError: the folder's tracker names a checkpoint that is not there.
+        """
+        from isthmus.engine.checkpoint.save_load import latest
+
+        occupied = self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir()))
+        if occupied and not self.config.is_file():
+            raise NoSpace(
+                f"{self.root} exists already and is not a run folder. Remove it or choose another folder with --out."
+            )
+        newest = latest(self.checkpoints) if occupied else None
+        if occupied and newest is None and self.export().exists() and resume in ("auto", "never"):
+            raise NoSpace(
+                f"{self.root} holds the finished export of a run without checkpoints, which a new run would replace. "
+                "Remove it or choose another folder with --out."
+            )
+        if newest is not None and resume == "never":
+            raise NoSpace(
+                f"{self.root} holds a run with checkpoints and checkpoint.resume is 'never'. Choose another folder "
+                "with --out, or checkpoint.resume=auto to go on."
+            )
+        if resume in ("auto", "never"):
+            return newest
+        chosen = Path(resume)
+        if not chosen.is_dir():
+            raise MissingInput(f"checkpoint.resume={resume}: no such folder. Name an iter_NNNNNNN folder, or 'auto'.")
+        if (chosen / ".metadata").is_file():
+            return chosen
+        below = latest(chosen)
+        if below is None:
+            raise MissingInput(f"checkpoint.resume={resume} holds no checkpoint. Name an iter_NNNNNNN folder.")
+        return below
+
+    @contextmanager
+    def checking(self, config: str) -> Iterator[None]:
+        """Make the folder, for the checks that come before the first step; a new one goes again if they fail.
+
+        Args:
+            config: the run's, as YAML. One that lies there stays until :meth:`begin`: it belongs to what was done.
+
+        Raises:
+            NoSpace, IOFailure: the folder cannot be made.
+        """
+        if self.config.is_file():
+            yield
+            return
+        made = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        try:
+            with disk_errors(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._write_config(config)
+            yield
+        except Preempted:
+            raise  # the same command takes up what was made of the data
+        except BaseException:
+            shutil.rmtree(self.data, ignore_errors=True)
+            for file in (self.reference, self.config):
+                with suppress(OSError):
+                    file.unlink()
+            for path in made:
+                with suppress(OSError):  # absent, or by now in use by somebody else
+                    path.rmdir()
+            raise
+
+    def begin(self, config: str, *, fresh: bool) -> None:
+        """Record the config that the coming steps are done with, and clear what an interruption left behind.
+
+        Args:
+            config: the run's, as YAML.
+            fresh: the run starts from its first step: metrics of an earlier start without a checkpoint go too.
+
+        Raises:
+            NoSpace, IOFailure: the folder cannot be written into.
+        """
+        with disk_errors(self.root):
+            self._write_config(config)
+            for left in [*self.root.glob(".tmp-*"), *self.checkpoints.glob(".tmp-*")]:
+                shutil.rmtree(left, ignore_errors=True)
+            if fresh:
+                (self.root / METRICS).unlink(missing_ok=True)
+                for name in ("tensorboard", "profile"):
+                    shutil.rmtree(self.root / name, ignore_errors=True)
+
+    def _write_config(self, text: str) -> None:
+        staged = self.config.with_name(f".{CONFIG}")
+        try:
+            staged.write_text(text, encoding="utf-8")
+            staged.replace(self.config)
+        except OSError:
+            staged.unlink(missing_ok=True)
+            raise

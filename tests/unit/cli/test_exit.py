@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from isthmus.cli.exit import Ending, ending_of, keep_traceback, say
+from isthmus.errors import DataError, Preempted
+
+
+def raising(error: BaseException) -> Ending:
+    def run() -> NoReturn:
+        raise error
+
+    return ending_of(run)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Of the name torch gives it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (DataError("a.json:3: not JSON."), 65, "a.json:3: not JSON."),
+        (Preempted("saved."), 75, "saved."),
+        (OSError(errno.ENOSPC, "No space left on device", "out/x"), 73, "out/x: no space is left."),
+        (OSError(errno.EIO, "Input/output error", "out/x"), 74, "out/x: Input/output error."),
+        (PermissionError(errno.EACCES, "Permission denied", "m"), 74, "m: Permission denied."),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 70, "out of memory"),
+        (OutOfMemoryError("HIP out of memory"), 70, "recompute=full"),
+        (ValueError("bad\nthing"), 70, "ValueError: bad thing (unexpected; --debug shows where)"),
+        (SystemExit(3), 3, ""),
+        (SystemExit(None), 0, ""),
+    ],
+)
+def test_every_end_has_a_code_and_a_line(error: BaseException, code: int, message: str) -> None:
+    ending = raising(error)
+    assert ending.exit_code == code and message in ending.message
+    assert "\n" not in ending.message
+
+
+def test_results_pass() -> None:
+    assert ending_of(lambda: None) == ending_of(lambda: 0) == Ending(0)
+    assert ending_of(lambda: 75) == Ending(75)
+
+
+def test_traceback_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
+    ending = raising(DataError("bad file."))
+    say(ending, debug=False)
+    assert capsys.readouterr().err == "isthmus: bad file.\n"
+    say(ending, debug=True)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_traceback_of_a_bug_is_kept_in_the_run_folder(tmp_path: Path) -> None:
+    bug = raising(ValueError("x"))
+    assert keep_traceback(bug, tmp_path) == bug and not list(tmp_path.iterdir())  # not a run folder yet
+    (tmp_path / "config.yaml").touch()
+    kept = keep_traceback(bug, tmp_path)
+    assert "Traceback" in (tmp_path / "error.txt").read_text() and "error.txt" in kept.message
+    known = raising(DataError("x"))
+    assert keep_traceback(known, tmp_path) == known

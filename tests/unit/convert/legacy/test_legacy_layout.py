@@ -1,0 +1,139 @@
+"""Which files a grid of ranks has and what lies in each, against Megatron's ranks counted one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from isthmus.convert.legacy.legacy_layout import Cuts, Grid, RankFile
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+from isthmus.families.registry import family_for
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 4,
+    "vocab_size": 78,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+
+
+def architecture(**config: Any) -> Architecture:
+    config = SIZES | {"model_type": "llama"} | config
+    return family_for(config).to_architecture(config)
+
+
+def ranks(tp: int, pp: int, ep: int, etp: int) -> Iterator[tuple[int, int, int, int]]:
+    """Of every process: its rank in tp, pp, ep and etp, as Megatron's orders tp-cp-dp-pp and etp-ep-edp-pp say."""
+    world = next(n for n in itertools.count(1) if n % tp == 0 and n % (etp * ep) == 0)
+    dense = [(t, d) for d in range(world // tp) for t in range(tp)]
+    expert = [(t, e, d) for d in range(world // (etp * ep)) for e in range(ep) for t in range(etp)]
+    for stage in range(pp):
+        for (t, _), (within, e, _) in zip(dense, expert, strict=True):
+            yield t, stage, e, within
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(("tp", "ep", "etp"), list(itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4))))
+def test_files_and_the_ranks_among_experts(tp: int, ep: int, etp: int, pp: int) -> None:
+    grid, wanted = Grid(tp=tp, pp=pp, ep=ep, etp=etp), set(ranks(tp, pp, ep, etp))
+    by_name: dict[tuple[int, int, int], set[int]] = {}
+    for t, stage, e, within in wanted:
+        by_name.setdefault((t, stage, e), set()).add(within)
+    if any(len(different) > 1 for different in by_name.values()):
+        with pytest.raises(UsageError, match="two ranks with different parts of an expert would share one"):
+            grid.files()
+        return
+    files = grid.files()
+    assert {(file.tp, file.pp, file.ep, file.etp) for file in files} == wanted and len(files) == len(wanted)
+    folders = {grid.folder(file) for file in files}
+    assert len(folders) == len(files)
+    for file in files:
+        stage = f"_{file.pp:03d}" if pp > 1 else ""
+        assert f"mp_rank_{file.tp:02d}{stage}" + (f"_{file.ep:03d}" if ep > 1 else "") in folders
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "ep": 4},
+        {"tp": 4, "ep": 2, "etp": 2},
+        {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+        {"ep": 8, "etp": 1},
+        {"tp": 4, "pp": 2, "vpp": 2},
+    ],
+    ids=str,
+)
+def test_every_element_lies_in_some_file_and_the_same_ranks_hold_the_same(sizes: dict[str, int]) -> None:
+    config = SIZES | EXPERTS
+    family, grid = family_for(config), Grid(**sizes)
+    arch = family.to_architecture(config)
+    grid.check(arch)
+    cuts, layers = Cuts(grid, arch), grid.layers_of(arch)
+    for name, placed in family.placements(arch).items():
+        shape = placed.rule.canonical_shape(arch)
+        held: dict[RankFile, set[tuple[int, int]]] = {}
+        for stage, _, local in grid.place(name, arch, layers):
+            for file in grid.files():
+                if file.pp == stage and grid.on_rank(local, file, arch) is not None:
+                    _, rectangles = cuts.of(placed.rule, file, 80)
+                    cells = itertools.chain.from_iterable(
+                        itertools.product(
+                            *(range(*cut.indices(size)) for cut, size in zip(mine, shape[: len(mine)], strict=True))
+                        )
+                        for mine, _ in rectangles
+                    )
+                    held[file] = set(cells)
+        axes = max(len(cell) for cells in held.values() for cell in cells)
+        assert set().union(*held.values()) == set(itertools.product(*(range(size) for size in shape[:axes]))), name
+        # Ranks with another place among those that share the tensor have nothing in common, unless all have all of it.
+        for (one, cells), (other, others) in itertools.combinations(held.items(), 2):
+            key = ("ep", "etp") if placed.rule.of_expert else ("tp",)
+            same = all(getattr(one, axis) == getattr(other, axis) for axis in key)
+            assert (cells == others) if same or placed.rule.shard == "whole" else not cells & others, name
+
+
+def test_layers_go_to_stages_and_chunks_in_turns() -> None:
+    arch = architecture()
+    grid = Grid(pp=2, vpp=2)
+    layers = grid.layers_of(arch)
+    found = [grid.place(f"decoder.layers.{layer}.mlp.linear_fc2.weight", arch, layers)[0] for layer in range(8)]
+    assert [(stage, chunk, int(name.split(".")[2])) for stage, chunk, name in found] == [
+        (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1),
+    ]  # fmt: skip
+    assert grid.place("embedding.word_embeddings.weight", arch, layers) == [(0, 0, "embedding.word_embeddings.weight")]
+    assert grid.place("decoder.final_layernorm.weight", arch, layers)[0][:2] == (1, 1)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_tied_output_layer_is_there_only_where_there_are_stages(pp: int) -> None:
+    arch = architecture(tie_word_embeddings=True)
+    grid = Grid(pp=pp)
+    assert len(grid.place("output_layer.weight", arch, grid.layers_of(arch))) == pp - 1
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "told"),
+    [
+        ({}, {"tp": 3}, "tp=3 does not divide num_attention_heads=8"),
+        ({}, {"pp": 3}, "pp=3 does not divide num_layers=8"),
+        ({}, {"pp": 2, "vpp": 3}, "pp=2 times vpp=3 does not divide"),
+        ({}, {"vpp": 2}, "more than one pipeline stage"),
+        ({}, {"ep": 2}, "has none"),
+        ({}, {"etp": 1}, "has none"),
+        (EXPERTS, {"ep": 3}, r"ep=3 does not divide num_experts=8 \(.*\). Use 1, 2, 4 or 8."),
+        (EXPERTS, {"ep": 2, "etp": 3}, "etp=3 does not divide"),
+        (EXPERTS, {"tp": 1, "ep": 2, "etp": 2}, "Use an etp that divides tp"),
+    ],
+)
+def test_grids_that_cannot_be(config: dict[str, Any], sizes: dict[str, int], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Grid(**sizes).check(architecture(**config))

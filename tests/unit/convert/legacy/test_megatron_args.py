@@ -1,0 +1,289 @@
+"""What Megatron-LM is told of a model and what a checkpoint of its says, both ways, and what there are no words for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from isthmus.convert.family_matching import LAST_RESORT, fit
+from isthmus.convert.legacy.megatron_args import flags_to_give, megatron_args, without_switch
+from isthmus.convert.legacy.model_from_args import architecture_of
+from isthmus.errors import DataError, UsageError
+from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
+from isthmus.families.registry import all_families
+from ranks.tiny import OWN_SIZES, SIZES
+
+PLAIN = Architecture(
+    family="llama",
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    vocab_size=77,
+    max_position_embeddings=128,
+    norm_epsilon=1e-5,
+)
+MOE = Moe(num_experts=8, top_k=4, ffn_hidden_size=12, normalize=True)
+LATENT = replace(
+    PLAIN,
+    num_query_groups=4,
+    kv_channels=18,
+    rotary_interleaved=True,
+    norm_epsilon=1e-6,
+    mla=Mla(kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=6),
+)
+YARN = RopeScaling(kind="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
+DEEPSEEK = replace(MOE, score="sigmoid", expert_bias=True, num_groups=2, group_top_k=2, scaling_factor=2.5)
+
+
+def said(arch: Architecture) -> dict[str, Any]:
+    return vars(megatron_args(arch, torch.float32))
+
+
+def tiny(family: str, **settings: Any) -> Architecture:
+    sizes = {**SIZES, **OWN_SIZES.get(family, {}), **settings}
+    return all_families()[family].to_architecture(AutoConfig.for_model(family, **sizes).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags"),
+    [
+        pytest.param(PLAIN, [], id="plain"),
+        pytest.param(replace(PLAIN, norm_epsilon=1e-6), ["--norm-epsilon 1e-06"], id="epsilon"),
+        pytest.param(replace(PLAIN, qk_norm=True), ["--qk-layernorm"], id="qk-norm"),
+        pytest.param(replace(PLAIN, norm_zero_centered=True), ["--apply-layernorm-1p"], id="zero-centred"),
+        pytest.param(replace(PLAIN, sliding_window=8), ["--window-size 7,0"], id="window"),
+        pytest.param(
+            replace(PLAIN, sliding_window=8, full_attention_layers=(1, 3)),
+            ["--window-size 7,0", "--window-attn-skip-freq '[1,0,1,0]'"],
+            id="windows",
+        ),
+        pytest.param(replace(PLAIN, unrotated_layers=(3,)), ["--no-rope-freq '[0,0,0,1]'"], id="unrotated"),
+        pytest.param(
+            replace(PLAIN, rope_scaling=RopeScaling(kind="llama3", factor=8.0)), ["--use-rope-scaling"], id="llama-3.1"
+        ),
+        pytest.param(replace(PLAIN, attention_sinks=True), ["--softmax-type learnable"], id="sinks"),
+        pytest.param(replace(PLAIN, position="learned"), [], id="learned-positions"),
+        pytest.param(replace(PLAIN, rotary_percent=0.5, rotary_interleaved=True, rotary_base=5e5), [], id="rotary"),
+        pytest.param(replace(PLAIN, qkv_bias=True, tie_embeddings=True), [], id="qkv-bias"),
+        pytest.param(
+            replace(PLAIN, activation="gelu", gated=False, normalization="LayerNorm"),
+            ["--no-bias-gelu-fusion"],
+            id="gelu",
+        ),
+        pytest.param(
+            replace(PLAIN, activation="gelu_tanh", gated=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
+            [],
+            id="gelu-tanh-biases",
+        ),
+        pytest.param(
+            replace(PLAIN, activation="clamped_swiglu"),
+            ["--quick-geglu", "--activation-func-clamp-value 7.0", "--glu-linear-offset 1.0"],
+            id="clamped",
+        ),
+        pytest.param(replace(PLAIN, moe=MOE), [], id="experts"),
+        pytest.param(
+            replace(
+                PLAIN, moe=replace(MOE, normalize=False, dense_layers=(0,), shared_ffn_hidden_size=20, shared_gate=True)
+            ),
+            ["--moe-shared-expert-gate"],
+            id="shared-experts",
+        ),
+        pytest.param(
+            replace(PLAIN, moe=DEEPSEEK),
+            ["--moe-router-num-groups 2", "--moe-router-group-topk 2"],
+            id="grouped-experts",
+        ),
+        pytest.param(
+            LATENT,
+            [
+                *("--norm-epsilon 1e-06", "--qk-layernorm", "--multi-latent-attention", "--kv-lora-rank 12"),
+                *("--qk-head-dim 10", "--qk-pos-emb-head-dim 8", "--v-head-dim 6", "--rope-type rope"),
+            ],
+            id="latent",
+        ),
+        pytest.param(
+            replace(LATENT, rope_scaling=YARN, mtp_layers=1),
+            [
+                *("--norm-epsilon 1e-06", "--qk-layernorm", "--multi-latent-attention", "--kv-lora-rank 12"),
+                *("--qk-head-dim 10", "--qk-pos-emb-head-dim 8", "--v-head-dim 6", "--rope-type yarn"),
+                *("--rotary-scaling-factor 40.0", "--mscale-all-dim 1.0", "--mtp-num-layers 1"),
+            ],
+            id="latent-yarn-ahead",
+        ),
+    ],
+)
+def test_what_is_said_is_read_again(arch: Architecture, flags: list[str]) -> None:
+    assert without_switch(arch) == []
+    assert sorted(flags_to_give(arch)) == sorted(flags)
+    assert architecture_of(said(arch)) == (replace(arch, family=""), [])
+
+
+@pytest.mark.parametrize(
+    ("arch", "words"),
+    [
+        (replace(PLAIN, form="sandwich"), "form 'sandwich'"),
+        (replace(PLAIN, normalization="LayerNorm", norm_bias=False), "norms without a bias"),
+        (replace(PLAIN, qk_norm=True, qk_norm_over="projection"), "all heads together"),
+        (replace(LATENT, norm_epsilon=1e-5), "another epsilon"),
+        (replace(LATENT, rotary_interleaved=False), "pairs of halves"),
+        (replace(PLAIN, rope_scaling=RopeScaling(kind="llama3", factor=32.0)), "rope scaling 'llama3'"),
+        (replace(PLAIN, rope_scaling=RopeScaling(kind="linear", factor=2.0)), "rope scaling 'linear'"),
+        (replace(PLAIN, rope_scaling=YARN), "rope scaling 'yarn'"),
+        (replace(LATENT, rope_scaling=replace(YARN, beta_fast=16.0)), "rope scaling 'yarn'"),
+        (replace(LATENT, rope_scaling=replace(YARN, mscale=None)), "rope scaling 'yarn'"),
+        (replace(PLAIN, sliding_window=8, window_rotary_base=1e4), "rotary base"),
+        (replace(PLAIN, attention_scale=0.5), "attention_scale=0.5"),
+        (replace(PLAIN, attention_softcap=50.0), "attention_softcap=50"),
+        (replace(PLAIN, mlp_bias=True), "biases"),
+        (replace(PLAIN, activation="gelu_tanh"), "activation"),
+        (replace(PLAIN, moe=replace(MOE, expert_bias=True)), "choose experts"),
+        (replace(PLAIN, moe=replace(MOE, num_groups=2, group_top_k=2, normalize=False, group_score="max")), "choose"),
+        (replace(PLAIN, moe=replace(DEEPSEEK, normalize=False)), "choose experts"),
+        (replace(PLAIN, embedding_multiplier=2.0, residual_multiplier=0.5), "residual_multiplier=0.5"),
+        (replace(PLAIN, logits_multiplier=0.5, logits_softcap=30.0), "logits_softcap=30"),
+    ],
+)
+def test_what_megatron_lm_has_no_switch_for(arch: Architecture, words: str) -> None:
+    assert words in ", ".join(without_switch(arch))
+
+
+def test_a_scale_that_is_the_usual_one_needs_no_switch() -> None:
+    assert without_switch(replace(PLAIN, attention_scale=0.25)) == []
+    assert without_switch(replace(PLAIN, attention_scale=0.125)) != []
+
+
+@pytest.mark.parametrize("family", sorted(all_families().keys() - {LAST_RESORT}))
+def test_every_family_that_megatron_lm_can_build_is_found_again(family: str) -> None:
+    arch = tiny(family)
+    if lacks := without_switch(arch):
+        # What is left of it is another model, and is never taken for this one.
+        try:
+            found = fit(architecture_of(said(arch))[0])
+        except UsageError:
+            return
+        assert replace(found.arch, family=family) != arch, lacks
+        return
+    found = fit(architecture_of(said(arch))[0])
+    assert family in (found.family.name, *found.others)
+    assert replace(found.arch, family=family) == arch
+
+
+@pytest.mark.parametrize(
+    ("settings", "family", "others"),
+    [
+        ({}, "llama", True),
+        ({"sliding_window": 8}, "mistral", True),
+        ({"qkv_bias": True}, "qwen2", True),
+        ({"qk_norm": True}, "qwen3", False),
+        ({"moe": MOE, "ffn_hidden_size": 12}, "mixtral", False),
+        ({"moe": MOE}, "mixtral", False),
+        ({"moe": replace(MOE, score="softmax_of_chosen")}, "mixtral", False),
+        ({"moe": MOE, "qk_norm": True}, "qwen3_moe", False),
+    ],
+)
+def test_the_plainest_family_is_taken(settings: Mapping[str, Any], family: str, others: bool) -> None:
+    found = fit(replace(PLAIN, **settings))
+    assert (found.family.name, bool(set(found.others) - {"isthmus"})) == (family, others)
+    assert found.arch.family == family
+
+
+def test_another_family_is_taken_when_asked() -> None:
+    assert fit(PLAIN, first="mistral").family.name == "mistral"
+    assert fit(PLAIN, first="qwen3").family.name == "llama"
+
+
+def test_no_family_says_it() -> None:
+    with pytest.raises(UsageError, match=r"The nearest is \w+, but for .*=.* and not "):
+        fit(LATENT)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"squared_relu": True}, "squared_relu=True"),
+        ({"use_mup": True}, "use_mup=True"),
+        ({"qk_l2_norm": True}, "qk_l2_norm=True"),
+        ({"attention_output_gate": True}, "attention_output_gate=True"),
+        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant='dsa'"),
+        ({"is_hybrid_model": True}, "is_hybrid_model=True"),
+        ({"spec": ["some.module", "spec"]}, "spec="),
+        ({"position_embedding_type": "none"}, "position_embedding_type='none'"),
+        ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
+        ({"rotary_seq_len_interpolation_factor": 4}, "rotary_seq_len_interpolation_factor=4"),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "rope_scaling_factor=32.*rotates with 8"),
+        ({"window_size": (4, 4)}, r"window_size=\(4, 4\)"),
+        ({"swiglu": False, "quick_geglu": True}, "quick_geglu=True"),
+        ({"multi_latent_attention": True}, "qk_layernorm=False"),
+        ({"num_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"num_experts": 4, "moe_router_topk": 4, "moe_router_group_topk": 1}, "moe_router_group_topk=1"),
+    ],
+)
+def test_arithmetic_that_is_not_built_is_refused_by_name(changed: Mapping[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        architecture_of(said(PLAIN) | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_layers": None}, "num_layers=None"),
+        ({"hidden_size": "32"}, "hidden_size='32'"),
+        ({"layernorm_epsilon": None, "norm_epsilon": None}, "no norm_epsilon"),
+        ({"num_experts": 4, "moe_layer_freq": [1, 0]}, r"moe_layer_freq=\[1, 0\].*4 layers"),
+    ],
+)
+def test_arguments_that_make_no_sense(changed: Mapping[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        architecture_of(said(PLAIN) | changed)
+
+
+def test_what_older_releases_said() -> None:
+    args = said(replace(PLAIN, norm_epsilon=1e-6, norm_zero_centered=True))
+    for newer in ("layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear", "moe_layer_freq"):
+        args.pop(newer, None)
+    found, _ = architecture_of(args | {"disable_bias_linear": True})
+    assert found == replace(PLAIN, family="", norm_epsilon=1e-6, norm_zero_centered=True)
+    assert architecture_of(args)[0].mlp_bias
+
+
+def test_frequencies_in_place_of_patterns() -> None:
+    found, _ = architecture_of(
+        said(replace(PLAIN, moe=MOE))
+        | {"moe_layer_freq": 2, "no_rope_freq": 4, "window_size": (7, 0), "window_attn_skip_freq": 2}
+    )
+    assert found.moe is not None
+    assert (found.moe.dense_layers, found.unrotated_layers) == ((1, 3), (3,))
+    assert (found.sliding_window, found.full_attention_layers) == (8, (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("told", "asked", "rows", "notes"),
+    [
+        ({"vocab_size": 77, "padded_vocab_size": 128}, None, 77, 0),
+        ({"vocab_size": 76, "tokenizer_type": "NullTokenizer", "padded_vocab_size": 128}, None, 77, 0),
+        ({"vocab_size": None, "padded_vocab_size": 128}, None, 128, 1),
+        ({"vocab_size": None, "padded_vocab_size": 128}, 100, 100, 0),
+    ],
+)
+def test_the_vocabulary_is_told_or_kept_with_its_padding(
+    told: Mapping[str, Any], asked: int | None, rows: int, notes: int
+) -> None:
+    found, said_of_it = architecture_of(said(PLAIN) | told, asked)
+    assert (found.vocab_size, len(said_of_it)) == (rows, notes)
+    with pytest.raises(UsageError, match="has 128 rows"):
+        architecture_of(said(PLAIN) | told, 129)
+
+
+def test_another_yarn() -> None:
+    args = said(replace(LATENT, rope_scaling=YARN)) | {"mscale": 0.5, "mscale_all_dim": 0.0}
+    scaling = architecture_of(args)[0].rope_scaling
+    assert scaling is not None and scaling.mscale is None
+    assert scaling.attention_factor == pytest.approx(0.05 * 3.688879454 + 1)

@@ -1,0 +1,103 @@
+"""The index that is written is torch's own to torch, and torch's own is read, without torch.distributed."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from isthmus.convert.torch_dist.dcp_metadata import (
+    Chunk,
+    ChunkKey,
+    FilePart,
+    Index,
+    ObjectEntry,
+    Properties,
+    TensorEntry,
+    load_index,
+    save_index,
+)
+from isthmus.errors import DataError, UnsafeInput
+
+SIZE, AT = torch.Size((2, 3)), torch.Size((0, 0))
+OURS = Index(
+    {"decoder.a": TensorEntry(Properties(torch.bfloat16), SIZE, [Chunk(AT, SIZE)]), "decoder.b": ObjectEntry()},
+    {
+        ChunkKey("decoder.a", AT): FilePart("__0_0.distcp", 0, 99),
+        ChunkKey("decoder.b"): FilePart("__0_1.distcp", 99, 1),
+    },
+)
+THEIRS = Metadata(
+    {
+        "decoder.a": TensorStorageMetadata(TensorProperties(torch.bfloat16), SIZE, [ChunkStorageMetadata(AT, SIZE)]),
+        "decoder.b": BytesStorageMetadata(),
+    },
+    storage_data={
+        MetadataIndex("decoder.a", AT): _StorageInfo("__0_0.distcp", 0, 99),
+        MetadataIndex("decoder.b"): _StorageInfo("__0_1.distcp", 99, 1),
+    },
+    version="1.0.0",
+)
+
+
+def test_what_is_written_is_torchs_own(tmp_path: Path) -> None:
+    save_index(OURS, tmp_path / ".metadata")
+    assert pickle.loads((tmp_path / ".metadata").read_bytes()) == THEIRS
+    read = FileSystemReader(tmp_path).read_metadata()
+    assert (read.state_dict_metadata, read.storage_data) == (THEIRS.state_dict_metadata, THEIRS.storage_data)
+    assert load_index(tmp_path / ".metadata") == OURS
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_torchs_own_is_read(protocol: int, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(THEIRS, protocol))
+    assert load_index(tmp_path / ".metadata") == OURS
+
+
+def test_what_torch_saves_is_read(tmp_path: Path) -> None:
+    state = {"decoder.a": torch.ones(2, 3), "args": {"some": (1, "thing")}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    found = load_index(tmp_path / ".metadata")
+    entry = found.state_dict_metadata["decoder.a"]
+    assert isinstance(entry, TensorEntry) and (entry.properties.dtype, entry.size) == (torch.float32, SIZE)
+    assert ChunkKey("decoder.a", AT) in found.storage_data
+
+
+def test_nothing_of_torch_distributed_is_imported() -> None:
+    code = "import isthmus.convert.transfer, isthmus.convert.verify.compare, sys\n"
+    code += "print('torch.distributed.checkpoint' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("content", [THEIRS.state_dict_metadata, 3, StorageMeta()])
+def test_what_is_no_index(content: object, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(pickle.dumps(content))
+    with pytest.raises(DataError, match="is not the index"):
+        load_index(tmp_path / "x")
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_names_something_else_is_refused(protocol: int, tmp_path: Path) -> None:
+    for content in (eval, torch.load, subprocess.run, FileSystemReader):
+        (tmp_path / "x").write_bytes(pickle.dumps({"a": content}, protocol))
+        with pytest.raises(UnsafeInput, match="which no checkpoint needs"):
+            load_index(tmp_path / "x")

@@ -1,0 +1,83 @@
+"""Models run by transformers, all at once and layer by layer; whether there is memory; what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from isthmus.convert.open_model import Stored, open_stored
+from isthmus.convert.verify.compare import model_runner
+from isthmus.convert.verify.layerwise import run
+from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, opened_network
+from isthmus.errors import DataError, UsageError
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.hf.transformers_model import HfNetwork
+from ranks.tiny import build_model_folder
+
+IDS = torch.arange(22).view(2, 11)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    return open_stored(build_model_folder(tmp_path_factory.mktemp("qwen3") / "hf", "qwen3"))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@torch.no_grad()
+def test_transformers_says_the_same_layer_by_layer(family: str, tied: bool, tmp_path: Path) -> None:
+    folder = build_model_folder(tmp_path / "hf", family, dtype=torch.bfloat16, tie_word_embeddings=tied)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(IDS)
+    for by_layer in (False, True):
+        with opened_network(open_stored(folder), by_layer=by_layer) as network:
+            for _ in range(2):  # the weights come back the second time
+                passed: list[int] = []
+                found = run(network, IDS, lambda number, _, to=passed: to.append(number), by_layer=by_layer)
+            assert all(parameter.is_meta == by_layer for parameter in network.module.parameters())
+        assert torch.equal(found, wanted.logits.flatten(0, 1))
+        assert passed == [0, 1, 2, 3, 4]
+
+
+def test_weights_that_transformers_has_no_use_for_or_misses(qwen3: Stored, tmp_path: Path) -> None:
+    folder = build_model_folder(tmp_path / "hf", "qwen3")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if "k_norm" not in name}, folder / "model.safetensors")
+    for by_layer in (False, True):
+        with pytest.raises(DataError, match=r"finds no tensor for model\.layers\.0\.self_attn\.k_norm\.weight"):
+            HfNetwork(qwen3.like.config, ModelFolder.open(folder), by_layer=by_layer)
+
+
+def test_a_model_that_transformers_does_not_know(qwen3: Stored) -> None:
+    with pytest.raises(UsageError, match="no model of type unheard-of"):
+        HfNetwork({"model_type": "unheard-of"}, qwen3.like, by_layer=False)
+
+
+def test_memory_decides(qwen3: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = float32_bytes(qwen3)
+    needed, largest = sum(sizes.values()), max(sizes.values())
+    assert needed == sum(tensor.nbytes for tensor in load_file(qwen3.path / "model.safetensors").values())
+    for free, expected in ((2 * needed, False), (2 * needed - 1, True), (largest, True)):
+        monkeypatch.setattr(model_runner, "free_bytes", lambda free=free: free)
+        by_layer, told = memory_plan(qwen3, qwen3, by_layer=False)
+        assert by_layer == expected and ("are free" in told) == expected
+    monkeypatch.setattr(model_runner, "free_bytes", lambda: largest - 1)
+    with pytest.raises(UsageError, match="the largest layer takes"):
+        memory_plan(qwen3, qwen3, by_layer=False)
+
+
+def test_verify_without_logits_imports_neither_transformers_nor_megatron(qwen3: Stored) -> None:
+    code = (
+        "import json, sys\n"
+        "from isthmus.cli.main import main\n"
+        "assert main(['verify', sys.argv[1], sys.argv[1]]) == 0\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(qwen3.path)], capture_output=True, text=True, check=True)
+    assert not {"transformers", "megatron"} & set(json.loads(done.stdout.splitlines()[-1]))

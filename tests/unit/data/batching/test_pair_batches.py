@@ -1,0 +1,84 @@
+"""Pairs stay together on a line, whatever the layout, and every step has as many of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.data.batching.pair_batches import PairBatches, PairLine, spread
+from isthmus.data.store.mixture import Share
+from isthmus.data.store.sample_store import SampleStore
+from isthmus.data.store.split import split
+from isthmus.errors import DataError
+
+
+def store(pairs: int = 11) -> SampleStore:
+    rng = random.Random(0)
+    lengths = [rng.randint(2, 9) for _ in range(2 * pairs)]
+    samples = [([1000 + k] + [5] * (n - 1), [0] + [1] * (n - 1)) for k, n in enumerate(lengths)]
+    return SampleStore.from_samples(samples, [k // 2 for k in range(2 * pairs)])
+
+
+def make(s: SampleStore, **options: Any) -> PairBatches:
+    settings = {"seq_length": 16, "micro_batch_size": 1, "global_batch_size": 4, "packing": True, **options}
+    return PairBatches(s, **settings)
+
+
+def numbers(lines: list[Any]) -> list[int]:
+    found = []
+    for line in lines:
+        assert isinstance(line, PairLine)
+        starts = line.input_ids[line.cu_seqlens[:-1].long()][: line.num_samples] - 1000
+        assert starts.tolist() == line.samples.tolist()
+        assert (line.samples[::2] + 1).tolist() == line.samples[1::2].tolist() and not (line.samples[::2] % 2).any()
+        found += line.samples.tolist()
+    return found
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("micro", "dp"), [(1, 1), (4, 1), (2, 2), (1, 4)])
+def test_every_layout_sees_the_same_pairs(packing: bool, micro: int, dp: int) -> None:
+    s = store()
+    whole = make(s, packing=False)
+    ranks = [make(s, packing=packing, micro_batch_size=micro, dp_rank=rank, dp_size=dp) for rank in range(dp)]
+    assert whole.steps_per_epoch == ranks[0].steps_per_epoch == 3
+    for step in (0, 2, 5):
+        wanted = numbers(whole.step(step))
+        parts = [rank.step(step) for rank in ranks]
+        assert len(wanted) == 8 and {len(part) for part in parts} == {4 // (micro * dp)}
+        assert sorted(k for part in parts for k in numbers(part)) == sorted(wanted)
+    evaluated = [k for rank in ranks for lines in rank.eval_batches() for k in numbers(lines)]
+    assert sorted(evaluated) == list(range(22))
+
+
+def test_packing_evens_lines_out() -> None:
+    assert spread([9, 1, 8, 2, 7, 3], 3) == [[0, 1], [2, 3], [4, 5]]
+    assert spread([5], 2) == [[0], []]
+
+
+def test_lines_bring_their_part_of_the_reference() -> None:
+    batches = make(store(), micro_batch_size=2)
+    assert all(line.reference is None for line in batches.step(0) if isinstance(line, PairLine))
+    batches.reference = torch.arange(22).double() / 2
+    for line in batches.step(1):
+        assert isinstance(line, PairLine) and line.reference is not None
+        assert line.reference.tolist() == [k / 2 for k in line.samples.tolist()]
+
+
+def test_sets_are_mixed_by_pairs() -> None:
+    shares = (Share("a", 8, 1.0), Share("b", 14, 3.0))
+    lines = [line for k in range(10) for line in make(store(), shares=shares).step(k)]
+    taken = numbers(lines)
+    assert sum(number >= 8 for number in taken) == 60 and len(taken) == 80
+
+
+def test_only_pairs_are_taken() -> None:
+    s = store()
+    training, (held_out,) = split(s, [0.3])
+    assert [make(part).sequences_per_epoch for part in (training, held_out)] == [8, 3]
+    for broken in (s.select(range(21)), s.select(range(1, 21))):
+        with pytest.raises(DataError, match="no pairs of answers"):
+            make(broken)

@@ -1,0 +1,39 @@
+"""The next one is made while the last is in use, and nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from isthmus.data.batching.prefetch import prefetched
+from isthmus.errors import DataError
+
+
+def test_each_in_turn_and_the_next_one_early():
+    made: list[tuple[int, str]] = []
+
+    def make(step: int) -> int:
+        made.append((step, threading.current_thread().name))
+        return step * step
+
+    assert list(prefetched(make, range(3, 7))) == [9, 16, 25, 36] and list(prefetched(make, range(2, 2))) == []
+    assert [step for step, _ in made] == [3, 4, 5, 6]
+    made.clear()
+    batches = prefetched(make, range(3, 7))
+    assert next(batches) == 9
+    batches.close()  # waits for what is under way and begins nothing
+    assert [step for step, _ in made] == [3, 4]
+    assert not [thread for thread in threading.enumerate() if thread.name in {name for _, name in made}]
+
+
+def test_an_error_is_told_as_itself_where_its_step_begins():
+    def make(step: int) -> int:
+        if step == 2:
+            raise DataError("bad")
+        return step
+
+    batches = prefetched(make, range(5))
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(DataError, match="bad"):
+        next(batches)

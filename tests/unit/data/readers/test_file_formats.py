@@ -1,0 +1,80 @@
+"""Every way a data file can be bad is told with its file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isthmus.data.readers.file_formats import Skipped, read_records
+from isthmus.errors import DataError, MissingInput, UsageError
+
+
+def values(path: Path, **options) -> list[tuple[str, dict]]:
+    return [(record.where.rsplit(":", 1)[1], record.value) for record in read_records(path, **options)]
+
+
+def test_json_lines_and_arrays_are_told_apart_by_content(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text('{"a": 1}\n\n  {"a": 2}\n')
+    assert values(path) == [("1", {"a": 1}), ("3", {"a": 2})]
+    path.write_bytes(b'\xef\xbb\xbf[\n {"a": 1},\n\n {"a":\n 2}, {"a": 3}]\n')
+    assert values(path) == [("2", {"a": 1}), ("4", {"a": 2}), ("5", {"a": 3})]
+    path.write_text(json.dumps({"a": {"b": 1}}, indent=1))
+    assert values(path) == [("1", {"a": {"b": 1}})]
+
+
+def test_text_file_is_one_document(tmp_path):
+    path = tmp_path / "sea.txt"
+    path.write_text("[not JSON]\n\nblue ✓\n")
+    assert values(path) == [("1", {"text": "[not JSON]\n\nblue ✓\n"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b"", "a.json: the file is empty"),
+        ("a.jsonl", b" \n\n", "a.jsonl: the file is empty"),
+        ("a.txt", b"\n", "a.txt: the file is empty"),
+        ("a.json", b"[ ]", "a.json: the JSON array is empty"),
+        ("a.json", b"hello", "a.json:1: not JSON: begins with b'h'"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl:2: not JSON: Expecting value"),
+        ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl:2: a record must be a JSON object, got list"),
+        ("a.json", b'[{"a": 1},\n 7]', "a.json:2: a record must be a JSON object, got int"),
+        ("a.json", b'[{"a": 1},\n {"a": "x', "a.json:2: not JSON: Unterminated string"),
+        ("a.json", b'[{"a": 1}\n', "a.json:2: not JSON: wanted ',' or ']' after a record, the file ends"),
+        ("a.json", b'[{"a": 1}\n\n {"a": 2}]', "a.json:3: not JSON: wanted ',' or ']' after a record, got '{'"),
+        ("a.json", b'[{"a": 1}]\nx', "a.json:2: not JSON: there is more after the array's end"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl:2: not UTF-8: byte 0xff at byte column 8"),
+        ("a.json", b'[{"a": 1},\n{"a": "\xff"}]\n', "a.json:2: not UTF-8: byte 0xff at byte column 8"),
+        ("a.jsonl", b'{"a": ' + b"[" * 200_000 + b"\n", "a.jsonl:1: not JSON"),
+    ],
+)
+def test_bad_file_is_named_with_its_line(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        values(path)
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 65
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(MissingInput, match="no such data file"):
+        values(tmp_path / "none.json")
+    with pytest.raises(UsageError, match="is a folder"):
+        values(tmp_path)
+
+
+def test_bad_lines_can_be_skipped_and_are_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'nope\n{"a": 1}\n{"a"\n3\n{"a": "\xff"}\n{"a": 2}')
+    with pytest.raises(DataError, match="begins with"):  # a file that does not look like JSON at all is never skipped
+        values(path, on_error="skip")
+    path.write_bytes(b'{"a": 1}\n{"a"\n3\n{"a": "\xff"}\n{"a": 2}')
+    skipped = Skipped(keep=2)
+    assert [value for _, value in values(path, on_error="skip", skipped=skipped)] == [{"a": 1}, {"a": 2}]
+    assert skipped.count == 3
+    assert [reason.split(": ")[0].rsplit(":", 1)[1] for reason in skipped.reasons] == ["2", "3"]

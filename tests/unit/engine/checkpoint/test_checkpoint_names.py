@@ -1,0 +1,137 @@
+"""Where tensors lie in a torch_dist checkpoint, spelled out for each kind of model."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus.engine.checkpoint.checkpoint_names import Place, Spelling, live_names, transformer_engine_name
+
+DENSE = Spelling(num_layers=4)
+ALL_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset(range(4)))
+SOME_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset({1, 2, 3}))
+LATENT = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset({1, 2, 3, 4}), latent=True)
+"""As DeepSeek-V3 with one layer that predicts ahead."""
+L2, M2 = "decoder.layers.2.", "decoder.layers.2.mlp."
+EXPERT = f"{M2}experts.local_experts.5.linear_fc1.weight"
+FUSED_INPUT = "self_attention.linear_qkv.layer_norm_weight"
+FUSED_MLP = "mlp.linear_fc1.layer_norm_weight"
+
+
+@pytest.mark.parametrize("spelling", [DENSE, ALL_EXPERTS, SOME_EXPERTS, LATENT])
+@pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "output_layer.weight"])
+def test_what_is_in_no_layer(spelling: Spelling, name: str) -> None:
+    assert spelling.places(name) == [Place(name)]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "canonical", "places"),
+    [
+        (DENSE, f"{M2}linear_fc1.weight", [Place("decoder.layers.mlp.linear_fc1.weight", (2,), (4,))]),
+        (DENSE, f"{L2}input_layernorm.weight", [Place(f"decoder.layers.{FUSED_INPUT}", (2,), (4,))]),
+        (DENSE, f"{L2}pre_mlp_layernorm.weight", [Place(f"decoder.layers.{FUSED_MLP}", (2,), (4,))]),
+        (DENSE, "decoder.final_layernorm.weight", [Place("decoder.final_layernorm.weight")]),
+        (
+            ALL_EXPERTS,
+            f"{L2}pre_mlp_layernorm.weight",  # TransformerEngine's layers and the plain ones do not agree
+            [
+                Place("decoder.layers.pre_mlp_layernorm.weight", (2,), (4,)),
+                Place(f"decoder.layers.{FUSED_MLP}", (2,), (4,)),
+            ],
+        ),
+        (ALL_EXPERTS, EXPERT, [Place("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 5), (4, 8))]),
+        (ALL_EXPERTS, f"{M2}router.weight", [Place("decoder.layers.mlp.router.weight", (2,), (4,))]),
+        (SOME_EXPERTS, EXPERT, [Place(f"{M2}experts.experts.linear_fc1.weight", (5,), (8,))]),
+        (SOME_EXPERTS, f"{L2}input_layernorm.weight", [Place(f"{L2}{FUSED_INPUT}")]),
+        (
+            SOME_EXPERTS,
+            "decoder.layers.0.pre_mlp_layernorm.weight",
+            [Place(f"decoder.layers.0.{FUSED_MLP}")],
+        ),
+        (
+            SOME_EXPERTS,
+            f"{L2}pre_mlp_layernorm.weight",
+            [Place(f"{L2}pre_mlp_layernorm.weight"), Place(f"{L2}{FUSED_MLP}")],
+        ),
+        (LATENT, f"{L2}input_layernorm.weight", [Place(f"{L2}input_layernorm.weight")]),
+        (LATENT, f"{L2}pre_mlp_layernorm.weight", [Place(f"{L2}pre_mlp_layernorm.weight")]),
+        (
+            LATENT,
+            f"{L2}self_attention.kv_layernorm.weight",
+            [
+                Place(f"{L2}self_attention.linear_kv_up_proj.layer_norm_weight"),
+                Place(f"{L2}self_attention.kv_layernorm.weight"),
+            ],
+        ),
+        (
+            LATENT,
+            "decoder.layers.0.pre_mlp_layernorm.weight",
+            [Place(f"decoder.layers.0.{FUSED_MLP}"), Place("decoder.layers.0.pre_mlp_layernorm.weight")],
+        ),
+        (
+            LATENT,
+            "mtp.layers.0.transformer_layer.mlp.experts.local_experts.7.linear_fc2.weight",
+            [Place("mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc2.weight", (7,), (8,))],
+        ),
+        (
+            LATENT,
+            "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
+            [Place("mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight")],
+        ),
+    ],
+)
+def test_places(spelling: Spelling, canonical: str, places: list[Place]) -> None:
+    assert spelling.places(canonical) == places
+    possible = spelling.possible_places(canonical)
+    assert possible[: len(places)] == places
+
+
+def test_a_tensor_is_looked_for_under_every_name_that_it_may_have() -> None:
+    found = [place.key for place in DENSE.possible_places(f"{L2}input_layernorm.weight")]
+    assert found == [
+        f"decoder.layers.{FUSED_INPUT}",
+        "decoder.layers.input_layernorm.weight",
+        f"{L2}{FUSED_INPUT}",
+        f"{L2}input_layernorm.weight",
+    ]
+    assert [place.key for place in SOME_EXPERTS.possible_places(EXPERT)] == [
+        f"{M2}experts.experts.linear_fc1.weight",
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+    ]
+
+
+def test_empty_states_lie_beside_linear_layers_one_for_each_part() -> None:
+    names = [
+        "embedding.word_embeddings.weight",
+        f"{L2}input_layernorm.weight",
+        f"{L2}self_attention.linear_qkv.weight",
+        f"{L2}self_attention.linear_qkv.bias",
+        f"{M2}router.weight",
+        f"{M2}shared_experts.linear_fc1.weight",
+        EXPERT,
+        "output_layer.weight",
+    ]
+    assert ALL_EXPERTS.extra_states(names) == [
+        "decoder.layers.self_attention.linear_qkv._extra_state/shard_2_4",
+        "decoder.layers.mlp.shared_experts.linear_fc1._extra_state/shard_2_4",
+        "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_2.5_4.8",
+    ]
+    assert SOME_EXPERTS.extra_states(names) == [
+        f"{L2}self_attention.linear_qkv._extra_state/shard_0_1",
+        f"{M2}shared_experts.linear_fc1._extra_state/shard_0_1",
+        f"{M2}experts.experts.linear_fc1._extra_state/shard_5_8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "canonical", "live"),
+    [
+        (DENSE, f"{L2}pre_mlp_layernorm.bias", f"{L2}mlp.linear_fc1.layer_norm_bias"),
+        (ALL_EXPERTS, f"{L2}pre_mlp_layernorm.weight", f"{L2}pre_mlp_layernorm.weight"),
+        (ALL_EXPERTS, EXPERT, f"{M2}experts.linear_fc1.weight5"),
+        (LATENT, f"{L2}self_attention.q_layernorm.weight", f"{L2}self_attention.linear_q_up_proj.layer_norm_weight"),
+        (LATENT, f"{L2}self_attention.linear_q_proj.weight", f"{L2}self_attention.linear_q_proj.weight"),
+    ],
+)
+def test_live_names(spelling: Spelling, canonical: str, live: str) -> None:
+    assert transformer_engine_name(canonical, spelling) == live
+    assert {canonical, live} <= set(live_names(canonical))

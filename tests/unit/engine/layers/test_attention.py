@@ -1,0 +1,220 @@
+"""Attention over packed samples against the formula written out, and what it must not allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.engine.layers import packed_attention_cpu as line
+from isthmus.engine.layers.attention import Segments, VarlenAttention, sample_attention
+from isthmus.engine.layers.packed_attention_cpu import line_attention, stacks_of
+from unit.engine.recorder import Recorder
+
+HEADS, CHANNELS = 4, 16
+
+WAYS = [line_attention, sample_attention]
+
+
+SIZES = {
+    "QUERIES": (6, 4, 96),
+    "KEYS": (4, 4, 64),
+    "FILL": ({torch.float64: 4}, {}, {torch.float64: 32}),
+    "HIGHEST": ({}, {torch.float64: 5}, {}),
+    "SCORES": (300, 1 << 20, 3 << 18),
+}
+
+
+@pytest.fixture(params=range(3), ids=["small-blocks", "nothing-filled-up", "blocks"])
+def block_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, values in SIZES.items():
+        monkeypatch.setattr(line, name, values[request.param])
+    stacks_of.cache_clear()
+    yield
+    stacks_of.cache_clear()
+
+
+def inputs(tokens: int, groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    shapes = ((groups, HEADS // groups), (groups,), (groups,))
+    q, k, v = (torch.randn(tokens, *heads, CHANNELS, dtype=dtype) for heads in shapes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    window: int | None,
+    *,
+    scale: float = CHANNELS**-0.5,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Every score of the line, then a mask: same sample, not later, not too long ago."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(len(sample))
+    distance = place[:, None] - place[None, :]
+    seen = (sample[:, None] == sample[None, :]) & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
+    share = q.size(2)
+    q, k, v = q.flatten(1, 2), k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = torch.einsum("tnd,snd->nts", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((sinks[:, None, None].expand(-1, scores.size(1), 1), scores), -1)
+    weights = scores.softmax(-1)[..., -len(sample) :]
+    return torch.einsum("nts,snd->tnd", weights, v).unflatten(1, (-1, share))
+
+
+@pytest.mark.parametrize("attend", WAYS)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize("lengths", [(20,), (9, 1, 4, 6), (8, 12), (1, 1, 18), (5, 5, 5, 5), (4, 8, 8)])
+@pytest.mark.usefixtures("block_sizes")
+def test_values_and_gradients(
+    attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, groups: int
+) -> None:
+    given = inputs(20, groups)
+    upstream = torch.randn(20, groups, HEADS // groups, CHANNELS, dtype=torch.float64)
+    out, wanted = attend(*given, lengths, window), reference(*given, lengths, window)
+    assert torch.allclose(out, wanted)
+    got = torch.autograd.grad(out, given, upstream)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, given, upstream), strict=True):
+        assert torch.allclose(mine, theirs)
+
+
+@pytest.mark.parametrize("how", [{"scale": 0.7}, {"softcap": 0.5}, {"sinks": True}, {"softcap": 2.0, "sinks": True}])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.usefixtures("block_sizes")
+def test_scores_scaled_capped_and_with_sinks(how: dict[str, Any], window: int | None) -> None:
+    given = inputs(20, 2)
+    changed = dict(how)
+    if "sinks" in how:
+        changed["sinks"] = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(20, 2, HEADS // 2, CHANNELS, dtype=torch.float64)
+    lengths = (9, 1, 4, 6)
+    out, wanted = (attend(*given, lengths, window, **changed) for attend in (line_attention, reference))
+    assert torch.allclose(out, wanted)
+    assert not torch.allclose(out, reference(*given, lengths, window), atol=1e-3)
+    learned = (*given, changed["sinks"]) if "sinks" in how else given
+    got = torch.autograd.grad(out, learned, upstream)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, learned, upstream), strict=True):
+        assert torch.allclose(mine, theirs)
+
+
+def test_the_kernel_of_a_gpu_scales_too() -> None:
+    given = inputs(20, 2)
+    for scale, window in ((0.7, None), (0.1, 4)):
+        out = sample_attention(*given, (9, 11), window, scale=scale)
+        assert torch.allclose(out, reference(*given, (9, 11), window, scale=scale))
+
+
+def test_bf16_sinks_get_a_gradient_of_their_own_type() -> None:
+    lengths = (22, 18)  # one above the other
+    q, k, v = inputs(40, 2, torch.bfloat16)
+    sinks = torch.randn(HEADS, dtype=torch.bfloat16, requires_grad=True)
+    line_attention(q, k, v, lengths, sinks=sinks).sum().backward()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, sinks)]
+    reference(*wide[:3], lengths, None, sinks=wide[3]).sum().backward()
+    assert sinks.grad is not None and wide[3].grad is not None
+    assert sinks.grad.dtype == torch.bfloat16
+    assert (sinks.grad.double() - wide[3].grad).abs().max() < 0.02 * wide[3].grad.abs().max()
+
+
+def test_values_of_another_width_than_keys() -> None:
+    q, k, v = inputs(20, 2)
+    wide = torch.cat((v, -v), dim=-1)
+    out = line_attention(q, k, wide, (9, 11))
+    assert torch.allclose(out, torch.cat((reference(q, k, v, (9, 11), None), -reference(q, k, v, (9, 11), None)), -1))
+
+
+def test_the_layer_takes_its_window_from_the_config() -> None:
+    given = inputs(20, 2)
+    config = SimpleNamespace(
+        window_size=(3, 0), window_attn_skip_freq=[1, 0], softmax_type="vanilla", recompute_granularity=None
+    )
+    for number, window in ((1, 4), (2, None)):
+        layer = VarlenAttention(config, number)
+        assert torch.allclose(layer(*given, Segments((20,))), reference(*given, (20,), window).flatten(1))
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("attend", WAYS)
+def test_shared_keys_and_values_are_not_copied_for_each_head(attend: Callable[..., Tensor], window: int | None) -> None:
+    q, k, v = inputs(40, 2, torch.float32)
+    attend(q, k, v, (30, 10), window)  # masks are made once
+    with Recorder() as seen:
+        attend(q, k, v, (30, 10), window)
+    assert not {name for name, _ in seen.taken} & {"repeat", "repeat_interleave", "expand"}
+    assert all(shape != (40, HEADS, CHANNELS) for name, shapes in seen.taken if name != "split" for shape in shapes[1:])
+
+
+@pytest.mark.parametrize("attend", WAYS)
+def test_no_square_of_the_line_is_made(attend: Callable[..., Tensor]) -> None:
+    q, k, v = inputs(1536, 2, torch.float32)
+    with Recorder() as seen:
+        attend(q, k, v, (1500, 36)).sum().backward()
+    assert seen.largest(torch.float32) <= HEADS * 96 * 1536 < 1500 * 1500
+    assert seen.largest(torch.bool) <= 96 * 1536
+
+
+def test_nothing_of_the_size_of_the_scores_is_kept() -> None:
+    kept: list[int] = []
+    q, k, v = inputs(600, 2, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
+        line_attention(q, k, v, (600,))
+    assert max(kept) == 600 * HEADS * CHANNELS
+
+
+def test_a_window_longer_than_the_sample_needs_no_mask() -> None:
+    given = inputs(40, 2, torch.float32)
+    with Recorder() as seen:
+        sample_attention(*given, (30, 10), 30)
+    assert seen.largest(torch.bool) == 0
+
+
+@pytest.mark.parametrize("attend", WAYS)
+@pytest.mark.usefixtures("block_sizes")
+def test_one_sample_does_not_change_another(attend: Callable[..., Tensor]) -> None:
+    q, k, v = (tensor.detach() for tensor in inputs(20, 2))
+    before = attend(q, k, v, (8, 12))
+    for tensor in (q, k, v):
+        tensor[:8] = torch.randn_like(tensor[:8])
+    after = attend(q, k, v, (8, 12))
+    assert torch.equal(before[8:], after[8:])
+    assert not torch.allclose(before[:8], after[:8])
+
+
+@pytest.mark.parametrize("attend", WAYS)
+def test_lengths_must_cover_the_line(attend: Callable[..., Tensor]) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        attend(*inputs(20, 2), (8, 11))
+
+
+def test_samples_of_like_length_share_a_product() -> None:
+    """Eight of one length take as many as one of them does, as long as their scores fit the cache."""
+    taken = []
+    for lengths in ((64,), (64,) * 8, (40, 64, 50, 61)):
+        given = inputs(sum(lengths), 2, torch.float32)
+        with Recorder() as seen:
+            line_attention(*given, lengths)
+        taken.append([name for name, _ in seen.taken if name in ("bmm", "baddbmm")])
+    assert taken[0] == taken[1] == taken[2] and taken[0]
+
+
+def test_blocks_see_few_shapes_of_keys() -> None:
+    lengths = tuple(torch.randint(20, 700, (40,), generator=torch.Generator().manual_seed(0)).tolist())
+    stacks = stacks_of(lengths, None, (2, 2), torch.bfloat16)
+    shapes = {(block.end - block.start, block.last - block.first) for stack in stacks for block in stack.blocks}
+    assert len({keys for _, keys in shapes} - {96}) <= 1 + (700 + 96) // 64
+    assert {queries for queries, _ in shapes} <= {32, 64, 96}
+    assert len(stacks) < 8 and len({len(stack.pieces) for stack in stacks}) > 1

@@ -1,0 +1,208 @@
+"""Projection and cross entropy in one give what the two give apart, without the memory they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.engine.layers import linear_cross_entropy as module
+from isthmus.engine.layers.linear_cross_entropy import linear_cross_entropy, token_cross_entropies
+from unit.engine.recorder import Recorder
+
+VOCAB, HIDDEN = 300, 16
+
+
+def inputs(tokens: int, dtype: torch.dtype, *, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = (torch.randn(tokens, HIDDEN) * scale).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, VOCAB, (tokens,))
+
+
+def ours(hidden: Tensor, weight: Tensor, labels: Tensor, num_rows: int = VOCAB) -> tuple[Tensor, ...]:
+    loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=num_rows, group=None)
+    return loss, *torch.autograd.grad(loss * 3, (hidden, weight))
+
+
+def exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    loss = torch.nn.functional.cross_entropy(wide_hidden @ wide_weight.t(), labels, reduction="sum")
+    return loss, *torch.autograd.grad(loss * 3, (wide_hidden, wide_weight))
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return ((got.double() - wanted).abs().max() / wanted.abs().max()).item()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 10 * VOCAB)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 4 * VOCAB)
+
+
+@pytest.mark.parametrize("tokens", [1, 10, 37])
+@pytest.mark.usefixtures("small_chunks")
+def test_values_and_gradients_over_several_chunks(tokens: int) -> None:
+    given = inputs(tokens, torch.float32)
+    for got, wanted in zip(ours(*given), exact(*given), strict=True):
+        assert error(got, wanted) < 1e-6
+
+
+def test_one_chunk_is_enough_for_few_tokens() -> None:
+    given = inputs(37, torch.float32)
+    for got, wanted in zip(ours(*given), exact(*given), strict=True):
+        assert error(got, wanted) < 1e-6
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_capped_logits() -> None:
+    hidden, weight, labels = inputs(37, torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels, softcap=3.0)
+    wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    logits = 3 * torch.tanh(wide_hidden @ wide_weight.t() / 3)
+    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    assert error(loss, wanted) < 1e-6
+    expected = torch.autograd.grad(wanted * 3, (wide_hidden, wide_weight))
+    for mine, theirs in zip(torch.autograd.grad(loss * 3, (hidden, weight)), expected, strict=True):
+        assert error(mine, theirs) < 1e-6
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_loss_scale_saves_small_gradients_in_fp16() -> None:
+    """Far from the label the probabilities are below the smallest float16; times the scale they are not."""
+    hidden, weight, labels = inputs(37, torch.float16, scale=3.0)
+    wanted = [wide / 3 for wide in exact(hidden, weight, labels)[1:]]
+    errors = {}
+    for scale in (1.0, 4096.0):
+        factor = torch.tensor(scale)
+        loss = linear_cross_entropy(hidden, weight, labels, grad_scale=factor) * factor
+        found = torch.autograd.grad(loss, (hidden, weight))
+        errors[scale] = [error(mine.float() / scale, theirs) for mine, theirs in zip(found, wanted, strict=True)]
+    print(errors)
+    assert all(scaled < 2**-9 for scaled in errors[4096.0])
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    loss = linear_cross_entropy(hidden, weight, labels, grad_scale=torch.tensor(64.0))
+    with pytest.raises(RuntimeError, match="a gradient of one times the loss scale"):
+        loss.backward()
+    (loss * 64).backward()
+    assert error(weight.main_grad / 64, wanted[1]) < 2**-9  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_each_token_by_itself(softcap: float | None) -> None:
+    """With what becomes of each known only later; the projection's gradient goes where its others are added up."""
+    hidden, weight, labels = inputs(37, torch.float32)
+    factors = torch.linspace(-2, 3, 37)
+    wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    logits = wide_hidden @ wide_weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    expected = torch.autograd.grad((wanted * factors).sum(), (wide_hidden, wide_weight))
+    found = token_cross_entropies(hidden, weight, labels, softcap=softcap)
+    assert error(found, wanted) < 1e-6
+    gradients = torch.autograd.grad((found * factors).sum(), (hidden, weight))
+    assert max(error(*pair) for pair in zip(gradients, expected, strict=True)) < 1e-6
+    weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    (token_cross_entropies(hidden, weight, labels, softcap=softcap) * factors).sum().backward()
+    assert weight.grad is None and error(weight.main_grad, expected[1]) < 1e-6  # type: ignore[attr-defined]
+
+
+def test_each_token_by_itself_in_fp16() -> None:
+    """The loss scale comes with the gradient and is multiplied in float32, which saves the small ones."""
+    hidden, weight, labels = inputs(37, torch.float16, scale=3.0)
+    wanted = [wide / 3 for wide in exact(hidden, weight, labels)[1:]]
+    found = torch.autograd.grad(token_cross_entropies(hidden, weight, labels).sum() * 4096, (hidden, weight))
+    assert all(error(mine.float() / 4096, theirs) < 2**-9 for mine, theirs in zip(found, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_bf16_is_no_worse_than_torch_in_bf16() -> None:
+    given = inputs(37, torch.bfloat16)
+    hidden, weight, labels = given
+    loss = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
+    theirs = (loss, *torch.autograd.grad(loss * 3, (hidden, weight)))
+    for got, other, wanted in zip(ours(*given), theirs, exact(*given), strict=True):
+        assert error(got, wanted) < max(1.5 * error(other, wanted), 1e-6)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_sharp_and_large_logits_stay_finite() -> None:
+    given = inputs(37, torch.float32, scale=1e3)
+    for got, wanted in zip(ours(*given), exact(*given), strict=True):
+        assert got.isfinite().all()
+        assert error(got, wanted) < 1e-5
+
+
+def test_padding_rows_are_neither_seen_nor_moved() -> None:
+    hidden, weight, labels = inputs(37, torch.float32)
+    padded = torch.cat((weight, torch.full((5, HIDDEN), 100.0))).detach().requires_grad_()
+    loss, grad_hidden, grad_weight = ours(hidden, padded, labels)
+    wanted = exact(hidden, weight, labels)
+    assert error(loss, wanted[0]) < 1e-6
+    assert error(grad_hidden, wanted[1]) < 1e-6
+    assert error(grad_weight[:VOCAB], wanted[2]) < 1e-6
+    assert not grad_weight[VOCAB:].any()
+
+
+def test_the_gradient_is_added_to_a_buffer_where_there_is_one() -> None:
+    hidden, weight, labels = inputs(37, torch.float32)
+    weight.main_grad = torch.ones(VOCAB, HIDDEN)
+    weight.grad_added_to_main_grad = False
+    loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=VOCAB, group=None)
+    loss.backward()
+    assert weight.grad is None and weight.grad_added_to_main_grad
+    _, grad_hidden, grad_weight = exact(hidden, weight, labels)
+    assert error(weight.main_grad - 1, grad_weight / 3) < 1e-6
+    assert hidden.grad is not None and error(hidden.grad, grad_hidden / 3) < 1e-6
+
+
+def test_a_gradient_that_was_not_foreseen_is_refused() -> None:
+    hidden, weight, labels = inputs(5, torch.float32)
+    weight.main_grad = torch.zeros(VOCAB, HIDDEN)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    with pytest.raises(RuntimeError, match="gradient of one"):
+        (loss * 3).backward()
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(0, []), (9, [9]), (10, [10]), (11, [6, 5]), (37, [10, 10, 10, 7])])
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks_are_alike(tokens: int, sizes: list[int]) -> None:
+    assert [end - start for start, end in module._chunks(tokens, VOCAB)] == sizes
+
+
+def test_nothing_learned_is_a_loss_of_nothing() -> None:
+    given = inputs(0, torch.float32)
+    loss, grad_hidden, grad_weight = ours(*given)
+    assert loss.item() == 0
+    assert grad_hidden.shape == (0, HIDDEN) and not grad_weight.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("small_chunks")
+def test_no_logits_of_all_tokens_ever_exist(dtype: torch.dtype) -> None:
+    given = inputs(200, dtype)
+    with Recorder() as seen:
+        ours(*given)
+    # The gradient of the projection is the one large tensor that has to be there.
+    assert seen.largest(torch.float32) <= max(10 * VOCAB, VOCAB * HIDDEN) < 200 * VOCAB
+    assert seen.largest(torch.bfloat16) <= max(10 * VOCAB, VOCAB * HIDDEN)
+
+
+def test_the_recorder_would_see_them() -> None:
+    hidden, weight, labels = inputs(200, torch.bfloat16)
+    with Recorder() as seen:
+        torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels).backward()
+    assert seen.largest(torch.float32) == 200 * VOCAB
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_evaluation_takes_no_gradient() -> None:
+    hidden, weight, labels = inputs(37, torch.float32)
+    wanted = exact(hidden, weight, labels)[0]
+    with torch.no_grad(), Recorder() as seen:
+        loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=VOCAB, group=None)
+    assert error(loss, wanted) < 1e-6
+    assert not any(name.startswith("addmm") for name, _ in seen.taken)

@@ -1,0 +1,137 @@
+"""Products by either library: the same values in full float32, of whatever layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.engine.layers import matmul
+from isthmus.engine.layers.linear import _LinearIntoMainGrad, _product_alone
+from isthmus.engine.layers.matmul import add_product, product
+
+ONEDNN = torch.backends.mkldnn.is_available() and matmul._onednn_keeps_float32()
+
+
+@pytest.fixture(params=["onednn", "torch"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch was told of the inside of float32 products while oneDNN was asked for them."""
+    if request.param == "onednn" and not ONEDNN:
+        pytest.skip("here oneDNN is no faster, or does not keep float32")
+    told: list[str] = []
+    inside = matmul._onednn
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        with inside():
+            told.append(torch.backends.mkldnn.matmul.fp32_precision)
+            yield
+
+    monkeypatch.setattr(matmul, "_onednn", watched)
+    monkeypatch.setattr(matmul, "_onednn_keeps_float32", lambda: request.param == "onednn")
+    monkeypatch.setattr(matmul, "WORTH", 2 * 20 * 12)
+    return told
+
+
+def used(library: list[str], request: pytest.FixtureRequest) -> bool:
+    return set(library) == ({"bf16"} if "onednn" in request.node.callspec.id else set())
+
+
+def close(got: Tensor, a: Tensor, b: Tensor) -> bool:
+    return got.dtype == a.dtype and torch.allclose(got.double(), a.double() @ b.double(), rtol=0, atol=1e-4)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("rows", [(1,), (7,), (33, 1), (3, 2)])
+def test_of_any_layout(library: list[str], rows: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    a, b = drawn(*rows, 20), drawn(20, 12)
+    transposed, wide = drawn(12, 20).t(), drawn(20, 30)
+    assert close(product(a, b), a, b) and product(a, b).shape == (*rows, 12)
+    assert close(product(a, transposed), a, transposed)
+    assert close(product(a, wide[:, 5:17]), a, wide[:, 5:17])
+    turned = drawn(20, *rows).movedim(0, -1)
+    assert close(product(turned, b), turned, b)
+    room = torch.empty(*rows, 12)
+    assert product(a, b, out=room) is room and close(room, a, b)
+    assert used(library, request)
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none" and torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("shape", [(64, 80, 96), (300, 512, 1024), (1000, 96, 33), (2, 4096, 77)])
+@pytest.mark.parametrize("way", ["forward", "grad_x", "grad_w", "added"])
+def test_no_bit_of_float32_is_lost(library: list[str], shape: tuple[int, int, int], way: str) -> None:
+    """Each result is one of the numbers that went in, of 24 bits, so any rounding on the way shows."""
+    tokens, inputs, outputs = shape
+    fine = torch.randint(1 << 23, 1 << 24, (tokens, inputs), generator=torch.Generator().manual_seed(0)).float()
+    column = torch.arange(outputs) % inputs
+    picks = torch.zeros(inputs, outputs)
+    picks[column, torch.arange(outputs)] = 1.0
+    wanted = fine[:, column]
+    if way == "forward":
+        assert torch.equal(product(fine, picks.t().contiguous().t()), wanted)
+    elif way == "grad_x":
+        assert torch.equal(product(fine, picks), wanted)
+    elif way == "grad_w":
+        assert torch.equal(product(fine.t().contiguous().t(), picks), wanted)
+    else:
+        into = torch.zeros(tokens, outputs)
+        add_product(into, fine.t().contiguous().t(), picks)
+        assert torch.equal(into, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types_and_nothing_at_all_are_left_to_torch(library: list[str], dtype: torch.dtype) -> None:
+    a, b = drawn(50, 40).to(dtype), drawn(40, 30).to(dtype)
+    assert torch.equal(product(a, b), a @ b)
+    assert product(drawn(0, 40), drawn(40, 30)).shape == (0, 30)
+    assert not library
+
+
+def test_small_ones_and_those_that_do_not_recur_are_left_to_torch(library: list[str]) -> None:
+    a, b = drawn(1, 20), drawn(20, 12)
+    product(a[:, :19], b[:19])
+    add_product(torch.zeros(1, 12), a, b, recurs=False)
+    assert not library
+
+
+def test_what_was_set_before_comes_back_after_an_error(library: list[str]) -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        product(drawn(40, 20), drawn(30, 12))
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+
+
+def test_a_linear_layer_and_its_gradients(library: list[str], request: pytest.FixtureRequest) -> None:
+    x, weight = drawn(40, 1, 8).requires_grad_(), torch.nn.Parameter(drawn(6, 8))
+    weight.main_grad = torch.ones(6, 8)  # type: ignore[attr-defined]
+    upstream = drawn(40, 1, 6)
+    out = _LinearIntoMainGrad.apply(x, weight)
+    out.backward(upstream)
+    assert close(out, x.detach(), weight.detach().t())
+    assert x.grad is not None and close(x.grad, upstream, weight.detach())
+    assert close(weight.main_grad - 1, upstream[:, 0].t(), x.detach()[:, 0])  # type: ignore[attr-defined]
+    assert used(library, request) and len(library) in (0, 3)
+
+
+def test_with_and_without_gradients_a_layer_says_the_same(library: list[str]) -> None:
+    """As a recomputed layer must: its first pass keeps no gradients."""
+    x, weight = drawn(40, 1, 8), torch.nn.Parameter(drawn(6, 8))
+    weight.main_grad = torch.zeros(6, 8)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        first = _product_alone(x, weight)
+    second = _product_alone(x, weight)
+    assert first is not None and second is not None and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("asked", [{"bias": torch.zeros(6)}, {"allreduce_dgrad": True}, {"sequence_parallel": True}])
+def test_what_needs_more_than_a_product_is_megatron_s(asked: dict[str, Any]) -> None:
+    weight: Any = SimpleNamespace(main_grad=torch.zeros(6, 8))
+    with torch.no_grad():
+        assert _product_alone(drawn(9, 1, 8), weight, asked) is None

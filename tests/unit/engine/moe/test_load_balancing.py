@@ -1,0 +1,97 @@
+"""Losses against imbalance, in plain loops; the bias of the choice; what a capacity drops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.engine.layers.attention import Segments
+from isthmus.engine.moe.load_balancing import aux_loss, balance_scores, spans_of, updated_bias, z_loss
+from isthmus.engine.moe.routing import route, within_capacity
+from isthmus.families.architecture import Moe
+
+E, K = 6, 2
+SEGMENTS = Segments((5, 1, 7, 3), learned=(4, 1, 0, 0), padded=True)
+"""The third sample teaches nothing, and the last is padding."""
+
+
+def logits() -> Tensor:
+    return torch.randn(16, E, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+
+
+def by_hand(scores: Tensor, chosen: list[list[int]], spans: list[tuple[range, int]]) -> Tensor:
+    """The definition, span by span."""
+    total = scores.new_zeros(())
+    for tokens, learned in spans:
+        for expert in range(E):
+            fraction = sum(chosen[token].count(expert) for token in tokens) / (K * len(tokens))
+            mean = sum((scores[token, expert] for token in tokens), scores.new_zeros(())) / len(tokens)
+            total = total + learned * E * fraction * mean
+    return total
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
+def test_balance_losses_and_their_gradients_are_those_of_the_definition(score: Any) -> None:
+    moe = Moe(num_experts=E, top_k=K, ffn_hidden_size=4, score=score)
+    samples, line = spans_of(SEGMENTS, 0, 1, device=torch.device("cpu"))
+    x = logits()
+    _, chosen = route(x, None, moe)
+    wanted_scores = x.sigmoid() / x.sigmoid().sum(-1, keepdim=True) if score == "sigmoid" else x.softmax(-1)
+    for spans, hand in (
+        (samples, [(range(5), 4), (range(5, 6), 1), (range(6, 13), 0)]),
+        (line, [(range(13), 5)]),
+    ):
+        got = aux_loss(balance_scores(x, moe), chosen, spans)
+        wanted = by_hand(wanted_scores, chosen.tolist(), hand)
+        assert got.item() == pytest.approx(wanted.item(), rel=1e-6)
+        (mine,), (theirs,) = torch.autograd.grad(got, x), torch.autograd.grad(wanted, x, retain_graph=True)
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-8)
+        assert not mine[13:].any()
+
+
+def test_z_loss_is_a_mean_over_each_sample() -> None:
+    samples, _ = spans_of(SEGMENTS, 0, 1, device=torch.device("cpu"))
+    x = logits()
+    squares = x.exp().sum(-1).log().square()
+    wanted = 4 * squares[:5].mean() + squares[5]
+    got = z_loss(x, samples)
+    assert got.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert torch.allclose(*(torch.autograd.grad(each, x)[0] for each in (got, wanted)), rtol=1e-5)
+
+
+def test_parts_of_a_line_have_parts_of_the_spans() -> None:
+    whole, _ = spans_of(SEGMENTS, 0, 1, device=torch.device("cpu"))
+    parts = [spans_of(SEGMENTS, rank, 2, device=torch.device("cpu"))[0] for rank in range(2)]
+    assert torch.equal(torch.cat([part.of_token for part in parts]), whole.of_token)
+    assert all(torch.equal(part.lengths, whole.lengths) for part in parts)
+
+
+def test_a_line_of_padding_costs_nothing() -> None:
+    samples, line = spans_of(Segments((4,), (0,), padded=True), 0, 1, device=torch.device("cpu"))
+    x = torch.randn(4, E)
+    for spans in (samples, line):
+        assert aux_loss(x.softmax(-1), torch.zeros(4, K, dtype=torch.int64), spans) == 0
+        assert z_loss(x, spans) == 0
+
+
+def test_the_bias_follows_the_load() -> None:
+    bias = updated_bias(torch.tensor([0.5, 0.5, 0.5, 0.5]), torch.tensor([10, 0, 4, 2], dtype=torch.float64), 0.1)
+    assert bias.tolist() == pytest.approx([0.4, 0.6, 0.5, 0.6])  # the mean is 4
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.3, 6.0])
+def test_a_capacity_keeps_the_heaviest(factor: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    moe = Moe(num_experts=E, top_k=K, ffn_hidden_size=4)
+    weights, chosen = route(torch.randn(20, E, generator=generator) * 2, None, moe)
+    kept = within_capacity(weights, chosen, E, factor)
+    capacity = math.ceil(factor * 20 * K / E)
+    for expert in range(E):
+        mine = sorted(weights[chosen == expert].tolist(), reverse=True)
+        assert sorted(weights[kept == expert].tolist(), reverse=True) == mine[:capacity]
+    assert ((kept == chosen) | (kept == E)).all()
+    assert ((kept == E).any()) == (factor < 2)

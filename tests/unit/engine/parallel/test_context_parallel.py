@@ -1,0 +1,128 @@
+"""How a line is dealt out to context parallel ranks, and attention of each rank's part against that of the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.engine.layers import packed_attention_cpu as line
+from isthmus.engine.layers.attention import sample_attention
+from isthmus.engine.layers.packed_attention_cpu import line_attention, stacks_of
+from isthmus.engine.layers.rope import frequency_sets, line_tables
+from isthmus.engine.parallel import context_parallel
+from isthmus.engine.parallel.context_parallel import own_part, spans_of
+from isthmus.families.registry import family_for
+
+PACKINGS: dict[str, tuple[int, ...]] = {
+    "one sample": (8192,),
+    "a long one first": (4096, *(256,) * 16),
+    "a long one last": (*(256,) * 16, 4096),
+    "a long one in the middle": (1000, 5192, 2000),
+    "halves": (4096, 4096),
+    "thirds": (2731, 2731, 2730),
+    "short ones": (64,) * 128,
+}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(context_parallel, "FEWEST", 2)
+    monkeypatch.setattr(line, "QUERIES", 6)
+    monkeypatch.setattr(line, "KEYS", 4)
+    for cached in (spans_of, stacks_of):
+        cached.cache_clear()
+    yield
+    for cached in (spans_of, stacks_of):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunk", [1, 2, 95, 96, 97, 700, 10_001])
+def test_every_token_has_one_rank_and_every_rank_as_many(chunk: int, ranks: int) -> None:
+    dealt = spans_of(2 * ranks * chunk, ranks)
+    tokens = [[token for start, end in spans for token in range(start, end)] for spans in dealt]
+    assert [len(own) for own in tokens] == [2 * chunk] * ranks
+    assert sorted(token for own in tokens for token in own) == list(range(2 * ranks * chunk))
+    assert all(own == sorted(own) for own in tokens)
+
+
+@pytest.mark.parametrize("tokens", [0, 2, 6, 10])
+def test_a_line_that_cannot_be_cut_is_refused(tokens: int) -> None:
+    with pytest.raises(ValueError, match="2 x 2 equal chunks"):
+        spans_of(tokens, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("lengths", PACKINGS.values(), ids=PACKINGS)
+def test_attention_costs_each_rank_about_as_much(lengths: tuple[int, ...], ranks: int) -> None:
+    """A token costs as many keys as it sees; the sum over a rank's tokens is at most a tenth above the mean."""
+    seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
+    work = torch.tensor([own_part(seen, spans).sum() for spans in spans_of(len(seen), ranks)]).double()
+    print(work / work.mean())
+    assert work.max() <= 1.1 * work.mean()
+
+
+@pytest.mark.parametrize("attend", [line_attention, sample_attention])
+@pytest.mark.parametrize("window", [None, 1, 5, 13, 100])
+@pytest.mark.parametrize("lengths", [(48,), (9, 1, 4, 34), (1, 1, 46), (24, 24)])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.usefixtures("small_chunks")
+def test_the_parts_attend_as_the_line(
+    attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, ranks: int
+) -> None:
+    _compare(attend, lengths, window, ranks, {})
+
+
+@pytest.mark.parametrize("how", [{"scale": 0.7}, {"softcap": 0.5}, {"sinks": True}])
+@pytest.mark.usefixtures("small_chunks")
+def test_the_parts_attend_as_the_line_with_other_scores(how: dict[str, Any]) -> None:
+    sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    _compare(line_attention, (9, 1, 4, 34), 7, 2, {**how, "sinks": sinks} if "sinks" in how else how)
+
+
+def _compare(
+    attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, ranks: int, how: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    shapes = ((2, 2, 8), (2, 8), (2, 6))
+    q, k, v = (torch.randn(48, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    upstream = torch.randn(48, 2, 2, 6, dtype=torch.float64)
+    learned = [q, k, v, *([how["sinks"]] if "sinks" in how else [])]
+    whole = attend(q, k, v, lengths, window, **how)
+    wanted = torch.autograd.grad(whole, learned, upstream)
+    got = [torch.zeros_like(tensor) for tensor in learned]
+    for spans in spans_of(48, ranks):
+        part = attend(own_part(q, spans), k, v, lengths, window, spans=spans, **how)
+        assert torch.allclose(part, own_part(whole, spans), rtol=0, atol=1e-12)
+        for total, grad in zip(got, torch.autograd.grad(part, learned, own_part(upstream, spans)), strict=True):
+            total += grad
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("attend", [line_attention, sample_attention])
+def test_queries_that_are_not_those_of_the_spans_are_refused(attend: Callable[..., Tensor]) -> None:
+    tensors = [torch.zeros(16, *shape) for shape in ((1, 1, 4), (1, 4), (1, 4))]
+    with pytest.raises(ValueError, match="8 of them ask"):
+        attend(*tensors, (16,), spans=((0, 4), (12, 16)))
+
+
+def test_each_part_has_the_angles_of_its_samples() -> None:
+    """With LongRoPE they depend on how long a sample is, of which a rank has only a part."""
+    factors = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0, 6.0, 8.0, 9.0]}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 77, "rms_norm_eps": 1e-6}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
+    lengths = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    config = {"model_type": "phi3", **sizes, **heads, **lengths, "rope_parameters": rope}
+    architecture = family_for(config).to_architecture(config)
+    sets, samples = frequency_sets(architecture), (12, 20)
+    positions = torch.cat([torch.arange(length) for length in samples])
+    whole = line_tables(architecture, sets, positions, samples, torch.float32)
+    for spans in spans_of(32, 2):
+        part = line_tables(architecture, sets, own_part(positions, spans), samples, torch.float32, spans)
+        assert torch.equal(part, own_part(whole, spans))

@@ -1,0 +1,41 @@
+"""Every layer has a stage, none has two, and Megatron-Core counts as the deal does."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus.engine.parallel.pipeline_layout import layers_of_stages, pipeline_layout
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "vpp", "wanted"),
+    [
+        (8, 4, 1, [2, 2, 2, 2]),
+        (9, 4, 1, [2, 2, 3, 2]),
+        (11, 4, 1, [3, 3, 3, 2]),
+        (5, 2, 1, [3, 2]),
+        (3, 3, 1, [1, 1, 1]),
+        (8, 2, 2, [2, 2, 2, 2]),
+        (61, 16, 1, [3, 3] + [4] * 13 + [3]),
+    ],
+)
+def test_the_last_stage_has_the_fewest(num_layers: int, pp: int, vpp: int, wanted: list[int]) -> None:
+    assert layers_of_stages(num_layers, pp, vpp) == wanted
+
+
+@pytest.mark.parametrize("num_layers", range(1, 14))
+@pytest.mark.parametrize("pp", range(1, 6))
+def test_every_layer_is_dealt_out(num_layers: int, pp: int) -> None:
+    dealt = layers_of_stages(num_layers, pp)
+    assert sum(dealt) == num_layers
+    assert max(dealt) - min(dealt) <= 1
+    assert dealt[-1] == min(dealt)
+
+
+def test_the_ends_stand_at_the_ends() -> None:
+    assert pipeline_layout(4, 1) is None
+    assert pipeline_layout(5, 2, ahead=1) == [
+        ["embedding", "decoder", "decoder", "decoder"],
+        ["decoder", "decoder", "mtp", "loss"],
+    ]
+    assert pipeline_layout(4, 2, 2) == [["embedding", "decoder"], ["decoder"], ["decoder"], ["decoder", "loss"]]

@@ -1,0 +1,94 @@
+"""Upstream's defects are still there, and mended. A test that fails in its first half says: drop the mend."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
+from isthmus.engine.megatron_model import Decoder
+from ranks.world import World
+
+pytestmark = pytest.mark.ranks
+
+
+def stderr_of(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return done.stderr
+
+
+def test_random_state_on_cpu(one: World) -> None:
+    found = one.run("unit.engine.with_upstream.random_state")
+    assert not found["upstream"], "megatron-core sets the CPU's random state now: drop compat.random_state_on_cpu"
+    assert found["mended"]
+
+
+def test_quiet_missing_extensions() -> None:
+    noise = stderr_of("import megatron.core.optimizer, megatron.core.distributed")
+    assert "Apex" in noise, "megatron-core no longer warns on import: drop compat.quiet_missing_extensions"
+    assert (
+        stderr_of("import isthmus.engine.optim.optimizer, isthmus.engine.checkpoint.save_load, isthmus.engine.step")
+        == ""
+    )
+
+
+def test_variables_of_transformer_engine_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm's guides have them set, and a second run in one process would take upstream's for the user's."""
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    assert "self._set_attention_backend()" in inspect.getsource(LanguageModule.__init__)
+    Decoder._set_attention_backend(object.__new__(Decoder))
+    assert os.environ["NVTE_FLASH_ATTN"] == "0" and "NVTE_FUSED_ATTN" not in os.environ
+
+
+def test_fill_adam_state(one: World, models: dict[str, Path], samples: Path) -> None:
+    found = one.run(
+        "unit.engine.with_upstream.state_before_the_first_step", model=models["llama-tied"], samples=samples
+    )
+    assert found["upstream"] == "fails", "the state dict works before the first step now: drop compat.fill_adam_state"
+    assert found["mended"] == 0
+
+
+def test_clip_in_place(one: World) -> None:
+    found = one.run("unit.engine.with_upstream.clipping")
+    norm = pytest.approx(1000**0.5 * 2, rel=1e-6)
+    assert found["upstream"] == {"made": 1000, "norm": norm, "left": pytest.approx(1, rel=1e-4)}, (
+        "clipping copies no gradient now: drop compat.clip_in_place"
+    )
+    assert found["mended"]["made"] <= 1
+    assert (found["mended"]["norm"], found["mended"]["left"]) == (norm, pytest.approx(1, rel=1e-4))
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_a_rank_alone_exchanges_nothing(
+    ranks: str, request: pytest.FixtureRequest, models: dict[str, Path], samples: Path
+) -> None:
+    found = request.getfixturevalue(ranks).run(
+        "unit.engine.with_upstream.exchanges", model=models["llama-tied"], samples=samples
+    )
+    assert found["dp"] == {"one": 1, "two": 2}[ranks]
+    assert (found["collectives"] > 0) == (ranks == "two")
+
+
+def test_load_adam(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+    found = one.run("unit.engine.with_upstream.loading", model=models["llama-tied"], samples=samples, root=tmp_path)
+    own_and_right = [True, [1.0]]
+    assert found["upstream"] != own_and_right, "megatron-core loads AdamW's state now: drop compat.load_adam"
+    assert found["mended"] == own_and_right
+
+
+def test_same_loss_scale(one: World) -> None:
+    found = one.run("unit.engine.with_upstream.loss_scales")
+    assert found["upstream"] == [64, 32], "the optimizers of a chain share a loss scale now: drop same_loss_scale"
+    assert found["mended"] == [32, 32]
+
+
+def test_keep_bucket_padding(two: World, models: dict[str, Path], samples: Path) -> None:
+    found = two.run("unit.engine.with_upstream.misplaced", model=models["qwen3-tied"], samples=samples)
+    assert found["upstream"] > 10, "the optimizer's state is cut in the right places now: drop keep_bucket_padding"
+    assert found["mended"] == 0

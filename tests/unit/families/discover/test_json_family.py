@@ -1,0 +1,196 @@
+"""A family as a file of data: guessed from names and shapes, written, read back, and never trusted beyond its words."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.errors import DataError, UsageError
+from isthmus.families.discover.candidates import Guesses
+from isthmus.families.discover.config_inference import Settings
+from isthmus.families.discover.json_family import formula, load_family, read_family, write_family
+from isthmus.families.discover.tensor_matching import recognise
+from isthmus.families.registry import KEPT, family_for
+
+CONFIG: dict[str, Any] = {
+    "model_type": "strange",
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "use_something": None,
+    "attention_dropout": 0.1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+SIZES = {"V": 101, "H": 64, "F": 88, "P": 96, "N": 4, "G": 2, "D": 16}
+LAYER = {
+    "mixer.wq.weight": (64, 64),
+    "mixer.wk.weight": (32, 64),
+    "mixer.wv.weight": (32, 64),
+    "mixer.wo.weight": (64, 64),
+    "ffn.w1.weight": (88, 64),
+    "ffn.w2.weight": (64, 88),
+    "ffn.w3.weight": (88, 64),
+    "attention_norm.weight": (64,),
+    "ffn_norm.weight": (64,),
+}
+TENSORS: dict[str, tuple[int, ...]] = {
+    "tok_embeddings.weight": (101, 64),
+    "output.weight": (101, 64),
+    "norm.weight": (64,),
+} | {f"blocks.{layer}.{name}": shape for layer in range(2) for name, shape in LAYER.items()}
+
+
+def _guesses(tensors: dict[str, tuple[int, ...]] = TENSORS, **changes: Any) -> Guesses:
+    settings = Settings(CONFIG | changes, CONFIG)
+    return Guesses(settings, recognise(tensors, SIZES), {"rms_norm_eps"}, "StrangeForCausalLM")
+
+
+def _data() -> dict[str, Any]:
+    return copy.deepcopy(_guesses().data({}))
+
+
+def test_the_likeliest_guess_reads_names_that_no_family_has() -> None:
+    guesses = _guesses()
+    family = read_family(guesses.data({}))
+    arch = family.to_architecture(CONFIG)
+    assert family.hf_shapes(arch) == TENSORS
+    placed = {name: place.hf for name, place in family.placements(arch).items()}
+    layer = "blocks.1."
+    assert placed["decoder.layers.1.self_attention.linear_qkv.weight"] == tuple(
+        f"{layer}mixer.{each}.weight" for each in ("wq", "wk", "wv")
+    )
+    assert placed["decoder.layers.1.mlp.linear_fc1.weight"] == (f"{layer}ffn.w1.weight", f"{layer}ffn.w3.weight")
+    assert placed["decoder.layers.1.pre_mlp_layernorm.weight"] == (f"{layer}ffn_norm.weight",)
+    assert (arch.form, arch.normalization, arch.gated, arch.tie_embeddings) == ("pre", "RMSNorm", True, False)
+
+
+def test_open_choices_are_few_and_all_different() -> None:
+    guesses = _guesses()
+    ends, feed_forward, attention = (list(stage.options(guesses._likeliest())) for stage in guesses.stages)
+    assert (len(ends), len(feed_forward), len(attention)) == (8, 2 * 6 * 3, 4 * 4)
+    assert {pick["activation"] for pick in feed_forward} == {"silu", "gelu", "gelu_tanh"}
+    stage = guesses.stages[1]
+    silent = [name for name in TENSORS if guesses.silent(stage)(name)]
+    assert silent == ["blocks.0.mixer.wo.weight", "blocks.1.mixer.wo.weight"]
+
+
+def test_there_and_back_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = read_family(_data())
+    path = tmp_path / "strange.json"
+    path.write_text(write_family(family), encoding="utf-8")
+    read = load_family(path)
+    assert read.data == family.data and read.rules == family.rules
+    assert load_family(path) is read
+    with pytest.raises(UsageError, match="isthmus convert --learn"):
+        family_for(CONFIG)
+    monkeypatch.setenv(KEPT, str(tmp_path))
+    assert family_for(CONFIG) is read
+    assert family_for(CONFIG | {"model_type": "llama"}).data is None
+    with pytest.raises(UsageError, match="clip is not supported for strange: the family was learned"):
+        family_for(CONFIG | {"clip": 8.0})
+    with pytest.raises(DataError, match="is the family of strange"):
+        family_for(CONFIG | {"model_type": "stranger"}, path)
+    with pytest.raises(UsageError, match="not a known family"):
+        family_for(CONFIG | {"model_type": f"../{tmp_path.name}/strange"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"hidden_act": "gelu"}, "hidden_act=gelu"), ({"use_something": 8.0}, "use_something=8.0")],
+)
+def test_it_holds_for_models_that_say_the_same(changes: dict[str, Any], told: str) -> None:
+    family = read_family(_data())
+    with pytest.raises(UsageError, match=f"{told} is not supported for strange: the family was learned"):
+        family.to_architecture(CONFIG | changes)
+    larger = family.to_architecture(CONFIG | {"hidden_size": 128, "num_hidden_layers": 3, "rms_norm_eps": 1e-3})
+    assert (larger.kv_channels, larger.num_layers, larger.norm_epsilon) == (32, 3, 1e-3)
+    with pytest.raises(UsageError, match="attention_dropout"):
+        family.check_training(CONFIG)
+
+
+def test_the_config_is_written_back_as_it_was() -> None:
+    family = read_family(_data())
+    written = family.to_hf_config(family.to_architecture(CONFIG), CONFIG)
+    assert {key: written[key] for key in CONFIG} == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("format",), 2),
+        (("surprise",), 1),
+        (("traits", "colour"), "red"),
+        (("rules", 0, "parts", 0, 0), "{layer.__class__}"),
+        (("rules", 0, "parts", 0, 1), "V+1"),
+        (("rules", 0, "shard"), "diagonal"),
+        (("rules", 0, "when"), "__class__"),
+        (("keys", "num_layers", "as"), "anything"),
+        (("derived", "kv_channels"), "__import__('os')"),
+        (("window", "style"), "sometimes"),
+        (("rules",), None),
+        (("name",), 3),
+    ],
+)
+def test_what_it_does_not_know_it_refuses(where: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+    data = _data()
+    inner = data
+    for step in where[:-1]:
+        inner = inner[step]
+    inner[where[-1]] = value
+    path = tmp_path / "strange.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(DataError, match="is no family that is understood"):
+        load_family(path)
+
+
+@pytest.mark.parametrize(("text", "value"), [("a", 12), ("a/b", 4), ("2*b", 6), ("a*b**0.5", 6.0), ("7", 7)])
+def test_formulas(text: str, value: float) -> None:
+    assert formula(text, {"b": 3})({"a": 12}) == value
+    with pytest.raises(DataError, match="must be a number"):
+        formula("c", {})({"c": "12"})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"blocks.0.mixer.decay": (64,), "blocks.1.mixer.decay": (64,)}, "mixer.decay .64. has no place"),
+        ({"blocks.1.ffn.w4.weight": (88, 64)}, "layer 1 has other tensors than layer 0"),
+        ({"output.bias": (101,)}, "output.bias .101. has no place"),
+        ({"blocks.0.third_norm.weight": (64,), "blocks.1.third_norm.weight": (64,)}, "norms in a layer: 3"),
+    ],
+)
+def test_what_has_no_place(change: dict[str, tuple[int, ...]], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        _guesses(TENSORS | change)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
+        ({"depths": [1, 2]}, "depths differs by layer"),
+        ({"vision_config": {"depth": 2}}, "vision_config is an object"),
+        ({"is_encoder_decoder": True}, "it has an encoder"),
+    ],
+)
+def test_settings_that_no_decoder_here_has(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Settings(CONFIG | changes, CONFIG)
+
+
+def test_a_number_that_matters_has_to_be_known() -> None:
+    settings = Settings(CONFIG | {"clip": 8.0}, CONFIG | {"clip": None})
+    assert settings.numbers() == ["rms_norm_eps", "clip"]
+    settings.check_meanings({"rms_norm_eps"})
+    with pytest.raises(UsageError, match="clip=8\\.0 changes the logits"):
+        settings.check_meanings({"clip"})

@@ -1,0 +1,124 @@
+"""A model in the words of another family: all of it, or a refusal that says what is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from isthmus.errors import UsageError
+from isthmus.families import family_transfer as module
+from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
+from isthmus.families.family_transfer import restate
+from isthmus.families.registry import all_families
+from isthmus.families.rules.rule import copy
+
+FAMILIES = all_families()
+ISTHMUS = FAMILIES["isthmus"]
+PLAIN = Architecture(
+    family="isthmus",
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=8,
+    vocab_size=77,
+    max_position_embeddings=64,
+    norm_epsilon=1e-5,
+)
+MOE = Moe(num_experts=6, top_k=2, ffn_hidden_size=12)
+YARN = RopeScaling(kind="yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.8, truncate=False)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"form": "sandwich", "normalization": "LayerNorm", "norm_bias": False, "norm_zero_centered": True},
+        {"position": "learned", "activation": "gelu_tanh", "gated": False, "mlp_bias": True},
+        {"rotary_base": 5e5, "rotary_percent": 0.5, "rotary_interleaved": True, "unrotated_layers": (1, 3)},
+        {"rope_scaling": YARN},
+        {"rope_scaling": RopeScaling(kind="longrope", factor=2.0, short_factor=(1.0,) * 4, long_factor=(3.0,) * 4)},
+        {"sliding_window": 7, "full_attention_layers": (0, 2), "window_rotary_base": 1e4},
+        {"attention_scale": 0.3, "attention_softcap": 30.0, "attention_sinks": True, "logits_softcap": 15.0},
+        {"qk_norm": True, "qk_norm_over": "projection", "qkv_bias": True, "proj_bias": True},
+        {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_multiplier": 0.25, "tie_embeddings": True},
+        {"moe": replace(MOE, dense_layers=(0,), score="sigmoid", expert_bias=True, num_groups=2, group_score="max")},
+        {"moe": replace(MOE, shared_ffn_hidden_size=20, shared_gate=True, router_bias=True, expert_mlp_bias=True)},
+        {"moe": replace(MOE, normalize=True, normalize_min=0.5, scaling_factor=2.5, router_float32=True)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_the_isthmus_family_says_all_of_it(changed: dict[str, Any]) -> None:
+    arch = replace(PLAIN, **changed)
+    assert ISTHMUS.to_architecture(ISTHMUS.to_hf_config(arch)) == arch != PLAIN
+
+
+def test_families_with_the_same_words_exchange_models() -> None:
+    llama = replace(PLAIN, family="llama", rotary_base=5e5, tie_embeddings=True)
+    there = restate(llama, FAMILIES["llama"], FAMILIES["mistral"])
+    assert there == replace(llama, family="mistral")
+    assert restate(there, FAMILIES["mistral"], FAMILIES["llama"]) == llama
+
+
+LATENT = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("source", "changed", "target", "told"),
+    [
+        ("deepseek_v3", {"mla": LATENT, "moe": MOE}, "isthmus", "no words for mla=Mla"),
+        ("deepseek_v3", {"mtp_layers": 1, "moe": MOE}, "isthmus", "no words for mtp_layers=1 .it would be 0."),
+        ("isthmus", {"form": "post"}, "llama", "no words for form=post .it would be pre."),
+        ("isthmus", {"qk_norm": True}, "llama", "no words for qk_norm=True"),
+        ("isthmus", {"activation": "clamped_swiglu"}, "starcoder2", "no word for clamped_swiglu under hidden_act"),
+        ("isthmus", {"rope_scaling": YARN, "rotary_percent": 0.5}, "llama", "no words for rotary_percent=0.5"),
+        ("isthmus", {"moe": MOE}, "llama", "no words for moe=Moe"),
+        ("isthmus", {}, "mixtral", "intermediate_size is missing"),
+    ],
+)  # fmt: skip
+def test_what_a_family_cannot_say_is_refused(source: str, changed: dict[str, Any], target: str, told: str) -> None:
+    arch = replace(PLAIN, family=source, **changed)
+    with pytest.raises(UsageError, match=f"this {source} model cannot be exported as {target}: .*{told}"):
+        restate(arch, FAMILIES[source], FAMILIES[target])
+
+
+def test_tensors_without_a_home_are_refused() -> None:
+    llama = FAMILIES["llama"]
+    more = replace(
+        llama, name="more", rules=(*llama.rules, copy("decoder.layers.{layer}.dream.weight", "dream.{layer}", "H"))
+    )
+    with pytest.raises(UsageError, match=r"4 tensors have no place in it, decoder.layers.0.dream.weight for one"):
+        restate(PLAIN, more, llama)
+    with pytest.raises(UsageError, match=r"it needs 4 more tensors, decoder.layers.0.dream.weight for one"):
+        restate(PLAIN, llama, more)
+
+
+def test_a_field_that_is_new_is_refused_until_the_family_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Newer(Architecture):
+        dreams: bool = False
+
+    monkeypatch.setattr(module, "Architecture", Newer)
+    values = {name: getattr(PLAIN, name) for name in Architecture.__dataclass_fields__} | {"family": "llama"}
+    for dreams in (False, True):
+        newer = Newer(**values, dreams=dreams)
+        reads = {"to_architecture": lambda hf: Newer(**{**values, "family": "isthmus"})}
+        target = _Reading(ISTHMUS, **reads)
+        if dreams:
+            with pytest.raises(UsageError, match=r"no words for dreams=True \(it would be False\)"):
+                restate(newer, FAMILIES["llama"], target)  # type: ignore[arg-type]
+        else:
+            restate(newer, FAMILIES["llama"], target)  # type: ignore[arg-type]
+
+
+class _Reading:
+    """A family that reads configs into another class of architectures."""
+
+    def __init__(self, family: Any, **methods: Any) -> None:
+        self._family = family
+        self.__dict__ |= methods
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)

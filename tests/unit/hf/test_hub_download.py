@@ -1,0 +1,143 @@
+"""Models from the Hub, played by a server on this machine: fetched once, found again, and refused in words."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from isthmus.errors import IOFailure, MissingInput
+from isthmus.hf.hub_download import fetch, looks_like_id
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"a pickle",
+    "modeling.py": b"raise SystemExit",
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hub as a download needs; ``org/gated`` is gated, and only ``org/open`` is there beside it."""
+
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        """Like GET."""
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        """Answer, and remember what was asked for."""
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        name = path.rpartition("/")[2]
+        if "org/gated" in path:
+            self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif "org/open" not in path:
+            self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif "/revision/" in path:
+            self._answer(200, json.dumps({"id": "org/open", "sha": SHA, "siblings": []}).encode(), {})
+        elif "/tree/" in path:
+            rows = [{"type": "file", "path": key, "size": len(text), "oid": key} for key, text in FILES.items()]
+            self._answer(200, json.dumps(rows).encode(), {})
+        else:
+            self._answer(200, FILES[name], {"ETag": f'"{name}"', "X-Repo-Commit": SHA})
+
+    def _answer(self, code: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(code)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the server was asked for so far."""
+    found: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answering", (Hub,), {"asked": found}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("isthmus.hf.hub_download.get_token", lambda: None)
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_wanted_is_fetched_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    folder = fetch("org/open", weights=False, say=said.append)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
+    whole = fetch("org/open", weights=True, say=said.append)
+    assert whole == folder and (folder / "model.safetensors").read_bytes() == b"weights"
+    assert not (folder / "pytorch_model.bin").exists() and not (folder / "modeling.py").exists()
+    before = len(asked)
+    assert fetch("org/open", weights=True, say=said.append) == fetch("org/open", weights=False, say=said.append)
+    assert len(asked) == before and len(said) == 2
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch("org/open", weights=True, say=said.append) == folder
+
+
+def test_processes_of_a_machine_wait_for_the_one_that_downloads(asked: list[str]) -> None:
+    said: list[str] = []
+    found: list[Path] = []
+    ranks = [
+        threading.Thread(target=lambda: found.append(fetch("org/open", weights=True, say=said.append)))
+        for _ in range(4)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(set(found)) == 1 and len(found) == 4
+    assert len(said) == 1 and sum("/revision/" in path for path in asked) == 1
+
+
+def test_a_refusal_says_what_to_do(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingInput, match=r"no folder org/gated here, and .* is gated: HF_TOKEN, which is not set,"):
+        fetch("org/gated", weights=True, say=print)
+    with pytest.raises(MissingInput, match=r"no folder org/none here, and no repository org/none .* Check the name;"):
+        fetch("org/none", weights=True, say=print)
+    monkeypatch.setattr("isthmus.hf.hub_download.get_token", lambda: "hf_x")
+    with pytest.raises(MissingInput, match=r"the token that is set gives no access\. Ask for it"):
+        fetch("org/gated", weights=True, say=print)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(MissingInput, match=r"HF_HUB_OFFLINE keeps it from the Hub.* hf download org/open"):
+        fetch("org/open", weights=True, say=print)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(IOFailure, match=r"no folder org/open here, and org/open cannot be had from the Hub"):
+        fetch("org/open", weights=True, say=print)
+
+
+@pytest.mark.parametrize(
+    ("text", "so"),
+    [
+        ("meta-llama/Llama-3.1-8B", True),
+        ("gpt2", True),
+        ("model", False),
+        ("./models/llama", False),
+        ("/models/llama", False),
+        ("a/b/c", False),
+        ("../llama", False),
+        ("~/llama", False),
+        ("models/llama/", False),
+    ],
+)
+def test_what_an_id_looks_like(text: str, so: bool) -> None:
+    assert looks_like_id(text) is so

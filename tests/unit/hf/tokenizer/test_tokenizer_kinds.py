@@ -1,0 +1,85 @@
+"""Megatron-LM's names for tokenizers, held against what lies there; and numbers for tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.hf.tiny_model import train_tokenizer
+from isthmus.hf.tokenizer.null_tokenizer import NumberTokenizer
+from isthmus.hf.tokenizer.tokenizer import save_tokenizer
+from isthmus.hf.tokenizer.tokenizer_kinds import open_tokenizer
+
+MARKS = ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder ``fast``, one ``deepseek``, and one of ``gpt2`` files: the same words in each."""
+    root = tmp_path_factory.mktemp("kinds")
+    for name, specials in (("fast", ("<e>",)), ("deepseek", MARKS), ("gpt2", ("<|endoftext|>",))):
+        (root / name).mkdir()
+        last = specials[-1]
+        inner = train_tokenizer(
+            ["the sea is blue " * 9], vocab_size=300, special_tokens=specials, eos_token=last, pad_token=last
+        )
+        if name != "gpt2":
+            save_tokenizer(inner, root / name)
+            continue
+        model = json.loads(inner.backend_tokenizer.to_str())["model"]
+        (root / name / "vocab.json").write_text(json.dumps(model["vocab"]))
+        (root / name / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"])]) + "\n")
+    return root
+
+
+def test_each_kind_reads_what_is_its_own(folders: Path, tmp_path: Path) -> None:
+    text = "the sea is blue"
+    fast = open_tokenizer(folders / "fast", "HuggingFaceTokenizer")
+    assert fast.folder == folders / "fast" and "tokenizer.json" in {path.name for path in fast.files}
+    deepseek = open_tokenizer(folders / "deepseek", "DeepSeekV2Tokenizer")
+    assert deepseek.decode(deepseek.encode(text)) == text and deepseek.encode(MARKS[0]) == [0]
+    gpt2 = open_tokenizer(folders / "gpt2", "GPT2BPETokenizer")
+    assert gpt2.decode(gpt2.encode(text)) == text and gpt2.inner.convert_ids_to_tokens(gpt2.eos_id) == "<|endoftext|>"
+    assert gpt2.files == []  # transformers does not read them by themselves
+    gpt2.save(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == gpt2.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lies", "error", "message"),
+    [
+        ("DeepSeekV2Tokenizer", "fast", UsageError, "has no token <\uff5cbegin.*so it is another kind"),
+        ("GPT2BPETokenizer", "fast", UsageError, r"has no token <\|endoftext\|>"),
+        ("GPT2BPETokenizer", ".", MissingInput, r"vocab.json is not there\. A GPT2BPETokenizer is"),
+        ("Llama2Tokenizer", "fast", MissingInput, r"tokenizer.model is not there.*Leave the type out"),
+        ("Llama2Tokenizer", "gpt2/merges.txt", DataError, "not a sentencepiece model"),
+        ("HuggingFaceTokenizer", "gpt2/merges.txt", UsageError, "is read from a folder, and .* is a file"),
+    ],
+)
+def test_another_kind_is_refused(folders: Path, kind: str, lies: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        open_tokenizer(folders / lies, kind)
+
+
+def test_a_sentencepiece_file_is_a_tokenizer(shared_data: Path) -> None:
+    tokenizer = open_tokenizer(shared_data / "llama2-tokenizer" / "tokenizer.model", "Llama2Tokenizer")
+    text = "The sea, 12 miles off.\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.differs_from_files
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (32000, 1, 2)
+
+
+def test_numbers_are_tokens(tmp_path: Path) -> None:
+    tokenizer = NumberTokenizer(100)
+    assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.bos_id) == (100, 101, None)
+    assert tokenizer.encode_batch(["1 2 99", "007\n0"]) == [[1, 2, 99], [7, 0]]
+    assert tokenizer.encode_with_offsets(["10 2"]) == [([10, 2], [(0, 2), (3, 4)])]
+    assert tokenizer.decode([5, 6]) == "5 6"
+    for text in ("1 100", "1 a", "-1", "1.5"):
+        with pytest.raises(DataError, match="is not a number below 100"):
+            tokenizer.encode_batch([text])
+    tokenizer.save(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("1 2 99") == [1, 2, 99]

@@ -1,0 +1,255 @@
+"""Prepared files: the same whatever the number of processes, and however often the work was ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isthmus.data.readers.file_formats import read_chunks
+from isthmus.data.store.indexed_dataset import open_pair
+from isthmus.data.tokenize.tokenize_files import prepare_chat
+from isthmus.data.tokenize.tokenize_records import Rules, SequenceMaker
+from isthmus.errors import DataError, MissingInput, NoSpace, UsageError
+from isthmus.hf.tiny_model import train_tokenizer
+from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
+from isthmus.recipes.data import prepare_resume
+from isthmus.recipes.data.prepare import prepare
+from isthmus.recipes.data.prepare_workers import Workers
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_tokenizer(["the sea is wide and blue"], vocab_size=300), folder)
+    return folder
+
+
+@pytest.fixture
+def small_chunks(monkeypatch) -> None:
+    for module in ("json_text", "chunks"):
+        monkeypatch.setattr(f"isthmus.data.{module}.CHUNK_BYTES", 200, raising=True)
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def chat(k: int) -> dict:
+    return {"instruction": f"question {k}", "output": f"the sea {k} ✓ " * (1 + k % 5)}
+
+
+def outputs(prefix: Path) -> dict[str, bytes]:
+    return {path.name[len(prefix.name) :]: path.read_bytes() for path in prefix.parent.glob(f"{prefix.name}.*")}
+
+
+def test_any_number_of_workers_makes_the_same(tmp_path, tokenizer, small_chunks):
+    file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
+    assert sum(1 for _ in read_chunks([file])) > 10
+    made = []
+    for workers, method in ((1, "fork"), (2, "fork"), (3, "fork"), (1, "spawn")):
+        prefix = tmp_path / f"out{workers}{method}" / "chats"
+        done = prepare([file], prefix, tokenizer, workers=workers, start_method=method)
+        made.append(outputs(prefix))
+        assert (done.kind, done.report.records, done.report.samples) == ("chat", 60, 60)
+    assert made[0].keys() == {".bin", ".idx", ".mask.bin", ".json"}
+    assert all(other == made[0] for other in made[1:])
+    pair = open_pair(prefix, verify=True)
+    store, report = prepare_chat([file], load_tokenizer(tokenizer), seq_length=10**6)
+    assert pair.tokens.tolist() == np.concatenate([store[k][0] for k in range(60)]).tolist()
+    assert pair.mask.tolist() == np.concatenate([store[k][1] for k in range(60)]).tolist()
+    told = pair.manifest["report"]
+    assert told["learned_tokens"] == report.learned_tokens == store.num_learned
+    assert sum(told["lengths"].values()) == 60
+
+
+def test_text_is_whole_documents_that_end(tmp_path, tokenizer):
+    texts = ["the sea", "", "x" * 5000]
+    file = write(tmp_path / "a.jsonl", [{"body": text} for text in texts])
+    done = prepare([file], tmp_path / "out", tokenizer, workers=1, columns={"text": "body"})
+    pair, opened = open_pair(tmp_path / "out", verify=True), load_tokenizer(tokenizer)
+    wanted = [[*opened.encode(text), opened.eos_id] for text in texts if text]
+    assert pair.tokens.tolist() == [token for ids in wanted for token in ids]
+    assert (pair.mask, pair.lengths.tolist()) == (None, [len(ids) for ids in wanted])
+    assert pair.documents.tolist() == [0, 1, 2]
+    assert (done.report.dropped_nothing_to_learn, done.report.learned_tokens) == (1, sum(map(len, wanted)) - 2)
+
+
+def test_pairs_are_documents_of_two(tmp_path, tokenizer):
+    records = [{"prompt": "q", "chosen": f"good {k}", "rejected": "bad"} for k in range(3)]
+    records += [{"prompt": "q", "chosen": "same", "rejected": "same"}]
+    records += [{"prompt": "q", "chosen": "y" * 200, "rejected": "bad"}]
+    file = write(tmp_path / "a.jsonl", records)
+    done = prepare([file], tmp_path / "out", tokenizer, workers=1, seq_length=80, overlong="drop")
+    pair, opened = open_pair(tmp_path / "out"), load_tokenizer(tokenizer)
+    assert pair.documents.tolist() == [0, 2, 4, 6]
+    learned = [
+        opened.decode(pair.tokens[s : s + n][pair.mask[s : s + n] > 0].tolist())
+        for s, n in zip(pair.starts, pair.lengths, strict=True)
+    ]
+    assert learned == [f"{a}<|im_end|>" for k in range(3) for a in (f"good {k}", "bad")]
+    assert (done.report.dropped_overlong, done.report.dropped_nothing_to_learn) == (1, 1)
+
+
+@pytest.mark.parametrize("damage", [None, "cut", "away"])
+def test_an_ended_run_is_taken_up(tmp_path, tokenizer, small_chunks, monkeypatch, damage):
+    monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
+    file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
+    prepare([file], tmp_path / "whole", tokenizer, workers=2)
+    seen: list[int] = []
+
+    def ended(report) -> None:
+        seen.append(report.records)
+        if report.records > 30:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        prepare([file], out, tokenizer, workers=2, progress=ended)
+    parts = sorted(Path(f"{out}.partial").glob("*.npz"))
+    assert len(parts) > 3 and not list(tmp_path.glob("out.[!p]*"))
+    if damage == "cut":
+        parts[1].write_bytes(parts[1].read_bytes()[:-40])
+    elif damage == "away":
+        parts[1].unlink()
+    again: list[int] = []
+    prepare([file], out, tokenizer, workers=3, progress=lambda report: again.append(report.records))
+    assert outputs(out) == outputs(tmp_path / "whole")
+    assert not Path(f"{out}.partial").exists()
+    assert (again[0] > 20) == (damage is None)
+
+
+def test_other_data_begins_anew_and_a_kept_output_is_refused(tmp_path, tokenizer, small_chunks, monkeypatch):
+    monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
+    file, out = write(tmp_path / "a.jsonl", [chat(k) for k in range(30)]), tmp_path / "out"
+
+    def ended(report) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([file], out, tokenizer, workers=1, progress=ended)
+    write(file, [chat(k) for k in range(90, 94)])
+    assert prepare([file], out, tokenizer, workers=1).report.records == 4
+    before = outputs(out)
+    with pytest.raises(NoSpace, match=r"out\.mask\.bin exists already"):
+        prepare([file], out, tokenizer, workers=1)
+    assert outputs(out) == before
+    assert not Path(f"{out}.partial").exists()
+
+
+def test_parts_of_other_chunks_are_not_taken_up(tmp_path, tokenizer, small_chunks, monkeypatch):
+    """Parts say how many chunks they hold, which is no number of records where chunks are larger or smaller."""
+    file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
+    monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
+    with monkeypatch.context() as ended, pytest.raises(KeyboardInterrupt):
+        ended.setattr(prepare_resume.Journal, "put_together", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        prepare([file], tmp_path / "out", tokenizer, workers=1)
+    assert list((tmp_path / "out.partial").glob("*.npz"))
+    monkeypatch.setattr("isthmus.data.readers.json_chunks.CHUNK_BYTES", 1000)
+    monkeypatch.setattr(prepare_resume, "CHUNK_BYTES", 1000)
+    assert prepare([file], tmp_path / "out", tokenizer, workers=1).report.records == 60
+
+
+def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatch):
+    file, out = write(tmp_path / "a.jsonl", [chat(1)]), tmp_path / "out"
+    prepare([file], tmp_path / "whole", tokenizer, workers=1)
+    real = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if str(target) == f"{out}.idx":
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([file], out, tokenizer, workers=1)
+    monkeypatch.undo()
+    assert not Path(f"{out}.json").exists()
+    prepare([file], out, tokenizer, workers=1)
+    assert outputs(out) == outputs(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("records", "settings", "error", "message"),
+    [
+        ([chat(1), {"text": "t"}], {}, DataError, r"a\.jsonl:2: plain text among data of kind chat"),
+        ([{"text": "t"}, chat(1)], {}, DataError, r"a\.jsonl:2: a chat record among data of kind text"),
+        ([{"what": "t"}], {}, DataError, r"a\.jsonl:1: unknown kind of record"),
+        ([{"text": " "}], {}, DataError, "nothing is left to learn from.*1 dropped with nothing to learn"),
+        ([{"text": "t"}], {"seq_length": 4}, UsageError, "text is not cut when it is prepared"),
+        ([chat(1)], {"kind": "text", "on_error": "skip"}, DataError, r"1 bad records skipped. First: .*a\.jsonl:1"),
+        ([chat(1)], {"columns": {"messagse": "x"}}, UsageError, "Did you mean messages"),
+        ([chat(1)], {"tokenizer_type": "Llama2Tokenizer"}, MissingInput, r"tokenizer\.model is not there"),
+        ([chat(1)], {"tokenizer_type": "NullTokenizer"}, UsageError, "is not read from files. Use HuggingFaceTok"),
+    ],
+)
+def test_what_cannot_be_leaves_nothing(tmp_path, tokenizer, records, settings, error, message):
+    file = write(tmp_path / "a.jsonl", records)
+    with pytest.raises(error, match=message):
+        prepare([file], tmp_path / "out", tokenizer, workers=2, **settings)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_the_output_may_lie_among_the_data(tmp_path, tokenizer):
+    folder, records = tmp_path / "data", [{"text": f"the sea {k}"} for k in range(3)]
+    folder.mkdir()
+    write(folder / "a.jsonl", records)
+    for name in ("2.txt", "3.txt"):
+        (folder / name).write_bytes(b"" if name == "2.txt" else b"\xff")
+
+    def ended(report) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([folder], folder / "text", tokenizer, workers=1, on_error="skip", progress=ended)
+    assert (folder / "text.partial").exists()
+    for out in ("text", "again"):
+        done = prepare([folder], folder / out, tokenizer, workers=1, on_error="skip")
+        assert (done.report.samples, done.report.skipped.count) == (3, 2)
+    assert outputs(folder / "again")[".bin"] == outputs(folder / "text")[".bin"]
+    for out in (folder, folder / "a.jsonl"):
+        with pytest.raises(UsageError, match="the last name is to be a prefix"):
+            prepare([folder], out, tokenizer, workers=1)
+
+
+def test_the_kind_that_was_told_wins(tmp_path, tokenizer):
+    """Rows of UltraFeedback are pairs and, by their turns, chats; those of LLaMA-Factory have no answer but the two."""
+    asked = {"role": "user", "content": "q"}
+    good, bad = [asked, {"role": "assistant", "content": "yes"}], [asked, {"role": "assistant", "content": "no"}]
+    row = {"chosen": good, "rejected": bad, "messages": good, "text": "q yes"}
+    file = write(tmp_path / "a.jsonl", [row, row, row, {"text": 5}])
+    for kind, samples in {"preference": 6, "chat": 3, "text": 3}.items():
+        report = prepare([file], tmp_path / kind, tokenizer, kind=kind, on_error="skip", workers=1).report
+        assert (report.records, report.samples, report.skipped.count) == (4, samples, 1)
+    answers = {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}
+    file = write(tmp_path / "b.jsonl", [{"conversations": [{"from": "human", "value": "q"}], **answers}])
+    with pytest.raises(DataError, match="a preference pair"):
+        prepare([file], tmp_path / "b", tokenizer, kind="chat", workers=1)
+
+
+def test_what_cannot_be_read_is_a_record_too(tmp_path, tokenizer):
+    file = write(tmp_path / "a.jsonl", [{"text": "t"}, {"text": "u"}])
+    file.write_text(file.read_text() + "{\n[1]\n")
+    report = prepare([file], tmp_path / "out", tokenizer, on_error="skip", workers=1).report
+    assert (report.records, report.samples, report.skipped.count) == (4, 2, 2)
+
+
+def test_few_chunks_are_under_way(tmp_path, tokenizer, small_chunks):
+    file = write(tmp_path / "a.jsonl", [chat(k) for k in range(200)])
+    taken = given = most = 0
+
+    def counted():
+        nonlocal given, most
+        for chunk in read_chunks([file]):
+            given += 1
+            most = max(most, given - taken)
+            yield chunk
+
+    with Workers(SequenceMaker(load_tokenizer(tokenizer), Rules("chat")), 2) as workers:
+        for _ in workers.pieces(counted()):
+            taken += 1
+    assert taken == given > 30
+    assert most <= 10

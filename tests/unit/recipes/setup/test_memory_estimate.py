@@ -1,0 +1,126 @@
+"""What is reckoned of models that no test can build, and what is refused; that it is so is shown in tests/ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from isthmus.config.schema import RunConfig
+from isthmus.engine.parallel.process_groups import ParallelSizes
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+from isthmus.families.family import Family
+from isthmus.families.registry import family_for
+from isthmus.platforms.cpu import CpuPlatform
+from isthmus.recipes.setup.memory_estimate import MARGIN, Footprint, check_footprint, footprint
+from isthmus.recipes.setup.session import Blueprint
+
+LLAMA_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+}  # fmt: skip
+DEEPSEEK_LITE = {
+    "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "topk_method": "greedy", "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def read(hf: dict[str, Any]) -> tuple[Family, Architecture]:
+    family = family_for(hf)
+    return family, family.to_architecture(hf)
+
+
+def config(length: int = 8192, **train: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "recipe": "pretrain", "out": "o", "model": {"path": "m"}, "data": {"mock": True, "seq_length": length},
+            "train": {"steps": 1, "micro_batch_size": 2, "global_batch_size": 128, **train},
+        }
+    )  # fmt: skip
+
+
+def reckon(hf: dict[str, Any], precision: str = "bf16", *, ranks: int = 8, **layout: Any) -> Footprint:
+    sizes = ParallelSizes(world_size=ranks, **layout)
+    return footprint(*read(hf), sizes, config(), precision)
+
+
+@pytest.mark.parametrize(
+    ("hf", "published"),
+    [(LLAMA_8B, 8_030_261_248), (LLAMA_70B, 70_553_706_496), (DEEPSEEK_LITE, 15_706_484_224)],
+)
+def test_published_sizes(hf: dict[str, Any], published: int) -> None:
+    whole = reckon(hf)
+    assert whole.parameters == published
+    assert whole.gradients == 4 * published and abs(whole.optimizer - 12 * published / 8) < 2**21
+    assert whole.weights == pytest.approx(2 * published, rel=1e-3)  # DeepSeek's routers are float32
+
+
+def test_what_a_layout_takes_off() -> None:
+    whole = reckon(LLAMA_8B)
+    embedding = 128256 * 4096
+    cut = reckon(LLAMA_8B, tp=8, sp=True)
+    assert cut.parameters * 8 == pytest.approx(whole.parameters, rel=1e-3)
+    assert cut.activations < whole.activations / 6
+    staged = reckon(LLAMA_8B, pp=2)
+    # The first stage has more micro batches under way, and so most.
+    assert staged.parameters == (whole.parameters - 2 * embedding - 4096) // 2 + embedding
+    sharded = reckon(LLAMA_70B, fsdp=True)
+    assert sharded.held < reckon(LLAMA_70B).held / 3 and sharded.optimizer == -(-70_553_706_496 // 8) * 8
+    experts = reckon(DEEPSEEK_LITE, ep=8)
+    outside = 15_706_484_224 - 26 * 64 * 3 * 2048 * 1408
+    assert experts.parameters == outside + 26 * 8 * 3 * 2048 * 1408
+    full = footprint(*read(LLAMA_8B), ParallelSizes(world_size=8), config(recompute="full"), "bf16")
+    assert full.activations < whole.activations / 4
+
+
+def test_offloaded_means_are_in_the_machines_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    family, architecture = read(DEEPSEEK_LITE)
+    sizes, plain = ParallelSizes(world_size=8, ep=4), config()
+    told = plain.model_copy(update={"optim": plain.optim.model_copy(update={"offload": True})})
+    here, there = (footprint(family, architecture, sizes, each, "bf16") for each in (plain, told))
+    assert there.offloaded == here.optimizer - there.optimizer > 0 and "of the machine's memory" in str(there)
+    plans = Blueprint(None, None, family, architecture, sizes)  # type: ignore[arg-type]
+    for free, refused in ((8 * there.offloaded, False), (8 * there.offloaded - 1, True)):
+        monkeypatch.setattr("isthmus.recipes.setup.memory_estimate.free_bytes", lambda free=free: free)
+        with pytest.raises(UsageError, match=r"puts .* optimizer state into") if refused else nullcontext():
+            check_footprint(plans, told, Memory(str(2**50)), "bf16", ranks_here=8)
+    pairs = footprint(family, architecture, sizes, plain.model_copy(update={"recipe": "dpo"}), "bf16")
+    assert pairs.activations == 2 * here.activations and pairs.held == here.held
+
+
+class Memory(CpuPlatform):
+    """A machine of chosen size."""
+
+    def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
+        return int(self.reason) // ranks_here
+
+
+def test_only_what_is_clearly_too_much_is_refused() -> None:
+    family, architecture = read(LLAMA_8B | {"num_hidden_layers": 2})
+    plans = Blueprint(None, None, family, architecture, ParallelSizes())  # type: ignore[arg-type]
+    wide = {"micro_batch_size": 8}
+    needed = footprint(family, architecture, ParallelSizes(), config(**wide), "bf16")
+
+    def check(memory: float, plans: Blueprint = plans, **train: Any) -> str:
+        return check_footprint(plans, config(**wide, **train), Memory(str(int(memory))), "bf16", ranks_here=1)
+
+    assert f"{needed.parameters:,} parameters" in check(2 * (needed.held + needed.activations))
+    assert check((needed.held + needed.activations) / MARGIN + 1)
+    with pytest.raises(UsageError, match=r"Lower train.micro_batch_size; or set train.recompute=full; or raise"):
+        check((needed.held + needed.activations) / MARGIN - 2)
+    with pytest.raises(UsageError, match=r"has 1,486,901,248 parameters a rank, .* state 16\.6, .* Set parallel.fsdp"):
+        check(needed.held - 1)
+    with pytest.raises(UsageError, match=r"Raise parallel.tp or parallel.pp over more ranks; or use a smaller model"):
+        check(1, replace(plans, sizes=ParallelSizes(pp=2, world_size=2)))
+    with pytest.raises(UsageError, match=r"Start more ranks, over which it is cut; or use a smaller model"):
+        check(1, replace(plans, sizes=ParallelSizes(fsdp=True, world_size=2)))

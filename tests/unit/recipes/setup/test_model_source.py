@@ -1,0 +1,123 @@
+"""The model and the tokenizer of a run, wherever they are said to be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.config.schema import RunConfig
+from isthmus.errors import MissingInput, UsageError
+from isthmus.hf import hub_download
+from isthmus.hf.tiny_model import train_tokenizer
+from isthmus.hf.tokenizer.null_tokenizer import NumberTokenizer
+from isthmus.hf.tokenizer.tokenizer import save_tokenizer
+from isthmus.recipes.setup.model_source import open_source
+from isthmus.recipes.setup.run_tokenizer import run_tokenizer, with_tokens_of
+from ranks.tiny import build_model_folder
+
+
+def config_of(recipe: str = "pretrain", **sections: Any) -> RunConfig:
+    plain = {"recipe": recipe, "out": "o", "train": {"steps": 1}, "data": {"files": ["a"]}}
+    return RunConfig.model_validate(plain | sections)
+
+
+def opened(**model: Any) -> Any:
+    return open_source(config_of(model=model).model)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    folder = tmp_path / "words"
+    folder.mkdir()
+    save_tokenizer(train_tokenizer(["the sea is blue " * 9], vocab_size=300), folder)
+    return folder
+
+
+def test_a_preset_is_a_model_without_files() -> None:
+    found = opened(path="preset:llama3.2-1b", init="random", config={"num_hidden_layers": 2, "rope_scaling": None})
+    assert (found.config["num_hidden_layers"], found.config["hidden_size"]) == (2, 2048)
+    assert str(found) == "preset:llama3.2-1b" and not found.has_weights
+    assert found.small_files() == [] and dict(found.tensors) == {}
+
+
+def test_keys_over_a_folder_leave_its_weights_behind(tmp_path: Path, words: Path) -> None:
+    folder = build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1)
+    for file in words.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    assert opened(path=str(folder)).has_weights
+    found = opened(path=str(folder), init="random", config={"num_hidden_layers": 3})
+    assert not found.has_weights and found.config["num_hidden_layers"] == 3
+    assert "tokenizer.json" in {path.name for path in found.small_files()}
+
+
+def test_a_file_of_keys_and_keys_alone_are_models(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_hidden_layers: 3\n")
+    assert opened(path=str(tmp_path / "mine.yaml"), init="random").config["num_hidden_layers"] == 3
+    (tmp_path / "slip.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_layers: 3\n")
+    with pytest.raises(UsageError, match=r"slip.yaml: a model of type qwen3 is not changed by num_layers \(did you"):
+        opened(path=str(tmp_path / "slip.yaml"), init="random")
+    whole = json.loads((build_model_folder(tmp_path / "m", "mixtral") / "config.json").read_text())
+    assert opened(init="random", config=whole).config == whole  # with all that transformers saves
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"config": {"num_layer": 2, "hiden_size": 8}},
+            r"num_layer \(did .*\?\), hiden_size \(did you mean hidden_size",
+        ),
+        ({"config": {"router_aux_loss_coef": 0.1}}, r"type llama is not changed by router_aux_loss_coef.* under moe"),
+        ({"config": {"rope_scaling": {"factor": 8.0}}}, r"rope_scaling.factor=8.0 changes nothing without its kind"),
+        ({"path": None, "config": {"model_type": "lama"}}, "model_type 'lama' is not a known family"),
+        ({"path": "preset:llama3-9b"}, "Did you mean preset:llama3-8b"),
+    ],
+)
+def test_a_slip_is_named(model: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        opened(**{"path": "preset:llama3-8b", "init": "random"} | model)
+
+
+def test_what_is_nowhere_is_told_with_both_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hub_download.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub_download.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(MissingInput, match=r"no folder models/llama here, and .* hf download models/llama"):
+        opened(path="models/llama")
+    with pytest.raises(MissingInput, match=r"an id on the Hub \(org/name\), or for a model preset:NAME"):
+        opened(path="./models/llama")
+
+
+def test_which_tokenizer_a_run_has(words: Path) -> None:
+    model = {"path": "preset:llama3.2-1b", "init": "random"}
+    source = open_source(config_of(model=model).model)
+    chosen = run_tokenizer(config_of(model=model, tokenizer={"path": str(words)}), source, 300)
+    assert chosen.folder == words
+    with pytest.raises(MissingInput, match=r"preset:llama3.2-1b brings no tokenizer\. Give one with tokenizer.path"):
+        run_tokenizer(config_of(model=model), source, 300)
+    last = chosen.vocab_size - 1
+    with pytest.raises(
+        UsageError, match=rf"has {last + 1} tokens, the last of them .* embedding {last} rows.*_size={last + 1}"
+    ):
+        run_tokenizer(config_of(model=model, tokenizer={"path": str(words)}), source, last)
+    numbers = {"type": "NullTokenizer", "vocab_size": 300}
+    with pytest.raises(UsageError, match="has 301 tokens, the last of them '<eod>'"):
+        run_tokenizer(config_of(model=model, tokenizer=numbers), source, 300)
+    assert run_tokenizer(config_of(model=model, tokenizer=numbers), source, 301).eos_id == 300
+    with pytest.raises(UsageError, match="NullTokenizer reads numbers, and sft learns from chats"):
+        run_tokenizer(config_of("sft", model=model, tokenizer=numbers), source, 301)
+    run_tokenizer(config_of(model=model, tokenizer=numbers, data={"mock": True}), source, 300)  # no text to tokenize
+    mock = run_tokenizer(config_of(model=model, data={"mock": True}), source, 50)
+    assert isinstance(mock, NumberTokenizer) and mock.vocab_size == 50
+
+
+def test_the_ends_of_a_text_are_those_of_the_tokenizer_that_was_used(words: Path) -> None:
+    model = {"path": "preset:llama3.2-1b", "init": "random"}
+    source = open_source(config_of(model=model).model)
+    tokenizer = run_tokenizer(config_of(model=model, tokenizer={"path": str(words)}), source, 300)
+    changed = with_tokens_of(tokenizer, source.config)
+    assert (changed["eos_token_id"], changed["pad_token_id"], changed["bos_token_id"]) == (2, 0, None)
+    several = {"eos_token_id": [9, 2], "pad_token_id": 0, "bos_token_id": None}
+    assert with_tokens_of(tokenizer, several) == several

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, Preempted
+from isthmus.recipes.run_dir import RunFolder
+
+
+class Failed(Exception):
+    """What a check says."""
+
+
+def with_checkpoint(root: Path, step: int) -> RunFolder:
+    folder = RunFolder(root)
+    (folder.checkpoints / f"iter_{step:07d}").mkdir(parents=True)
+    (folder.checkpoints / f"iter_{step:07d}" / ".metadata").touch()
+    (folder.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(step))
+    folder.config.write_text("old")
+    return folder
+
+
+def test_new_and_empty_folders_start_fresh(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path / "new").checkpoint_to_resume("auto") is None
+    assert RunFolder(tmp_path).checkpoint_to_resume("never") is None
+
+
+def test_foreign_folder_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(NoSpace, match="not a run folder"):
+        RunFolder(tmp_path).checkpoint_to_resume("auto")
+
+
+def test_newest_named_and_no_checkpoint(tmp_path: Path) -> None:
+    folder = with_checkpoint(tmp_path / "run", 5)
+    newest = folder.checkpoints / "iter_0000005"
+    assert folder.checkpoint_to_resume("auto") == newest
+    with pytest.raises(NoSpace, match="never"):
+        folder.checkpoint_to_resume("never")
+    other = RunFolder(tmp_path / "other")
+    assert other.checkpoint_to_resume(str(newest)) == newest
+    assert other.checkpoint_to_resume(str(folder.checkpoints)) == newest
+    for wrong in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(MissingInput, match=str(wrong)):
+            other.checkpoint_to_resume(str(wrong))
+
+
+def test_tracker_that_names_nothing(tmp_path: Path) -> None:
+    folder = with_checkpoint(tmp_path, 5)
+    (folder.checkpoints / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(DataError, match="'7'"):
+        folder.checkpoint_to_resume("auto")
+
+
+def test_export_without_checkpoints_is_a_result_to_keep(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("old")
+    assert folder.checkpoint_to_resume("auto") is None  # was interrupted before its first checkpoint
+    folder.export().mkdir()
+    with pytest.raises(NoSpace, match="finished export"):
+        folder.checkpoint_to_resume("auto")
+
+
+def test_failed_checks_leave_nothing_of_a_new_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a" / "b")
+    with pytest.raises(Failed), folder.checking("new"):
+        assert folder.config.read_text() == "new"
+        folder.data.mkdir()
+        (folder.data / "part").touch()
+        raise Failed
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stop_leaves_what_was_made_of_the_data(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(Preempted), folder.checking("new"):
+        folder.data.mkdir()
+        raise Preempted("as asked")
+    assert folder.data.is_dir() and folder.checkpoint_to_resume("auto") is None
+
+
+def test_failed_checks_leave_what_others_put_there(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(Failed), folder.checking("new"):
+        (folder.root / "notes.txt").touch()
+        raise Failed
+    assert [path.name for path in folder.root.iterdir()] == ["notes.txt"]
+
+
+def test_failed_checks_leave_an_earlier_run_as_it_was(tmp_path: Path) -> None:
+    folder = with_checkpoint(tmp_path, 5)
+    folder.data.mkdir()
+    with pytest.raises(Failed), folder.checking("new"):
+        raise Failed
+    assert folder.config.read_text() == "old" and folder.data.is_dir()
+
+
+def test_begin_records_the_config_and_clears_leftovers(tmp_path: Path) -> None:
+    folder = with_checkpoint(tmp_path, 5)
+    (folder.checkpoints / ".tmp-iter_0000006").mkdir()
+    (tmp_path / ".tmp-hf").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    folder.begin("new", fresh=False)
+    assert folder.config.read_text() == "new" and (tmp_path / "metrics.jsonl").exists()
+    assert not list(tmp_path.rglob(".tmp*"))
+    folder.begin("new", fresh=True)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(IOFailure, match="file/run"), RunFolder(tmp_path / "file" / "run").checking("new"):
+        pass

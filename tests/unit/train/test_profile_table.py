@@ -1,0 +1,113 @@
+"""The table of a profile, on events made up: on a CPU from the calls' own time, on a device from its kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isthmus.train.profile_table import COMMUNICATION, HOST, IDLE, costs_of, overlap, union, weight_uses
+
+USES = weight_uses(
+    {
+        "decoder.layers.0.mlp.linear_fc1.weight": (96, 32),
+        "decoder.layers.0.self_attention.linear_qkv.weight": (64, 32),
+        "decoder.layers.0.self_attention.linear_proj.weight": (32, 48),
+        "decoder.layers.0.mlp.linear_fc2.weight": (32, 48),
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": (32,),
+    }
+)
+
+
+def event(name: str, start: float, end: float, *children: Any, **more: Any) -> Any:
+    """A FunctionEvent, times in microseconds."""
+    made = SimpleNamespace(
+        name=name, time_range=SimpleNamespace(start=start, end=end), cpu_children=list(children), cpu_parent=None,
+        self_cpu_time_total=end - start - sum(one.time_range.end - one.time_range.start for one in children),
+        device_type="DeviceType.CPU", input_shapes=[], kernels=[], is_user_annotation=False,
+        self_cpu_memory_usage=0, self_device_memory_usage=0,
+    )  # fmt: skip
+    made.__dict__.update(more)
+    for child in children:
+        child.cpu_parent = made
+    return made
+
+
+def flat(*roots: Any) -> list[Any]:
+    return [one for root in roots for one in (root, *flat(*root.cpu_children))]
+
+
+def phase(name: str, start: float, end: float, *children: Any, **more: Any) -> Any:
+    return event(name, start, end, *children, is_user_annotation=True, **more)
+
+
+def test_a_step_on_a_cpu_adds_up() -> None:
+    step = phase(
+        "step 3", 0, 1000,
+        phase("data", 0, 50, event("aten::cat", 10, 30)),
+        phase("forward and backward", 50, 800,
+            event("aten::mm", 100, 300, input_shapes=[[7, 32], [32, 96]], self_cpu_memory_usage=64),
+            event("_RMSNormFunction", 300, 350, event("aten::mul", 310, 340)),
+            event("aten::copy_", 360, 370),
+            event("_LinearIntoMainGradBackward", 400, 500,
+                event("aten::mm", 400, 440, input_shapes=[[96, 64], [64, 32]]),
+                event("aten::mm", 440, 480, input_shapes=[[5, 7], [7, 32]]))),
+        phase("optimizer", 800, 950, event("aten::_fused_adamw_", 810, 900), event("c10d::allgather_", 900, 910)),
+    )  # fmt: skip
+    others = [event("gloo:all_reduce", 600, 700), event("aten::mm", 1200, 1300)]
+    costs = costs_of([*flat(step), *others], USES)
+    us = {kind: round(1e6 * cost.seconds, 6) for kind, cost in costs.kinds.items()}
+    assert us == {
+        "matrix products of the feed-forward block": 200,
+        "matrix products of the attention projections": 80,  # a block of a weight's gradient goes with its product
+        "optimizer": 140, "data": 50, "norms": 50, COMMUNICATION: 110, "other tensor operations": 10, HOST: 360,
+    }  # fmt: skip
+    assert sum(us.values()) == pytest.approx(1e6 * costs.wall_s) and not costs.on_device
+    assert costs.largest(2) == f"{HOST} 36%, matrix products of the feed-forward block 20%"
+    assert costs.kinds["matrix products of the feed-forward block"].allocated_bytes == 64
+    assert (costs.kinds["norms"].calls, costs.kinds["matrix products of the attention projections"].calls) == (1, 2)
+
+
+def test_a_linear_layer_s_weight_has_its_outputs_first() -> None:
+    step = phase(
+        "step 1", 0, 100,
+        event("aten::linear", 0, 30, input_shapes=[[7, 1, 32], [96, 32], []]),
+        event("_LinearIntoMainGradBackward", 40, 90,
+            event("aten::linear", 40, 60, input_shapes=[[7, 1, 64], [32, 64], []]),
+            event("aten::addmm_", 60, 90, input_shapes=[[64, 32], [64, 7], [7, 32], [], []])),
+    )  # fmt: skip
+    us = {kind: round(1e6 * cost.seconds, 6) for kind, cost in costs_of(flat(step), USES).kinds.items()}
+    assert us["matrix products of the feed-forward block"] == 30
+    assert us["matrix products of the attention projections"] == 50
+
+
+def test_on_a_device_kernels_count_and_what_is_left_is_idle() -> None:
+    def kernel(name: str, us: float) -> Any:
+        return SimpleNamespace(name=name, duration=us)
+
+    step = phase(
+        "step 1", 0, 100, event("aten::mm", 5, 10, input_shapes=[[7, 32], [32, 96]], kernels=[kernel("g", 40)])
+    )
+    backward = event(
+        "autograd::engine::evaluate_function: SiluBackward0", 20, 30,
+        event("aten::silu_backward", 22, 28, kernels=[kernel("e", 10)]),
+        event("nccl:all_reduce", 28, 29, kernels=[kernel("ncclDevKernel_AllReduce", 20)]),
+    )  # fmt: skip
+    on_device = [event("g", 10, 50, device_type="DeviceType.CUDA"), event("e", 55, 65, device_type="DeviceType.CUDA"),
+                 event("ncclDevKernel_AllReduce", 60, 80, device_type="DeviceType.CUDA")]  # fmt: skip
+    costs = costs_of([*flat(step, backward), *on_device], USES)
+    us = {kind: round(1e6 * cost.seconds, 6) for kind, cost in costs.kinds.items()}
+    assert us == {
+        "matrix products of the feed-forward block": 40, "activations": 10, COMMUNICATION: 20, IDLE: 35,
+    }  # fmt: skip
+
+
+def test_weights_of_one_shape_are_named_together() -> None:
+    assert USES[(32, 48)] == "the attention projections or the feed-forward block"
+    assert USES[(96, 32)] == "the feed-forward block" and len(USES) == 3
+
+
+def test_spans() -> None:
+    assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
+    assert overlap([(0, 3), (5, 6)], [(2, 5.5)]) == [(2, 3), (5, 5.5)]
