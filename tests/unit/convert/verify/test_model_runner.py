@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from isthmus.convert.open_model import Stored, open_stored
-from isthmus.convert.verify.compare import model_runner
+from isthmus.convert.verify import model_runner
 from isthmus.convert.verify.layerwise import run
 from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, opened_network
 from isthmus.errors import DataError, UsageError

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.engine.moe import grouped_gemm
 from isthmus.engine.moe.grouped_gemm import bank, grouped_linear
-from isthmus.engine.moe.moe_layer import grouped_gemm
 
 COUNTS = [3, 0, 5, 1]
 
