@@ -122,7 +122,7 @@ def families_page() -> str:
         "",
         "Experts are routed as each family's own code does it; without `moe.capacity_factor` no token is dropped. What",
         "balances them (auxiliary losses, updates of the bias by which experts are chosen) is off unless it is set:",
-        "[Train experts](../how-to/train-experts.md).",
+        "[Train experts](../how-to/train-moe-models.md).",
         "",
         "Layers that predict further tokens (`num_nextn_predict_layers`) are kept through conversions and trained with",
         "the model where the weights have them (`train.mtp_loss_weight`).",

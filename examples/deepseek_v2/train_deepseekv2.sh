@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The variables of ROCm Megatron-LM's script of this name, from the environment or as NAME=VALUE behind it; what they
-# become is in docs/how-to/come-from-rocm-megatron-lm.md. DRY_RUN=1 shows it.
+# become is in docs/how-to/migrate-from-rocm-megatron-lm.md. DRY_RUN=1 shows it.
 
 # Empty: where that script has it.
 TRAIN_LOG=${TRAIN_LOG:-}

@@ -2,7 +2,7 @@
 
 The weights of a layer are gathered when the layer runs and let go behind it; their gradients are summed and dealt out
 as soon as a micro batch has them. PyTorch's ``fully_shard`` does this. Megatron-Core 0.16 has a wrapper around it
-(``TorchFullyShardedDataParallel``) that cannot be used here: see ``docs/decisions/0015-fully-sharded.md``.
+(``TorchFullyShardedDataParallel``) that cannot be used here: see ``docs/decisions/0015-fsdp.md``.
 """
 
 from __future__ import annotations
