@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import isthmus.cli.alone  # noqa: F401
+from isthmus import atomic_write
 from isthmus.cli.main import main
 from isthmus.convert import canonical, transfer
 from isthmus.hf import staged_folder
@@ -29,7 +30,7 @@ _REACHED = {
 
 def run(words: list[str], number: int, point: Any) -> int:
     """Be the command; with a signal to itself at the point."""
-    stream, sync = transfer.stream, staged_folder.sync
+    stream, sync = transfer.stream, atomic_write.sync
 
     def end(*_: Any) -> None:
         os.kill(os.getpid(), number)
@@ -47,7 +48,7 @@ def run(words: list[str], number: int, point: Any) -> int:
     elif point == "publish":
         staged_folder.StagedFolder.publish = end  # type: ignore[method-assign]
     elif point == "renamed":
-        staged_folder.sync = ended_sync
+        atomic_write.sync = ended_sync
     return main(words)
 
 

@@ -75,10 +75,10 @@ def cp(
     destination: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The new file; it must not exist.")],
 ) -> int:
     """Copy a preset into a file of your own; a model with all that it builds on, for --model FILE.yaml."""
+    from isthmus.atomic_write import write_atomic
     from isthmus.config.model_file import read_model
     from isthmus.config.presets import PREFIX, config_path, kind_of, opening_lines
     from isthmus.config.yaml_text import write_mapping
-    from isthmus.hf.staged_folder import disk_errors
 
     name = f"{PREFIX}{preset.removeprefix(PREFIX)}"
     source = config_path(name, kind_of(name))
@@ -88,8 +88,7 @@ def cp(
         text = comment + write_mapping(read_model(name))
     if destination.exists():
         raise NoSpace(f"{destination} exists already. Remove it or choose another name.")
-    with disk_errors(destination):
-        destination.write_text(text, encoding="utf-8")
+    write_atomic(destination, text)
     return 0
 
 

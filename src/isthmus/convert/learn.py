@@ -15,7 +15,7 @@ from isthmus import __version__
 from isthmus.convert.torch_dist.from_torch_dist import checkpoint_folder
 from isthmus.convert.verify.probe_models import Copy, check_effects, difference, furthest
 from isthmus.engine.parallel.process_groups import ParallelSizes, open_groups
-from isthmus.errors import IsthmusError, NoSpace, UsageError
+from isthmus.errors import IsthmusError, NoSpace, UsageError, disk_errors
 from isthmus.families.discover.candidates import Guesses, Picks, Stage
 from isthmus.families.discover.config_inference import Settings
 from isthmus.families.discover.json_family import read_family, write_family
@@ -25,7 +25,6 @@ from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.shrunken_model import VERSION, architecture_of, build_copy, copy_logits, effective_config, silenced
-from isthmus.hf.staged_folder import disk_errors
 from isthmus.platforms.detect import detect
 
 TOLERANCE = 1e-4

@@ -22,13 +22,13 @@ from isthmus.convert.torch_dist.to_torch_dist import TorchDistFiles, common_cont
 from isthmus.convert.verify.checksums import Digests, write_manifest
 from isthmus.convert.weight_source import Meta
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
-from isthmus.errors import UsageError
+from isthmus.errors import UsageError, disk_errors
 from isthmus.families.discover.json_family import FILE, write_family
 from isthmus.families.family import Family
 from isthmus.families.family_transfer import restate
 from isthmus.families.registry import all_families
 from isthmus.hf.model_folder import write_model_files
-from isthmus.hf.staged_folder import StagedFolder, disk_errors
+from isthmus.hf.staged_folder import StagedFolder
 
 FLAG = "trust_remote_code=True"
 

@@ -172,7 +172,7 @@ def write_model_files(
     ``generation_config.json`` by one of the same meaning: later versions of transformers do not look into the config.
 
     Raises:
-        OSError: the disk refuses; ``hf.staged.disk_errors`` turns it into an error for the user.
+        OSError: the disk refuses; ``errors.disk_errors`` turns it into an error for the user.
     """
     _write_json(folder / "config.json", hf_config)
     generation = {key: hf_config[key] for key in _GENERATION if hf_config.get(key) is not None}

@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from isthmus.errors import NoSpace
-from isthmus.errors import disk_errors as disk_errors
+from isthmus.atomic_write import TEMPORARY, rename, sync
+from isthmus.errors import NoSpace, disk_errors
 
 
 class StagedFolder:
@@ -21,7 +21,7 @@ class StagedFolder:
         """Name the destination, and whether a folder that lies there is to go in the end; nothing is touched yet."""
         self.destination = Path(destination).absolute()
         self.replace = replace
-        self.path = self.destination.with_name(f".tmp-{self.destination.name}")
+        self.path = self.destination.with_name(f"{TEMPORARY}{self.destination.name}")
 
     def create(self) -> None:
         """Make the folder to write in; what an earlier attempt that was killed left there goes.
@@ -49,12 +49,11 @@ class StagedFolder:
                 for name in files:
                     sync(Path(folder, name))
                 sync(Path(folder))
-            replaced = self.destination.with_name(f".tmp-replaced-{self.destination.name}")
+            replaced = self.destination.with_name(f"{TEMPORARY}replaced-{self.destination.name}")
             shutil.rmtree(replaced, ignore_errors=True)
             if self.destination.is_dir():
                 self.destination.rename(replaced)
-            self.path.rename(self.destination)
-            sync(self.destination.parent)
+            rename(self.path, self.destination)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
@@ -80,12 +79,3 @@ class StagedFolder:
     def _refuse_existing(self) -> None:
         if os.path.lexists(self.destination) and not (self.replace and self.destination.is_dir()):
             raise NoSpace(f"{self.destination} exists already. Give another folder or remove it.")
-
-
-def sync(path: Path) -> None:
-    """Make what was written to a file or a folder survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

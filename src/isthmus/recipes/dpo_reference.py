@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from isthmus.atomic_write import atomic_file
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ranks
 from isthmus.errors import Preempted, UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.hf.staged_folder import disk_errors
 from isthmus.train.stop import StopFlag
 
 if TYPE_CHECKING:
@@ -99,14 +99,8 @@ def _read(path: Path) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def _write(path: Path, arrays: dict[str, Any]) -> None:
-    staged = path.with_name(f".tmp-{path.name}")
-    try:
-        with disk_errors(path):
-            with staged.open("wb") as file:
-                np.savez(file, **arrays)
-            staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)
 
 
 def _pass_over(stepper: Stepper, part: PairBatches, position: Position, stop: StopFlag) -> npt.NDArray[np.float64]:

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from isthmus.errors import MissingInput, NoSpace, Preempted
-from isthmus.hf.staged_folder import disk_errors
+from isthmus.atomic_write import TEMPORARY, write_atomic
+from isthmus.errors import MissingInput, NoSpace, Preempted, disk_errors
 
 CONFIG, METRICS, CHECKPOINTS, EXPORT, DATA = "config.yaml", "metrics.jsonl", "checkpoints", "hf", "data"
 REFERENCE = "reference.npz"
@@ -107,7 +107,7 @@ class RunFolder:
         try:
             with disk_errors(self.root):
                 self.root.mkdir(parents=True, exist_ok=True)
-                self._write_config(config)
+                write_atomic(self.config, config)
             yield
         except Preempted:
             raise  # the same command takes up what was made of the data
@@ -132,19 +132,13 @@ class RunFolder:
             NoSpace, IOFailure: the folder cannot be written into.
         """
         with disk_errors(self.root):
-            self._write_config(config)
-            for left in [*self.root.glob(".tmp-*"), *self.checkpoints.glob(".tmp-*")]:
-                shutil.rmtree(left, ignore_errors=True)
+            write_atomic(self.config, config)
+            for left in [*self.root.glob(f"{TEMPORARY}*"), *self.checkpoints.glob(f"{TEMPORARY}*")]:
+                if left.is_dir():
+                    shutil.rmtree(left, ignore_errors=True)
+                else:
+                    left.unlink()
             if fresh:
                 (self.root / METRICS).unlink(missing_ok=True)
                 for name in ("tensorboard", "profile"):
                     shutil.rmtree(self.root / name, ignore_errors=True)
-
-    def _write_config(self, text: str) -> None:
-        staged = self.config.with_name(f".{CONFIG}")
-        try:
-            staged.write_text(text, encoding="utf-8")
-            staged.replace(self.config)
-        except OSError:
-            staged.unlink(missing_ok=True)
-            raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
+from isthmus.atomic_write import write_atomic
 from isthmus.errors import IOFailure
 from isthmus.train.console import Console, Plain, open_console
 from isthmus.train.loggers import Logger, open_loggers
@@ -260,6 +260,4 @@ def cut_after(path: Path, step: int) -> None:
             last = step - 1 if isinstance(row, dict) and row.keys() & {"valid_loss", "test_loss"} else step
             if isinstance(row, dict) and row.get("step", step + 1) <= last:
                 kept.append(line)
-    staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    staged.write_bytes(b"".join(line + b"\n" for line in kept))
-    staged.replace(path)
+    write_atomic(path, b"".join(line + b"\n" for line in kept))

@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity
 
+from isthmus.atomic_write import atomic_file
 from isthmus.errors import Preempted
 from isthmus.train.profile_table import Costs, Shape, costs_of, weight_uses
 
@@ -95,12 +96,8 @@ class StepProfile:
     def _write(self, profiler: torch.profiler.profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"rank{self._rank}.json.gz"
-        staged = trace.with_name(f".{trace.name}")  # its end decides that it is compressed
-        try:
-            profiler.export_chrome_trace(str(staged))
-            staged.replace(trace)
-        finally:
-            staged.unlink(missing_ok=True)
+        with atomic_file(trace) as temporary:
+            profiler.export_chrome_trace(str(temporary))  # compressed, since the name ends in .gz
         costs = costs_of(profiler.events() or (), weight_uses(self._weights))
         if not costs.steps:
             return

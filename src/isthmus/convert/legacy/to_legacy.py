@@ -16,10 +16,10 @@ from isthmus.convert.legacy.legacy_layout import Cuts, Grid
 from isthmus.convert.legacy.torch_pickle import read_archive
 from isthmus.convert.torch_dist.to_torch_dist import save_without_data
 from isthmus.engine.checkpoint.checkpoint_names import is_linear, transformer_engine_name
+from isthmus.errors import disk_errors
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Index, overlap
-from isthmus.hf.staged_folder import disk_errors
 from isthmus.hf.tensors.parallel_writer import TensorWriter
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 

@@ -33,9 +33,9 @@ from isthmus.convert.torch_dist.dcp_metadata import (
     save_index,
 )
 from isthmus.engine.checkpoint.checkpoint_names import Place
+from isthmus.errors import disk_errors
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
-from isthmus.hf.staged_folder import disk_errors
 from isthmus.hf.tensors.parallel_writer import TensorWriter, reserve
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 

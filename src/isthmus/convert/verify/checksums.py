@@ -40,7 +40,7 @@ def write_manifest(folder: Path, tensors: Mapping[str, str], small_files: Iterab
     """Keep the sums of tensors, and those of the files beside them, in the folder.
 
     Raises:
-        OSError: the disk refuses; ``hf.staged.disk_errors`` turns it into an error for the user.
+        OSError: the disk refuses; ``errors.disk_errors`` turns it into an error for the user.
     """
     files = {str(path.relative_to(folder)): file_digest(path) for path in sorted(small_files)}
     content = {"algorithm": _ALGORITHM, "files": files, "tensors": dict(tensors)}

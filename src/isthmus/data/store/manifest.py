@@ -6,14 +6,14 @@ Under ``pair`` are the counts, and sizes and hashes of the files; the other keys
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from isthmus.errors import DataError, MissingInput, disk_errors
+from isthmus.atomic_write import write_atomic
+from isthmus.errors import DataError, MissingInput
 
 SUFFIXES = (".bin", ".idx", ".mask.bin")
 """Of the files of a pair beside the manifest; the last may be absent."""
@@ -66,17 +66,7 @@ def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
     Raises:
         NoSpace, IOFailure: it cannot be written.
     """
-    path = pair_file(prefix, ".json")
-    staged = path.with_name(f".tmp-{path.name}")
-    with disk_errors(path):
-        try:
-            with staged.open("wb") as file:
-                file.write(json.dumps(record, indent=1).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            staged.rename(path)
-        finally:
-            staged.unlink(missing_ok=True)
+    write_atomic(pair_file(prefix, ".json"), json.dumps(record, indent=1) + "\n")
 
 
 def pair_record(

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from isthmus.atomic_write import TEMPORARY, rename
 from isthmus.data.store.indexed_dataset import (
     IndexedPair,
     IndexedWriter,
@@ -208,7 +209,7 @@ class SampleStore:
         folder = Path(folder)
         if folder.exists():
             raise NoSpace(f"{folder} exists already. Remove it or name another folder.")
-        staged = folder.with_name(f".tmp-{folder.name}")
+        staged = folder.with_name(f"{TEMPORARY}{folder.name}")
         masked = any(source.mask is not None for source in self.sources)
         with disk_errors(folder):
             shutil.rmtree(staged, ignore_errors=True)
@@ -223,7 +224,7 @@ class SampleStore:
                 writer.end_documents(np.diff(starts, append=len(self)))
             write_manifest(staged / _NAME, {"pair": writer.close()})
             with disk_errors(folder):
-                staged.rename(folder)
+                rename(staged, folder)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 

@@ -6,7 +6,6 @@ It is written beside its final place and renamed when every rank is done and eve
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from argparse import Namespace
@@ -28,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import checkpoint as dcp
 
+from isthmus.atomic_write import TEMPORARY, rename, write_atomic
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.engine.checkpoint.fsdp_state import count_from, sharded_state
 from isthmus.engine.checkpoint.io_errors import read_errors, write_errors
@@ -165,7 +165,7 @@ def save(
         NoSpace, IOFailure: on every rank, when any rank could not write; nothing is published.
     """
     final = folder_of(root, progress.step)
-    stage = root / f".tmp-{final.name}"
+    stage = root / f"{TEMPORARY}{final.name}"
     if dist.get_rank() == 0:
         shutil.rmtree(stage, ignore_errors=True)
         stage.mkdir(parents=True)
@@ -196,8 +196,8 @@ def save(
         raise
     if dist.get_rank() == 0:
         shutil.rmtree(final, ignore_errors=True)
-        stage.rename(final)
-        _write_tracker(root, progress.step)
+        rename(stage, final)
+        write_atomic(root / TRACKER, str(progress.step))
         _remove_old(root, keep, final)
     dist.barrier()
     return final
@@ -227,15 +227,6 @@ def check_files(folder: Path) -> None:
         if size < end:
             found = "is missing" if size < 0 else f"has {size} bytes"
             raise DataError(f"{folder / name} {found}, {end} are needed. Resume from another checkpoint.")
-
-
-def _write_tracker(root: Path, step: int) -> None:
-    temporary = root / f".{TRACKER}"
-    with temporary.open("w") as file:
-        file.write(str(step))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(root / TRACKER)
 
 
 def _remove_old(root: Path, keep: int, newest: Path) -> None:

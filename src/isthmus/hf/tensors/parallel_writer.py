@@ -19,8 +19,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from isthmus.errors import disk_errors
 from isthmus.hf.model_folder import INDEX_FILE, SINGLE_FILE
-from isthmus.hf.staged_folder import disk_errors
 from isthmus.hf.tensors.safetensors_format import (
     Bounds,
     Stage,

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.pair_batches import PairBatches
@@ -153,7 +154,7 @@ def load_corpus(
                 say(f"{part.name}: {line}")
             _check_vocabulary(store, vocab_size)
             store.save(folder / part.key)
-        marker.write_text(json.dumps(origin.record))
+        write_atomic(marker, json.dumps(origin.record))
 
     once(make, "corpus")
     opened: dict[str, SampleStore] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import time
 import zipfile
@@ -21,6 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from isthmus.atomic_write import atomic_file, rename, write_atomic
 from isthmus.data.readers.chunks import CHUNK_BYTES
 from isthmus.data.store.indexed_dataset import IndexedWriter
 from isthmus.data.store.manifest import PARTIAL, pair_file, write_manifest
@@ -88,7 +88,7 @@ class Journal:
             with disk_errors(self.folder):
                 if not same:
                     self._clear()
-                    _write(self.folder / "origin.json", json.dumps(begun, indent=1).encode())
+                    write_atomic(self.folder / "origin.json", json.dumps(begun, indent=1))
                 else:
                     self._take_up()
             try:
@@ -104,7 +104,7 @@ class Journal:
 
     def _take_up(self) -> None:
         """Count the parts that are whole; what comes after the first that is not goes."""
-        parts = sorted(self.folder.glob("*.npz"))
+        parts = sorted(self.folder.glob("[0-9]*.npz"))
         for number, path in enumerate(parts):
             part = _read_part(path) if path == self._part(number) else None
             if part is None:
@@ -141,11 +141,9 @@ class Journal:
             arrays["mask"] = np.concatenate([piece.mask for piece in pieces if piece.mask is not None])
         said = json.dumps({"chunks": len(pieces), "report": report.as_dict()}).encode()
         path = self._part(self._parts)
-        staged, save = path.with_suffix(".tmp"), cast(Any, np.savez)
-        with disk_errors(path):
-            with staged.open("wb") as file:
-                save(file, said=np.frombuffer(said, dtype=np.uint8), **arrays)
-            staged.rename(path)
+        save = cast(Any, np.savez)
+        with atomic_file(path) as temporary, temporary.open("wb") as file:
+            save(file, said=np.frombuffer(said, dtype=np.uint8), **arrays)
         self._parts, self.chunks, self._waiting = self._parts + 1, self.chunks + len(pieces), []
         self._last_s = time.monotonic()
 
@@ -164,12 +162,7 @@ class Journal:
         with disk_errors(self.prefix):
             for suffix in _PUBLISHED:
                 if self._staged(suffix).exists():
-                    self._staged(suffix).rename(pair_file(self.prefix, suffix))
-            handle = os.open(self.prefix.parent, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+                    rename(self._staged(suffix), pair_file(self.prefix, suffix))
             shutil.rmtree(self.folder)
 
     def _part(self, number: int) -> Path:
@@ -206,9 +199,3 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-
-
-def _write(path: Path, content: bytes) -> None:
-    staged = path.with_suffix(".tmp")
-    staged.write_bytes(content)
-    staged.rename(path)

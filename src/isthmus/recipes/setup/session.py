@@ -25,13 +25,13 @@ from isthmus.engine.parallel.process_groups import (
     open_groups,
     world_from_environment,
 )
-from isthmus.errors import UsageError
+from isthmus.errors import UsageError, disk_errors
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import Layout, check_tp_size
 from isthmus.hf.model_folder import ModelFolder, write_model_files
-from isthmus.hf.staged_folder import StagedFolder, disk_errors
+from isthmus.hf.staged_folder import StagedFolder
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms.base import Platform, RunShape
 from isthmus.recipes.setup.layout_checks import (
