@@ -184,7 +184,14 @@ def _go_wrong(how: str) -> None:
 def main() -> None:
     import importlib
 
-    names = ("recipes.sft", "recipes.pretrain", "engine.model", "engine.optimizer", "engine.step", "engine.checkpoint")
+    names = (
+        "recipes.sft",
+        "recipes.pretrain",
+        "engine.megatron_model",
+        "engine.optim.optimizer",
+        "engine.step",
+        "engine.checkpoint.save_load",
+    )
     for name in ("cli.main", "cli.alone", *names):
         importlib.import_module(f"isthmus.{name}")
     gc.freeze()  # what was imported stays out of the collections of every command

@@ -21,10 +21,10 @@ def main() -> None:
         "recipes.sft",
         "recipes.dpo",
         "recipes.pretrain",
-        "engine.model",
-        "engine.optimizer",
+        "engine.megatron_model",
+        "engine.optim.optimizer",
         "engine.step",
-        "engine.checkpoint",
+        "engine.checkpoint.save_load",
     )
     for name in ("cli.main", "cli.alone", *names):
         importlib.import_module(f"isthmus.{name}")

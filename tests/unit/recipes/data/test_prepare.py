@@ -29,8 +29,8 @@ def tokenizer(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch) -> None:
-    for module in ("json_text", "chunks"):
-        monkeypatch.setattr(f"isthmus.data.{module}.CHUNK_BYTES", 200, raising=True)
+    for module in ("json_chunks", "chunks"):
+        monkeypatch.setattr(f"isthmus.data.readers.{module}.CHUNK_BYTES", 200, raising=True)
 
 
 def write(path: Path, records: list[dict]) -> Path:
