@@ -46,8 +46,6 @@ def halves(
     ("ranks", "layout"),
     [
         pytest.param(1, {"precision": "fp32"}, id="fp32"),
-        pytest.param(1, {"precision": "bf16"}, id="bf16"),
-        pytest.param(2, {"precision": "fp32"}, id="dp2-fp32"),
         pytest.param(2, {"precision": "bf16"}, id="dp2-bf16"),
         pytest.param(2, {"precision": "bf16", "tp": 2}, id="tp2-bf16"),
         pytest.param(2, {"precision": "fp32", "pp": 2}, id="pp2-fp32"),
@@ -72,9 +70,7 @@ def test_ten_and_ten_are_twenty_to_the_last_bit(
     assert rest["digest"] == whole["digest"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_running_means_elsewhere_change_no_number(
-    precision: str,
     two: World,
     models: dict[str, Path],
     samples: Path,
@@ -82,8 +78,8 @@ def test_running_means_elsewhere_change_no_number(
     tmp_path: Path,
 ) -> None:
     """On a CPU both places are one memory, so this is about the arithmetic and the checkpoints, in both directions."""
-    whole, saved = halves(2, precision=precision)
-    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "precision": precision}
+    whole, saved = halves(2, precision="bf16")
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "precision": "bf16"}
     offloaded = two.run(
         "ranks.tasks.train", resume=saved, optim={"offload": True}, save_at=[15], root=tmp_path, **settings
     )
@@ -104,16 +100,11 @@ TP2_DP2: tuple[int, dict[str, Any]] = (4, {"tp": 2})
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        pytest.param(ONE, TP2, id="one-to-tp2"),
-        pytest.param(ONE, PP2, id="one-to-pp2"),
-        pytest.param(ONE, DP2, id="one-to-dp2"),
         pytest.param(ONE, TP2_PP2, id="one-to-tp2-pp2"),
-        pytest.param(TP2, ONE, id="tp2-to-one"),
         pytest.param(TP2, PP2, id="tp2-to-pp2"),
         pytest.param(PP2, DP2, id="pp2-to-dp2"),
         pytest.param(DP2, ONE, id="dp2-to-one"),
-        pytest.param(TP2_PP2, ONE, id="tp2-pp2-to-one"),
-        pytest.param(TP2_DP2, PP2, id="tp2-dp2-to-pp2"),
+        pytest.param(TP2_DP2, ONE, id="tp2-dp2-to-one"),
     ],
 )
 def test_any_layout_goes_on_from_any_other(

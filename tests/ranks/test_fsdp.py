@@ -16,10 +16,9 @@ from ranks.world import World
 TRAIN = "ranks.tasks.train"
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
-def test_it_trains_as_one_process(name: str, one: World, two: World, models: dict[str, Path], samples: Path) -> None:
+def test_it_trains_as_one_process(one: World, two: World, models: dict[str, Path], samples: Path) -> None:
     """Two micro batches a step, clipping now and then, and an evaluation before the first step."""
-    run = {"model": models[name], "samples": samples, "micro_batch_size": 2, "evaluate": True}
+    run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "evaluate": True}
     assert_same(two.run(TRAIN, fsdp=True, **run), one.run(TRAIN, **run))
 
 
@@ -70,6 +69,7 @@ def test_it_goes_on_to_the_last_bit(two: World, models: dict[str, Path], samples
 
 def test_bf16_follows_the_distributed_optimizer(two: World, models: dict[str, Path], samples: Path) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "precision": "bf16"}
+    run |= {"steps": 8}
     sharded, truth = two.run(TRAIN, fsdp=True, **run), two.run(TRAIN, **run)
     differences = {curve: furthest(sharded[curve], truth[curve]) for curve in CURVES}
     print(differences)

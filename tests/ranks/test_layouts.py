@@ -50,38 +50,40 @@ def test_the_truth_learns_and_clips_now_and_then(alone: dict[str, dict[str, Any]
         assert len(set(run["learned"])) > 5
 
 
-SPREAD = [
-    pytest.param(2, {"tp": 2, "sp": False}, id="tp2"),
-    pytest.param(2, {"tp": 2, "sp": True}, id="tp2-sp"),
-    pytest.param(2, {"pp": 2}, id="pp2"),
-    pytest.param(2, {}, id="dp2"),
-    pytest.param(4, {"tp": 2, "pp": 2, "micro_batch_size": 4}, id="tp2-pp2"),
-]
+BY_NAME: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tp": 2, "sp": False}),
+    "tp2-sp": (2, {"tp": 2, "sp": True}),
+    "pp2": (2, {"pp": 2}),
+    "dp2": (2, {}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2, "micro_batch_size": 4}),
+}
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
-@pytest.mark.parametrize(("ranks", "layout"), SPREAD)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    # Untied embeddings matter where the first and the last stage are apart and the vocabulary is split.
+    [*(("qwen3-tied", layout) for layout in BY_NAME), ("qwen2-untied", "tp2-pp2")],
+)
 def test_a_layout_trains_as_one_process(
     name: str,
-    ranks: int,
-    layout: dict[str, Any],
+    layout: str,
     worlds: dict[int, World],
     models: dict[str, Path],
     samples: Path,
     alone: dict[str, dict[str, Any]],
 ) -> None:
+    ranks, sizes = BY_NAME[layout]
     run = worlds[ranks].run(
-        "ranks.tasks.train", model=models[name], samples=samples, evaluate=True, **{"micro_batch_size": 2, **layout}
+        "ranks.tasks.train", model=models[name], samples=samples, evaluate=True, **{"micro_batch_size": 2, **sizes}
     )
     assert_same(run, alone[name])
 
 
 EXPERTS = {
-    "qwen2_moe": ({"mlp_only_layers": [1]}, ["tp2", "tp2-sp", "pp2"]),
-    "deepseek_v3": ({"num_hidden_layers": 2}, ["tp2", "tp2-sp"]),
-    "gpt_oss": ({"num_hidden_layers": 2}, ["tp2", "tp2-sp"]),
+    "qwen2_moe": ({"mlp_only_layers": [1]}, ["tp2-sp", "pp2"]),
+    "deepseek_v3": ({"num_hidden_layers": 2}, ["tp2-sp"]),
+    "gpt_oss": ({"num_hidden_layers": 2}, ["tp2"]),
 }
-BY_NAME = {str(entry.id): entry.values for entry in SPREAD}
 
 
 @pytest.mark.parametrize(
@@ -115,14 +117,13 @@ def test_experts_go_on_under_another_layout(one: World, two: World, samples: Pat
         assert max(furthest(run[curve], truth[curve][2:]) for curve in CURVES) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
 @pytest.mark.parametrize(
-    "layout",
+    ("name", "layout"),
     [
         # Two query groups over four ranks: each rank holds half a group.
-        pytest.param({"tp": 4}, id="tp4-of-two-groups"),
-        pytest.param({"tp": 2}, id="tp2-dp2"),
-        pytest.param({"pp": 2}, id="pp2-dp2"),
+        pytest.param("qwen3-tied", {"tp": 4}, id="tp4-of-two-groups"),
+        pytest.param("qwen2-untied", {"tp": 2}, id="tp2-dp2"),
+        pytest.param("qwen3-tied", {"pp": 2}, id="pp2-dp2"),
     ],
 )
 def test_the_first_steps_on_four_ranks(
@@ -140,7 +141,7 @@ def test_the_first_steps_on_four_ranks(
     assert_same(run, alone[name])
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {})])
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (4, {"tp": 2})])
 def test_bf16_follows_fp32(
     ranks: int,
     layout: dict[str, Any],
@@ -165,38 +166,34 @@ def test_bf16_follows_fp32(
     assert differences["grad_norm"] < 0.02
 
 
-@pytest.mark.parametrize("size", [1, 4])
 def test_the_micro_batch_does_not_matter(
-    size: int, one: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+    one: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
-    run = one.run(
-        "ranks.tasks.train", model=models["llama-tied"], samples=samples, micro_batch_size=size, evaluate=True
-    )
+    run = one.run("ranks.tasks.train", model=models["llama-tied"], samples=samples, micro_batch_size=4, evaluate=True)
     assert_same(run, alone["llama-tied"])
 
 
 def test_packing_off_pads_nothing_and_repeats_nothing(
     one: World, two: World, models: dict[str, Path], samples: Path
 ) -> None:
-    layout = {"model": models["qwen3-tied"], "samples": samples, "packing": False, "evaluate": True}
+    layout = {"model": models["qwen3-tied"], "samples": samples, "packing": False, "evaluate": True, "steps": 5}
     truth = one.run("ranks.tasks.train", **layout)
     assert_same(two.run("ranks.tasks.train", tp=2, micro_batch_size=4, **layout), truth)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
 def test_recomputed_activations_are_the_same(
-    name: str, recompute: str, one: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+    recompute: str, one: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
     run = one.run(
         "ranks.tasks.train",
-        model=models[name],
+        model=models["qwen3-tied"],
         samples=samples,
         micro_batch_size=2,
         recompute=recompute,
         evaluate=True,
     )
-    assert run == alone[name]
+    assert run == alone["qwen3-tied"]
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
