@@ -68,11 +68,10 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
+    from isthmus.config.schema import MoeConfig
     from isthmus.engine.layers.attention import Segments
     from isthmus.engine.layers.rope import frequency_sets, line_tables
     from isthmus.engine.model_config import transformer_config
-    from isthmus.engine.moe.routing import AS_IS
-    from isthmus.engine.parallel.process_groups import ParallelSizes
     from isthmus.engine.spec import layer_spec
     from isthmus.families.registry import all_families
     from isthmus.families.rules.shard import pieces, whole
@@ -88,8 +87,8 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
         }  # fmt: skip
     hf_config = AutoConfig.for_model(family, num_hidden_layers=1, **sizes, **of_heads)
     arch = all_families()[family].to_architecture(hf_config.to_dict())
-    config = transformer_config(arch, ParallelSizes(), dtype=dtype)
-    ours: Any = build_module(layer_spec(arch, moe=False, settings=AS_IS), config=config, layer_number=1)
+    config = transformer_config(arch, dtype=dtype)
+    ours: Any = build_module(layer_spec(arch, moe=False, settings=MoeConfig()), config=config, layer_number=1)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -111,7 +110,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
         return x.view(samples, length, -1)
 
     if kind != "latent":
-        own_config = transformer_config(arch, ParallelSizes(), dtype=dtype)
+        own_config = transformer_config(arch, dtype=dtype)
         own_config.use_te_activation_func = False
         spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
         core: Any = build_module(spec, config=own_config, layer_number=1)
@@ -201,10 +200,11 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(chosen.threads)
-    from isthmus.engine.parallel.process_groups import ParallelSizes, close_groups, open_groups
+    from isthmus.config.schema import ParallelConfig
+    from isthmus.engine.parallel.process_groups import close_groups, open_groups
     from isthmus.platforms.detect import detect
 
-    open_groups(ParallelSizes(), detect("cpu"), seed=0)
+    open_groups(ParallelConfig(), detect("cpu"), seed=0)
     sizes = TINY if chosen.quick else SIZES
     rows: list[dict[str, Any]] = []
     for kind in chosen.kinds:

@@ -79,10 +79,9 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+    from isthmus.config.schema import MoeConfig
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.moe_layer import MoeBlock
-    from isthmus.engine.moe.routing import AS_IS
-    from isthmus.engine.parallel.process_groups import ParallelSizes
     from isthmus.engine.spec import mlp_modules
     from isthmus.families.registry import all_families
 
@@ -90,8 +89,8 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
     hf_config = AutoConfig.for_model(family, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=1, **sizes)
     arch = all_families()[family].to_architecture(hf_config.to_dict())
     assert arch.moe is not None
-    config = transformer_config(arch, ParallelSizes(), dtype=dtype)
-    block = MoeBlock(config, mlp_modules(arch, moe=True), moe=arch.moe, settings=AS_IS)
+    config = transformer_config(arch, dtype=dtype)
+    block = MoeBlock(config, mlp_modules(arch, moe=True), moe=arch.moe, settings=MoeConfig())
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -193,10 +192,11 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(chosen.threads)
-    from isthmus.engine.parallel.process_groups import ParallelSizes, close_groups, open_groups
+    from isthmus.config.schema import ParallelConfig
+    from isthmus.engine.parallel.process_groups import close_groups, open_groups
     from isthmus.platforms.detect import detect
 
-    open_groups(ParallelSizes(), detect("cpu"), seed=0)
+    open_groups(ParallelConfig(), detect("cpu"), seed=0)
     rows: list[dict[str, Any]] = []
     shapes = TINY if chosen.quick else SHAPES
     for family in chosen.models:

@@ -43,15 +43,15 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
     """What a recipe's session does between joining the ranks and making the optimizer."""
     import torch
 
+    from isthmus.config.schema import ParallelConfig
     from isthmus.convert.online import import_weights
-    from isthmus.engine.parallel.process_groups import ParallelSizes, close_groups, open_groups
+    from isthmus.engine.parallel.process_groups import close_groups, open_groups
     from isthmus.families.registry import family_for
     from isthmus.families.rules.shard import Layout
     from isthmus.hf.model_folder import ModelFolder
     from isthmus.platforms.detect import detect
 
-    sizes = ParallelSizes()
-    open_groups(sizes, detect("cpu"), seed=0)  # first: it makes megatron.core importable without CUDA
+    open_groups(ParallelConfig(), detect("cpu"), seed=0)  # first: it makes megatron.core importable without CUDA
     from isthmus.engine.megatron_model import build_model, live_tensors
     from isthmus.engine.model_config import padded_vocab_size, transformer_config
     from isthmus.engine.optim.optimizer import wrap_data_parallel
@@ -62,7 +62,7 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
     family = family_for(source.config)
     architecture = family.to_architecture(source.config)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    model: Any = build_model(architecture, transformer_config(architecture, sizes, dtype=dtype))
+    model: Any = build_model(architecture, transformer_config(architecture, dtype=dtype))
     if training:
         model = wrap_data_parallel(model)
     built_s = time.perf_counter()

@@ -39,12 +39,11 @@ def run(turn: Turn) -> dict[str, Any]:
     apply_env(platform)
     platform.prepare_process()
     session = open_session(config, plans, platform, turn.precision)
-    from isthmus.engine.optim.optimizer import OptimizerSettings, build_optimizer, build_schedule
+    from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 
-    settings = OptimizerSettings(total_steps=10000, **config.optim.model_dump())
-    optimizer = build_optimizer(session.model, settings)
-    stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings))
+    optimizer = build_optimizer(session.model, config.optim)
+    stepper = Stepper(session.model, optimizer, build_schedule(optimizer, config.optim, 10000))
     packed = turn.style == "packed"
     batches = Batches(
         turn.samples(),

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from isthmus.config.schema import ParallelConfig
 from isthmus.data.batching.batches import MicroBatch
 from isthmus.engine.layers.attention import Segments, VarlenAttention
 from isthmus.engine.layers.packed_attention_cpu import stacks_of
 from isthmus.engine.parallel.context_parallel import own_part, own_spans
-from isthmus.engine.parallel.process_groups import ParallelSizes, open_groups
+from isthmus.engine.parallel.process_groups import open_groups
 from isthmus.platforms.detect import detect
 from ranks.live_memory import LiveMemory
 from ranks.tasks import start
@@ -28,7 +29,7 @@ def attend(*, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
         For each case the largest difference on any rank of the output and of each gradient, as shares of the largest.
     """
     size = dist.get_world_size()
-    open_groups(ParallelSizes(cp=size, world_size=size), detect("cpu"), seed=0)
+    open_groups(ParallelConfig(cp=size), detect("cpu"), seed=0)
     return [_difference(**case) for case in cases]
 
 

@@ -59,14 +59,12 @@ def run_tasks(world: socket.socket, meeting: str) -> None:
     import torch
     from megatron.core import parallel_state
 
-    from isthmus.engine.parallel.process_groups import ParallelSizes, open_groups, world_from_environment
+    from isthmus.config.schema import ParallelConfig
+    from isthmus.engine.parallel.process_groups import open_groups
     from isthmus.platforms.detect import detect
 
     torch.set_num_threads(1)
-    _, world_size, _ = world_from_environment()
-    open_groups(
-        ParallelSizes(world_size=world_size), detect("cpu"), seed=0, init_method=f"file://{meeting}", timeout_s=120.0
-    )
+    open_groups(ParallelConfig(), detect("cpu"), seed=0, init_method=f"file://{meeting}", timeout_s=120.0)
     parallel_state.destroy_model_parallel()
     for line in world.makefile():
         request = json.loads(line)

@@ -22,14 +22,14 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.tensor import DTensor
 
-from isthmus.config.schema import RunConfig
+from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
-from isthmus.engine.optim.optimizer import OptimizerSettings, adams, build_optimizer, build_schedule
+from isthmus.engine.optim.optimizer import adams, build_optimizer, build_schedule
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
@@ -110,23 +110,21 @@ def start(
         "beta1": 0.9,
         "beta2": 0.95,
         "eps": 1e-8,
-        "initial_loss_scale": config.train.initial_loss_scale,
-        "loss_scale_window": config.train.loss_scale_window,
     } | (optim or {})
-    chosen = OptimizerSettings(total_steps=TOTAL_STEPS, **settings)
-    optimizer = build_optimizer(session.model, chosen)
+    chosen = OptimConfig.model_construct(**settings)  # not validated: a test keeps the weights with lr=0
+    optimizer = build_optimizer(session.model, chosen, config.train)
     lines: dict[str, Any] = {
         "seq_length": SEQ_LENGTH,
         "micro_batch_size": micro_batch_size,
         "global_batch_size": 8,
         "packing": packing,
         "dp_rank": session.position.dp_rank,
-        "dp_size": session.blueprint.sizes.dp,
+        "dp_size": config.parallel.dp(dist.get_world_size()),
         "pad_to_multiple_of": config.parallel.line_multiple,
         "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
     }
     store = SampleStore.open(samples)
-    stepper = Stepper(session.model, optimizer, build_schedule(optimizer, chosen), objective_of(config))
+    stepper = Stepper(session.model, optimizer, build_schedule(optimizer, chosen, TOTAL_STEPS), objective_of(config))
     if dpo is None:
         return Training(session, stepper, Batches(store, **lines), Batches(store, shuffle=False, **lines))
     pairs, held_out = PairBatches(store, **lines), PairBatches(store, shuffle=False, **lines)
@@ -157,10 +155,10 @@ def train(
     if dist.get_rank() == late:
         for stage in training.stepper.model:
             stage.register_forward_pre_hook(lambda *_: time.sleep(0.02))
-    stepper, sizes = training.stepper, training.session.blueprint.sizes
+    stepper, parallel = training.stepper, training.session.blueprint.parallel
     first = 0
     if resume is not None:
-        first = save_load.load(Path(resume), stepper, sizes).step
+        first = save_load.load(Path(resume), stepper, parallel).step
     curves = ("loss", "grad_norm", "lr", "learned", "mtp_loss", "load")
     result: dict[str, Any] = {"first": first, "figures": [], **{curve: [] for curve in curves}}
     if evaluate:
@@ -181,7 +179,7 @@ def train(
             result[name].append(getattr(done, name))
         if step + 1 in (save_at or ()):
             progress = save_load.Progress(step=step + 1, data="these samples")
-            save_load.save(Path(root or ""), stepper, progress, sizes, keep=keep)
+            save_load.save(Path(root or ""), stepper, progress, parallel, keep=keep)
     if evaluate:
         result["valid_after"] = stepper.evaluate(training.held_out.eval_batches())
     return result | {"digest": _digest(training)}
@@ -286,13 +284,13 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
     layout: dict[str, Any] = {"model": model, "samples": samples, "tp": tp}
     training = start(**layout)
     _draw()
-    sizes = training.session.blueprint.sizes
-    save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), sizes, keep=1)
+    parallel = training.session.blueprint.parallel
+    save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), parallel, keep=1)
     wanted = _draw()
     parallel_state.destroy_model_parallel()
     training = start(**layout)
     fresh = _draw()
-    save_load.load(Path(root) / "iter_0000001", training.stepper, sizes)
+    save_load.load(Path(root) / "iter_0000001", training.stepper, parallel)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, {"wanted": wanted, "fresh": fresh, "loaded": _draw()})
     return {name: [rank[name] for rank in every] for name in ("wanted", "fresh", "loaded")}
@@ -311,7 +309,7 @@ def save_and_export(*, model: str, samples: str, root: str, destination: str, **
     for step in range(2):
         training.stepper.train_step(training.batches.step(step))
     progress = save_load.Progress(step=2, data="these samples")
-    save_load.save(Path(root), training.stepper, progress, training.session.blueprint.sizes, keep=1)
+    save_load.save(Path(root), training.stepper, progress, training.session.blueprint.parallel, keep=1)
     training.session.export(
         Path(destination), own_tokenizer(training.session.blueprint.source.path), dtype=None, replace=False
     )
@@ -397,8 +395,8 @@ def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, An
         num_tokens=line.input_ids.numel(),
         learned_tokens=int(line.loss_mask.sum()),
         bytes_per_element=training.session.dtype.itemsize,
-        tp=plans.sizes.tp,
-        sp=plans.sizes.sp,
+        tp=plans.parallel.tp,
+        sp=plans.parallel.sequence_parallel,
         recompute=layout.get("recompute", "none"),
         recompute_modules=settings.get("recompute_modules", ["core_attn"]),
         recompute_layers=settings.get("recompute_layers"),
@@ -415,14 +413,14 @@ def footprint_and_held(**layout: Any) -> list[dict[str, Any]]:
     """What ``memory_estimate`` says of the rank that holds most, and the numbers that each rank has."""
     training = start(**layout)
     session, optimizer = training.session, training.stepper.optimizer
+    plans, precision = session.blueprint, layout.get("precision", "fp32")
     config = RunConfig.model_validate(
         {
             "recipe": "pretrain", "out": "unused", "model": {"path": layout["model"]}, "train": {"steps": 1},
-            "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
+            "data": {"files": ["unused"], "seq_length": SEQ_LENGTH}, "parallel": plans.parallel,
         }
     )  # fmt: skip
-    plans, precision = session.blueprint, layout.get("precision", "fp32")
-    said = footprint(plans.family, plans.architecture, plans.sizes, config, precision)
+    said = footprint(plans.family, plans.architecture, config, plans.world_size, precision)
     moments = [
         state[name] for adam in adams(optimizer) for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq")
     ]

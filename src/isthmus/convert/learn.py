@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from isthmus import __version__
+from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.convert.torch_dist.from_torch_dist import checkpoint_folder
 from isthmus.convert.verify.probe_models import Copy, check_effects, difference, furthest
-from isthmus.engine.parallel.process_groups import ParallelSizes, open_groups
+from isthmus.engine.parallel.process_groups import open_groups
 from isthmus.errors import IsthmusError, NoSpace, UsageError, disk_errors
 from isthmus.families.discover.candidates import Guesses, Picks, Stage
 from isthmus.families.discover.config_inference import Settings
@@ -101,7 +102,7 @@ def prove(config: Mapping[str, Any], say: Say = lambda line: None) -> Family:
         live = _live(settings, copy)
         settings.check_meanings(live)
         say(f"numbers of its config that change the logits: {', '.join(sorted(live)) or 'none but sizes'}")
-        open_groups(ParallelSizes(), detect(), seed=0)
+        open_groups(ParallelConfig(), detect(), seed=0)
         search = _Search(Guesses(settings, structure, live, architecture), copy, Path(scratch), say)
         picks, first = search.run()
         data = search.guesses.data(picks)

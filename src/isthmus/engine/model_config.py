@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from isthmus.engine.moe.routing import AS_IS, MoeSettings
+from isthmus.config.schema.moe import MoeConfig
+from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.parallel.pipeline_layout import pipeline_layout
-from isthmus.engine.parallel.process_groups import ParallelSizes
 from isthmus.families.architecture import Architecture
 
-RECOMPUTE_GRANULARITY = {"none": None, "selective": "selective", "full": "full"}
+_DEFAULTS = (ParallelConfig(), TrainConfig(), MoeConfig())
 
 
 @dataclass
 class DecoderConfig(TransformerConfig):
     """Megatron-Core's own description of a model and its layout, and what it does not know."""
 
-    experts: MoeSettings = AS_IS
+    experts: MoeConfig = field(default_factory=MoeConfig)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -33,31 +33,27 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 def transformer_config(
     architecture: Architecture,
-    sizes: ParallelSizes,
+    parallel: ParallelConfig = _DEFAULTS[0],
     *,
     dtype: torch.dtype,
-    recompute: str = "none",
-    recompute_modules: Sequence[str] = ("core_attn",),
-    recompute_layers: int | None = None,
-    experts: MoeSettings = AS_IS,
-    mtp_loss_weight: float | None = None,
+    train: TrainConfig = _DEFAULTS[1],
+    moe: MoeConfig = _DEFAULTS[2],
+    mtp: bool = False,
 ) -> DecoderConfig:
     """The description of the model and its layout.
 
     Args:
         architecture: the model's.
-        sizes: the layout.
+        parallel: the layout.
         dtype: of weights and activations.
-        recompute: ``none``, ``selective`` or ``full``.
-        recompute_modules: what ``selective`` computes again: ``core_attn``, ``mlp``, ``moe``.
-        recompute_layers: of each stage, from its first on, that ``full`` computes again; None for all.
-        experts: how they are trained.
-        mtp_loss_weight: what the mean loss of the layers that predict ahead counts; None builds none of them.
+        train: which activations are recomputed, and the weight of the MTP loss.
+        moe: dispatcher, capacity and losses of the experts.
+        mtp: build the model's MTP layers.
     """
-    full = recompute == "full"
-    ahead = 0 if mtp_loss_weight is None else architecture.mtp_layers
+    full = train.recompute == "full"
+    ahead = architecture.mtp_layers if mtp else 0
     return DecoderConfig(
-        experts=experts,
+        experts=moe,
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
@@ -86,32 +82,32 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
-        tensor_model_parallel_size=sizes.tp,
-        context_parallel_size=sizes.cp,
-        pipeline_model_parallel_size=sizes.pp,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.expert_tp,
-        pipeline_model_parallel_layout=pipeline_layout(architecture.num_layers, sizes.pp, sizes.vpp, ahead=ahead),
-        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        tensor_model_parallel_size=parallel.tp,
+        context_parallel_size=parallel.cp,
+        pipeline_model_parallel_size=parallel.pp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
+        pipeline_model_parallel_layout=pipeline_layout(architecture.num_layers, parallel.pp, parallel.vpp, ahead=ahead),
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         # Between two ranks activations and gradients go the same ways; exchanged at once they would be mixed up.
-        overlap_p2p_comm=sizes.vpp > 1,
-        batch_p2p_comm=sizes.vpp == 1,
-        sequence_parallel=sizes.sp,
-        variable_seq_lengths=sizes.pp > 1,
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
+        sequence_parallel=parallel.sequence_parallel,
+        variable_seq_lengths=parallel.pp > 1,
         mtp_num_layers=ahead or None,
-        mtp_loss_scaling_factor=mtp_loss_weight,
+        mtp_loss_scaling_factor=train.mtp_loss_weight if ahead else None,
         **_expert_settings(architecture),
         moe_token_dispatcher_type="alltoall",  # variable lengths are refused with the default, experts or not
         calculate_per_token_loss=True,
         perform_initialization=False,
-        recompute_granularity=RECOMPUTE_GRANULARITY[recompute],
-        recompute_modules=list(recompute_modules),
+        recompute_granularity=None if train.recompute == "none" else train.recompute,
+        recompute_modules=list(train.recompute_modules),
         # Layer by layer: those of "uniform" are all layers, those of "block" the first ones of a stage.
-        recompute_method=("uniform" if recompute_layers is None else "block") if full else None,
-        recompute_num_layers=(recompute_layers or 1) if full else None,
+        recompute_method=("uniform" if train.recompute_layers is None else "block") if full else None,
+        recompute_num_layers=(train.recompute_layers or 1) if full else None,
         # An output that is sent beside the next computation is let go before it has arrived; gloo then sends what else
         # has come to lie there.
-        deallocate_pipeline_outputs=sizes.vpp == 1,
+        deallocate_pipeline_outputs=parallel.vpp == 1,
     )
 
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_names import layer_of
 from isthmus.engine.layers.attention import Segments
-from isthmus.engine.parallel.process_groups import ParallelSizes, close_groups, open_groups, world_from_environment
+from isthmus.engine.parallel.process_groups import close_groups, open_groups, world_from_environment
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.platforms.detect import detect
@@ -33,7 +34,7 @@ def alone() -> Iterator[None]:
     if torch.cuda.is_initialized():
         raise UsageError("this process uses a GPU, and models are compared on the CPU. Start another for it.")
     joined_before = dist.is_initialized()
-    open_groups(ParallelSizes(), detect("cpu"), seed=0)
+    open_groups(ParallelConfig(), detect("cpu"), seed=0)
     try:
         yield
     finally:
@@ -55,7 +56,7 @@ class MegatronNetwork:
         from isthmus.engine.megatron_model import build_model
         from isthmus.engine.model_config import transformer_config
 
-        config = transformer_config(architecture, ParallelSizes(), dtype=torch.float32)
+        config = transformer_config(architecture, dtype=torch.float32)
         self._read = read
         self.module: Any = build_model(architecture, config).eval()
         self.layers: Sequence[nn.Module] = list(self.module.decoder.layers)

@@ -14,6 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import FUSED_NORMS, LATENT_NORMS
 from isthmus.engine.layers.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
 from isthmus.engine.layers.attention import PackedSelfAttention, VarlenAttention
@@ -23,7 +24,6 @@ from isthmus.engine.layers.multi_latent_attention import LatentAttention
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.moe.experts import Experts
 from isthmus.engine.moe.moe_layer import MoeBlock
-from isthmus.engine.moe.routing import MoeSettings
 from isthmus.families.architecture import Architecture
 
 
@@ -65,9 +65,7 @@ class TorchProvider(BackendSpecProvider):
         return SwiGLU
 
 
-def decoder_spec(
-    architecture: Architecture, layers: Sequence[int], settings: MoeSettings
-) -> TransformerBlockSubmodules:
+def decoder_spec(architecture: Architecture, layers: Sequence[int], settings: MoeConfig) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage.
 
     Args:
@@ -87,7 +85,7 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
     return ModuleSpec(module=LayerNorm, params={"bias": architecture.norm_bias})
 
 
-def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeSettings) -> ModuleSpec:
+def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig) -> ModuleSpec:
     """A layer, with experts or without; one that only Isthmus has a forward pass for says so by its class."""
     norm, form = norm_spec(architecture), architecture.form
     # The keys of a saved checkpoint follow the fused spelling, so that every spec can load it: a norm is part of the

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def objective_of(config: RunConfig) -> Objective:
     """What a run of this recipe minimises."""
     from isthmus.engine.objective import NEXT_TOKEN
-    from isthmus.train.preference_loss import Preference, PreferenceSettings
+    from isthmus.train.preference_loss import Preference
 
     if config.recipe != "dpo":
         return NEXT_TOKEN
-    return Preference(PreferenceSettings(**config.dpo.model_dump()))
+    return Preference(config.dpo)
 
 
 def check_preference(config: RunConfig, architecture: Architecture) -> None:

@@ -44,7 +44,7 @@ from isthmus.recipes.setup.session import (
     run_shape,
     use_threads,
 )
-from isthmus.train.loop import Device, Loop, Plan
+from isthmus.train.loop import Device, Loop
 from isthmus.train.metrics import Reporter
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
@@ -125,8 +125,8 @@ def run(recipe: str, config: RunConfig, prepare: PrepareFor) -> RunResult:
 def _run_joined(ground: Ground, met: str, prepare: PrepareFor, stop: StopFlag) -> RunResult:
     """The run, of ranks that have met."""
     config, logging = ground.config, ground.config.logging
-    sizes, timeout_s = ground.plans.sizes, config.parallel.timeout_s
-    position = open_groups(sizes, ground.platform, seed=config.train.seed, timeout_s=timeout_s)
+    timeout_s = config.parallel.timeout_s
+    position = open_groups(config.parallel, ground.platform, seed=config.train.seed, timeout_s=timeout_s)
     with Reporter(
         ground.folder.root,
         is_main=position.rank == 0,
@@ -159,15 +159,15 @@ def survey(config: RunConfig) -> Ground:
     chosen = config.train.precision
     precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()
     check_precision(platform, precision)
-    check_offload(config.optim, plans.sizes, platform.device_type)
+    check_offload(config.optim, config.parallel, platform.device_type)
     memory = check_footprint(plans, config, platform, precision, ranks_here=ranks_here())
-    shape = run_shape(plans.sizes, ranks_here())
+    shape = run_shape(plans, ranks_here())
     environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform, shape).items()]
     environment += words_about(os.environ, shape, on_gpu=platform.device_type == "cuda")
     threads = use_threads(platform, config.train.threads)
     said = [
         f"platform {platform.name}: {platform.reason}",
-        f"layout: {plans.sizes}",
+        f"layout: {config.parallel.describe(plans.world_size)}",
         *plans.weights.said,
         memory,
         *environment,
@@ -180,7 +180,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
     from isthmus.engine.checkpoint import save_load
     from isthmus.engine.megatron_model import live_tensors
     from isthmus.engine.memory_stats import held_bytes
-    from isthmus.engine.optim.optimizer import OptimizerSettings, build_optimizer, build_schedule
+    from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 
     config, folder, plans, main = ground.config, ground.folder, ground.plans, position.rank == 0
@@ -197,7 +197,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             resume=ground.resume,
             say=reporter.say,
         )
-        batches, held_out, test = corpus.batches(config, position, plans.sizes.dp)
+        batches, held_out, test = corpus.batches(config, position, config.parallel.dp(plans.world_size))
         steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
         check_schedule(config, steps)
         if corpus.shares:
@@ -206,14 +206,9 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         session = build_session(config, plans, ground.platform, position, ground.precision)
         for line in session.said:
             reporter.say(line)
-        settings = OptimizerSettings(
-            total_steps=steps,
-            initial_loss_scale=config.train.initial_loss_scale,
-            loss_scale_window=config.train.loss_scale_window,
-            **config.optim.model_dump(),
-        )
-        optimizer = build_optimizer(session.model, settings)
-        stepper = Stepper(session.model, optimizer, build_schedule(optimizer, settings), objective_of(config))
+        optimizer = build_optimizer(session.model, config.optim, config.train)
+        schedule = build_schedule(optimizer, config.optim, steps)
+        stepper = Stepper(session.model, optimizer, schedule, objective_of(config))
         fingerprint = corpus.fingerprint(config)
         start = 0
         pairs = {"train": batches, "valid": held_out, "test": test}
@@ -227,7 +222,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             say=reporter.say,
         )
         if ground.resume is not None:
-            progress = save_load.load(ground.resume, stepper, plans.sizes)
+            progress = save_load.load(ground.resume, stepper, config.parallel)
             check_fingerprint(progress.data, fingerprint, ground.resume)
             start = progress.step
             reporter.say(f"resumed from {ground.resume} at step {start}")
@@ -250,7 +245,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
             folder.checkpoints,
             stepper,
             progress,
-            plans.sizes,
+            config.parallel,
             keep=config.checkpoint.keep,
             args=session.megatron_args(step),
             write_beside=lambda stage: session.write_config(stage, ground.tokenizer),
@@ -269,7 +264,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         architecture=plans.architecture,
         position=position,
         device=Device(
-            world_size=plans.sizes.world_size,
+            world_size=plans.world_size,
             peak_tflops=ground.platform.peak_tflops(ground.precision),
             memory_gib=ground.platform.memory_gib,
             memory_used=ground.platform.memory_used if config.logging.style == "megatron" else lambda: None,
@@ -288,16 +283,7 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
         export=export,
     )
     before = loop.evaluate(start) if start < steps else None
-    outcome = loop.run(
-        Plan(
-            start=start,
-            steps=steps,
-            eval_every=config.train.eval_every,
-            save_every=config.checkpoint.every,
-            export_every=config.checkpoint.hf_every,
-        ),
-        stop,
-    )
+    outcome = loop.run(config.train, config.checkpoint, start=start, steps=steps, stop=stop)
     if config.checkpoint.save_final and start < steps:
         save(steps)
     if config.checkpoint.export_final:

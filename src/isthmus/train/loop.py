@@ -9,6 +9,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from isthmus.config.schema.output import CheckpointConfig
+from isthmus.config.schema.train import TrainConfig
 from isthmus.data.batching.prefetch import prefetched
 from isthmus.engine.objective import PackedLine
 from isthmus.engine.parallel.process_groups import Position, sum_over_ranks
@@ -44,17 +46,6 @@ class Device:
     memory_gib: Callable[[], float]
     memory_used: Callable[[], float | None] = lambda: None
     """Share of the memory that is taken now."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """When the loop does what; intervals are in steps, None means never."""
-
-    start: int
-    steps: int
-    eval_every: int | None
-    save_every: int | None
-    export_every: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,43 +107,53 @@ class Loop:
             raise Diverged(f"the held-out loss is {loss} after {step} steps; nothing is saved from there. {mend}")
         return loss
 
-    def run(self, plan: Plan, stop: StopFlag) -> Outcome:
-        """Train until ``plan.steps``.
+    def run(
+        self, train: TrainConfig, checkpoint: CheckpointConfig, *, start: int, steps: int, stop: StopFlag
+    ) -> Outcome:
+        """Train from step ``start`` to ``steps``; the two sections set when to evaluate, save and export.
 
         Raises:
             Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
             Diverged: the loss, the held-out loss or the gradient norm is not finite.
         """
-        with self.profile, closing(prefetched(self.batches.step, range(plan.start, plan.steps))) as batches:
-            return self._run(plan, batches, stop)
+        with self.profile, closing(prefetched(self.batches.step, range(start, steps))) as batches:
+            return self._run(train, checkpoint, start, steps, batches, stop)
 
-    def _run(self, plan: Plan, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> Outcome:
+    def _run(
+        self,
+        train: TrainConfig,
+        checkpoint: CheckpointConfig,
+        start: int,
+        steps: int,
+        batches: Iterator[Sequence[PackedLine]],
+        stop: StopFlag,
+    ) -> Outcome:
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
-        for step in range(plan.start, plan.steps):
+        for step in range(start, steps):
             with self.profile.around(step + 1), phase(f"step {step + 1}"):
                 metrics, stop_requested = self._step(step, batches, stop)
             if stop_requested:
                 self.profile.finish()  # what is saved now is no part of a step
             done = step + 1
             loss = metrics.loss
-            if step > plan.start:
+            if step > start:
                 tokens, seconds = tokens + metrics.num_tokens, seconds + metrics.step_time_s
-            if done < plan.steps:
-                if _due(plan.eval_every, done):
+            if done < steps:
+                if _due(train.eval_every, done):
                     self.evaluate(done)
-                if _due(plan.export_every, done):
+                if _due(checkpoint.hf_every, done):
                     with phase("export"):
                         self.export(done)
-                if stop_requested or _due(plan.save_every, done):
+                if stop_requested or _due(checkpoint.every, done):
                     with phase("checkpoint"):
                         self.save(done)
                 if stop_requested:
                     raise Preempted(
-                        f"stopped after step {done} of {plan.steps} as asked; the state is saved. "
+                        f"stopped after step {done} of {steps} as asked; the state is saved. "
                         "The same command goes on from there."
                     )
-        valid_loss, test_loss = self.evaluate(plan.steps), self.evaluate(plan.steps, "test")
+        valid_loss, test_loss = self.evaluate(steps), self.evaluate(steps, "test")
         return Outcome(loss, valid_loss, test_loss, tokens / seconds if seconds else None)
 
     def _step(self, step: int, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> tuple[StepMetrics, bool]:

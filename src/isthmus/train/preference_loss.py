@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isthmus.config.schema.dpo import DpoConfig
 from isthmus.engine.objective import Measured, PackedLine, counts_line, learned_in_segments, log_probabilities
 
 FIGURES = (
@@ -30,18 +30,7 @@ class PairedLine(PackedLine, Protocol):
         """float64 [num_samples], log-probabilities under the reference."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreferenceSettings:
-    """Section ``dpo`` of a config, where each setting is explained."""
-
-    beta: float = 0.1
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    label_smoothing: float = 0.0
-    sft_weight: float = 0.0
-    length_normalized: bool = False
-
-
-def pair_losses(margins: Tensor, settings: PreferenceSettings) -> Tensor:
+def pair_losses(margins: Tensor, settings: DpoConfig) -> Tensor:
     """The loss of each pair, [pairs].
 
     Args:
@@ -66,7 +55,7 @@ class Preference:
 
     each = True
 
-    def __init__(self, settings: PreferenceSettings) -> None:
+    def __init__(self, settings: DpoConfig) -> None:
         self.settings = settings
         self.sums = (*FIGURES, "nll_loss") if settings.sft_weight else FIGURES
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel import random
 
@@ -113,7 +114,7 @@ def exchanges(*, model: str, samples: str) -> dict[str, int]:
     with Recorder() as seen:
         training.stepper.train_step(training.batches.step(1))
     large = [name for name, shapes in seen.taken if "reduce_scatter" in name or "allgather" in name]
-    return {"dp": training.session.blueprint.sizes.dp, "collectives": len(large)}
+    return {"dp": dist.get_world_size(), "collectives": len(large)}
 
 
 def loading(*, model: str, samples: str, root: str) -> dict[str, Any]:
@@ -121,8 +122,8 @@ def loading(*, model: str, samples: str, root: str) -> dict[str, Any]:
     layout = {"model": model, "samples": samples}
     training = start(**layout)
     training.stepper.train_step(training.batches.step(0))
-    sizes = training.session.blueprint.sizes
-    folder = save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), sizes, keep=1)
+    parallel = training.session.blueprint.parallel
+    folder = save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), parallel, keep=1)
     return {"upstream": _load(folder, layout, mended=False), "mended": _load(folder, layout, mended=True)}
 
 

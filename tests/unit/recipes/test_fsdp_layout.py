@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.engine.parallel.process_groups import ParallelSizes
+from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.errors import UsageError
 from isthmus.recipes.setup.layout_checks import check_fsdp, check_fsdp_precision
 
@@ -17,20 +17,20 @@ from isthmus.recipes.setup.layout_checks import check_fsdp, check_fsdp_precision
 )
 def test_other_ways_to_cut_are_refused(sizes: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        check_fsdp(ParallelSizes(fsdp=True, world_size=4, **sizes))
+        check_fsdp(ParallelConfig(fsdp=True, **sizes))
 
 
 def test_tensor_parallelism_is_not() -> None:
-    check_fsdp(ParallelSizes(fsdp=True, tp=2, sp=True, world_size=4))
+    check_fsdp(ParallelConfig(fsdp=True, tp=2, sp=True))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_precisions_that_scale_are_refused(precision: str) -> None:
-    check_fsdp_precision(ParallelSizes(), precision)
+    check_fsdp_precision(ParallelConfig(), precision)
     with pytest.raises(UsageError, match=f"train.precision={precision}"):
-        check_fsdp_precision(ParallelSizes(fsdp=True), precision)
+        check_fsdp_precision(ParallelConfig(fsdp=True), precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_plain_precisions_are_not(precision: str) -> None:
-    check_fsdp_precision(ParallelSizes(fsdp=True), precision)
+    check_fsdp_precision(ParallelConfig(fsdp=True), precision)

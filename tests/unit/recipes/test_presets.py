@@ -11,7 +11,6 @@ from isthmus.config.load import load_config
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.config.schema import RunConfig
-from isthmus.engine.parallel.process_groups import ParallelSizes
 from isthmus.families.registry import family_for
 from isthmus.recipes.setup.layout_checks import check_experts, check_fsdp_precision, check_layout, check_micro_batches
 
@@ -48,16 +47,13 @@ def test_a_preset_fits_its_model(name: str) -> None:
     arch = family.to_architecture(model)
     family.check_training(model)
     parallel = config.parallel
-    sizes = ParallelSizes(
-        tp=parallel.tp, pp=parallel.pp, sp=parallel.sequence_parallel, vpp=parallel.vpp, cp=parallel.cp,
-        ep=parallel.ep, etp=parallel.etp, fsdp=parallel.fsdp, world_size=world,
-    )  # fmt: skip
-    check_layout(arch, sizes)
+    parallel.check_world_size(world)
+    check_layout(arch, parallel)
     check_experts(arch, config.moe)
-    check_micro_batches(config.train, sizes)
-    check_fsdp_precision(sizes, config.train.precision or "bf16")
+    check_micro_batches(config.train, parallel, world)
+    check_fsdp_precision(parallel, config.train.precision or "bf16")
     train = config.train
-    assert train.global_batch_size % (train.micro_batch_size * sizes.dp) == 0
+    assert train.global_batch_size % (train.micro_batch_size * parallel.dp(world)) == 0
     assert config.data.seq_length <= arch.max_position_embeddings
 
 

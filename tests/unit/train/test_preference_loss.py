@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from isthmus.train.preference_loss import Preference, PreferenceSettings, pair_losses
+from isthmus.train.preference_loss import DpoConfig, Preference, pair_losses
 
 MARGINS = torch.tensor([-7.0, -0.5, 0.0, 2.0, 30.0], dtype=torch.float64)
 
@@ -18,7 +18,7 @@ def sigmoid(x: float) -> float:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_sigmoid(smoothing: float) -> None:
-    settings = PreferenceSettings(beta=0.3, label_smoothing=smoothing)
+    settings = DpoConfig(beta=0.3, label_smoothing=smoothing)
     margins = MARGINS.clone().requires_grad_()
     losses = pair_losses(margins, settings)
     (slopes,) = torch.autograd.grad(losses.sum(), margins)
@@ -29,13 +29,13 @@ def test_sigmoid(smoothing: float) -> None:
 
 
 def test_ipo_and_hinge() -> None:
-    ipo = pair_losses(MARGINS, PreferenceSettings(beta=0.5, loss="ipo"))
+    ipo = pair_losses(MARGINS, DpoConfig(beta=0.5, loss="ipo"))
     assert ipo.tolist() == [(margin - 1) ** 2 for margin in MARGINS.tolist()]
-    hinge = pair_losses(MARGINS, PreferenceSettings(beta=0.5, loss="hinge"))
+    hinge = pair_losses(MARGINS, DpoConfig(beta=0.5, loss="hinge"))
     assert hinge.tolist() == [max(0.0, 1 - 0.5 * margin) for margin in MARGINS.tolist()]
 
 
 def test_what_is_told_is_a_mean_over_pairs() -> None:
-    told = Preference(PreferenceSettings()).figures({"rewards/margins": 3.0, "logps/chosen": -8.0}, 4)
+    told = Preference(DpoConfig()).figures({"rewards/margins": 3.0, "logps/chosen": -8.0}, 4)
     assert told == {"rewards/margins": 0.75, "logps/chosen": -2.0}
-    assert "nll_loss" in Preference(PreferenceSettings(sft_weight=1.0)).sums
+    assert "nll_loss" in Preference(DpoConfig(sft_weight=1.0)).sums

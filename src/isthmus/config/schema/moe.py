@@ -8,6 +8,9 @@ from pydantic import Field
 
 from isthmus.config.schema.section import Section
 
+ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "z_loss")
+"""Settings that are coefficients of a loss of the router."""
+
 
 class MoeConfig(Section):
     """How mixtures of experts are trained."""
@@ -24,3 +27,8 @@ class MoeConfig(Section):
     """Coefficient of the loss that keeps the router's logits small."""
     expert_bias_update_rate: float = Field(default=0.0, ge=0)
     """What the bias of each expert's choice changes by a step, towards an even load; for models that have this bias."""
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Names of the router losses with a coefficient above 0."""
+        return tuple(name for name in ROUTER_LOSSES if getattr(self, name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from isthmus.config.schema.section import Count, Section, refuse
+from isthmus.errors import UsageError
 
 
 class ParallelConfig(Section):
@@ -39,6 +40,44 @@ class ParallelConfig(Section):
     def sequence_parallel(self) -> bool:
         """Whether sequence parallelism is on, with null resolved."""
         return self.tp > 1 if self.sp is None else self.sp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel ranks of each expert, with null resolved."""
+        return self.tp if self.etp is None else self.etp
+
+    def dp(self, world_size: int) -> int:
+        """Data parallel ranks of ``world_size`` ranks."""
+        return world_size // (self.tp * self.pp * self.cp)
+
+    def describe(self, world_size: int) -> str:
+        """The layout of ``world_size`` ranks in one line, such as ``tp=2 +sp pp=1 dp=4``."""
+        parts = [f"tp={self.tp}{' +sp' if self.sequence_parallel else ''}", f"pp={self.pp}"]
+        parts += [f"{name}={size}" for name, size in (("vpp", self.vpp), ("cp", self.cp), ("ep", self.ep)) if size > 1]
+        parts += [f"etp={self.etp}"] if self.expert_tp != self.tp else []
+        return " ".join([*parts, f"dp={self.dp(world_size)}{' +fsdp' if self.fsdp else ''}"])
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse a number of ranks that the layout does not divide.
+
+        Raises:
+            UsageError: naming a number of ranks that it divides.
+        """
+        needed = self.tp * self.pp * self.cp
+        if world_size % needed:
+            cp = f" x cp={self.cp}" if self.cp > 1 else ""
+            lower = "parallel.tp or parallel.pp" if self.cp == 1 else "parallel.tp, parallel.pp or parallel.cp"
+            raise UsageError(
+                f"tp={self.tp} x pp={self.pp}{cp} = {needed} ranks do not divide the {world_size} ranks "
+                f"of this run. Start a multiple of {needed} (--nproc {needed}), or lower {lower}."
+            )
+        of_experts = self.expert_tp * self.ep
+        if (world_size // self.pp) % of_experts:
+            raise UsageError(
+                f"etp={self.expert_tp} x ep={self.ep} = {of_experts} ranks do not divide the "
+                f"{world_size // self.pp} ranks of a stage. Start a multiple of {of_experts * self.pp} ranks, "
+                "or lower parallel.ep or parallel.etp."
+            )
 
     @property
     def line_multiple(self) -> int:

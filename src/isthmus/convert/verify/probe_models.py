@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.online import import_weights
-from isthmus.engine.parallel.process_groups import ParallelSizes
 from isthmus.errors import UsageError
 from isthmus.families.family import Family
 from isthmus.families.rules.shard import whole
@@ -57,7 +56,7 @@ def _filled(family: Family, copy: Copy) -> Any:
     from isthmus.engine.model_config import transformer_config
 
     arch = family.to_architecture(copy.folder.config)
-    model = build_model(arch, transformer_config(arch, ParallelSizes(), dtype=torch.float32)).eval()
+    model = build_model(arch, transformer_config(arch, dtype=torch.float32)).eval()
     live = live_tensors(model)
     if unread := sorted(family.placements(arch).keys() - live.keys() - {"output_layer.weight"}):
         raise ValueError(f"{unread[0]} is no tensor of this decoder")

@@ -28,13 +28,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import checkpoint as dcp
 
 from isthmus.atomic_write import TEMPORARY, rename, write_atomic
+from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.engine.checkpoint.fsdp_state import count_from, sharded_state
 from isthmus.engine.checkpoint.io_errors import read_errors, write_errors
 from isthmus.engine.optim.optimizer import adams, distributed_optimizers
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
-from isthmus.engine.parallel.process_groups import ParallelSizes, agree
+from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.engine.upstream import compat
 from isthmus.errors import DataError, IsthmusError, MissingInput
@@ -144,7 +145,7 @@ def save(
     root: Path,
     stepper: Stepper,
     progress: Progress,
-    sizes: ParallelSizes,
+    parallel: ParallelConfig,
     *,
     keep: int,
     args: Namespace | None = None,
@@ -156,7 +157,7 @@ def save(
         root: the run's checkpoint folder.
         stepper: what to save.
         progress: which step it is.
-        sizes: recorded, so that the random state is only taken up again by the same layout.
+        parallel: recorded, because the random state is only restored under the same layout.
         keep: newest checkpoints to keep; older ones are removed once this one is in place.
         args: which model it is, for Megatron-LM and for whoever has no more than the checkpoint.
         write_beside: puts more files into the folder, on rank 0.
@@ -174,7 +175,7 @@ def save(
         "rng_state": _random_state(),
         "checkpoint_version": 3.0,
         "iteration": progress.step,
-        "isthmus": {"progress": asdict(progress), "layout": asdict(sizes), "skipped": stepper.skipped},
+        "isthmus": {"progress": asdict(progress), "layout": _layout(parallel), "skipped": stepper.skipped},
     }
     if args is not None:
         state["args"] = args
@@ -201,6 +202,12 @@ def save(
         _remove_old(root, keep, final)
     dist.barrier()
     return final
+
+
+def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+    names = ("tp", "pp", "vpp", "cp", "ep", "etp", "fsdp")
+    layout = {name: getattr(parallel, name) for name in names}
+    return layout | {"sp": parallel.sequence_parallel, "world_size": dist.get_world_size()}
 
 
 def check_files(folder: Path) -> None:
@@ -236,7 +243,7 @@ def _remove_old(root: Path, keep: int, newest: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
+def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     """Take up the state of a checkpoint under this layout, whatever layout wrote it; every rank calls it.
 
     Returns:
@@ -251,7 +258,7 @@ def load(folder: Path, stepper: Stepper, sizes: ParallelSizes) -> Progress:
     if "isthmus" not in common:
         raise DataError(f"{folder} was not written by an Isthmus run, so its data position is unknown.")
     state = _state(stepper, is_loading=True)
-    same_layout = common["isthmus"]["layout"] == asdict(sizes)
+    same_layout = common["isthmus"]["layout"] == _layout(parallel)
     if same_layout:
         state["rng_state"] = _random_state()
     with read_errors(folder):

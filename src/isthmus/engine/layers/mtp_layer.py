@@ -20,9 +20,9 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.layers.attention import Segments
 from isthmus.engine.layers.linear import ColumnParallelLinear
-from isthmus.engine.moe.routing import MoeSettings
 from isthmus.engine.spec import layer_spec, norm_spec
 from isthmus.families.architecture import Architecture
 
@@ -58,7 +58,7 @@ class AheadLayer(MultiTokenPredictionLayer):
         return ahead(hidden, embedded)
 
 
-def ahead_spec(architecture: Architecture, settings: MoeSettings) -> ModuleSpec:
+def ahead_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
     """All layers ahead, which stand on the last stage."""
     norm = norm_spec(architecture)
     layers = [

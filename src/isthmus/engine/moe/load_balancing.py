@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isthmus.config.schema.moe import ROUTER_LOSSES
 from isthmus.engine.layers.attention import Segments
-from isthmus.engine.moe.routing import LOSSES
 from isthmus.engine.moe.token_dispatcher import count
 from isthmus.engine.parallel.context_parallel import own_part
 from isthmus.families.architecture import Moe
@@ -112,16 +112,16 @@ class Tally:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
         self.sums: Tensor | None = None
-        """float64 [E + 3]: tokens that chose each expert, and the losses in the order of :data:`LOSSES`."""
+        """float64 [E + 3]: tokens that chose each expert, and the losses in the order of :data:`ROUTER_LOSSES`."""
 
     def add(self, chosen: Tensor, line: Spans, losses: dict[str, Tensor]) -> None:
         """A micro batch: int64 [T, K], as one span, and what the losses are over it."""
         if self.sums is None:
-            self.sums = torch.zeros(self.num_experts + len(LOSSES), dtype=torch.float64, device=chosen.device)
+            self.sums = torch.zeros(self.num_experts + len(ROUTER_LOSSES), dtype=torch.float64, device=chosen.device)
         real = torch.where(line.of_token[:, None] == 0, chosen, self.num_experts)
         self.sums[: self.num_experts] += count(real.flatten(), self.num_experts + 1)[:-1]
         for name, loss in losses.items():
-            self.sums[self.num_experts + LOSSES.index(name)] += loss.detach()
+            self.sums[self.num_experts + ROUTER_LOSSES.index(name)] += loss.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,9 @@ def take_stock(
     Returns:
         The load, and the tokens of each expert, float64 [num_layers, E] (zero for layers without experts).
     """
-    table = torch.zeros(num_layers, num_experts + len(LOSSES), dtype=torch.float64, device=torch.cuda.current_device())
+    table = torch.zeros(
+        num_layers, num_experts + len(ROUTER_LOSSES), dtype=torch.float64, device=torch.cuda.current_device()
+    )
     for layer, tally in tallies:
         if tally.sums is not None:
             table[layer] += tally.sums
@@ -165,5 +167,5 @@ def take_stock(
     ratios = torch.where(used, counts.amax(1) / means.clamp(min=1), 0.0)
     per_label = table[:, num_experts:].sum(0) / (used.sum().clamp(min=1) * max(1, num_tokens))
     worst, *found = torch.cat([ratios.max()[None], per_label]).tolist()
-    values = dict(zip(LOSSES, found, strict=True))
+    values = dict(zip(ROUTER_LOSSES, found, strict=True))
     return Load(worst, {name: values[name] for name in losses}), counts

@@ -17,10 +17,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.layers.attention import Segments
 from isthmus.engine.moe.experts import Experts
 from isthmus.engine.moe.router import Router
-from isthmus.engine.moe.routing import MoeSettings
 from isthmus.engine.moe.token_dispatcher import dispatcher
 from isthmus.families.architecture import Moe
 
@@ -28,9 +28,7 @@ from isthmus.families.architecture import Moe
 class MoeBlock(MegatronModule):
     """Router, experts and shared experts in the place of a feed-forward block."""
 
-    def __init__(
-        self, config: TransformerConfig, submodules: MLPSubmodules, *, moe: Moe, settings: MoeSettings
-    ) -> None:
+    def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, *, moe: Moe, settings: MoeConfig) -> None:
         super().__init__(config)
         groups = get_default_pg_collection()
         self.router = Router(config, moe, settings, groups)

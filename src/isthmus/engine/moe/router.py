@@ -11,16 +11,17 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.layers.attention import Segments
 from isthmus.engine.moe.load_balancing import Tally, aux_loss, balance_scores, spans_of, z_loss
-from isthmus.engine.moe.routing import MoeSettings, route, within_capacity
+from isthmus.engine.moe.routing import route, within_capacity
 from isthmus.families.architecture import Moe
 
 
 class Router(MegatronModule):
     """Scores tokens against experts, in float32 whatever the model's type is."""
 
-    def __init__(self, config: TransformerConfig, moe: Moe, settings: MoeSettings, groups: Any) -> None:
+    def __init__(self, config: TransformerConfig, moe: Moe, settings: MoeConfig, groups: Any) -> None:
         """Memory for the weights [E, H]; ``expert_bias`` [E] has no gradient."""
         super().__init__(config)
         self.moe, self.settings, self.groups = moe, settings, groups

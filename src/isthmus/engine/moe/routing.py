@@ -3,37 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from isthmus.families.architecture import Moe
-
-LOSSES = ("aux_loss", "seq_aux_loss", "z_loss")
-"""What a router can be charged for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoeSettings:
-    """How mixtures of experts are trained; section ``moe`` of a config, where each setting is explained."""
-
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    capacity_factor: float | None = None
-    aux_loss: float = 0.0
-    seq_aux_loss: float = 0.0
-    z_loss: float = 0.0
-    expert_bias_update_rate: float = 0.0
-
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """Names of the losses that are in use."""
-        return tuple(name for name in LOSSES if getattr(self, name))
-
-
-AS_IS = MoeSettings()
-"""Nothing dropped, nothing charged."""
 
 
 def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -13,40 +12,17 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from isthmus.config.schema.optim import OptimConfig
+from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.megatron_model import Decoder
 from isthmus.engine.optim.optimizer_offload import HostAdamW
 from isthmus.engine.parallel.ddp import Overlap, OverlappingDataParallel
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.upstream.compat import clip_in_place, fill_adam_state
 
+_DEFAULT_TRAIN = TrainConfig()
 MIN_LOSS_SCALE = 1.0
 """Of float16; an overflow at it is the gradient's own, and the run has diverged."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSettings:
-    """AdamW (arXiv 1711.05101) and its schedule; weight decay spares norms and biases."""
-
-    lr: float
-    min_lr: float
-    schedule: Literal["cosine", "linear", "wsd", "constant"]
-    total_steps: int
-    warmup_steps: int
-    decay_steps: int | None
-    """Steps at the end over which ``wsd`` falls to min_lr."""
-    schedule_steps: int | None = None
-    """The step at which the other schedules reach min_lr; None: the last of the run."""
-    weight_decay: float
-    clip_grad: float
-    beta1: float
-    beta2: float
-    eps: float
-    initial_loss_scale: float = 4096.0
-    """What the loss of a float16 model is multiplied by at first; halved when a gradient overflows."""
-    loss_scale_window: int = 1000
-    """Steps in a row without overflow after which the loss scale is doubled."""
-    offload: bool = False
-    """Whether Adam's running means lie in the machine's memory instead of the device's."""
 
 
 def wrap_data_parallel(model: Decoder, overlap: Overlap | None = None) -> DistributedDataParallel:
@@ -88,12 +64,14 @@ Wrapped: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
 """A stage of the model with what shares its gradients and optimizer state out over dp."""
 
 
-def build_optimizer(model: Sequence[Wrapped], settings: OptimizerSettings) -> MegatronOptimizer:
+def build_optimizer(
+    model: Sequence[Wrapped], optim: OptimConfig, train: TrainConfig = _DEFAULT_TRAIN
+) -> MegatronOptimizer:
     """AdamW over this rank's shard of its stages' parameters; float32 main weights when the model's have 16 bits.
 
     The rows of a fully sharded model are float32 themselves and are updated as they are.
 
-    Call it after the weights are in: the main weights are copied from them.
+    Call it after the weights are loaded: the main weights are copied from them. ``train`` has the loss scale of fp16.
     """
     clip_in_place()
     by_rows = isinstance(model[0], FullyShardedDataParallel)
@@ -101,18 +79,18 @@ def build_optimizer(model: Sequence[Wrapped], settings: OptimizerSettings) -> Me
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            clip_grad=settings.clip_grad,
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.beta1,
+            adam_beta2=optim.beta2,
+            adam_eps=optim.eps,
+            clip_grad=optim.clip_grad,
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
-            initial_loss_scale=settings.initial_loss_scale,
+            initial_loss_scale=train.initial_loss_scale,
             min_loss_scale=MIN_LOSS_SCALE,
-            loss_scale_window=settings.loss_scale_window,
+            loss_scale_window=train.loss_scale_window,
             hysteresis=1,  # each overflow costs a step, so the first one counts
             params_dtype=dtype,
             use_distributed_optimizer=not by_rows,
@@ -125,7 +103,7 @@ def build_optimizer(model: Sequence[Wrapped], settings: OptimizerSettings) -> Me
         for group in one.optimizer.param_groups:
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
         fill_adam_state(one.optimizer)
-        if settings.offload:
+        if optim.offload:
             one.optimizer = HostAdamW.taking_over(one.optimizer)
     return optimizer
 
@@ -148,21 +126,21 @@ def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if getattr(each, "buffers", True)]
 
 
-def build_schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
+def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
     """Linear warm-up from zero to ``lr``, then the schedule down to ``min_lr``, at the last step or the one named."""
-    end = settings.schedule_steps or settings.total_steps
+    end = optim.schedule_steps or total_steps
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(end, settings.warmup_steps + 1),
-        lr_decay_style="WSD" if settings.schedule == "wsd" else settings.schedule,
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=max(1, settings.total_steps),
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.warmup_steps,
+        lr_decay_steps=max(end, optim.warmup_steps + 1),
+        lr_decay_style="WSD" if optim.schedule == "wsd" else optim.schedule,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=max(1, total_steps),
         wd_incr_style="constant",
-        wsd_decay_steps=settings.decay_steps,
-        lr_wsd_decay_style="linear" if settings.schedule == "wsd" else None,
+        wsd_decay_steps=optim.decay_steps,
+        lr_wsd_decay_style="linear" if optim.schedule == "wsd" else None,
     )

@@ -13,66 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.parallel.rendezvous import meet
-from isthmus.errors import IsthmusError, UsageError
+from isthmus.errors import IsthmusError
 
 if TYPE_CHECKING:
     from isthmus.platforms.base import Platform
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelSizes:
-    """How a model is spread: ranks a layer is split over, stages it is cut into, copies that share the data.
-
-    Rank order is tp fastest, then cp, dp and pp, as Megatron-Core has it. Experts are spread on their own: within the
-    ranks of a stage, etp fastest, then ep, then the copies of the experts.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    sp: bool = False
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    """None: as many as tp."""
-    fsdp: bool = False
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        needed = self.tp * self.pp * self.cp
-        if self.world_size % needed:
-            cp = f" x cp={self.cp}" if self.cp > 1 else ""
-            lower = "parallel.tp or parallel.pp" if self.cp == 1 else "parallel.tp, parallel.pp or parallel.cp"
-            raise UsageError(
-                f"tp={self.tp} x pp={self.pp}{cp} = {needed} ranks do not divide the {self.world_size} ranks "
-                f"of this run. Start a multiple of {needed} (--nproc {needed}), or lower {lower}."
-            )
-        of_experts = self.expert_tp * self.ep
-        if (self.world_size // self.pp) % of_experts:
-            raise UsageError(
-                f"etp={self.expert_tp} x ep={self.ep} = {of_experts} ranks do not divide the "
-                f"{self.world_size // self.pp} ranks of a stage. Start a multiple of {of_experts * self.pp} ranks, "
-                "or lower parallel.ep or parallel.etp."
-            )
-        if self.sp and self.tp == 1:
-            raise UsageError("parallel.sp=true splits the sequence over the tp ranks and needs parallel.tp > 1.")
-
-    @property
-    def dp(self) -> int:
-        """Copies of the model that get data of their own: what tp, cp and pp leave."""
-        return self.world_size // (self.tp * self.pp * self.cp)
-
-    @property
-    def expert_tp(self) -> int:
-        """Ranks that each expert is cut over."""
-        return self.tp if self.etp is None else self.etp
-
-    def __str__(self) -> str:
-        said = [f"tp={self.tp}{' +sp' if self.sp else ''}", f"pp={self.pp}"]
-        said += [f"{name}={size}" for name, size in (("vpp", self.vpp), ("cp", self.cp), ("ep", self.ep)) if size > 1]
-        said += [f"etp={self.etp}"] if self.expert_tp != self.tp else []
-        return " ".join([*said, f"dp={self.dp}{' +fsdp' if self.fsdp else ''}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +92,20 @@ def join_ranks(
 
 
 def open_groups(
-    sizes: ParallelSizes, platform: Platform, *, seed: int, init_method: str | None = None, timeout_s: float = 1800.0
+    parallel: ParallelConfig,
+    platform: Platform,
+    *,
+    seed: int,
+    init_method: str | None = None,
+    timeout_s: float = 1800.0,
 ) -> Position:
     """Join the run's world, if that was not done yet, and build Megatron-Core's groups in it.
 
     A process may do so again; models that it built under another layout before can then no longer be run.
 
     Args:
-        sizes: the layout; its world_size must be that of the environment.
+        parallel: the layout. Rank order is tp fastest, then cp, dp and pp, as in Megatron-Core; of experts, within the
+            ranks of a stage, etp fastest, then ep, then expert data parallel.
         platform: decides the collective backend and the device of this rank.
         seed: of the model-parallel random streams (dropout; weights are never drawn from them).
         init_method: rendezvous URL; None takes the environment's, or a private one for a single rank.
@@ -170,12 +122,12 @@ def open_groups(
     if parallel_state.model_parallel_is_initialized():  # a second model in one process
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
-        context_parallel_size=sizes.cp,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.expert_tp,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
         distributed_timeout_minutes=timeout_s / 60,
     )
     torch.manual_seed(seed)

@@ -47,7 +47,7 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
     platform = detect()
     check_precision(platform, precision)
     plans = blueprint(config)
-    check_fsdp_precision(plans.sizes, precision)
+    check_fsdp_precision(config.parallel, precision)
     session = open_session(config, plans, platform, precision, training=False)
     (stage,) = session.model
     return stage.eval()

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, replace
 
 from isthmus.config.schema import RunConfig
+from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.parallel.pipeline_layout import layers_of_stages
-from isthmus.engine.parallel.process_groups import ParallelSizes
 from isthmus.errors import IsthmusError, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
@@ -67,7 +67,7 @@ class _Share:
 
 
 def footprint(
-    family: Family, architecture: Architecture, sizes: ParallelSizes, config: RunConfig, precision: str
+    family: Family, architecture: Architecture, config: RunConfig, world_size: int, precision: str
 ) -> Footprint:
     """Reckon it.
 
@@ -81,16 +81,17 @@ def footprint(
     experts is taken for a dense one as wide as what a token visits, with copies of the tokens for their experts; latent
     attention for attention with its widths.
     """
-    shares, gathered = _shares(family, architecture, sizes)
+    parallel = config.parallel
+    shares, gathered = _shares(family, architecture, parallel)
     element = DTYPES[precision].itemsize
-    copies = sizes.dp * sizes.cp
-    expert_copies = max(1, sizes.world_size // (sizes.pp * sizes.expert_tp * sizes.ep))
+    copies = parallel.dp(world_size) * parallel.cp
+    expert_copies = max(1, world_size // (parallel.pp * parallel.expert_tp * parallel.ep))
     moments = 0 if config.optim.offload else 8
     master = moments + (4 if element < 4 else 0)
     found: list[Footprint] = []
     for rank, share in enumerate(shares):
-        activations = _activations(architecture, sizes, config, element, rank)
-        if sizes.fsdp:
+        activations = _activations(architecture, config, world_size, element, rank)
+        if parallel.fsdp:
             each = math.ceil(share.total / copies)
             weights = 4 * each + (gathered * element if copies > 1 or element < 4 else 0)
             found.append(Footprint(share.total, weights, 4 * each, 8 * each, activations))
@@ -118,7 +119,7 @@ def check_footprint(plans: Blueprint, config: RunConfig, platform: Platform, pre
     Raises:
         UsageError: with the estimate, and what would need less.
     """
-    needed = footprint(plans.family, plans.architecture, plans.sizes, config, precision)
+    needed = footprint(plans.family, plans.architecture, config, plans.world_size, precision)
     memory = platform.memory_for_rank_bytes(ranks_here)
     whose = "a GPU" if platform.device_type == "cuda" else "a rank's share of the memory that is free here"
     if needed.offloaded > (free := free_bytes() // ranks_here):
@@ -129,14 +130,14 @@ def check_footprint(plans: Blueprint, config: RunConfig, platform: Platform, pre
         )
     if needed.held <= memory and needed.held + needed.activations <= MARGIN * memory:
         return f"memory, estimated: {needed}; {whose} is {_gib(memory)} GiB"
-    sizes, mends = plans.sizes, []
+    parallel, mends = config.parallel, []
     if needed.held > memory:
-        if not sizes.fsdp and sizes.pp == 1 and sizes.ep == 1 and precision in ("fp32", "bf16"):
+        if not parallel.fsdp and parallel.pp == 1 and parallel.ep == 1 and precision in ("fp32", "bf16"):
             mends.append("set parallel.fsdp=true over several ranks")
-        if platform.device_type == "cuda" and not sizes.fsdp and not needed.offloaded:
+        if platform.device_type == "cuda" and not parallel.fsdp and not needed.offloaded:
             mends.append("set optim.offload=true")
         more = "raise parallel.tp or parallel.pp over more ranks"
-        mends += ["start more ranks, over which it is cut" if sizes.fsdp else more, "use a smaller model"]
+        mends += ["start more ranks, over which it is cut" if parallel.fsdp else more, "use a smaller model"]
     else:
         if config.train.micro_batch_size > 1:
             mends.append("lower train.micro_batch_size")
@@ -160,33 +161,33 @@ def foretell(config: RunConfig, ranks: int, *, ranks_here: int) -> str:
         check_training(config, plans)
         platform = detect(config.platform)
         precision = config.train.precision or platform.default_precision()[0]
-        said = [f"layout: {plans.sizes}"]
-        needed = footprint(plans.family, plans.architecture, plans.sizes, config, precision)
+        said = [f"layout: {config.parallel.describe(plans.world_size)}"]
+        needed = footprint(plans.family, plans.architecture, config, plans.world_size, precision)
         said.append(f"memory, estimated: {needed}")
         check_precision(platform, precision)
-        check_offload(config.optim, plans.sizes, platform.device_type)
+        check_offload(config.optim, config.parallel, platform.device_type)
         check_footprint(plans, config, platform, precision, ranks_here=ranks_here)
         return "\n".join([*said, "nothing has been started (DRY_RUN=1)"])
     except IsthmusError as error:
         return f"would be refused here: {error}"
 
 
-def _shares(family: Family, arch: Architecture, sizes: ParallelSizes) -> tuple[list[_Share], int]:
+def _shares(family: Family, arch: Architecture, parallel: ParallelConfig) -> tuple[list[_Share], int]:
     """Each pipeline rank's parameters, and the number that fsdp gathers at a time: a layer, and what is in none."""
-    padded = math.ceil(arch.vocab_size / sizes.tp) * sizes.tp
-    layout = Layout(tp_size=sizes.tp, etp_size=sizes.expert_tp, padded_vocab_size=padded)
+    padded = math.ceil(arch.vocab_size / parallel.tp) * parallel.tp
+    layout = Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=padded)
     rank_of: list[int] = []
-    for stage, layers in enumerate(layers_of_stages(arch.num_layers, sizes.pp, sizes.vpp)):
-        rank_of += [stage % sizes.pp] * layers
-    shares, shapes = [_Share() for _ in range(sizes.pp)], dict[int, int]()
+    for stage, layers in enumerate(layers_of_stages(arch.num_layers, parallel.pp, parallel.vpp)):
+        rank_of += [stage % parallel.pp] * layers
+    shares, shapes = [_Share() for _ in range(parallel.pp)], dict[int, int]()
     by_layer: dict[str, int] = {}
     for name, placement in family.placements(arch).items():
-        if _is_shared(name, placement, arch, sizes):
+        if _is_shared(name, placement, arch, parallel):
             continue
         rule = placement.rule
         if id(rule) not in shapes:
             shapes[id(rule)] = math.prod(local_shape(rule, arch, layout))
-        number, share = shapes[id(rule)], shares[_rank(name, rank_of, sizes.pp)]
+        number, share = shapes[id(rule)], shares[_rank(name, rank_of, parallel.pp)]
         if rule.of_expert:
             share.of_experts += number
         elif name.endswith("router.weight") and arch.moe is not None and arch.moe.router_float32:
@@ -199,14 +200,14 @@ def _shares(family: Family, arch: Architecture, sizes: ParallelSizes) -> tuple[l
     return shares, outside + max(by_layer.values(), default=0)
 
 
-def _is_shared(name: str, placement: Placement, arch: Architecture, sizes: ParallelSizes) -> bool:
+def _is_shared(name: str, placement: Placement, arch: Architecture, parallel: ParallelConfig) -> bool:
     """Whether no parameter of a rank stands behind it: it is another's, a buffer, or held by another expert rank."""
-    if placement.rule.alias and sizes.pp == 1:
+    if placement.rule.alias and parallel.pp == 1:
         return True
     if name.endswith("expert_bias") or (name.startswith("mtp.") and ".transformer_layer." not in name
                                         and name.endswith(("embed_tokens.weight", "output_layer.weight"))):  # fmt: skip
         return True
-    return placement.rule.of_expert and arch.moe is not None and placement.expert >= arch.moe.num_experts // sizes.ep
+    return placement.rule.of_expert and arch.moe is not None and placement.expert >= arch.moe.num_experts // parallel.ep
 
 
 def _rank(name: str, rank_of: list[int], pp: int) -> int:
@@ -216,29 +217,29 @@ def _rank(name: str, rank_of: list[int], pp: int) -> int:
     return 0 if name.startswith("embedding.") else pp - 1
 
 
-def _activations(arch: Architecture, sizes: ParallelSizes, config: RunConfig, element: int, rank: int) -> int:
+def _activations(arch: Architecture, config: RunConfig, world_size: int, element: int, rank: int) -> int:
     """Of the micro batches that a pipeline rank has under way at once."""
-    train = config.train
+    train, parallel = config.train, config.parallel
     samples = 2 if config.recipe == "dpo" else 1
     longest = train.micro_batch_size * samples * config.data.seq_length
-    num_tokens = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest) // sizes.cp
-    micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * sizes.dp))
-    chunks = layers_of_stages(arch.num_layers, sizes.pp, sizes.vpp)[rank :: sizes.pp]
+    num_tokens = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest) // parallel.cp
+    micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * parallel.dp(world_size)))
+    chunks = layers_of_stages(arch.num_layers, parallel.pp, parallel.vpp)[rank :: parallel.pp]
     dense, extra = _as_dense(arch)
-    how = {"num_tokens": num_tokens, "bytes_per_element": element, "tp": sizes.tp, "sp": sizes.sp}
+    how = {"num_tokens": num_tokens, "bytes_per_element": element, "tp": parallel.tp, "sp": parallel.sequence_parallel}
     modules = tuple(name for name in train.recompute_modules if name != "moe")
     each = 0
     for number, layers in enumerate(chunks):
         each += stage_bytes(
             dense, num_layers=layers, learned_tokens=num_tokens, first=rank == 0 and number == 0,
-            last=rank == sizes.pp - 1 and number == len(chunks) - 1, recompute=train.recompute,
+            last=rank == parallel.pp - 1 and number == len(chunks) - 1, recompute=train.recompute,
             recompute_modules=modules, recompute_layers=train.recompute_layers, **how,  # type: ignore[arg-type]
         )  # fmt: skip
         if train.recompute != "full":
             each += layers * extra * num_tokens * element
     # While a layer is computed again, all of it is there once more.
     again = layer_bytes(dense, **how) + extra * num_tokens * element if train.recompute == "full" else 0  # type: ignore[arg-type]
-    return each * min(sizes.pp - rank, micro_batches) + again
+    return each * min(parallel.pp - rank, micro_batches) + again
 
 
 def _as_dense(arch: Architecture) -> tuple[Architecture, int]:

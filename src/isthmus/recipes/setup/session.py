@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import os
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from isthmus.config.schema import RunConfig
+from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.convert.hf.hf_weights import HfWeights, named_dtype, open_weights
 from isthmus.convert.legacy.megatron_args import megatron_args
 from isthmus.convert.online import export_plan, export_weights, import_weights
 from isthmus.convert.open_model import HF_PART
 from isthmus.convert.weight_source import RandomWeights
 from isthmus.engine.parallel.process_groups import (
-    ParallelSizes,
     Position,
     agree,
     barrier,
@@ -60,7 +60,8 @@ class Blueprint:
     weights: HfWeights
     family: Family
     architecture: Architecture
-    sizes: ParallelSizes
+    parallel: ParallelConfig
+    world_size: int
 
 
 def blueprint(config: RunConfig, *, world_size: int | None = None) -> Blueprint:
@@ -84,12 +85,10 @@ def blueprint(config: RunConfig, *, world_size: int | None = None) -> Blueprint:
     check_stages(architecture, config.parallel.pp, config.parallel.vpp)
     if world_size is None:
         _, world_size, _ = world_from_environment()
-    of_layout = {field.name for field in fields(ParallelSizes)} - {"world_size"}
-    parallel = config.parallel.model_dump(include=of_layout) | {"sp": config.parallel.sequence_parallel}
-    sizes = ParallelSizes(**parallel, world_size=world_size)
-    check_layout(architecture, sizes)
+    config.parallel.check_world_size(world_size)
+    check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)
-    return Blueprint(source, weights, family, architecture, sizes)
+    return Blueprint(source, weights, family, architecture, config.parallel, world_size)
 
 
 def check_training(config: RunConfig, plans: Blueprint) -> None:
@@ -100,7 +99,7 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
             batch cannot be dealt out over virtual stages.
     """
     plans.family.check_training(plans.source.config)
-    check_micro_batches(config.train, plans.sizes)
+    check_micro_batches(config.train, plans.parallel, plans.world_size)
     longest, architecture = config.data.seq_length, plans.architecture
     if architecture.position == "learned" and longest > architecture.max_position_embeddings:
         raise UsageError(
@@ -109,7 +108,7 @@ def check_training(config: RunConfig, plans: Blueprint) -> None:
         )
     _check_recomputed(config, plans)
     if config.train.precision is not None:
-        check_fsdp_precision(plans.sizes, config.train.precision)
+        check_fsdp_precision(plans.parallel, config.train.precision)
 
 
 def check_schedule(config: RunConfig, steps: int) -> None:
@@ -129,7 +128,7 @@ def check_schedule(config: RunConfig, steps: int) -> None:
 
 def _check_recomputed(config: RunConfig, plans: Blueprint) -> None:
     train, architecture = config.train, plans.architecture
-    here = math.ceil(architecture.num_layers / (plans.sizes.pp * plans.sizes.vpp))
+    here = math.ceil(architecture.num_layers / (plans.parallel.pp * plans.parallel.vpp))
     if train.recompute_layers is not None and train.recompute_layers > here:
         raise UsageError(
             f"train.recompute_layers={train.recompute_layers} is more than the {here} layers of a pipeline stage. "
@@ -156,10 +155,13 @@ def check_precision(platform: Platform, precision: str) -> None:
         raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
 
 
-def run_shape(sizes: ParallelSizes, ranks_here: int) -> RunShape:
+def run_shape(plans: Blueprint, ranks_here: int) -> RunShape:
     """What the environment of a run hangs on."""
+    parallel = plans.parallel
     return RunShape(
-        nodes=math.ceil(sizes.world_size / ranks_here), fsdp=sizes.fsdp, tp_or_cp=sizes.tp > 1 or sizes.cp > 1
+        nodes=math.ceil(plans.world_size / ranks_here),
+        fsdp=parallel.fsdp,
+        tp_or_cp=parallel.tp > 1 or parallel.cp > 1,
     )
 
 
@@ -194,13 +196,13 @@ class Session:
         """Which slices of each tensor this rank holds."""
         from isthmus.engine.model_config import padded_vocab_size
 
-        sizes = self.blueprint.sizes
+        parallel = self.blueprint.parallel
         return Layout(
             tp_rank=self.position.tp_rank,
-            tp_size=sizes.tp,
+            tp_size=parallel.tp,
             etp_rank=self.position.etp_rank,
-            etp_size=sizes.expert_tp,
-            padded_vocab_size=padded_vocab_size(self.blueprint.architecture.vocab_size, sizes.tp),
+            etp_size=parallel.expert_tp,
+            padded_vocab_size=padded_vocab_size(self.blueprint.architecture.vocab_size, parallel.tp),
         )
 
     def _exported(self) -> dict[str, torch.Tensor]:
@@ -247,11 +249,11 @@ class Session:
             # Experts have copies of their own.
             first_copy = {False: place.dp_rank == place.cp_rank == 0, True: place.edp_rank == 0}
             live = self._exported()
-            if not plans.sizes.fsdp:  # else all have to help, and no expert has copies of its own
+            if not plans.parallel.fsdp:  # else all have to help, and no expert has copies of its own
                 live = {name: live[name] for name in live if first_copy[expert_of(name) is not None]}
             export_weights(
                 live, plans.family, plans.architecture, plan, staged.path,
-                layout=self.layout, writes=first_copy[False] or not plans.sizes.fsdp,
+                layout=self.layout, writes=first_copy[False] or not plans.parallel.fsdp,
             )  # fmt: skip
 
         def finish() -> None:
@@ -284,7 +286,7 @@ class Session:
         from isthmus.engine.model_config import padded_vocab_size
 
         arch = self.blueprint.architecture
-        padded = padded_vocab_size(arch.vocab_size, self.blueprint.sizes.tp)
+        padded = padded_vocab_size(arch.vocab_size, self.blueprint.parallel.tp)
         args = megatron_args(arch, self.dtype, padded_vocab_size=padded)
         args.iteration = step
         return args
@@ -304,7 +306,7 @@ def open_session(
     config: RunConfig, plans: Blueprint, platform: Platform, precision: str, *, training: bool = True
 ) -> Session:
     """Join the ranks and build this rank's part of the model; see :func:`build_session`."""
-    position = open_groups(plans.sizes, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
+    position = open_groups(plans.parallel, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
     return build_session(config, plans, platform, position, precision, training=training)
 
 
@@ -334,23 +336,19 @@ def build_session(
     from isthmus.engine.layers.linear import use_fp8
     from isthmus.engine.megatron_model import build_stages, copied_tensors, live_tensors
     from isthmus.engine.model_config import transformer_config
-    from isthmus.engine.moe.routing import MoeSettings
     from isthmus.engine.optim.optimizer import wrap_data_parallel
     from isthmus.engine.parallel.fsdp import build_sharded
 
     dtype = DTYPES[precision]
-    train = config.train
     settings = transformer_config(
         plans.architecture,
-        plans.sizes,
+        plans.parallel,
         dtype=dtype,
-        recompute=train.recompute,
-        recompute_modules=train.recompute_modules,
-        recompute_layers=train.recompute_layers,
-        experts=MoeSettings(**config.moe.model_dump()),
-        mtp_loss_weight=train.mtp_loss_weight if plans.architecture.mtp_layers else None,
+        train=config.train,
+        moe=config.moe,
+        mtp=True,
     )
-    fsdp = plans.sizes.fsdp
+    fsdp = plans.parallel.fsdp
     model: list[Any] = (
         [build_sharded(plans.architecture, settings)] if fsdp else build_stages(plans.architecture, settings)
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from isthmus.config.schema.optim import OptimConfig
+from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.config.schema.train import TrainConfig
-from isthmus.engine.parallel.process_groups import ParallelSizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.recipes.setup.layout_checks import check_layout, check_micro_batches, check_offload
@@ -17,7 +17,7 @@ ENDS = {"vocab_size": 77, "max_position_embeddings": 128, "norm_epsilon": 1e-6}
 
 def check(num_layers: int, **sizes: int) -> None:
     architecture = Architecture(family="llama", num_layers=num_layers, **SIZES, **ENDS)  # type: ignore[arg-type]
-    check_layout(architecture, ParallelSizes(**sizes, world_size=sizes["pp"]))
+    check_layout(architecture, ParallelConfig(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -42,19 +42,19 @@ def test_stages_that_do_not(num_layers: int, sizes: dict[str, int], told: str) -
 
 
 def test_micro_batches_take_turns() -> None:
-    sizes = ParallelSizes(pp=4, vpp=2, world_size=8)
-    check_micro_batches(TrainConfig(steps=1, global_batch_size=16, micro_batch_size=2), sizes)
-    check_micro_batches(TrainConfig(steps=1, global_batch_size=6), ParallelSizes(pp=4, world_size=4))
+    sizes = ParallelConfig(pp=4, vpp=2)
+    check_micro_batches(TrainConfig(steps=1, global_batch_size=16, micro_batch_size=2), sizes, 8)
+    check_micro_batches(TrainConfig(steps=1, global_batch_size=6), ParallelConfig(pp=4), 4)
     train = TrainConfig(steps=1, global_batch_size=20, micro_batch_size=2)
     with pytest.raises(UsageError, match=r"batch_size=20 is not a multiple of .* Use 16 or 32, or leave parallel.vpp"):
-        check_micro_batches(train, sizes)
+        check_micro_batches(train, sizes, 8)
 
 
 def test_optimizer_state_leaves_the_memory_of_a_gpu_or_none() -> None:
     offload = OptimConfig(offload=True)
-    check_offload(offload, ParallelSizes(), "cuda")
-    check_offload(OptimConfig(), ParallelSizes(fsdp=True), "cpu")
+    check_offload(offload, ParallelConfig(), "cuda")
+    check_offload(OptimConfig(), ParallelConfig(fsdp=True), "cpu")
     with pytest.raises(UsageError, match=r"this run is on a CPU. Leave it out"):
-        check_offload(offload, ParallelSizes(), "cpu")
+        check_offload(offload, ParallelConfig(), "cpu")
     with pytest.raises(UsageError, match=r"parallel.fsdp=true has none"):
-        check_offload(offload, ParallelSizes(fsdp=True), "cuda")
+        check_offload(offload, ParallelConfig(fsdp=True), "cuda")

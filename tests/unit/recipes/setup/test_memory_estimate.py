@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.config.schema import RunConfig
-from isthmus.engine.parallel.process_groups import ParallelSizes
+from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -40,18 +39,18 @@ def read(hf: dict[str, Any]) -> tuple[Family, Architecture]:
     return family, family.to_architecture(hf)
 
 
-def config(length: int = 8192, **train: Any) -> RunConfig:
+def config(length: int = 8192, layout: dict[str, Any] | None = None, **train: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "recipe": "pretrain", "out": "o", "model": {"path": "m"}, "data": {"mock": True, "seq_length": length},
             "train": {"steps": 1, "micro_batch_size": 2, "global_batch_size": 128, **train},
+            "parallel": {"sp": False, **(layout or {})},
         }
     )  # fmt: skip
 
 
 def reckon(hf: dict[str, Any], precision: str = "bf16", *, ranks: int = 8, **layout: Any) -> Footprint:
-    sizes = ParallelSizes(world_size=ranks, **layout)
-    return footprint(*read(hf), sizes, config(), precision)
+    return footprint(*read(hf), config(layout=layout), ranks, precision)
 
 
 @pytest.mark.parametrize(
@@ -79,22 +78,22 @@ def test_what_a_layout_takes_off() -> None:
     experts = reckon(DEEPSEEK_LITE, ep=8)
     outside = 15_706_484_224 - 26 * 64 * 3 * 2048 * 1408
     assert experts.parameters == outside + 26 * 8 * 3 * 2048 * 1408
-    full = footprint(*read(LLAMA_8B), ParallelSizes(world_size=8), config(recompute="full"), "bf16")
+    full = footprint(*read(LLAMA_8B), config(recompute="full"), 8, "bf16")
     assert full.activations < whole.activations / 4
 
 
 def test_offloaded_means_are_in_the_machines_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     family, architecture = read(DEEPSEEK_LITE)
-    sizes, plain = ParallelSizes(world_size=8, ep=4), config()
+    plain = config(layout={"ep": 4})
     told = plain.model_copy(update={"optim": plain.optim.model_copy(update={"offload": True})})
-    here, there = (footprint(family, architecture, sizes, each, "bf16") for each in (plain, told))
+    here, there = (footprint(family, architecture, each, 8, "bf16") for each in (plain, told))
     assert there.offloaded == here.optimizer - there.optimizer > 0 and "of the machine's memory" in str(there)
-    plans = Blueprint(None, None, family, architecture, sizes)  # type: ignore[arg-type]
+    plans = Blueprint(None, None, family, architecture, plain.parallel, 8)  # type: ignore[arg-type]
     for free, refused in ((8 * there.offloaded, False), (8 * there.offloaded - 1, True)):
         monkeypatch.setattr("isthmus.recipes.setup.memory_estimate.free_bytes", lambda free=free: free)
         with pytest.raises(UsageError, match=r"puts .* optimizer state into") if refused else nullcontext():
             check_footprint(plans, told, Memory(str(2**50)), "bf16", ranks_here=8)
-    pairs = footprint(family, architecture, sizes, plain.model_copy(update={"recipe": "dpo"}), "bf16")
+    pairs = footprint(family, architecture, plain.model_copy(update={"recipe": "dpo"}), 8, "bf16")
     assert pairs.activations == 2 * here.activations and pairs.held == here.held
 
 
@@ -107,12 +106,14 @@ class Memory(CpuPlatform):
 
 def test_only_what_is_clearly_too_much_is_refused() -> None:
     family, architecture = read(LLAMA_8B | {"num_hidden_layers": 2})
-    plans = Blueprint(None, None, family, architecture, ParallelSizes())  # type: ignore[arg-type]
+    plans = Blueprint(None, None, family, architecture, ParallelConfig(), 1)  # type: ignore[arg-type]
     wide = {"micro_batch_size": 8}
-    needed = footprint(family, architecture, ParallelSizes(), config(**wide), "bf16")
+    needed = footprint(family, architecture, config(**wide), 1, "bf16")
 
-    def check(memory: float, plans: Blueprint = plans, **train: Any) -> str:
-        return check_footprint(plans, config(**wide, **train), Memory(str(int(memory))), "bf16", ranks_here=1)
+    def check(memory: float, layout: dict[str, Any] | None = None, world_size: int = 1, **train: Any) -> str:
+        run = config(layout=layout, **wide, **train)
+        where = replace(plans, parallel=run.parallel, world_size=world_size)
+        return check_footprint(where, run, Memory(str(int(memory))), "bf16", ranks_here=1)
 
     assert f"{needed.parameters:,} parameters" in check(2 * (needed.held + needed.activations))
     assert check((needed.held + needed.activations) / MARGIN + 1)
@@ -121,6 +122,6 @@ def test_only_what_is_clearly_too_much_is_refused() -> None:
     with pytest.raises(UsageError, match=r"has 1,486,901,248 parameters a rank, .* state 16\.6, .* Set parallel.fsdp"):
         check(needed.held - 1)
     with pytest.raises(UsageError, match=r"Raise parallel.tp or parallel.pp over more ranks; or use a smaller model"):
-        check(1, replace(plans, sizes=ParallelSizes(pp=2, world_size=2)))
+        check(1, {"pp": 2}, 2)
     with pytest.raises(UsageError, match=r"Start more ranks, over which it is cut; or use a smaller model"):
-        check(1, replace(plans, sizes=ParallelSizes(fsdp=True, world_size=2)))
+        check(1, {"fsdp": True}, 2)

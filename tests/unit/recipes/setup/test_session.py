@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.config.schema import RunConfig
+from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
@@ -82,7 +82,7 @@ def test_fsdp_has_no_loss_scale(tmp_path: Path) -> None:
     plans = blueprint(config)
     check_training(config, plans)
     with pytest.raises(UsageError, match=r"fsdp=true with train\.precision=fp16.* Set train\.precision"):
-        check_training(config, replace(plans, sizes=replace(plans.sizes, fsdp=True)))
+        check_training(config, replace(plans, parallel=ParallelConfig(fsdp=True)))
 
 
 def test_fp8_rounds_as_it_is_told(tmp_path: Path) -> None:
