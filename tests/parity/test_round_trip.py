@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ranks.tiny import build_model_folder
 from ranks.world import World
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 # Each in one layout, under which all that is peculiar to it is cut.
 OTHERS: list[tuple[str, dict[str, int]]] = [
+    ("llama", {"tp": 2}),
+    ("mistral", {"pp": 2}),
+    ("qwen2", {"tp": 2}),
     ("seed_oss", {"tp": 2}),
     ("smollm3", {"pp": 2}),
     ("granite", {"pp": 2}),
@@ -72,12 +74,11 @@ def assert_loads_without_a_word(export: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 def test_an_export_is_the_file_that_transformers_wrote(
-    family: str, tied: bool, ranks: int, layout: dict[str, int], worlds: dict[int, World], tmp_path: Path
+    tied: bool, ranks: int, layout: dict[str, int], worlds: dict[int, World], tmp_path: Path
 ) -> None:
-    source = build_model_folder(tmp_path / "source", family, tie_word_embeddings=tied)
+    source = build_model_folder(tmp_path / "source", "qwen3", tie_word_embeddings=tied)
     assert_comes_back(worlds[ranks], source, tmp_path / "export", **layout)
 
 
@@ -115,8 +116,9 @@ def test_another_type_when_asked(one: World, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "export/config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["into-one-file", "into-several"])
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("cut", "ranks", "layout"), [(False, 2, {"tp": 2}), (True, 1, {}), (True, 2, {"pp": 2}), (True, 2, {"tp": 2})]
+)
 def test_a_model_in_several_files(
     cut: bool, ranks: int, layout: dict[str, int], worlds: dict[int, World], tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def test_one_bit_of_a_tensor_is_seen_by_its_checksum(to: Format, model: Path, tm
 def test_flipped_bits_of_an_index_are_seen_or_change_nothing(index: Path) -> None:
     raw, whole = index.read_bytes(), everything(index.parents[1])
     refused = 0
-    for bit in range(5, 8 * len(raw), len(raw) // 6):
+    for bit in range(5, 8 * len(raw), len(raw) // 4):
         flip(index, bit)
         try:
             found = everything(index.parents[1])
@@ -69,7 +69,7 @@ def test_flipped_bits_of_an_index_are_seen_or_change_nothing(index: Path) -> Non
             assert found.keys() == whole.keys()
             assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
         index.write_bytes(raw)
-    assert refused > 20
+    assert refused > 12
 
 
 def entry(index: Any, end: str) -> Any:

@@ -20,7 +20,7 @@ from isthmus.families.family import Family
 from isthmus.families.registry import all_families, family_for
 from isthmus.families.rules.shard import Layout, local_shape
 from isthmus.hf.model_folder import ModelFolder, write_model_files
-from ranks.tiny import build_model_folder
+from ranks.tiny import ARCHETYPES, build_model_folder
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -91,7 +91,7 @@ def test_round_trip_keeps_every_byte(tmp_path: Path, family: str, tp: int, tied:
     ).read_bytes()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHETYPES)
 def test_sharded_files_round_trip_and_load_without_a_word(tmp_path: Path, family: str) -> None:
     source = build(tmp_path / "source", family, dtype=torch.bfloat16, shards="15KB")
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 2
@@ -195,7 +195,7 @@ def test_live_tensors_must_be_those_of_the_table(tmp_path: Path) -> None:
             import_weights(live, family, arch, RandomWeights(family, arch, seed=0), layout=layout)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHETYPES)
 def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path, family: str) -> None:
     config = build(tmp_path / "model", family, dtype=torch.float32).config
     table = family_for(config)

@@ -19,10 +19,7 @@ from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, checkpoi
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import verify
 from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
-from isthmus.families.registry import all_families
-from ranks.tiny import SIZES, build_model_folder
-
-FAMILIES = sorted(all_families())
+from ranks.tiny import ARCHETYPES, SIZES, build_model_folder
 
 
 def content(folder: Path) -> dict[str, torch.Tensor]:
@@ -49,7 +46,7 @@ def converted(qwen3: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     [
-        *((family, torch.float32, False) for family in FAMILIES),
+        *((family, torch.float32, False) for family in ARCHETYPES),
         ("qwen3", torch.bfloat16, True),
         ("mixtral", torch.bfloat16, True),
     ],

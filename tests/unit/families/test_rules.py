@@ -94,7 +94,7 @@ def test_a_weave_takes_every_element_once(arch: Architecture, rule: Rule) -> Non
     assert torch.equal(everything, torch.cat([tensor.flatten() for tensor in tensors.values()]).sort().values)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(("arch", "rule"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_ranks_together_hold_every_element(arch: Architecture, rule: Rule, tp: int) -> None:
     tensors = hf_tensors(rule, arch)

@@ -75,12 +75,28 @@ def reference(
     return torch.einsum("nts,snd->tnd", weights, v).unflatten(1, (-1, share))
 
 
-@pytest.mark.parametrize("attend", WAYS)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
-@pytest.mark.parametrize("lengths", [(20,), (9, 1, 4, 6), (8, 12), (1, 1, 18), (5, 5, 5, 5), (4, 8, 8)])
+LENGTHS = [(20,), (9, 1, 4, 6), (8, 12), (1, 1, 18), (5, 5, 5, 5), (4, 8, 8)]
+WINDOWS = [None, 1, 3, 8, 100]
+# Each packing with three of the windows; each window meets each number of query groups.
+CASES = [
+    (lengths, WINDOWS[(number + 2 * turn) % 5], (1, 2, 4)[(number + turn) % 3])
+    for number, lengths in enumerate(LENGTHS)
+    for turn in range(3)
+]
+
+
+@pytest.mark.parametrize(("lengths", "window", "groups"), CASES)
 @pytest.mark.usefixtures("block_sizes")
-def test_values_and_gradients(
+def test_values_and_gradients_in_blocks(lengths: tuple[int, ...], window: int | None, groups: int) -> None:
+    check_values_and_gradients(line_attention, lengths, window, groups)
+
+
+@pytest.mark.parametrize(("lengths", "window", "groups"), CASES)
+def test_values_and_gradients_of_the_kernel(lengths: tuple[int, ...], window: int | None, groups: int) -> None:
+    check_values_and_gradients(sample_attention, lengths, window, groups)
+
+
+def check_values_and_gradients(
     attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, groups: int
 ) -> None:
     given = inputs(20, groups)

@@ -65,7 +65,7 @@ def test_of_any_layout(library: list[str], rows: tuple[int, ...], request: pytes
     assert torch.backends.mkldnn.matmul.fp32_precision == "none" and torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.mark.parametrize("shape", [(64, 80, 96), (300, 512, 1024), (1000, 96, 33), (2, 4096, 77)])
+@pytest.mark.parametrize("shape", [(64, 80, 96), (300, 512, 1024), (2, 4096, 77)])
 @pytest.mark.parametrize("way", ["forward", "grad_x", "grad_w", "added"])
 def test_no_bit_of_float32_is_lost(library: list[str], shape: tuple[int, int, int], way: str) -> None:
     """Each result is one of the numbers that went in, of 24 bits, so any rounding on the way shows."""

@@ -23,8 +23,7 @@ def test_the_last_stage_has_the_fewest(num_layers: int, pp: int, vpp: int, wante
     assert layers_of_stages(num_layers, pp, vpp) == wanted
 
 
-@pytest.mark.parametrize("num_layers", range(1, 14))
-@pytest.mark.parametrize("pp", range(1, 6))
+@pytest.mark.parametrize(("num_layers", "pp"), [(1, 1), (1, 2), (3, 5), (5, 5), (6, 4), (7, 3), (13, 5)])
 def test_every_layer_is_dealt_out(num_layers: int, pp: int) -> None:
     dealt = layers_of_stages(num_layers, pp)
     assert sum(dealt) == num_layers
