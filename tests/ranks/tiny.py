@@ -51,7 +51,7 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 ARCHETYPES = ("qwen3", "gpt2", "gpt_oss", "deepseek_v3")
-"""What formats can differ by: dense; LayerNorm with biases and learned positions; experts with biases and sinks; MLA."""
+"""What formats differ by: dense; LayerNorm, biases, learned positions; experts with biases and sinks; MLA."""
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
