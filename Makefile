@@ -34,11 +34,11 @@ demo: $(STAMP)  ## A small model from nothing to Hugging Face, on this machine
 # A file at a time, since its tests share models and ranks; the slow files first, as they are collected.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
-test: $(STAMP)  ## The whole suite
+test: $(STAMP)  ## The whole suite: everything that runs on a CPU
 	$(PYTEST)
 
-unit: $(STAMP)  ## The fast part of the suite
-	$(PYTEST) tests/unit
+unit: $(STAMP)  ## The unit tests that start no process: under a minute
+	$(PYTEST) tests/unit -m "not processes"
 
 lint: $(STAMP)  ## Style, types, import contracts
 	$(RUN) ruff check .

@@ -45,6 +45,7 @@ def test_every_room_is_on_the_map(repository: Path) -> None:
     assert [room for room in sorted(rooms) if f"`src/isthmus/{room}/`" not in page] == []
 
 
+@pytest.mark.processes
 def test_import_contracts_hold(repository: Path) -> None:
     command = Path(sys.executable).with_name("lint-imports")
     if not command.exists():

@@ -57,6 +57,7 @@ def options(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
 
 
+@pytest.mark.processes
 def test_every_command_is_one_that_exists() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     seen: dict[str, int] = {}
@@ -142,6 +143,7 @@ def test_the_family_page_shows_a_family_as_it_is() -> None:
     assert shown in (ROOT / "src/isthmus/families/models/qwen2.py").read_text()
 
 
+@pytest.mark.processes
 def test_generated_pages_are_current() -> None:
     generate: dict[str, Any] = runpy.run_path(str(ROOT / "docs/generate.py"))
     for name in ("config", "families", "presets"):
@@ -157,6 +159,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     assert shown == codes | {0, 130}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("verb", ["sft", "demo"])
 def test_the_reference_lists_every_option(verb: str) -> None:
     page = (ROOT / "docs/reference/cli.md").read_text()
@@ -164,6 +167,7 @@ def test_the_reference_lists_every_option(verb: str) -> None:
     assert options(help_of(verb)) - {"--help"} == options(section) - {"--help"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_says_the_verb(verb: str) -> None:
     assert verb in help_of()

@@ -35,6 +35,7 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.iterdir()} == {*SCRIPTS, *MANIFESTS, "sft.yaml"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [*SCRIPTS, *MANIFESTS])
 def test_shell_is_shell_and_the_command_is_one(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -49,6 +49,7 @@ def bash(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_shell(script: Path) -> None:
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
@@ -82,6 +83,7 @@ def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "Use BS=48 or BS=72, or MBS=1 or MBS=7" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
     assert "here: Is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = Path("large")
     shutil.copytree(model, large)
@@ -135,6 +138,7 @@ def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path, capsys: py
     assert refused.returncode == 2 and "GiB: weights" in refused.stdout and "fsdp" in refused.stdout
 
 
+@pytest.mark.processes
 def test_data_is_prepared_as_the_scripts_name_it(tmp_path: Path) -> None:
     (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$@" > words\n')  # what it would run
     (tmp_path / "python").chmod(0o755)

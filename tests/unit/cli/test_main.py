@@ -134,12 +134,14 @@ def seconds_of_cpu(*words: str) -> float:
     return min(took)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["sft", "--help"]])
 def test_start_up_is_quick(words: list[str]) -> None:
     """0.3 s where a bare Python starts in 0.01 s; as a ratio, so that a machine under load does not decide."""
     assert seconds_of_cpu("-m", "isthmus", *words) < 30 * seconds_of_cpu("-c", "pass")
 
 
+@pytest.mark.processes
 def test_no_torch_for_what_does_not_need_it() -> None:
     call = f"main({[*RUN, '--dry-run']!r})"
     code = f"import sys; from isthmus.cli.main import main; {call}; sys.exit('torch' in sys.modules)"

@@ -26,6 +26,7 @@ def files(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), str(tmp_path / "out")]
 
 
+@pytest.mark.processes
 def test_prepares_and_says_what_came_of_it(files, tokenizer, capsys):
     words = ["prepare", *files, "--tokenizer", tokenizer, "--columns", "text=body", "--on-error", "skip"]
     assert main([*words, "--workers", "1", "--json"]) == 0

@@ -20,6 +20,8 @@ from isthmus.convert.legacy.legacy_layout import Grid
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import verify
 
+pytestmark = pytest.mark.processes
+
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from isthmus.data.chat.chat_records import Conversation, Document, parse_record
 from isthmus.data.readers.file_formats import read_records
 from isthmus.demo.python_docs import python_documentation, write_chats, write_texts
@@ -35,6 +37,7 @@ def test_entries_are_many_and_written_as_chats_and_texts(tmp_path):
     assert json.loads((tmp_path / "texts.jsonl").read_text().split("\n")[0])["text"].endswith(entries[0].answer + "\n")
 
 
+@pytest.mark.processes
 def test_the_same_in_every_process_and_nothing_odd_is_imported():
     runs = [
         subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout.split("\n")

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from isthmus.launch.first_failure import RankReport
 from isthmus.launch.rank_watchdog import lost_peer
+
+pytestmark = pytest.mark.processes
 
 
 def known(folder: Path, rank: int, pid: int) -> None:

@@ -126,6 +126,7 @@ def test_a_cpu_trains_in_fp32_and_says_when_bf16_may_be_faster(
     assert platform.peak_tflops("fp32") is None and platform.device_count() is None and platform.describe()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc on this system")
 def test_the_memory_of_a_cpu_process_is_its_own_peak_and_not_its_parent_s() -> None:
     code = "from isthmus.platforms.detect import detect\nprint(detect('cpu').memory_gib())"
@@ -157,6 +158,7 @@ def faults(how: str, **environment: str) -> tuple[int, list[str]]:
     return int(count), said
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.confstr_names.get("CS_GNU_LIBC_VERSION") is None, reason="only glibc is told to keep memory")
 def test_freed_memory_is_kept_on_a_cpu() -> None:
     handed_back, _ = faults("plain")
@@ -165,6 +167,7 @@ def test_freed_memory_is_kept_on_a_cpu() -> None:
     assert said[0].startswith("memory allocator: freed memory is kept")
 
 
+@pytest.mark.processes
 def test_an_allocator_that_was_chosen_is_left_alone() -> None:
     _, said = faults("prepared", MALLOC_ARENA_MAX="2")
     assert said[0].startswith("memory allocator: left as MALLOC_ARENA_MAX says")

@@ -96,6 +96,7 @@ def test_hip_is_first_asked_when_its_variables_are_in_place(monkeypatch: pytest.
     assert applied["HSA_NO_SCRATCH_RECLAIM"][0] == "1"
 
 
+@pytest.mark.processes
 def test_nothing_that_exists_for_cuda_only_is_imported() -> None:
     """On the way to a ROCm platform, with every such package made impossible to import."""
     code = """

@@ -81,6 +81,7 @@ def test_what_torch_saves_is_read(tmp_path: Path) -> None:
     assert ChunkKey("decoder.a", AT) in found.storage_data
 
 
+@pytest.mark.processes
 def test_nothing_of_torch_distributed_is_imported() -> None:
     code = "import isthmus.convert.transfer, isthmus.convert.verify.compare, sys\n"
     code += "print('torch.distributed.checkpoint' in sys.modules)"

@@ -72,6 +72,7 @@ def test_memory_decides(qwen3: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
         memory_plan(qwen3, qwen3, by_layer=False)
 
 
+@pytest.mark.processes
 def test_verify_without_logits_imports_neither_transformers_nor_megatron(qwen3: Stored) -> None:
     code = (
         "import json, sys\n"

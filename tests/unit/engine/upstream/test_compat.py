@@ -22,12 +22,14 @@ def stderr_of(code: str) -> str:
     return done.stderr
 
 
+@pytest.mark.processes
 def test_random_state_on_cpu(one: World) -> None:
     found = one.run("unit.engine.with_upstream.random_state")
     assert not found["upstream"], "megatron-core sets the CPU's random state now: drop compat.random_state_on_cpu"
     assert found["mended"]
 
 
+@pytest.mark.processes
 def test_quiet_missing_extensions() -> None:
     noise = stderr_of("import megatron.core.optimizer, megatron.core.distributed")
     assert "Apex" in noise, "megatron-core no longer warns on import: drop compat.quiet_missing_extensions"
@@ -46,6 +48,7 @@ def test_variables_of_transformer_engine_stay_as_they_are(monkeypatch: pytest.Mo
     assert os.environ["NVTE_FLASH_ATTN"] == "0" and "NVTE_FUSED_ATTN" not in os.environ
 
 
+@pytest.mark.processes
 def test_fill_adam_state(one: World, models: dict[str, Path], samples: Path) -> None:
     found = one.run(
         "unit.engine.with_upstream.state_before_the_first_step", model=models["llama-tied"], samples=samples
@@ -54,6 +57,7 @@ def test_fill_adam_state(one: World, models: dict[str, Path], samples: Path) -> 
     assert found["mended"] == 0
 
 
+@pytest.mark.processes
 def test_clip_in_place(one: World) -> None:
     found = one.run("unit.engine.with_upstream.clipping")
     norm = pytest.approx(1000**0.5 * 2, rel=1e-6)
@@ -64,6 +68,7 @@ def test_clip_in_place(one: World) -> None:
     assert (found["mended"]["norm"], found["mended"]["left"]) == (norm, pytest.approx(1, rel=1e-4))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", ["one", "two"])
 def test_a_rank_alone_exchanges_nothing(
     ranks: str, request: pytest.FixtureRequest, models: dict[str, Path], samples: Path
@@ -75,6 +80,7 @@ def test_a_rank_alone_exchanges_nothing(
     assert (found["collectives"] > 0) == (ranks == "two")
 
 
+@pytest.mark.processes
 def test_load_adam(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     found = one.run("unit.engine.with_upstream.loading", model=models["llama-tied"], samples=samples, root=tmp_path)
     own_and_right = [True, [1.0]]
@@ -82,12 +88,14 @@ def test_load_adam(one: World, models: dict[str, Path], samples: Path, tmp_path:
     assert found["mended"] == own_and_right
 
 
+@pytest.mark.processes
 def test_same_loss_scale(one: World) -> None:
     found = one.run("unit.engine.with_upstream.loss_scales")
     assert found["upstream"] == [64, 32], "the optimizers of a chain share a loss scale now: drop same_loss_scale"
     assert found["mended"] == [32, 32]
 
 
+@pytest.mark.processes
 def test_keep_bucket_padding(two: World, models: dict[str, Path], samples: Path) -> None:
     found = two.run("unit.engine.with_upstream.misplaced", model=models["qwen3-tied"], samples=samples)
     assert found["upstream"] > 10, "the optimizer's state is cut in the right places now: drop keep_bucket_padding"

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:

@@ -78,6 +78,7 @@ def _write_columns(folder: Path, rank: int) -> None:
         writer.write("z.weight", (slice(0, 8), slice(rank * 2, rank * 2 + 2)), part)
 
 
+@pytest.mark.processes
 def test_processes_at_once(tmp_path: Path) -> None:
     SafetensorsPlan(specs()).create(tmp_path)
     fork = multiprocessing.get_context("fork")

@@ -19,6 +19,8 @@ from isthmus.recipes.data import prepare_resume
 from isthmus.recipes.data.prepare import prepare
 from isthmus.recipes.data.prepare_workers import Workers
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Path:
