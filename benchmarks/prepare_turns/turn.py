@@ -93,9 +93,9 @@ def _command(words: list[str], prefix: str) -> Callable[[], int]:
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{words} failed with code {done.returncode}:\n{done.stderr[-4000:]}")
-        from isthmus.data.store.indexed_dataset import open_pair
+        from isthmus.data.store.indexed_dataset import open_indexed
 
-        return len(open_pair(prefix).tokens)
+        return len(open_indexed(prefix).tokens)
 
     return run
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from faults.command import Stem, rows
-from isthmus.data.store.indexed_dataset import IndexedWriter, open_pair, write_manifest
+from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 from isthmus.recipes.data.data_fingerprint import tokenizer_record
 
@@ -71,4 +71,4 @@ def test_sets_are_mixed_held_out_each_and_taken_up_again(
     assert losses(tmp_path / "out")[-2:] == whole[6:]
     other = [word.replace("weight: 3", "weight: 2") for word in mix]
     assert "differ from those of" in isthmus(*words, *other, "train.steps=9").error(65)
-    assert open_pair(tmp_path / "out" / "data" / "set-0" / "samples", verify=True).mask is not None
+    assert open_indexed(tmp_path / "out" / "data" / "set-0" / "samples", verify=True).mask is not None

@@ -13,7 +13,7 @@ from isthmus.cli.run_recipe import Debug, Json, show
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
-    from isthmus.data.tokenize.stats import PrepareReport
+    from isthmus.data.tokenize.stats import TokenizeStats
 
 
 def prepare(
@@ -105,7 +105,7 @@ class _Line:
         self._status: Any = None
         self._start_s = time.monotonic()
 
-    def show(self, report: PrepareReport) -> None:
+    def show(self, report: TokenizeStats) -> None:
         """Write the counts over those before."""
         if not sys.stderr.isatty():
             return

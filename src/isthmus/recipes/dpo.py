@@ -6,13 +6,13 @@ from pathlib import Path
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.tokenize.tokenize_files import PrepareReport, prepare_pairs
+from isthmus.data.tokenize.tokenize_files import TokenizeStats, prepare_pairs
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.run import RunResult
 from isthmus.recipes.run import run as run_recipe
 
 
-def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple[SampleStore, PrepareReport]:
+def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple[SampleStore, TokenizeStats]:
     """Preference records to samples, two a pair, with a mask of the answers."""
     store, report = prepare_pairs(
         files,

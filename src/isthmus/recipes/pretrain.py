@@ -6,13 +6,13 @@ from pathlib import Path
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.tokenize.tokenize_files import PrepareReport, prepare_text
+from isthmus.data.tokenize.tokenize_files import TokenizeStats, prepare_text
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.run import RunResult
 from isthmus.recipes.run import run as run_recipe
 
 
-def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple[SampleStore, PrepareReport]:
+def prepare(config: RunConfig, tokenizer: Tokenizer, files: list[Path]) -> tuple[SampleStore, TokenizeStats]:
     """Documents to samples, every token a target."""
     data = config.data
     return prepare_text(files, tokenizer, seq_length=data.seq_length, on_error=data.on_error, columns=data.columns)

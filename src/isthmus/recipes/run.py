@@ -17,7 +17,7 @@ from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.tokenize.tokenize_files import PrepareReport
+from isthmus.data.tokenize.tokenize_files import TokenizeStats
 from isthmus.engine.parallel.process_groups import Position, agree, close_groups, join_ranks, open_groups
 from isthmus.errors import UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ from isthmus.train.metrics import Reporter
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
 
-PrepareFor = Callable[[RunConfig, Tokenizer, list[Path]], tuple[SampleStore, PrepareReport]]
+PrepareFor = Callable[[RunConfig, Tokenizer, list[Path]], tuple[SampleStore, TokenizeStats]]
 
 
 @dataclass(frozen=True, slots=True)

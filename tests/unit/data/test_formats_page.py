@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.data.chat.chat_records import Conversation, Document, Preference, kinds_of, parse_record
+from isthmus.data.chat.chat_records import Conversation, Document, PreferenceRecord, kinds_of, parse_record
 from isthmus.data.chat.preference_records import parse_preference
 from isthmus.data.readers.chunks import Record
 from isthmus.data.readers.file_formats import read_records
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/reference/data-formats.md"
-KINDS = {"Text": ("text", Document), "Chats": ("chat", Conversation), "Preference pairs": ("preference", Preference)}
+KINDS = {
+    "Text": ("text", Document),
+    "Chats": ("chat", Conversation),
+    "Preference pairs": ("preference", PreferenceRecord),
+}
 
 
 def examples(section: str) -> list[tuple[str, str]]:
@@ -37,7 +41,7 @@ def test_every_example_is_of_the_kind_that_its_section_says(tmp_path: Path, sect
             assert isinstance(parsed(record), kind)
 
 
-def parsed(record: Record) -> Conversation | Document | Preference:
+def parsed(record: Record) -> Conversation | Document | PreferenceRecord:
     return parse_preference(record) if kinds_of(record)[0] == "preference" else parse_record(record)
 
 

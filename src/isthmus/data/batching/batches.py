@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from isthmus.data.batching.packing import Bins, check_fit
-from isthmus.data.store.mixture import Order, Share
+from isthmus.data.store.mixture import MixtureSet, SequenceOrder
 from isthmus.data.store.samples import Samples
 from isthmus.errors import DataError, UsageError
 
@@ -69,7 +69,7 @@ class Batches:
         micro_batches_multiple_of: int = 1,
         shuffle: bool = True,
         length_buckets: Sequence[int] = (),
-        shares: Sequence[Share] = (),
+        shares: Sequence[MixtureSet] = (),
     ) -> None:
         """Lay out the sequences: one sample each, or with ``packing`` bins of at most ``seq_length`` tokens.
 
@@ -105,7 +105,7 @@ class Batches:
                 f"train.global_batch_size={global_batch_size} is not a multiple of "
                 f"micro_batch_size={micro_batch_size} x data-parallel ranks={dp_size}. Use {mend}."
             )
-        self.shares = tuple(shares) or (Share("data", len(store), 1.0),)
+        self.shares = tuple(shares) or (MixtureSet("data", len(store), 1.0),)
         if not all(share.samples for share in self.shares) or sum(share.samples for share in self.shares) != len(store):
             raise DataError("there are no samples to make batches of, or a set has none.")
         self.store = store
@@ -124,7 +124,7 @@ class Batches:
         ]
         counts = [len(sequences) for sequences in self._sets]
         self._ends = np.cumsum(counts).tolist()
-        self._order = Order(counts, [share.weight for share in self.shares], seed=seed, shuffle=shuffle)
+        self._order = SequenceOrder(counts, [share.weight for share in self.shares], seed=seed, shuffle=shuffle)
 
     @property
     def sequences_per_epoch(self) -> int:

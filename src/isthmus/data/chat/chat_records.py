@@ -56,7 +56,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Preference:
+class PreferenceRecord:
     """Two answers to one conversation, the better one and the worse one."""
 
     prompt: list[Message]

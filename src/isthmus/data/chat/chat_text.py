@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from isthmus.data.chat.chat_records import Conversation, Message
 from isthmus.data.chat.loss_spans import Span, following, merged, shared_prefix, turn_end
-from isthmus.data.chat.template_capabilities import Abilities, adapt
+from isthmus.data.chat.template_capabilities import TemplateCapabilities, adapt
 from isthmus.errors import DataError
 
 LossOn = Literal["assistant", "all", "last"]
@@ -95,7 +95,7 @@ class ChatRenderer:
         """
         self._tokenizer = tokenizer
         self._loss_on = loss_on
-        self.abilities = Abilities.of(tokenizer.apply_chat_template)
+        self.abilities = TemplateCapabilities.of(tokenizer.apply_chat_template)
         self.turn_token = self._find_turn_token()
         self.unended = 0
         """Texts so far whose last answer ends with no special token: nothing in them teaches to stop."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.data.chat.chat_records import Conversation, Message, Preference
+from isthmus.data.chat.chat_records import Conversation, Message, PreferenceRecord
 from isthmus.data.chat.chat_text import ChatRenderer, ChatText, ChatTokenizer
 from isthmus.errors import DataError
 
@@ -19,7 +19,7 @@ class PairRenderer:
         """Answers so far that end with no special token."""
         return self._render.unended
 
-    def __call__(self, pair: Preference) -> tuple[ChatText, ChatText]:
+    def __call__(self, pair: PreferenceRecord) -> tuple[ChatText, ChatText]:
         """The chosen and the rejected conversation.
 
         Raises:
@@ -29,7 +29,7 @@ class PairRenderer:
         asked = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in pair.prompt]
         return self._whole(pair, asked, pair.chosen), self._whole(pair, asked, pair.rejected)
 
-    def _whole(self, pair: Preference, asked: list[Message], answer: list[Message]) -> ChatText:
+    def _whole(self, pair: PreferenceRecord, asked: list[Message], answer: list[Message]) -> ChatText:
         texts = self._render(Conversation([*asked, *answer], pair.tools, pair.where))
         if len(texts) == 1:
             return texts[0]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from isthmus.data.chat.chat_records import Preference, given_turns, present, question, with_system
+from isthmus.data.chat.chat_records import PreferenceRecord, given_turns, present, question, with_system
 from isthmus.data.chat.message_normalization import Message, message, side, turns
 from isthmus.data.chat.tool_calls import normal_tools
 from isthmus.data.readers.chunks import Record
@@ -25,7 +25,7 @@ from isthmus.errors import DataError
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
-def parse_preference(record: Record) -> Preference:
+def parse_preference(record: Record) -> PreferenceRecord:
     """Tell which form a pair has and bring it into one.
 
     Raises:
@@ -57,7 +57,7 @@ def parse_preference(record: Record) -> Preference:
         if not answer or answer[0]["role"] != "assistant":
             got = answer[0]["role"] if answer else "nothing"
             raise DataError(f"{where}: {name} must go on after the prompt with an assistant turn, got {got}.")
-    return Preference(prompt, chosen, rejected, normal_tools(value.get("tools"), where), where)
+    return PreferenceRecord(prompt, chosen, rejected, normal_tools(value.get("tools"), where), where)
 
 
 def _answer(value: Any, name: str, where: str) -> list[Message]:

@@ -31,7 +31,7 @@ _CALL_ID = "call00000"
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
+class TemplateCapabilities:
     """Whether a template shows system turns, the list of tools, calls of tools, and what tools answered."""
 
     system: bool
@@ -41,7 +41,7 @@ class Abilities:
     """The key of a turn whose reasoning it shows: ``content`` where it has no other, None where it cuts that out."""
 
     @classmethod
-    def of(cls, render: Render) -> Abilities:
+    def of(cls, render: Render) -> TemplateCapabilities:
         """Try a template with a small conversation of each sort."""
         user: Message = {"role": "user", "content": "probeuser"}
         call = {"type": "function", "id": _CALL_ID, "function": {"name": "probetool", "arguments": {"x": "probevalue"}}}
@@ -78,7 +78,7 @@ def _shows(render: Render, messages: list[Message], tools: list[dict[str, Any]] 
 
 
 def adapt(
-    messages: list[Message], tools: list[dict[str, Any]] | None, abilities: Abilities
+    messages: list[Message], tools: list[dict[str, Any]] | None, abilities: TemplateCapabilities
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
     """The same conversation, with whatever the template would pass over written into the text of its turns.
 

@@ -17,7 +17,7 @@ _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ArrowChunk:
     """Some rows as an Arrow IPC stream."""
 
     path: str
@@ -32,7 +32,7 @@ class Rows:
             yield Record({name: _without_nulls(cell) for name, cell in value.items()}, f"{self.path}:{number}")
 
 
-def parquet_chunks(path: str) -> Iterator[Rows]:
+def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
     """The rows of a parquet file; a row group is never held as a whole.
 
     Raises:
@@ -58,7 +58,7 @@ def parquet_chunks(path: str) -> Iterator[Rows]:
         ) from error
 
 
-def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[Rows]:
+def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[ArrowChunk]:
     """Chunks of a source, out of the Arrow record batches or tables that it is read in.
 
     Raises:
@@ -72,7 +72,7 @@ def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[Rows]:
         sink = library.BufferOutputStream()
         with library.ipc.new_stream(sink, batch.schema) as writer:
             writer.write(batch)
-        yield Rows(path, first, sink.getvalue().to_pybytes())
+        yield ArrowChunk(path, first, sink.getvalue().to_pybytes())
         first += batch.num_rows
     if first == 1:
         raise DataError(f"{path}: the table has no rows. Wanted at least one record.")

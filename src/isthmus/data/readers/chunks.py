@@ -14,7 +14,7 @@ CHUNK_BYTES = 1 << 18
 
 
 @dataclass(slots=True)
-class Skipped:
+class SkippedRecords:
     """What was left out under ``on_error="skip"``: how many records, and the first few reasons."""
 
     count: int = 0
@@ -29,7 +29,7 @@ class Skipped:
         if len(self.reasons) < self.keep:
             self.reasons.append(str(error))
 
-    def add(self, other: Skipped) -> None:
+    def add(self, other: SkippedRecords) -> None:
         """Count what another left out as well."""
         self.count += other.count
         self.reasons = [*self.reasons, *other.reasons][: self.keep]
@@ -44,7 +44,7 @@ class Record:
     """``file:line`` of its first character, or ``file:row``, counted from 1."""
 
 
-class Chunk(Protocol):
+class RecordChunk(Protocol):
     """A piece of one source, of about ``CHUNK_BYTES``, that can be pickled."""
 
     def parse(self) -> Iterator[Record | DataError]:

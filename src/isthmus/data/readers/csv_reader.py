@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from isthmus.data.readers.chunks import CHUNK_BYTES, Record
-from isthmus.data.readers.decompress import opened
+from isthmus.data.readers.decompress import open_decompressed
 from isthmus.data.readers.json_chunks import decoded
 from isthmus.errors import DataError
 
@@ -15,7 +15,7 @@ _LONGEST_CELL = 1 << 28  # characters; beyond this a quote was surely not closed
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class CsvChunk:
     """Some rows, each with the line that it begins on."""
 
     path: str
@@ -32,7 +32,7 @@ class Cells:
                 yield DataError(f"{where}: {len(row)} cells in a table of {len(self.names)} columns.")
 
 
-def table_chunks(path: str, *, tabs: bool) -> Iterator[Cells]:
+def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
     """The rows of a table in UTF-8; cells in double quotes may hold line breaks, and a quote doubled.
 
     Args:
@@ -44,7 +44,7 @@ def table_chunks(path: str, *, tabs: bool) -> Iterator[Cells]:
         DataError: no names in the first row, no row below it, or a quote in a wrong place or never closed.
     """
     csv.field_size_limit(_LONGEST_CELL)
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         lines = (decoded(raw, path, number) for number, raw in enumerate(file, start=1))
         first = next(lines, "").removeprefix("\ufeff")
         delimiter = "\t" if tabs else next((mark for mark in ",\t;" if mark in first), ",")
@@ -62,7 +62,7 @@ def table_chunks(path: str, *, tabs: bool) -> Iterator[Cells]:
                     rows.append((begins, row))
                     size += sum(map(len, row))
                 if names is not None and size >= CHUNK_BYTES:
-                    yield Cells(path, names, rows)
+                    yield CsvChunk(path, names, rows)
                     rows, size = [], 0
         except csv.Error as error:
             raise DataError(
@@ -73,7 +73,7 @@ def table_chunks(path: str, *, tabs: bool) -> Iterator[Cells]:
                 f"{path}: the table has no rows. Wanted the names of its columns in the first, then records."
             )
         if rows:
-            yield Cells(path, names, rows)
+            yield CsvChunk(path, names, rows)
 
 
 def _again(first: str, rest: Iterator[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Data files opened as bytes: as they are, or unpacked when they begin like gzip or Zstandard.
+"""Data files open_decompressed as bytes: as they are, or unpacked when they begin like gzip or Zstandard.
 
 Unpacking is done a piece at a time, so memory does not grow with the file, and a file that was cut short is an error.
 """
@@ -28,7 +28,7 @@ PACKED_SUFFIXES = (".gz", ".gzip", ".zst", ".zstd")
 
 
 @contextmanager
-def opened(path: Path | str) -> Iterator[BinaryIO]:
+def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
     """The bytes of a file, unpacked.
 
     Raises:
@@ -57,8 +57,8 @@ def opened(path: Path | str) -> Iterator[BinaryIO]:
         raise IOFailure(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
-def is_packed(path: Path | str) -> bool:
-    """Whether a file that can be opened begins like gzip or Zstandard."""
+def is_compressed(path: Path | str) -> bool:
+    """Whether a file that can be open_decompressed begins like gzip or Zstandard."""
     with Path(path).open("rb") as file:
         return file.read(4).startswith(_GZIP + _ZSTD)
 

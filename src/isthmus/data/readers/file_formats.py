@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.data.readers.arrow_reader import parquet_chunks
-from isthmus.data.readers.chunks import Chunk as Chunk
 from isthmus.data.readers.chunks import OnError as OnError
 from isthmus.data.readers.chunks import Record as Record
-from isthmus.data.readers.chunks import Skipped as Skipped
+from isthmus.data.readers.chunks import RecordChunk as RecordChunk
+from isthmus.data.readers.chunks import SkippedRecords as SkippedRecords
 from isthmus.data.readers.csv_reader import table_chunks
-from isthmus.data.readers.decompress import is_packed, opened, unpacked_name
+from isthmus.data.readers.decompress import is_compressed, open_decompressed, unpacked_name
 from isthmus.data.readers.field_mapping import Columns as Columns
 from isthmus.data.readers.field_mapping import renamed
 from isthmus.data.readers.file_sources import find_sources
@@ -27,14 +27,18 @@ from isthmus.errors import DataError
 
 
 def read_records(
-    path: Path | str, *, on_error: OnError = "stop", skipped: Skipped | None = None, columns: Columns | None = None
+    path: Path | str,
+    *,
+    on_error: OnError = "stop",
+    skipped: SkippedRecords | None = None,
+    columns: Columns | None = None,
 ) -> Iterator[Record]:
     """Yield the records of one source in their order; the errors are those of the two functions that follow."""
     for chunk in read_chunks([path]):
         yield from chunk_records(chunk, on_error=on_error, skipped=skipped, columns=columns)
 
 
-def read_chunks(files: Sequence[Path | str]) -> Iterator[Chunk]:
+def read_chunks(files: Sequence[Path | str]) -> Iterator[RecordChunk]:
     """Cut sources into chunks, in their order: the same ones each time, as long as the files stay as they are.
 
     Memory does not grow with the size of the files; only a text file is read as a whole, where its chunk is parsed.
@@ -56,7 +60,11 @@ def read_chunks(files: Sequence[Path | str]) -> Iterator[Chunk]:
 
 
 def chunk_records(
-    chunk: Chunk, *, on_error: OnError = "stop", skipped: Skipped | None = None, columns: Columns | None = None
+    chunk: RecordChunk,
+    *,
+    on_error: OnError = "stop",
+    skipped: SkippedRecords | None = None,
+    columns: Columns | None = None,
 ) -> Iterator[Record]:
     """Yield the records of a chunk in their order.
 
@@ -70,7 +78,7 @@ def chunk_records(
         DataError: (``on_error="stop"``) a record is bad.
         MissingInput, IOFailure: a text file, which is read only here, cannot be.
     """
-    skipped = skipped if skipped is not None else Skipped()
+    skipped = skipped if skipped is not None else SkippedRecords()
     for item in chunk.parse():
         try:
             if isinstance(item, DataError):
@@ -83,14 +91,14 @@ def chunk_records(
 
 
 @dataclass(frozen=True, slots=True)
-class TextFile:
+class TextFileChunk:
     """A whole text file: one document."""
 
     path: str
 
     def parse(self) -> Iterator[Record | DataError]:
         """One record with the key ``text``."""
-        with opened(self.path) as file:
+        with open_decompressed(self.path) as file:
             raw = file.read()
         try:
             text = decoded(raw, self.path, 1)
@@ -103,15 +111,15 @@ class TextFile:
             yield DataError(f"{self.path}: the file is empty. Wanted text.")
 
 
-def _file_chunks(path: str) -> Iterator[Chunk]:
-    with opened(path) as file:
+def _file_chunks(path: str) -> Iterator[RecordChunk]:
+    with open_decompressed(path) as file:
         start = file.read(4096)
     name = unpacked_name(Path(path))
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if name.endswith(".txt"):
-        yield TextFile(path)
+        yield TextFileChunk(path)
     elif name.endswith(".parquet") or start.startswith(b"PAR1"):
-        if is_packed(path):
+        if is_compressed(path):
             raise DataError(f"{path}: a parquet file that is packed once more. Unpack it; parquet is packed in itself.")
         yield from parquet_chunks(path)
     elif not first:

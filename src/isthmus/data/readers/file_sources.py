@@ -21,7 +21,7 @@ _SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".txt")
 
 
 @dataclass(slots=True)
-class Sources:
+class DataFiles:
     """What is to be read, in order."""
 
     names: list[str] = field(default_factory=list)
@@ -39,14 +39,14 @@ class Sources:
         ]
 
 
-def find_sources(names: Sequence[Path | str]) -> Sources:
+def find_sources(names: Sequence[Path | str]) -> DataFiles:
     """Look up names.
 
     Raises:
         MissingInput: a file is not there, or no file matches a pattern.
         UsageError: there is no data file in a folder, or no sense in the name of a data set.
     """
-    found = Sources()
+    found = DataFiles()
     for name in map(str, names):
         if name.startswith(HUB):
             check_name(name)
@@ -68,7 +68,7 @@ def is_data_file(path: Path) -> bool:
     return named and path.name not in METADATA and not is_manifest(path)
 
 
-def _match(pattern: str, found: Sources) -> None:
+def _match(pattern: str, found: DataFiles) -> None:
     matches = sorted(glob.glob(pattern, recursive=True))
     files = [match for match in matches if not os.path.isdir(match)]
     if not matches:
@@ -78,7 +78,7 @@ def _match(pattern: str, found: Sources) -> None:
         _look_into(Path(folder), found)
 
 
-def _look_into(folder: Path, found: Sources) -> None:
+def _look_into(folder: Path, found: DataFiles) -> None:
     before = len(found.names)
     names: list[str] = []
     for place, folders, files in os.walk(folder):

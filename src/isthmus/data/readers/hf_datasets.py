@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isthmus.data.readers.arrow_reader import Rows, row_chunks, rows_at_once
+from isthmus.data.readers.arrow_reader import ArrowChunk, row_chunks, rows_at_once
 from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
 
 HUB = "hf:"
@@ -35,7 +35,7 @@ def check_name(name: str) -> None:
         )
 
 
-def data_set_chunks(name: str) -> Iterator[Rows]:
+def data_set_chunks(name: str) -> Iterator[ArrowChunk]:
     """The rows of a data set, which lies on disk while it is read.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from isthmus.data.readers.chunks import CHUNK_BYTES, Record
-from isthmus.data.readers.decompress import opened
+from isthmus.data.readers.decompress import open_decompressed
 from isthmus.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
@@ -19,7 +19,7 @@ _LONGEST_WORD = 16  # of JSON, with room: -Infinity, or an escaped pair of surro
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class JsonLinesChunk:
     """Whole lines, one JSON object each; blank ones do not count."""
 
     path: str
@@ -40,7 +40,7 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class Elements:
+class JsonArrayChunk:
     """The texts of some elements of an array, with the lines they begin on; they are known to be JSON."""
 
     path: str
@@ -55,7 +55,7 @@ class Elements:
                 yield error
 
 
-def line_chunks(path: str) -> Iterator[Lines | Elements]:
+def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
     """One JSON object a line, or one object over several lines.
 
     Raises:
@@ -65,17 +65,17 @@ def line_chunks(path: str) -> Iterator[Lines | Elements]:
     if single is not None:
         yield single
         return
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         line = 1
         while raw := file.read(CHUNK_BYTES):
             raw += file.readline()
-            yield Lines(path, line, raw)
+            yield JsonLinesChunk(path, line, raw)
             line += raw.count(b"\n")
 
 
-def _single_object(path: str) -> Elements | None:
+def _single_object(path: str) -> JsonArrayChunk | None:
     """A file that is one object written over several lines, told by a first line that is not JSON."""
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         raw, line = file.readline().removeprefix(_BOM), 1
         while not raw.strip():
             raw, line = file.readline(), line + 1
@@ -84,13 +84,13 @@ def _single_object(path: str) -> Elements | None:
         except (ValueError, RecursionError):
             raw += file.read(_SINGLE_BYTES)
             try:
-                return Elements(path, [(line, raw.decode())]) if isinstance(json.loads(raw), dict) else None
+                return JsonArrayChunk(path, [(line, raw.decode())]) if isinstance(json.loads(raw), dict) else None
             except (ValueError, RecursionError):
                 return None
     return None
 
 
-def array_chunks(path: str) -> Iterator[Elements]:
+def array_chunks(path: str) -> Iterator[JsonArrayChunk]:
     """The elements of one JSON array.
 
     A bad element is an error of its own when it is read, broken syntax is not: what follows has no sure beginning.
@@ -98,7 +98,7 @@ def array_chunks(path: str) -> Iterator[Elements]:
     Raises:
         MissingInput, IOFailure, DataError: the file cannot be read, or its syntax is broken.
     """
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         text = _Text(path, file)
         text.mark()
         text.position += 1
@@ -111,7 +111,7 @@ def array_chunks(path: str) -> Iterator[Elements]:
             texts.append((line, element))
             size += len(element)
             if size >= CHUNK_BYTES:
-                yield Elements(path, texts)
+                yield JsonArrayChunk(path, texts)
                 texts, size = [], 0
             found = text.mark()
             if found not in ("]", ","):
@@ -126,7 +126,7 @@ def array_chunks(path: str) -> Iterator[Elements]:
         if text.mark():
             raise DataError(f"{path}:{text.line()}: not JSON: there is more after the array's end.")
         if texts:
-            yield Elements(path, texts)
+            yield JsonArrayChunk(path, texts)
 
 
 class _Text:

@@ -25,13 +25,13 @@ from isthmus.data.store.indexed_writer import DTYPE_CODES, HEADER, MAGIC, VERSIO
 from isthmus.data.store.indexed_writer import IndexedWriter as IndexedWriter
 from isthmus.data.store.indexed_writer import token_dtype as token_dtype
 from isthmus.data.store.manifest import (
-    MEND,
+    HINT,
     SUFFIXES,
     check_hash,
     check_sizes,
+    dataset_record,
     file_hash,
-    pair_file,
-    pair_record,
+    indexed_file,
     read_manifest,
 )
 from isthmus.data.store.manifest import write_manifest as write_manifest
@@ -42,7 +42,7 @@ _CHUNK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class IndexedPair:
+class IndexedDataset:
     """A pair that was checked, mapped into memory."""
 
     prefix: Path
@@ -60,7 +60,7 @@ class IndexedPair:
     """What ``PREFIX.json`` holds; None for a pair that was made elsewhere."""
 
 
-def open_pair(prefix: Path | str, *, manifest: Path | str | None = None, verify: bool = False) -> IndexedPair:
+def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, verify: bool = False) -> IndexedDataset:
     """Check a pair and map it into memory, read-only.
 
     Always checked: the form of the .idx, that its sequences lie end to end and fill the .bin, that its documents go
@@ -77,8 +77,8 @@ def open_pair(prefix: Path | str, *, manifest: Path | str | None = None, verify:
         DataError: a file is damaged, cut short, or of another kind.
         IOFailure: reading failed.
     """
-    data, index, masked = (pair_file(prefix, suffix) for suffix in SUFFIXES[:3])
-    said = Path(manifest) if manifest is not None else pair_file(prefix, ".json")
+    data, index, masked = (indexed_file(prefix, suffix) for suffix in SUFFIXES[:3])
+    said = Path(manifest) if manifest is not None else indexed_file(prefix, ".json")
     try:
         for path in (data, index):
             if not path.is_file():
@@ -93,14 +93,14 @@ def open_pair(prefix: Path | str, *, manifest: Path | str | None = None, verify:
         dtype, lengths, documents = _read_index(index, data.stat().st_size)
         if record is not None:
             for suffix in record["pair"]["files"] if verify else (".idx",):
-                check_hash(pair_file(prefix, suffix), record["pair"]["files"][suffix]["xxh3_128"])
+                check_hash(indexed_file(prefix, suffix), record["pair"]["files"][suffix]["xxh3_128"])
         tokens = _map(data, dtype)
         mask = _map(masked, np.dtype(np.uint8)) if has_mask else None
     except OSError as error:
         raise IOFailure(f"{prefix}: cannot be read: {error.strerror or error}.") from error
     if mask is not None and len(mask) != len(tokens):
-        raise DataError(f"{masked}: {len(mask)} bytes, wanted {len(tokens)}, one a token of {data}. {MEND}")
-    return IndexedPair(Path(prefix), tokens, mask, np.cumsum(lengths) - lengths, lengths, documents, record)
+        raise DataError(f"{masked}: {len(mask)} bytes, wanted {len(tokens)}, one a token of {data}. {HINT}")
+    return IndexedDataset(Path(prefix), tokens, mask, np.cumsum(lengths) - lengths, lengths, documents, record)
 
 
 def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -111,10 +111,10 @@ def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[
     if not start.startswith(MAGIC):
         raise DataError(f"{path}: begins with {start[:9]!r}, wanted {MAGIC!r}, so it is no index of Megatron's format.")
     if len(start) < HEADER.size:
-        raise DataError(f"{path}: {size} bytes, wanted at least {HEADER.size}. {MEND}")
+        raise DataError(f"{path}: {size} bytes, wanted at least {HEADER.size}. {HINT}")
     _, version, code, sequences, bounds = HEADER.unpack(start)
     if version != VERSION:
-        raise DataError(f"{path}: version {version}, wanted {VERSION}. {MEND}")
+        raise DataError(f"{path}: version {version}, wanted {VERSION}. {HINT}")
     names = {number: name for name, number in DTYPE_CODES.items()}
     if code not in names:
         kind = _FLOAT_CODES.get(code, f"unknown code {code}")
@@ -124,7 +124,7 @@ def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[
         raise DataError(f"{path}: it has modes of sequences, as multimodal data has. Wanted text.")
     if size != wanted or not bounds:
         raise DataError(
-            f"{path}: {size} bytes, wanted {wanted} for {sequences} sequences and {bounds} document bounds. {MEND}"
+            f"{path}: {size} bytes, wanted {wanted} for {sequences} sequences and {bounds} document bounds. {HINT}"
         )
     raw = _map(path, np.dtype(np.uint8))
     lengths = np.frombuffer(raw, "<i4", sequences, HEADER.size).astype(np.int64)
@@ -132,19 +132,19 @@ def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[
     documents = np.frombuffer(raw, "<i8", bounds, HEADER.size + sequences * 12).astype(np.int64)
     dtype = np.dtype(names[code]).newbyteorder("<")
     if sequences and int(lengths.min()) < 0:
-        raise DataError(f"{path}: sequence {int(lengths.argmin())} has a length below zero. {MEND}")
+        raise DataError(f"{path}: sequence {int(lengths.argmin())} has a length below zero. {HINT}")
     ends = np.cumsum(lengths) * dtype.itemsize
     if not np.array_equal(pointers, ends - lengths * dtype.itemsize):
-        raise DataError(f"{path}: its pointers are not where the lengths before them end. {MEND}")
+        raise DataError(f"{path}: its pointers are not where the lengths before them end. {HINT}")
     total = int(ends[-1]) if sequences else 0
     if total != bin_bytes:
-        raise DataError(f"{path.with_suffix('.bin')}: {bin_bytes} bytes, but its .idx speaks of {total}. {MEND}")
+        raise DataError(f"{path.with_suffix('.bin')}: {bin_bytes} bytes, but its .idx speaks of {total}. {HINT}")
     if documents[0] != 0 or documents[-1] != sequences or bool(np.any(np.diff(documents) < 0)):
-        raise DataError(f"{path}: documents do not go forward from sequence 0 to {sequences}. {MEND}")
+        raise DataError(f"{path}: documents do not go forward from sequence 0 to {sequences}. {HINT}")
     return dtype, lengths, documents
 
 
-def survey(pair: IndexedPair) -> dict[str, Any]:
+def scan_indexed(pair: IndexedDataset) -> dict[str, Any]:
     """What ``IndexedWriter.close`` would have returned, for a pair from elsewhere; reads all of it once.
 
     Raises:
@@ -155,9 +155,9 @@ def survey(pair: IndexedPair) -> dict[str, Any]:
         part = pair.tokens[at : at + _CHUNK]
         largest = max(largest, int(part.max()))
         if int(part.min()) < 0:
-            raise DataError(f"{pair.prefix}.bin: the token id {int(part.min())} is below zero. {MEND}")
+            raise DataError(f"{pair.prefix}.bin: the token id {int(part.min())} is below zero. {HINT}")
     suffixes = SUFFIXES[: 2 if pair.mask is None else 3]
-    return pair_record(
+    return dataset_record(
         pair.tokens.dtype,
         sequences=len(pair.lengths),
         documents=len(pair.documents) - 1,
@@ -165,7 +165,7 @@ def survey(pair: IndexedPair) -> dict[str, Any]:
         max_token_id=largest,
         files={
             suffix: {"bytes": path.stat().st_size, "xxh3_128": file_hash(path)}
-            for suffix, path in ((suffix, pair_file(pair.prefix, suffix)) for suffix in suffixes)
+            for suffix, path in ((suffix, indexed_file(pair.prefix, suffix)) for suffix in suffixes)
         },
     )
 
@@ -181,6 +181,6 @@ def find_prefix(name: Path | str) -> Path | None:
     if Path(text).exists() and not text.endswith((".bin", ".idx")):
         return None
     for prefix in (text.removesuffix(".mask.bin"), text.removesuffix(".bin"), text.removesuffix(".idx"), text):
-        if pair_file(prefix, ".idx").is_file() or pair_file(prefix, ".bin").is_file():
+        if indexed_file(prefix, ".idx").is_file() or indexed_file(prefix, ".bin").is_file():
             return Path(prefix)
     return None

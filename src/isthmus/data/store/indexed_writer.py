@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from isthmus.data.store.manifest import SUFFIXES, pair_file, pair_record
+from isthmus.data.store.manifest import SUFFIXES, dataset_record, indexed_file
 from isthmus.errors import DataError, disk_errors
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -56,9 +56,9 @@ class IndexedWriter:
         self._files: dict[str, BinaryIO] = {}
         self._closed: dict[str, Any] | None = None
         with disk_errors(self.prefix):
-            pair_file(self.prefix, ".json").unlink(missing_ok=True)
+            indexed_file(self.prefix, ".json").unlink(missing_ok=True)
             for suffix in self._hashes:
-                self._files[suffix] = pair_file(self.prefix, suffix).open("wb", buffering=1 << 20)
+                self._files[suffix] = indexed_file(self.prefix, suffix).open("wb", buffering=1 << 20)
 
     def add(self, tokens: Tokens, mask: Tokens | None = None) -> None:
         """Append one sequence; see ``extend``."""
@@ -139,8 +139,8 @@ class IndexedWriter:
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-            sizes = {suffix: pair_file(self.prefix, suffix).stat().st_size for suffix in self._hashes}
-        self._closed = pair_record(
+            sizes = {suffix: indexed_file(self.prefix, suffix).stat().st_size for suffix in self._hashes}
+        self._closed = dataset_record(
             self.dtype,
             sequences=len(lengths),
             documents=len(self._bounds) - 1,
@@ -158,7 +158,7 @@ class IndexedWriter:
         for suffix, file in self._files.items():
             with contextlib.suppress(OSError):  # what a full disk did not take may be refused once more
                 file.close()
-            pair_file(self.prefix, suffix).unlink(missing_ok=True)
+            indexed_file(self.prefix, suffix).unlink(missing_ok=True)
 
     def _write(self, suffix: str, values: npt.NDArray[Any]) -> None:
         data = np.ascontiguousarray(values).view(np.uint8).data

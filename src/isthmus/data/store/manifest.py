@@ -19,11 +19,11 @@ SUFFIXES = (".bin", ".idx", ".mask.bin")
 """Of the files of a pair beside the manifest; the last may be absent."""
 PARTIAL = ".partial"
 """Ends the name of the folder in which a pair is made."""
-MEND = "Was it cut short or changed? Copy it again, or prepare it again."
+HINT = "Was it cut short or changed? Copy it again, or prepare it again."
 _CHUNK = 1 << 24
 
 
-def pair_file(prefix: Path | str, suffix: str) -> Path:
+def indexed_file(prefix: Path | str, suffix: str) -> Path:
     """``PREFIX`` + suffix; a prefix may hold dots itself."""
     return Path(f"{prefix}{suffix}")
 
@@ -50,7 +50,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
-        raise DataError(f"{path}: not the manifest of a pair. {MEND} If it is something else, move it elsewhere.")
+        raise DataError(f"{path}: not the manifest of a pair. {HINT} If it is something else, move it elsewhere.")
     return dict(record)
 
 
@@ -66,10 +66,10 @@ def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
     Raises:
         NoSpace, IOFailure: it cannot be written.
     """
-    write_atomic(pair_file(prefix, ".json"), json.dumps(record, indent=1) + "\n")
+    write_atomic(indexed_file(prefix, ".json"), json.dumps(record, indent=1) + "\n")
 
 
-def pair_record(
+def dataset_record(
     dtype: np.dtype[Any], *, sequences: int, documents: int, tokens: int, max_token_id: int, files: dict[str, Any]
 ) -> dict[str, Any]:
     """The part of a manifest that is under ``pair``."""
@@ -89,15 +89,15 @@ def file_hash(path: Path) -> str:
 def check_sizes(prefix: Path | str, record: dict[str, Any], said: Path) -> None:
     """Raise MissingInput or DataError unless the files of ``record`` are there, of their sizes."""
     for suffix, file in record["pair"]["files"].items():
-        path = pair_file(prefix, suffix)
+        path = indexed_file(prefix, suffix)
         if not path.is_file():
             raise MissingInput(f"{path}: no such file, but {said} speaks of it. Copy it too, or prepare it again.")
         if path.stat().st_size != file["bytes"]:
-            raise DataError(f"{path}: {path.stat().st_size} bytes, {said} says {file['bytes']}. {MEND}")
+            raise DataError(f"{path}: {path.stat().st_size} bytes, {said} says {file['bytes']}. {HINT}")
 
 
 def check_hash(path: Path, wanted: str) -> None:
     """Raise DataError unless the file's hash is the wanted one."""
     got = file_hash(path)
     if got != wanted:
-        raise DataError(f"{path}: its hash is {got}, the manifest says {wanted}. {MEND}")
+        raise DataError(f"{path}: its hash is {got}, the manifest says {wanted}. {HINT}")

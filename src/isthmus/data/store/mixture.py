@@ -20,7 +20,7 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MixtureSet:
     """One set of a mix."""
 
     name: str
@@ -30,7 +30,7 @@ class Share:
     """Relative to the weights of the others."""
 
 
-class Turns:
+class MixtureSchedule:
     """Which set has its turn at which place, and the how manieth of its sequences is meant."""
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -78,13 +78,13 @@ class Turns:
         return number
 
 
-class Order:
+class SequenceOrder:
     """The sequence at each place of the endless line; sequences of all sets are numbered through."""
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
         """Take the number of sequences of each set, above 0, and the sets' weights; the seed is of their orders."""
         self.counts, self.seed, self.shuffle = list(counts), seed, shuffle
-        self.turns = Turns(weights)
+        self.turns = MixtureSchedule(weights)
         self._starts = np.cumsum([0, *counts]).tolist()
         self._orders: dict[int, tuple[int, Int64]] = {}
 

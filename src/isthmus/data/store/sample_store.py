@@ -15,11 +15,11 @@ import xxhash
 
 from isthmus.atomic_write import TEMPORARY, rename
 from isthmus.data.store.indexed_dataset import (
-    IndexedPair,
+    IndexedDataset,
     IndexedWriter,
-    open_pair,
-    pair_file,
-    survey,
+    indexed_file,
+    open_indexed,
+    scan_indexed,
     token_dtype,
     write_manifest,
 )
@@ -56,11 +56,11 @@ class TokenSource:
         return cls(tokens, mask, int(tokens.max()) if len(tokens) else -1, content.hexdigest())
 
     @classmethod
-    def of_pair(cls, pair: IndexedPair) -> TokenSource:
+    def from_indexed(cls, pair: IndexedDataset) -> TokenSource:
         """A pair of indexed files; nothing of it is read if it has a manifest."""
-        record = pair.manifest["pair"] if pair.manifest is not None else survey(pair)
+        record = pair.manifest["pair"] if pair.manifest is not None else scan_indexed(pair)
         content = ":".join(record["files"][suffix]["xxh3_128"] for suffix in sorted(record["files"]))
-        return cls(pair.tokens, pair.mask, record["max_token_id"], content, pair_file(pair.prefix, ".bin"))
+        return cls(pair.tokens, pair.mask, record["max_token_id"], content, indexed_file(pair.prefix, ".bin"))
 
 
 class SampleStore:
@@ -111,10 +111,10 @@ class SampleStore:
         return cls([source], ends - lengths, lengths, None if groups is None else np.asarray(groups, dtype=np.int64))
 
     @classmethod
-    def from_pair(cls, pair: IndexedPair) -> SampleStore:
+    def from_indexed(cls, pair: IndexedDataset) -> SampleStore:
         """Each sequence of a pair is a sample, each document a group."""
         groups = np.repeat(np.arange(len(pair.documents) - 1, dtype=np.int64), np.diff(pair.documents))
-        return cls([TokenSource.of_pair(pair)], pair.starts, pair.lengths, groups)
+        return cls([TokenSource.from_indexed(pair)], pair.starts, pair.lengths, groups)
 
     @classmethod
     def concatenated(cls, stores: Sequence[SampleStore]) -> SampleStore:
@@ -237,6 +237,6 @@ class SampleStore:
             DataError: a file is damaged or cut short.
         """
         prefix = Path(folder) / _NAME
-        if not pair_file(prefix, ".json").is_file():
+        if not indexed_file(prefix, ".json").is_file():
             raise MissingInput(f"{prefix}.json: no such file, so {folder} holds no samples of this version.")
-        return cls.from_pair(open_pair(prefix))
+        return cls.from_indexed(open_indexed(prefix))

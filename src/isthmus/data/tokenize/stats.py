@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from isthmus.data.readers.chunks import Skipped
+from isthmus.data.readers.chunks import SkippedRecords
 
 Overlong = Literal["drop", "truncate"]
 """What becomes of a sample of more than seq_length + 1 tokens."""
@@ -27,7 +27,7 @@ _COUNTS = (
 
 
 @dataclass(slots=True)
-class PrepareReport:
+class TokenizeStats:
     """What came in, what came out, and what was left out for which reason."""
 
     records: int = 0
@@ -44,13 +44,13 @@ class PrepareReport:
     """Samples with no token to learn (cut off, or weight 0), left out."""
     unended: int = 0
     """Texts whose last answer ends with no special token: nothing in them teaches to stop."""
-    skipped: Skipped = field(default_factory=Skipped)
+    skipped: SkippedRecords = field(default_factory=SkippedRecords)
     """Bad records left out under on_error=skip."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Samples by length: under 2**k those of at most so many tokens, and more than half as many."""
     notes: list[str] = field(default_factory=list)
 
-    def add(self, other: PrepareReport) -> None:
+    def add(self, other: TokenizeStats) -> None:
         """Count what came after this as well."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -84,9 +84,9 @@ class PrepareReport:
         return counts | {"skipped": skipped, "lengths": lengths, "notes": self.notes}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> PrepareReport:
+    def from_dict(cls, values: dict[str, Any]) -> TokenizeStats:
         """The report that ``as_dict`` gave."""
-        skipped = Skipped(values["skipped"]["count"], list(values["skipped"]["first_reasons"]))
+        skipped = SkippedRecords(values["skipped"]["count"], list(values["skipped"]["first_reasons"]))
         lengths = Counter({int(length): int(count) for length, count in values["lengths"].items()})
         counts = {name: int(values[name]) for name in _COUNTS}
         return cls(skipped=skipped, lengths=lengths, notes=list(values["notes"]), **counts)

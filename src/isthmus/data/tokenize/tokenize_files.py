@@ -13,8 +13,8 @@ from isthmus.data.readers.file_formats import Columns, OnError, read_chunks
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.tokenize.stats import Overlong as Overlong
-from isthmus.data.tokenize.stats import PrepareReport as PrepareReport
-from isthmus.data.tokenize.tokenize_records import Piece, Rules, SequenceMaker, notes
+from isthmus.data.tokenize.stats import TokenizeStats as TokenizeStats
+from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizedChunk, TokenizeOptions, notes
 from isthmus.errors import DataError, UsageError
 
 Sample = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
@@ -29,7 +29,7 @@ def prepare_chat(
     overlong: Overlong = "truncate",
     on_error: OnError = "stop",
     columns: Columns | None = None,
-) -> tuple[SampleStore, PrepareReport]:
+) -> tuple[SampleStore, TokenizeStats]:
     """Chat records to samples of at most ``seq_length`` + 1 tokens, with a mask of what the assistant said.
 
     Raises:
@@ -37,7 +37,7 @@ def prepare_chat(
         DataError: a file or record is bad (``on_error="stop"``), or no sample is left.
         UsageError: ``seq_length`` is less than 1.
     """
-    rules = Rules("chat", seq_length, loss_on, overlong, on_error, columns or {})
+    rules = TokenizeOptions("chat", seq_length, loss_on, overlong, on_error, columns or {})
     return _masked(files, tokenizer, rules)
 
 
@@ -49,7 +49,7 @@ def prepare_pairs(
     overlong: Overlong = "truncate",
     on_error: OnError = "stop",
     columns: Columns | None = None,
-) -> tuple[SampleStore, PrepareReport]:
+) -> tuple[SampleStore, TokenizeStats]:
     """Preference records to samples of at most ``seq_length`` + 1 tokens, with a mask of the answers.
 
     Sample 2k is the chosen answer of pair k behind its prompt and sample 2k + 1 the rejected one. What is left out is
@@ -59,15 +59,17 @@ def prepare_pairs(
     Raises:
         MissingInput, DataError, UsageError: as :func:`prepare_chat` does.
     """
-    rules = Rules("preference", seq_length, overlong=overlong, on_error=on_error, columns=columns or {})
+    rules = TokenizeOptions("preference", seq_length, overlong=overlong, on_error=on_error, columns=columns or {})
     return _masked(files, tokenizer, rules)
 
 
-def _masked(files: Sequence[Path | str], tokenizer: ChatTokenizer, rules: Rules) -> tuple[SampleStore, PrepareReport]:
+def _masked(
+    files: Sequence[Path | str], tokenizer: ChatTokenizer, rules: TokenizeOptions
+) -> tuple[SampleStore, TokenizeStats]:
     """Each document of several sequences is a group of samples."""
     assert rules.seq_length is not None
-    maker = SequenceMaker(tokenizer, rules)
-    report = PrepareReport()
+    maker = RecordTokenizer(tokenizer, rules)
+    report = TokenizeStats()
     samples: list[Sample] = []
     groups: list[int] = []
     for piece in _pieces(files, maker, report):
@@ -88,7 +90,7 @@ def prepare_text(
     seq_length: int,
     on_error: OnError = "stop",
     columns: Columns | None = None,
-) -> tuple[SampleStore, PrepareReport]:
+) -> tuple[SampleStore, TokenizeStats]:
     """Documents to samples of at most ``seq_length`` + 1 tokens, every token a target.
 
     A document ends with the end-of-sequence token and begins with the first token that the tokenizer itself puts there,
@@ -99,8 +101,8 @@ def prepare_text(
         DataError: a file or record is bad (``on_error="stop"``), or no sample is left.
         UsageError: ``seq_length`` is less than 1, or the tokenizer has no end-of-sequence token.
     """
-    maker = SequenceMaker(tokenizer, Rules("text", seq_length, on_error=on_error, columns=columns or {}))
-    report = PrepareReport()
+    maker = RecordTokenizer(tokenizer, TokenizeOptions("text", seq_length, on_error=on_error, columns=columns or {}))
+    report = TokenizeStats()
     samples: list[Sample] = []
     for piece in _pieces(files, maker, report):
         ends = np.cumsum(piece.lengths)
@@ -111,7 +113,7 @@ def prepare_text(
     return _store(samples, list(range(len(samples))), report, files, seq_length), report
 
 
-def _pieces(files: Sequence[Path | str], maker: SequenceMaker, report: PrepareReport) -> Iterator[Piece]:
+def _pieces(files: Sequence[Path | str], maker: RecordTokenizer, report: TokenizeStats) -> Iterator[TokenizedChunk]:
     """The pieces of all files in their order, counted."""
     if not files:
         raise UsageError("no data files given. Name at least one with --data.")
@@ -126,7 +128,7 @@ def _pieces(files: Sequence[Path | str], maker: SequenceMaker, report: PrepareRe
 def _store(
     samples: list[Sample],
     groups: list[int],
-    report: PrepareReport,
+    report: TokenizeStats,
     files: Sequence[Path | str],
     seq_length: int,
 ) -> SampleStore:

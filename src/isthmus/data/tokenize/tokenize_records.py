@@ -14,9 +14,9 @@ from isthmus.data.chat.chat_records import RECIPES, Conversation, Kind, kinds_of
 from isthmus.data.chat.chat_text import ChatRenderer, ChatText, ChatTokenizer, LossOn
 from isthmus.data.chat.preference_pairs import PairRenderer
 from isthmus.data.chat.preference_records import parse_preference
-from isthmus.data.readers.chunks import Chunk, OnError, Record, Skipped
+from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.file_formats import chunk_records
-from isthmus.data.tokenize.stats import Overlong, PrepareReport
+from isthmus.data.tokenize.stats import Overlong, TokenizeStats
 from isthmus.errors import DataError, UsageError
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _WORDS: dict[Kind, str] = {"text": "plain text", "chat": "a chat record", "prefe
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class TokenizeOptions:
     """What is to become of records."""
 
     kind: Kind
@@ -39,7 +39,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenizedChunk:
     """What a chunk became; sequences lie end to end."""
 
     tokens: npt.NDArray[np.int32]
@@ -50,23 +50,23 @@ class Piece:
     """[n], of the sequences."""
     documents: npt.NDArray[np.int64]
     """[d], how many sequences each document has; a document is a text, a conversation, or a pair of answers."""
-    report: PrepareReport
+    report: TokenizeStats
 
 
-class SequenceMaker:
+class RecordTokenizer:
     """Makes the sequences of one chunk after the other; what the chat template can do is found out once."""
 
-    def __init__(self, tokenizer: ChatTokenizer, rules: Rules) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, options: TokenizeOptions) -> None:
         """Check that the tokenizer can do what is asked.
 
         Raises:
             UsageError: ``seq_length`` is less than 1, or a tokenizer for text has no end-of-sequence token.
             DataError: the chat template does not show what is said.
         """
-        if rules.seq_length is not None and rules.seq_length < 1:
-            raise UsageError(f"data.seq_length={rules.seq_length}. Wanted 1 or more.")
-        self.rules, self._tokenizer = rules, tokenizer
-        if rules.kind == "text":
+        if options.seq_length is not None and options.seq_length < 1:
+            raise UsageError(f"data.seq_length={options.seq_length}. Wanted 1 or more.")
+        self.options, self._tokenizer = options, tokenizer
+        if options.kind == "text":
             if tokenizer.eos_id is None:
                 raise UsageError(
                     "the tokenizer has no eos_token to end documents with. Set one in tokenizer_config.json."
@@ -74,18 +74,18 @@ class SequenceMaker:
             self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
             self._after = [tokenizer.eos_id]
         else:
-            self._chat = ChatRenderer(tokenizer, loss_on=rules.loss_on)
+            self._chat = ChatRenderer(tokenizer, loss_on=options.loss_on)
             self._pair = PairRenderer(tokenizer)
 
-    def __call__(self, chunk: Chunk) -> Piece:
+    def __call__(self, chunk: RecordChunk) -> TokenizedChunk:
         """The sequences of a chunk.
 
         Raises:
             DataError: a record is bad or of another kind (``on_error="stop"``).
             MissingInput, IOFailure: the chunk cannot be read.
         """
-        report = PrepareReport()
-        piece = self._text(chunk, report) if self.rules.kind == "text" else self._chats(chunk, report)
+        report = TokenizeStats()
+        piece = self._text(chunk, report) if self.options.kind == "text" else self._chats(chunk, report)
         report.samples, report.tokens = len(piece.lengths), len(piece.tokens)
         report.count_lengths(piece.lengths)
         firsts = np.cumsum(piece.lengths) - piece.lengths  # the first token of a sequence is never predicted
@@ -95,13 +95,13 @@ class SequenceMaker:
             report.learned_tokens = int(piece.mask.sum(dtype=np.int64)) - int(piece.mask[firsts].sum(dtype=np.int64))
         return piece
 
-    def _text(self, chunk: Chunk, report: PrepareReport) -> Piece:
+    def _text(self, chunk: RecordChunk, report: TokenizeStats) -> TokenizedChunk:
         def texts() -> Iterator[str]:
             for record in self._records(chunk, report):
                 try:
                     document = parse_document(record)
                 except DataError as error:
-                    report.skipped.refuse(error, self.rules.on_error)
+                    report.skipped.refuse(error, self.options.on_error)
                     continue
                 if document.text.strip():
                     yield document.text
@@ -117,17 +117,17 @@ class SequenceMaker:
                 tokens.extend(self._after)
                 lengths.append(len(ids) + around)
         made = np.frombuffer(lengths, dtype=np.int64)
-        return Piece(np.frombuffer(tokens, dtype=np.int32), None, made, np.ones_like(made), report)
+        return TokenizedChunk(np.frombuffer(tokens, dtype=np.int32), None, made, np.ones_like(made), report)
 
-    def _chats(self, chunk: Chunk, report: PrepareReport) -> Piece:
+    def _chats(self, chunk: RecordChunk, report: TokenizeStats) -> TokenizedChunk:
         def texts() -> Iterator[tuple[str, tuple[int, ChatText]]]:
             for record in self._records(chunk, report):
                 try:
                     rendered = self._render(record)
                 except DataError as error:
-                    report.skipped.refuse(error, self.rules.on_error)
+                    report.skipped.refuse(error, self.options.on_error)
                     continue
-                report.split_records += self.rules.kind == "chat" and len(rendered) > 1
+                report.split_records += self.options.kind == "chat" and len(rendered) > 1
                 report.dropped_nothing_to_learn += not rendered
                 for chat in rendered:
                     yield chat.text, (report.records, chat)
@@ -145,10 +145,10 @@ class SequenceMaker:
         lengths = np.fromiter((len(ids) for ids in tokens[1:]), dtype=np.int64, count=len(tokens) - 1)
         starts = np.flatnonzero(np.diff(np.frombuffer(groups, dtype=np.int64), prepend=0))
         documents = np.diff(starts, append=len(groups)).astype(np.int64)
-        return Piece(np.concatenate(tokens), np.concatenate(masks), lengths, documents, report)
+        return TokenizedChunk(np.concatenate(tokens), np.concatenate(masks), lengths, documents, report)
 
     def _render(self, record: Record) -> Sequence[ChatText]:
-        if self.rules.kind == "preference":
+        if self.options.kind == "preference":
             return self._pair(parse_preference(record))
         conversation = parse_record(record)
         assert isinstance(conversation, Conversation)
@@ -165,15 +165,15 @@ class SequenceMaker:
                 yield group, ids, mask
 
     def _fitting(
-        self, sequences: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]], report: PrepareReport
+        self, sequences: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]], report: TokenizeStats
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        """The sequences of one record, cut or left out as the rules say; of a pair both or none."""
-        most = self.rules.seq_length + 1 if self.rules.seq_length is not None else None
-        is_pair = self.rules.kind == "preference"
+        """The sequences of one record, cut or left out as the options say; of a pair both or none."""
+        most = self.options.seq_length + 1 if self.options.seq_length is not None else None
+        is_pair = self.options.kind == "preference"
         kept, overlong, nothing = [], 0, 0
         for ids, mask in sequences:
             long = most is not None and len(ids) > most
-            if long and self.rules.overlong == "drop":
+            if long and self.options.overlong == "drop":
                 overlong += 1
             elif not mask[1:most].any():
                 nothing += 1
@@ -190,30 +190,30 @@ class SequenceMaker:
 
     @property
     def _unended(self) -> int:
-        return self._pair.unended if self.rules.kind == "preference" else self._chat.unended
+        return self._pair.unended if self.options.kind == "preference" else self._chat.unended
 
-    def _records(self, chunk: Chunk, report: PrepareReport) -> Iterator[Record]:
+    def _records(self, chunk: RecordChunk, report: TokenizeStats) -> Iterator[Record]:
         """The records of a chunk, counted; those of another kind refused."""
-        rules, unread = self.rules, Skipped()
-        columns = rules.columns or None
-        for record in chunk_records(chunk, on_error=rules.on_error, skipped=unread, columns=columns):
+        options, unread = self.options, SkippedRecords()
+        columns = options.columns or None
+        for record in chunk_records(chunk, on_error=options.on_error, skipped=unread, columns=columns):
             report.records += 1
             kinds = kinds_of(record)
-            if kinds and rules.kind not in kinds:
+            if kinds and options.kind not in kinds:
                 kind = kinds[0]
-                told = f"{_WORDS[kind]} among data of kind {rules.kind}."
-                told += f" Wanted {_WORDS[rules.kind]}; this is for {RECIPES[kind]}."
+                told = f"{_WORDS[kind]} among data of kind {options.kind}."
+                told += f" Wanted {_WORDS[options.kind]}; this is for {RECIPES[kind]}."
                 error = DataError(f"{record.where}: {told}")
-                report.skipped.refuse(error, rules.on_error)
+                report.skipped.refuse(error, options.on_error)
                 continue
             yield record
         report.records += unread.count
         report.skipped.add(unread)
 
 
-def notes(rules: Rules, report: PrepareReport) -> list[str]:
+def notes(options: TokenizeOptions, report: TokenizeStats) -> list[str]:
     """What whoever trains on the data should know."""
-    if not report.unended or rules.loss_on == "all":
+    if not report.unended or options.loss_on == "all":
         return []
     return [
         f"the chat template ends {report.unended} answers with no special token, so the model may not learn to stop"

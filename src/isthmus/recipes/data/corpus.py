@@ -16,20 +16,20 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.readers.field_mapping import check_columns
-from isthmus.data.store.mixture import Share
+from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.mock_data import MockSamples
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.samples import Samples
 from isthmus.data.store.split import split
-from isthmus.data.tokenize.tokenize_files import PrepareReport
+from isthmus.data.tokenize.tokenize_files import TokenizeStats
 from isthmus.engine.parallel.process_groups import Position, agree, once
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.recipes.data.data_fingerprint import Origin, read_origin
-from isthmus.recipes.data.data_sources import Part, Use, find_parts
+from isthmus.recipes.data.data_fingerprint import DataFingerprint, read_fingerprint
+from isthmus.recipes.data.data_sources import DataSource, Use, find_data_sources
 from isthmus.recipes.data.prepared_data import open_part, survey_part
 
-Prepare = Callable[[list[Path]], tuple[SampleStore, PrepareReport]]
+Prepare = Callable[[list[Path]], tuple[SampleStore, TokenizeStats]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Corpus:
     train: Samples
     valid: Samples | None
     test: Samples | None = None
-    shares: tuple[Share, ...] = ()
+    shares: tuple[MixtureSet, ...] = ()
     """The sets that ``train`` is a mix of; empty when it is one."""
 
     @classmethod
@@ -95,7 +95,7 @@ def check_files(config: RunConfig) -> None:
         UsageError: a folder has no data file in it, data.columns renames to what nothing reads, or raw files and
             prepared ones are mixed in one set.
     """
-    find_parts(config)
+    find_data_sources(config)
     check_columns(config.data.columns)
 
 
@@ -132,11 +132,11 @@ def load_corpus(
         say(f"data: random tokens, {config.data.seq_length} a sample")
         return Corpus.made_up(config, vocab_size)
 
-    parts = find_parts(config)
+    parts = find_data_sources(config)
 
     def make() -> None:
         marker = folder / "source.json"
-        origin = Origin.of(config, parts, tokenizer, read_origin(marker))
+        origin = DataFingerprint.of(config, parts, tokenizer, read_fingerprint(marker))
         if origin.unchanged:
             say(f"data: {folder} was made from the same files before; taken as it is")
             return
@@ -168,7 +168,9 @@ def load_corpus(
     return _divided(config, parts, opened)
 
 
-def _open(part: Part, config: RunConfig, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]) -> SampleStore:
+def _open(
+    part: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]
+) -> SampleStore:
     if not part.prepared:
         return SampleStore.open(folder / part.key)
     store, left = open_part(part, config, tokenizer, folder)
@@ -179,7 +181,7 @@ def _open(part: Part, config: RunConfig, tokenizer: Tokenizer, folder: Path, say
     return store
 
 
-def _divided(config: RunConfig, parts: Sequence[Part], stores: dict[str, SampleStore]) -> Corpus:
+def _divided(config: RunConfig, parts: Sequence[DataSource], stores: dict[str, SampleStore]) -> Corpus:
     """Training samples, and what is held out of each set unless there are files for it."""
     data = config.data
     held: dict[Use, list[SampleStore]] = {"valid": [], "test": []}
@@ -188,7 +190,7 @@ def _divided(config: RunConfig, parts: Sequence[Part], stores: dict[str, SampleS
         if part.use != "train":
             held[part.use], fractions[part.use] = [stores[part.key]], 0.0
     learned: list[SampleStore] = []
-    shares: list[Share] = []
+    shares: list[MixtureSet] = []
     for part in parts:
         if part.use == "train":
             try:
@@ -198,7 +200,7 @@ def _divided(config: RunConfig, parts: Sequence[Part], stores: dict[str, SampleS
             for use, samples in zip(fractions, apart, strict=True):
                 held[use] += [samples] if len(samples) else []
             learned.append(store)
-            shares.append(Share(part.name, len(store), part.weight))
+            shares.append(MixtureSet(part.name, len(store), part.weight))
     valid, test = (SampleStore.concatenated(held[use]) if held[use] else None for use in fractions)
     return Corpus(SampleStore.concatenated(learned), valid, test, tuple(shares) if data.sets else ())
 

@@ -16,10 +16,10 @@ from typing import Any
 from isthmus.config.schema import RunConfig
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.readers.hf_datasets import HUB
-from isthmus.data.store.manifest import SUFFIXES, pair_file
+from isthmus.data.store.manifest import SUFFIXES, indexed_file
 from isthmus.errors import DataError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.recipes.data.data_sources import Part
+from isthmus.recipes.data.data_sources import DataSource
 
 # Where the files lie is no matter, and what is held out, mixed, packed and padded is so after tokenizing.
 _NO_MATTER = {"files", "sets", "valid_files", "test_files", "valid_fraction", "test_fraction", "seed"}
@@ -29,7 +29,7 @@ _FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class DataFingerprint:
     """The record that lies beside tokenized data."""
 
     record: dict[str, Any]
@@ -37,7 +37,9 @@ class Origin:
     """Whether it says the same as the earlier one that was given."""
 
     @classmethod
-    def of(cls, config: RunConfig, parts: Sequence[Part], tokenizer: Tokenizer, earlier: dict[str, Any]) -> Origin:
+    def of(
+        cls, config: RunConfig, parts: Sequence[DataSource], tokenizer: Tokenizer, earlier: dict[str, Any]
+    ) -> DataFingerprint:
         """The origin of the data that ``config`` asks for.
 
         Args:
@@ -72,7 +74,7 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
     }
 
 
-def read_origin(path: Path) -> dict[str, Any]:
+def read_fingerprint(path: Path) -> dict[str, Any]:
     """The record at ``path``, empty when there is none.
 
     Raises:
@@ -92,15 +94,15 @@ def _content(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"files": [file["digest"] for file in record.get("files", [])]}
 
 
-def _files_of(part: Part) -> Iterator[str]:
+def _files_of(part: DataSource) -> Iterator[str]:
     """The files that a part stands for; a data set of the Hub remains a name.
 
     Of a pair it is the manifest, which tells of the others, so that they need not be read; all, where there is none.
     """
     for source in part.files if part.prepared else find_sources(part.files).names:
         if part.prepared:
-            alone = pair_file(source, ".json")
-            every = [alone] if alone.is_file() else [pair_file(source, suffix) for suffix in SUFFIXES]
+            alone = indexed_file(source, ".json")
+            every = [alone] if alone.is_file() else [indexed_file(source, suffix) for suffix in SUFFIXES]
             yield from (str(path) for path in every if path.is_file())
         else:
             yield from files_below(source)

@@ -20,7 +20,7 @@ Use = Literal["train", "valid", "test"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DataSource:
     """Files that are one set of data: either raw ones, or pairs that ``isthmus prepare`` or Megatron made."""
 
     use: Use
@@ -34,7 +34,7 @@ class Part:
     weight: float = 1.0
 
 
-def find_parts(config: RunConfig) -> list[Part]:
+def find_data_sources(config: RunConfig) -> list[DataSource]:
     """Look up the data files of a run.
 
     Raises:
@@ -54,12 +54,12 @@ def find_parts(config: RunConfig) -> list[Part]:
     return parts
 
 
-def _part(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1.0) -> Part:
+def _part(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1.0) -> DataSource:
     names = [expanded for file in files for expanded in _expanded(file)]
     prefixes = [find_prefix(file) for file in names]
     if not any(prefixes):
         find_sources(names)
-        return Part(use, name, key, tuple(names), False, weight)
+        return DataSource(use, name, key, tuple(names), False, weight)
     raw = [file for file, prefix in zip(names, prefixes, strict=True) if prefix is None]
     if raw:
         if not os.path.exists(raw[0]):
@@ -68,7 +68,7 @@ def _part(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1
             f"{name}: {raw[0]} is a raw file, and {next(filter(None, prefixes))} is prepared. Prepare both, or name "
             "them as two sets under data.sets."
         )
-    return Part(use, name, key, tuple(dict.fromkeys(str(prefix) for prefix in prefixes)), True, weight)
+    return DataSource(use, name, key, tuple(dict.fromkeys(str(prefix) for prefix in prefixes)), True, weight)
 
 
 def _expanded(name: str) -> list[str]:

@@ -1,6 +1,6 @@
 """``isthmus prepare``: records to a pair of indexed files with a manifest, by several processes, in the records' order.
 
-What comes out depends on the records, the tokenizer and the rules alone: not on the number of processes, nor on how
+What comes out depends on the records, the tokenizer and the options alone: not on the number of processes, nor on how
 often the work was ended and taken up again.
 """
 
@@ -21,8 +21,8 @@ from isthmus.data.readers.field_mapping import check_columns
 from isthmus.data.readers.file_formats import OnError, chunk_records, read_chunks
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.store.indexed_dataset import token_dtype
-from isthmus.data.tokenize.stats import Overlong, PrepareReport
-from isthmus.data.tokenize.tokenize_records import Rules, SequenceMaker, notes
+from isthmus.data.tokenize.stats import Overlong, TokenizeStats
+from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, notes
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_fingerprint import file_record, files_below, tokenizer_record
@@ -30,7 +30,7 @@ from isthmus.recipes.data.prepare_resume import Journal
 from isthmus.recipes.data.prepare_workers import StartMethod, Workers
 from isthmus.recipes.setup.run_tokenizer import named_tokenizer
 
-Progress = Callable[[PrepareReport], None]
+Progress = Callable[[TokenizeStats], None]
 """Called with the counts so far."""
 
 
@@ -40,7 +40,7 @@ class Prepared:
 
     out: str
     kind: Kind
-    report: PrepareReport
+    report: TokenizeStats
     time_s: float
     notes: list[str]
 
@@ -125,19 +125,19 @@ def prepare(
             f"--seq-length {seq_length}: text is not cut when it is prepared, but when a run reads it, at that run's "
             "data.seq_length. Leave it out."
         )
-    rules = Rules(kind, seq_length, loss_on, overlong, on_error, columns)
-    maker = SequenceMaker(opened, rules)
+    options = TokenizeOptions(kind, seq_length, loss_on, overlong, on_error, columns)
+    maker = RecordTokenizer(opened, options)
     with Workers(maker, workers or cores(), start_method) as running:
-        origin = _origin(rules, opened, sources.names)
+        origin = _origin(options, opened, sources.names)
         with journal.begun(origin) as whole:
             if not whole:
                 chunks = islice(read_chunks(sources.names), journal.chunks, None)
                 _tell(running, chunks, journal, progress)
                 _check_some(journal.report, data, seq_length)
-                said = {**origin, "report": journal.report.as_dict() | {"notes": notes(rules, journal.report)}}
+                said = {**origin, "report": journal.report.as_dict() | {"notes": notes(options, journal.report)}}
                 journal.put_together(token_dtype(opened.vocab_size), kind != "text", said)
             journal.publish()
-    told = [*sources.notes(), *notes(rules, journal.report)]
+    told = [*sources.notes(), *notes(options, journal.report)]
     if kind != "text" and opened.note is not None:
         told.append(opened.note)
     return Prepared(str(out), kind, journal.report, time.monotonic() - start_s, told)
@@ -171,10 +171,10 @@ def _kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str
     raise DataError(f"{', '.join(names)}: no record of a known kind. Wanted text, chats, or chosen and rejected.")
 
 
-def _origin(rules: Rules, tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:
+def _origin(options: TokenizeOptions, tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:
     """What the result depends on; it begins the manifest."""
     files = [(path, file_record(path, {})) for name in names for path in files_below(name)]
-    told = asdict(rules)
+    told = asdict(options)
     return {
         "isthmus": isthmus.__version__,
         "kind": told.pop("kind"),
@@ -189,7 +189,7 @@ def _origin(rules: Rules, tokenizer: Tokenizer, names: Sequence[str]) -> dict[st
     }
 
 
-def _check_some(report: PrepareReport, data: Sequence[Path | str], seq_length: int | None) -> None:
+def _check_some(report: TokenizeStats, data: Sequence[Path | str], seq_length: int | None) -> None:
     if not report.samples:
         reason = f" First: {report.skipped.reasons[0]}" if report.skipped.reasons else ""
         limit = "" if seq_length is None else f" (seq_length={seq_length})"

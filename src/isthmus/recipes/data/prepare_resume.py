@@ -23,9 +23,9 @@ import numpy as np
 from isthmus.atomic_write import atomic_file, rename, write_atomic
 from isthmus.data.readers.chunks import CHUNK_BYTES
 from isthmus.data.store.indexed_dataset import IndexedWriter
-from isthmus.data.store.manifest import PARTIAL, pair_file, write_manifest
-from isthmus.data.tokenize.stats import PrepareReport
-from isthmus.data.tokenize.tokenize_records import Piece
+from isthmus.data.store.manifest import PARTIAL, indexed_file, write_manifest
+from isthmus.data.tokenize.stats import TokenizeStats
+from isthmus.data.tokenize.tokenize_records import TokenizedChunk
 from isthmus.errors import DataError, NoSpace, disk_errors
 
 PART_TOKENS = 1 << 21
@@ -43,11 +43,11 @@ class Journal:
         """Nothing is touched yet."""
         self.prefix = prefix
         self.folder = Path(f"{prefix}{PARTIAL}")
-        self.report = PrepareReport()
+        self.report = TokenizeStats()
         self.chunks = 0
         """Of the input that are in the parts."""
         self._parts = 0
-        self._waiting: list[Piece] = []
+        self._waiting: list[TokenizedChunk] = []
         self._last_s = time.monotonic()
 
     def refuse_existing(self) -> None:
@@ -57,7 +57,7 @@ class Journal:
             NoSpace: a file of it is.
         """
         for suffix in _PUBLISHED:
-            if (path := pair_file(self.prefix, suffix)).exists():
+            if (path := indexed_file(self.prefix, suffix)).exists():
                 raise NoSpace(f"{path} exists already. Remove it or name another output.")
 
     @contextmanager
@@ -114,7 +114,7 @@ class Journal:
             self._parts, self.chunks = number + 1, self.chunks + part.chunks
             self.report.add(part.report)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TokenizedChunk) -> None:
         """Take the next chunk's piece.
 
         Raises:
@@ -130,7 +130,7 @@ class Journal:
         """Write what waits as a part."""
         if not self._waiting:
             return
-        pieces, report = self._waiting, PrepareReport()
+        pieces, report = self._waiting, TokenizeStats()
         for piece in pieces:
             report.add(piece.report)
         arrays = {
@@ -162,23 +162,23 @@ class Journal:
         with disk_errors(self.prefix):
             for suffix in _PUBLISHED:
                 if self._staged(suffix).exists():
-                    rename(self._staged(suffix), pair_file(self.prefix, suffix))
+                    rename(self._staged(suffix), indexed_file(self.prefix, suffix))
             shutil.rmtree(self.folder)
 
     def _part(self, number: int) -> Path:
         return self.folder / f"{number:05d}.npz"
 
     def _staged(self, suffix: str) -> Path:
-        return pair_file(self.folder / "pair", suffix)
+        return indexed_file(self.folder / "pair", suffix)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     chunks: int
-    piece: Piece
+    piece: TokenizedChunk
 
     @property
-    def report(self) -> PrepareReport:
+    def report(self) -> TokenizeStats:
         return self.piece.report
 
 
@@ -188,8 +188,10 @@ def _read_part(path: Path) -> _Part | None:
         with np.load(path) as stored:
             said = json.loads(stored["said"].tobytes())
             mask = stored["mask"] if "mask" in stored else None
-            report = PrepareReport.from_dict(said["report"])
-            return _Part(said["chunks"], Piece(stored["tokens"], mask, stored["lengths"], stored["documents"], report))
+            report = TokenizeStats.from_dict(said["report"])
+            return _Part(
+                said["chunks"], TokenizedChunk(stored["tokens"], mask, stored["lengths"], stored["documents"], report)
+            )
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
         return None
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
-from isthmus.data.readers.chunks import Chunk
-from isthmus.data.tokenize.tokenize_records import Piece, SequenceMaker
+from isthmus.data.readers.chunks import RecordChunk
+from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizedChunk
 from isthmus.errors import Hang, IsthmusError
 
 StartMethod = Literal["fork", "spawn", "forkserver"]
@@ -35,7 +35,7 @@ def start_method() -> StartMethod:
 class Workers:
     """A context manager; within it, ``pieces`` may be called once."""
 
-    def __init__(self, maker: SequenceMaker, count: int, method: StartMethod | None = None) -> None:
+    def __init__(self, maker: RecordTokenizer, count: int, method: StartMethod | None = None) -> None:
         """Start ``count`` processes, each with a ``maker`` of its own."""
         context: Any = multiprocessing.get_context(method or start_method())
         self._ends: list[Connection] = []
@@ -57,7 +57,7 @@ class Workers:
         """Of the processes."""
         return [process.pid for process in self._processes]
 
-    def pieces(self, chunks: Iterator[Chunk]) -> Iterator[Piece]:
+    def pieces(self, chunks: Iterator[RecordChunk]) -> Iterator[TokenizedChunk]:
         """What the chunks become, in their order, whoever makes it.
 
         Raises:
@@ -65,9 +65,9 @@ class Workers:
             Hang: a worker was lost.
         """
         idle, busy = list(self._ends), dict[Connection, int]()
-        done: dict[int, Piece | IsthmusError] = {}
+        done: dict[int, TokenizedChunk | IsthmusError] = {}
         handed_out = taken = 0
-        ahead: Chunk | IsthmusError | None = _next(chunks)
+        ahead: RecordChunk | IsthmusError | None = _next(chunks)
         while True:
             while taken in done:
                 result = done.pop(taken)
@@ -95,15 +95,15 @@ class Workers:
                 done[busy.pop(ready)] = self._receive(ready)
                 idle.append(ready)
 
-    def _send(self, end: Connection, chunk: Chunk) -> None:
+    def _send(self, end: Connection, chunk: RecordChunk) -> None:
         try:
             end.send(chunk)
         except (BrokenPipeError, ConnectionResetError):
             raise self._lost(end) from None
 
-    def _receive(self, end: Connection) -> Piece | IsthmusError:
+    def _receive(self, end: Connection) -> TokenizedChunk | IsthmusError:
         try:
-            result: Piece | IsthmusError = end.recv()
+            result: TokenizedChunk | IsthmusError = end.recv()
         except (EOFError, ConnectionResetError):
             raise self._lost(end) from None
         return result
@@ -132,14 +132,14 @@ class Workers:
             process.join()
 
 
-def _next(chunks: Iterator[Chunk]) -> Chunk | IsthmusError | None:
+def _next(chunks: Iterator[RecordChunk]) -> RecordChunk | IsthmusError | None:
     try:
         return next(chunks, None)
     except IsthmusError as error:
         return error
 
 
-def _work(end: Connection, inherited: Sequence[Connection], maker: SequenceMaker) -> None:
+def _work(end: Connection, inherited: Sequence[Connection], maker: RecordTokenizer) -> None:
     """A worker's life: until the other end is closed."""
     for other in inherited:
         other.close()
@@ -154,7 +154,7 @@ def _work(end: Connection, inherited: Sequence[Connection], maker: SequenceMaker
             end.send(_made(maker, end.recv()))
 
 
-def _made(maker: SequenceMaker, chunk: Chunk) -> Piece | IsthmusError:
+def _made(maker: RecordTokenizer, chunk: RecordChunk) -> TokenizedChunk | IsthmusError:
     try:
         return maker(chunk)
     except IsthmusError as error:

@@ -7,49 +7,49 @@ from typing import Any
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.chat.chat_records import RECIPES
-from isthmus.data.store.indexed_dataset import IndexedPair, open_pair, pair_file, survey, write_manifest
+from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.store.sample_views import LeftOut, answer_pairs, chat_samples, text_windows
+from isthmus.data.store.sample_views import FitStats, chat_samples, preference_samples, text_samples
 from isthmus.errors import DataError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_fingerprint import tokenizer_record
-from isthmus.recipes.data.data_sources import Part
+from isthmus.recipes.data.data_sources import DataSource
 
 _KINDS = {recipe: kind for kind, recipe in RECIPES.items()}
 
 
-def survey_part(part: Part, folder: Path) -> bool:
+def survey_part(part: DataSource, folder: Path) -> bool:
     """Read pairs that have no manifest once, and write one into the run's ``folder``; tells whether there was one."""
-    unknown = [(k, file) for k, file in enumerate(part.files) if not pair_file(file, ".json").is_file()]
+    unknown = [(k, file) for k, file in enumerate(part.files) if not indexed_file(file, ".json").is_file()]
     for number, file in unknown:
-        write_manifest(folder / f"{part.key}-{number}", {"pair": survey(open_pair(file))})
+        write_manifest(folder / f"{part.key}-{number}", {"pair": scan_indexed(open_indexed(file))})
     return bool(unknown)
 
 
-def open_part(part: Part, config: RunConfig, tokenizer: Tokenizer, folder: Path) -> tuple[SampleStore, str]:
+def open_part(part: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path) -> tuple[SampleStore, str]:
     """(the samples of a part's pairs, what became of those that did not fit), after :func:`survey_part`.
 
     Raises:
         MissingInput, DataError: a pair is not whole, of another kind, or made with another tokenizer.
     """
     mine = tokenizer_record(tokenizer)
-    stores, left = [], LeftOut()
+    stores, left = [], FitStats()
     for number, file in enumerate(part.files):
         own = folder / f"{part.key}-{number}.json"
-        pair = open_pair(file, manifest=own if own.is_file() else None)
+        pair = open_indexed(file, manifest=own if own.is_file() else None)
         _check(pair, config, mine)
         if config.recipe == "pretrain":
-            store, out = text_windows(pair, config.data.seq_length)
+            store, out = text_samples(pair, config.data.seq_length)
         elif config.recipe == "sft":
             store, out = chat_samples(pair, config.data.seq_length, config.data.overlong)
         else:
-            store, out = answer_pairs(pair, config.data.seq_length, config.data.overlong)
+            store, out = preference_samples(pair, config.data.seq_length, config.data.overlong)
         stores.append(store)
         left += out
     return SampleStore.concatenated(stores), left.words()
 
 
-def _check(pair: IndexedPair, config: RunConfig, mine: dict[str, str]) -> None:
+def _check(pair: IndexedDataset, config: RunConfig, mine: dict[str, str]) -> None:
     record: dict[str, Any] = pair.manifest or {}
     wanted = _KINDS[config.recipe]
     kind = record.get("kind", "text without a manifest" if pair.mask is None else "masked without a manifest")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isthmus.data.batching.batches import Batches, MicroBatch
-from isthmus.data.store.mixture import Share
+from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.mock_data import MockSamples
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.errors import DataError, UsageError
@@ -103,7 +103,7 @@ SOURCES = {
     "packed into buckets": (store, {"packing": True, "length_buckets": [16, 64]}),
     "mixed": (
         store,
-        {"shares": [Share("a", 10, 3.0), Share("b", 13, 1.0)], "packing": True, "length_buckets": [16, 64]},
+        {"shares": [MixtureSet("a", 10, 3.0), MixtureSet("b", 13, 1.0)], "packing": True, "length_buckets": [16, 64]},
     ),
     "made up": (lambda: MockSamples(seq_length=7, vocab_size=10**6, seed=5, count=23), {"shuffle": False}),
 }
@@ -222,7 +222,7 @@ def test_a_mix_is_exact_packed_by_set_and_the_same_under_every_layout(packing, m
             for k, (s, _) in enumerate(parts)
         ]
     )
-    shares = [Share(f"set {k}", len(s), weight) for k, (s, weight) in enumerate(parts)]
+    shares = [MixtureSet(f"set {k}", len(s), weight) for k, (s, weight) in enumerate(parts)]
     settings = {"shares": shares, "packing": packing, "seed": 3}
     whole = make(both, **settings)
     alone = [make(s, packing=packing).sequences_per_epoch for s, _ in parts]
@@ -238,7 +238,7 @@ def test_a_mix_is_exact_packed_by_set_and_the_same_under_every_layout(packing, m
         dealt = [number for round_ in rounds for mb in round_ for number in seen([mb])]
         assert dealt == seen(whole.step(step)) == [x for line in lines[step * 4 : step * 4 + 4] for x in seen(line)]
     with pytest.raises(DataError, match="a set has none"):
-        make(both, shares=[*shares, Share("empty", 0, 1.0)])
+        make(both, shares=[*shares, MixtureSet("empty", 0, 1.0)])
 
 
 ORDER = [[8, 16, 4, 1], [12, 17, 15, 16]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isthmus.data.batching.pair_batches import PairBatches, PairLine, spread
-from isthmus.data.store.mixture import Share
+from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.split import split
 from isthmus.errors import DataError
@@ -69,7 +69,7 @@ def test_lines_bring_their_part_of_the_reference() -> None:
 
 
 def test_sets_are_mixed_by_pairs() -> None:
-    shares = (Share("a", 8, 1.0), Share("b", 14, 3.0))
+    shares = (MixtureSet("a", 8, 1.0), MixtureSet("b", 14, 3.0))
     lines = [line for k in range(10) for line in make(store(), shares=shares).step(k)]
     taken = numbers(lines)
     assert sum(number >= 8 for number in taken) == 60 and len(taken) == 80

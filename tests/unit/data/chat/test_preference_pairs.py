@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.data.chat.chat_records import Preference
+from isthmus.data.chat.chat_records import PreferenceRecord
 from isthmus.data.chat.preference_pairs import PairRenderer
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.tokenize.tokenize_files import prepare_pairs
@@ -48,11 +48,11 @@ def test_answers_in_the_prompt_are_not_learned(tokenizer: Tokenizer) -> None:
         return [{"role": "assistant", "content": answer} for answer in answers]
 
     prompt = [{"role": "user", "content": "a"}, *said("earlier"), {"role": "user", "content": "b"}]
-    pair = Preference(prompt, said("good"), said("bad"), None, "here:1")
+    pair = PreferenceRecord(prompt, said("good"), said("bad"), None, "here:1")
     for text, answer in zip(PairRenderer(tokenizer)(pair), ("good", "bad"), strict=True):
         ((start, end),) = text.learned
         assert text.text[start:end] == f"{answer}<|im_end|>" and "earlier" in text.text[:start]
-    silent = Preference(prompt, said("good"), [said("bad")[0] | {"weight": 0}], None, "here:1")
+    silent = PreferenceRecord(prompt, said("good"), [said("bad")[0] | {"weight": 0}], None, "here:1")
     with pytest.raises(DataError, match="here:1: an answer has no turn of the assistant that counts"):
         PairRenderer(tokenizer)(silent)
 

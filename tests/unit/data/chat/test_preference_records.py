@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.data.chat.chat_records import Preference, kinds_of
+from isthmus.data.chat.chat_records import PreferenceRecord, kinds_of
 from isthmus.data.chat.preference_records import parse_preference
 from isthmus.data.readers.file_formats import Record, read_records
 from isthmus.errors import DataError
@@ -17,7 +17,7 @@ Q = {"role": "user", "content": "q"}
 A, B = ({"role": "assistant", "content": words} for words in ("a", "b"))
 
 
-def parse(value) -> Preference:
+def parse(value) -> PreferenceRecord:
     return parse_preference(Record(value, "p.jsonl:3"))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.data.readers.field_mapping import renamed
-from isthmus.data.readers.file_formats import Record, Skipped, read_records
+from isthmus.data.readers.file_formats import Record, SkippedRecords, read_records
 from isthmus.data.tokenize.tokenize_files import prepare_text
 from isthmus.errors import DataError
 from isthmus.hf.tiny_model import train_tokenizer
@@ -27,7 +27,7 @@ def test_field_that_is_absent_is_named_with_its_line_and_the_near_one(tmp_path: 
     with pytest.raises(DataError) as caught:
         list(read_records(path, columns={"text": "body"}))
     assert str(caught.value) == f"{path}:3: no field body, which data.columns names for text. Did you mean text: bodi?"
-    skipped = Skipped()
+    skipped = SkippedRecords()
     assert len(list(read_records(path, on_error="skip", skipped=skipped, columns={"text": "body"}))) == 1
     assert skipped.count == 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.data.readers.file_formats import Skipped, read_records
+from isthmus.data.readers.file_formats import SkippedRecords, read_records
 from isthmus.errors import DataError, MissingInput, UsageError
 
 
@@ -74,7 +74,7 @@ def test_bad_lines_can_be_skipped_and_are_counted(tmp_path):
     with pytest.raises(DataError, match="begins with"):  # a file that does not look like JSON at all is never skipped
         values(path, on_error="skip")
     path.write_bytes(b'{"a": 1}\n{"a"\n3\n{"a": "\xff"}\n{"a": 2}')
-    skipped = Skipped(keep=2)
+    skipped = SkippedRecords(keep=2)
     assert [value for _, value in values(path, on_error="skip", skipped=skipped)] == [{"a": 1}, {"a": 2}]
     assert skipped.count == 3
     assert [reason.split(": ")[0].rsplit(":", 1)[1] for reason in skipped.reasons] == ["2", "3"]

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from isthmus.data.readers import chunks, csv_reader, json_chunks
-from isthmus.data.readers.file_formats import Skipped, chunk_records, read_chunks, read_records
+from isthmus.data.readers.file_formats import SkippedRecords, chunk_records, read_chunks, read_records
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, UsageError
 
@@ -114,7 +114,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
 def test_table_cells(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes('\ufeffname; text\n"x\ny";"say ""é"""\n\n;z\nonly\n'.encode())
-    skipped = Skipped()
+    skipped = SkippedRecords()
     records = list(read_records(path, on_error="skip", skipped=skipped))
     assert [(record.value, record.where.rsplit(":")[-1]) for record in records] == [
         ({"name": "x\ny", "text": 'say "é"'}, "2"),

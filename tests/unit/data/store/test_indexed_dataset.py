@@ -18,8 +18,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from isthmus.data.store.indexed_dataset import (
     IndexedWriter,
     find_prefix,
-    open_pair,
-    survey,
+    open_indexed,
+    scan_indexed,
     token_dtype,
     write_manifest,
 )
@@ -51,7 +51,7 @@ def test_megatron_reads_what_is_written(tmp_path, dtype):
     assert [theirs[k].tolist() for k in range(len(theirs))] == FLAT
     assert theirs.document_indices.tolist() == [0, 2, 3, 3, 5]
     assert theirs.index.dtype == dtype
-    ours = open_pair(tmp_path / "a.b", verify=True)
+    ours = open_indexed(tmp_path / "a.b", verify=True)
     assert sequences(ours) == FLAT
     assert ours.documents.tolist() == [0, 2, 3, 3, 5]
     assert ours.manifest["pair"]["max_token_id"] == 65000
@@ -64,14 +64,14 @@ def test_what_megatron_writes_is_read(tmp_path, dtype):
     for lengths in ([2, 3], [1]):
         builder.add_document(torch.arange(sum(lengths)), lengths)
     builder.finalize(str(tmp_path / "m.idx"))
-    pair = open_pair(tmp_path / "m")
+    pair = open_indexed(tmp_path / "m")
     assert sequences(pair) == [[0, 1], [2, 3, 4], [0]]
     assert pair.documents.tolist() == [0, 2, 3]
     assert pair.manifest is None
-    record = survey(pair)
+    record = scan_indexed(pair)
     assert (record["max_token_id"], record["tokens"], record["documents"]) == (4, 6, 2)
     write_manifest(tmp_path / "elsewhere", {"pair": record})
-    assert sequences(open_pair(tmp_path / "m", manifest=tmp_path / "elsewhere.json", verify=True))
+    assert sequences(open_indexed(tmp_path / "m", manifest=tmp_path / "elsewhere.json", verify=True))
 
 
 def test_the_bytes_are_those_that_megatron_writes(tmp_path):
@@ -118,15 +118,15 @@ def test_megatrons_gpt_dataset_gives_the_tokens_in_their_order(tmp_path):
 
 def test_a_mask_lies_beside_the_tokens(tmp_path):
     write(tmp_path / "c", masked=True)
-    pair = open_pair(tmp_path / "c", verify=True)
+    pair = open_indexed(tmp_path / "c", verify=True)
     assert pair.mask.tolist() == [0, 1, 0, 0, 0, 1, 0, 1, 0, 0, 1]
     theirs = IndexedDataset(str(tmp_path / "c"))  # what it returns lies in its mapping, which goes when it does
     assert theirs[2].tolist() == FLAT[2]
     (tmp_path / "c.json").unlink()
-    assert open_pair(tmp_path / "c").mask.tolist() == pair.mask.tolist()
+    assert open_indexed(tmp_path / "c").mask.tolist() == pair.mask.tolist()
     (tmp_path / "c.mask.bin").write_bytes(b"\1" * 10)
     with pytest.raises(DataError, match=r"c\.mask\.bin: 10 bytes, wanted 11, one a token"):
-        open_pair(tmp_path / "c")
+        open_indexed(tmp_path / "c")
 
 
 def test_names_of_a_pair(tmp_path):
@@ -166,14 +166,14 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
 def test_absent_files_and_other_kinds_are_refused(tmp_path):
     write(tmp_path / "p")
     with pytest.raises(MissingInput, match=r"q\.bin: no such file"):
-        open_pair(tmp_path / "q")
+        open_indexed(tmp_path / "q")
     raw = (tmp_path / "p.idx").read_bytes()
     (tmp_path / "p.json").write_text("{}")
     with pytest.raises(DataError, match="not the manifest of a pair"):
-        open_pair(tmp_path / "p")
+        open_indexed(tmp_path / "p")
     (tmp_path / "p.json").unlink()
     with pytest.raises(MissingInput, match="nothing to verify"):
-        open_pair(tmp_path / "p", verify=True)
+        open_indexed(tmp_path / "p", verify=True)
     for changed, message in (
         (raw[:17] + b"\x07" + raw[18:], "its values are float32"),
         (raw[:17] + b"\x63" + raw[18:], "unknown code 99"),
@@ -184,7 +184,7 @@ def test_absent_files_and_other_kinds_are_refused(tmp_path):
     ):
         (tmp_path / "p.idx").write_bytes(changed)
         with pytest.raises(DataError, match=message):
-            open_pair(tmp_path / "p")
+            open_indexed(tmp_path / "p")
 
 
 def test_verify_finds_a_changed_token(tmp_path):
@@ -192,9 +192,9 @@ def test_verify_finds_a_changed_token(tmp_path):
     raw = bytearray((tmp_path / "p.bin").read_bytes())
     raw[3] ^= 1
     (tmp_path / "p.bin").write_bytes(raw)
-    open_pair(tmp_path / "p")
+    open_indexed(tmp_path / "p")
     with pytest.raises(DataError, match=r"p\.bin: its hash is"):
-        open_pair(tmp_path / "p", verify=True)
+        open_indexed(tmp_path / "p", verify=True)
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
@@ -218,14 +218,14 @@ def test_a_damaged_pair_is_an_error_or_reads_the_same(tmp_path, with_manifest):
             raw[random_.randrange(len(raw))] ^= 1 << random_.randrange(8)
         path.write_bytes(raw)
         try:
-            pair = open_pair(tmp_path / "bad")
+            pair = open_indexed(tmp_path / "bad")
             assert sequences(pair) == FLAT or (not with_manifest and not cut)
         except IsthmusError as error:
             refused += 1
             assert str(tmp_path / "bad") in str(error)
         if suffix == ".idx" and with_manifest:
             with pytest.raises(IsthmusError):
-                open_pair(tmp_path / "bad")
+                open_indexed(tmp_path / "bad")
     assert refused > 90
 
 

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from isthmus.data.store.indexed_dataset import IndexedWriter, open_pair, write_manifest
+from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore, TokenSource
 from isthmus.errors import DataError, MissingInput, NoSpace
 
@@ -110,7 +110,7 @@ def test_a_damaged_token_is_an_error_where_it_is_used(tmp_path):
         whole = (tmp_path / f"p{suffix}").read_bytes()
         for value in (0x80, 0x40):
             (tmp_path / f"p{suffix}").write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
-            s = SampleStore.from_pair(open_pair(tmp_path / "p"))
+            s = SampleStore.from_indexed(open_indexed(tmp_path / "p"))
             assert s[0][0].tolist() == [1, 2, 3]
             with pytest.raises(DataError, match=r"p\.bin: tokens 3 to 6 or their mask hold what was not there"):
                 s[1]

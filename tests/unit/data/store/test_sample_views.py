@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isthmus.data.store.indexed_dataset import IndexedWriter, open_pair
-from isthmus.data.store.sample_views import answer_pairs, chat_samples, text_windows
+from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed
+from isthmus.data.store.sample_views import chat_samples, preference_samples, text_samples
 from isthmus.errors import DataError
 
 DOCUMENTS = [[[1, 2, 3, 4, 5], [6, 7]], [[8]], [], [[9, 10]], [list(range(20, 31))]]
@@ -19,8 +19,8 @@ def test_windows_learn_every_token_of_a_document_once(tmp_path, seq_length):
             for sequence in document:
                 writer.add(sequence)
             writer.end_document()
-    pair = open_pair(tmp_path / "t")
-    store, left = text_windows(pair, seq_length)
+    pair = open_indexed(tmp_path / "t")
+    store, left = text_samples(pair, seq_length)
     whole = [[token for sequence in document for token in sequence] for document in DOCUMENTS]
     expected = [
         document[at : at + seq_length + 1] for document in whole for at in range(0, len(document) - 1, seq_length)
@@ -42,7 +42,7 @@ def test_chats_are_cut_or_dropped_and_counted(tmp_path):
         ):
             writer.add(tokens, mask)
         writer.end_documents([2, 2])
-    pair = open_pair(tmp_path / "c")
+    pair = open_indexed(tmp_path / "c")
     cut, left = chat_samples(pair, 2, "truncate")
     assert [(tokens.tolist(), mask.tolist()) for tokens, mask in (cut[k] for k in range(len(cut)))] == [
         ([1, 2, 3], [0, 1, 1]),
@@ -67,16 +67,16 @@ def test_answers_are_cut_or_dropped_with_their_pair(tmp_path):
         for tokens, mask in sequences:
             writer.add(tokens, mask)
         writer.end_documents([2] * 4)
-    pair = open_pair(tmp_path / "p")
-    cut, left = answer_pairs(pair, 2, "truncate")
+    pair = open_indexed(tmp_path / "p")
+    cut, left = preference_samples(pair, 2, "truncate")
     assert [cut[k][0].tolist() for k in range(len(cut))] == [[1, 5], [1, 2, 3], [1, 5], [1, 6, 7]]
     assert cut.groups[::2].tolist() == cut.groups[1::2].tolist()
     assert left.words() == "1 cut to seq_length, 2 dropped with nothing to learn"
-    dropped, left = answer_pairs(pair, 2, "drop")
+    dropped, left = preference_samples(pair, 2, "drop")
     assert [dropped[k][0].tolist() for k in range(len(dropped))] == [[1, 5], [1, 6, 7]]
     assert left.words() == "3 dropped as too long"
     with IndexedWriter(tmp_path / "q", np.uint16, masked=True) as writer:
         writer.add([1, 2], [0, 1])
         writer.end_document()
     with pytest.raises(DataError, match="not every document is a pair of answers"):
-        answer_pairs(open_pair(tmp_path / "q"), 2, "drop")
+        preference_samples(open_indexed(tmp_path / "q"), 2, "drop")

@@ -12,8 +12,8 @@ import pytest
 from isthmus.config.schema import RunConfig
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.recipes.data.corpus import check_files
-from isthmus.recipes.data.data_fingerprint import Origin, read_origin
-from isthmus.recipes.data.data_sources import find_parts
+from isthmus.recipes.data.data_fingerprint import DataFingerprint, read_fingerprint
+from isthmus.recipes.data.data_sources import find_data_sources
 
 
 def tokenizer(template: str = "t", **vocabulary: int) -> Any:
@@ -26,8 +26,8 @@ def config(*files: Path, recipe: str = "sft", **data: Any) -> RunConfig:
     return RunConfig.model_validate({"recipe": recipe, "out": "o", "model": {"path": "m"}, "data": names | data})
 
 
-def origin(config: RunConfig, tokenizer: Any, earlier: dict[str, Any]) -> Origin:
-    return Origin.of(config, find_parts(config), tokenizer, earlier)
+def origin(config: RunConfig, tokenizer: Any, earlier: dict[str, Any]) -> DataFingerprint:
+    return DataFingerprint.of(config, find_data_sources(config), tokenizer, earlier)
 
 
 @pytest.fixture
@@ -91,11 +91,11 @@ def test_file_is_not_read_again_while_nothing_hints_at_a_change(file: Path) -> N
 
 
 def test_record_that_is_damaged(tmp_path: Path) -> None:
-    assert read_origin(tmp_path / "source.json") == {}
+    assert read_fingerprint(tmp_path / "source.json") == {}
     for text in ("{", "[]", '{"files": [1]}'):
         (tmp_path / "source.json").write_text(text)
         with pytest.raises(DataError, match=r"source\.json"):
-            read_origin(tmp_path / "source.json")
+            read_fingerprint(tmp_path / "source.json")
 
 
 def test_absent_files_are_named_early(file: Path, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from isthmus.data.readers.file_formats import read_chunks
-from isthmus.data.store.indexed_dataset import open_pair
+from isthmus.data.store.indexed_dataset import open_indexed
 from isthmus.data.tokenize.tokenize_files import prepare_chat
-from isthmus.data.tokenize.tokenize_records import Rules, SequenceMaker
+from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions
 from isthmus.errors import DataError, MissingInput, NoSpace, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
@@ -59,7 +59,7 @@ def test_any_number_of_workers_makes_the_same(tmp_path, tokenizer, small_chunks)
         assert (done.kind, done.report.records, done.report.samples) == ("chat", 60, 60)
     assert made[0].keys() == {".bin", ".idx", ".mask.bin", ".json"}
     assert all(other == made[0] for other in made[1:])
-    pair = open_pair(prefix, verify=True)
+    pair = open_indexed(prefix, verify=True)
     store, report = prepare_chat([file], load_tokenizer(tokenizer), seq_length=10**6)
     assert pair.tokens.tolist() == np.concatenate([store[k][0] for k in range(60)]).tolist()
     assert pair.mask.tolist() == np.concatenate([store[k][1] for k in range(60)]).tolist()
@@ -72,7 +72,7 @@ def test_text_is_whole_documents_that_end(tmp_path, tokenizer):
     texts = ["the sea", "", "x" * 5000]
     file = write(tmp_path / "a.jsonl", [{"body": text} for text in texts])
     done = prepare([file], tmp_path / "out", tokenizer, workers=1, columns={"text": "body"})
-    pair, opened = open_pair(tmp_path / "out", verify=True), load_tokenizer(tokenizer)
+    pair, opened = open_indexed(tmp_path / "out", verify=True), load_tokenizer(tokenizer)
     wanted = [[*opened.encode(text), opened.eos_id] for text in texts if text]
     assert pair.tokens.tolist() == [token for ids in wanted for token in ids]
     assert (pair.mask, pair.lengths.tolist()) == (None, [len(ids) for ids in wanted])
@@ -86,7 +86,7 @@ def test_pairs_are_documents_of_two(tmp_path, tokenizer):
     records += [{"prompt": "q", "chosen": "y" * 200, "rejected": "bad"}]
     file = write(tmp_path / "a.jsonl", records)
     done = prepare([file], tmp_path / "out", tokenizer, workers=1, seq_length=80, overlong="drop")
-    pair, opened = open_pair(tmp_path / "out"), load_tokenizer(tokenizer)
+    pair, opened = open_indexed(tmp_path / "out"), load_tokenizer(tokenizer)
     assert pair.documents.tolist() == [0, 2, 4, 6]
     learned = [
         opened.decode(pair.tokens[s : s + n][pair.mask[s : s + n] > 0].tolist())
@@ -158,14 +158,14 @@ def test_parts_of_other_chunks_are_not_taken_up(tmp_path, tokenizer, small_chunk
 def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatch):
     file, out = write(tmp_path / "a.jsonl", [chat(1)]), tmp_path / "out"
     prepare([file], tmp_path / "whole", tokenizer, workers=1)
-    real = Path.rename
+    real = prepare_resume.rename
 
-    def fails(self: Path, target: Path) -> Path:
+    def fails(source: Path, target: Path) -> None:
         if str(target) == f"{out}.idx":
             raise KeyboardInterrupt
-        return real(self, target)
+        real(source, target)
 
-    monkeypatch.setattr(Path, "rename", fails)
+    monkeypatch.setattr(prepare_resume, "rename", fails)
     with pytest.raises(KeyboardInterrupt):
         prepare([file], out, tokenizer, workers=1)
     monkeypatch.undo()
@@ -250,7 +250,7 @@ def test_few_chunks_are_under_way(tmp_path, tokenizer, small_chunks):
             most = max(most, given - taken)
             yield chunk
 
-    with Workers(SequenceMaker(load_tokenizer(tokenizer), Rules("chat")), 2) as workers:
+    with Workers(RecordTokenizer(load_tokenizer(tokenizer), TokenizeOptions("chat")), 2) as workers:
         for _ in workers.pieces(counted()):
             taken += 1
     assert taken == given > 30

@@ -13,7 +13,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.store.indexed_dataset import IndexedWriter, write_manifest
 from isthmus.errors import DataError, IsthmusError, MissingInput, UsageError
 from isthmus.recipes.data.data_fingerprint import tokenizer_record
-from isthmus.recipes.data.data_sources import Part, find_parts
+from isthmus.recipes.data.data_sources import DataSource, find_data_sources
 from isthmus.recipes.data.prepared_data import open_part, survey_part
 
 
@@ -38,8 +38,8 @@ def pair(prefix: Path, *, kind: str | None = "text", masked: bool = False, **rec
     return str(prefix)
 
 
-def only(*files: str, **settings: Any) -> Part:
-    (part,) = find_parts(config(files=files, **settings))
+def only(*files: str, **settings: Any) -> DataSource:
+    (part,) = find_data_sources(config(files=files, **settings))
     return part
 
 
@@ -74,7 +74,7 @@ def test_pairs_by_prefix_by_file_by_pattern_and_by_folder(tmp_path: Path) -> Non
 def test_sets_and_held_out_files_are_parts(tmp_path: Path) -> None:
     a, b = pair(tmp_path / "a"), pair(tmp_path / "b")
     sets = {"web": {"files": [a], "weight": 3}, "books": {"files": [b]}}
-    parts = find_parts(config(sets=sets, valid_files=[b], test_files=[a]))
+    parts = find_data_sources(config(sets=sets, valid_files=[b], test_files=[a]))
     assert [(part.use, part.name, part.weight) for part in parts] == [
         ("train", "web", 3.0),
         ("train", "books", 1.0),
