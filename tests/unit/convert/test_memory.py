@@ -11,6 +11,7 @@ import pytest
 
 from ranks.tiny import build_model_folder
 
+pytestmark = pytest.mark.processes
 _CODE = """
 import json, sys
 from pathlib import Path
@@ -19,8 +20,6 @@ from isthmus.convert import canonical
 from isthmus.convert.legacy.legacy_layout import Grid
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import verify
-
-pytestmark = pytest.mark.processes
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
