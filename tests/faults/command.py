@@ -67,14 +67,14 @@ def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-class Stem:
-    """Commands in one process each, forked where all imports are done; see :mod:`faults.stem`."""
+class ForkServer:
+    """Commands in one process each, forked where all imports are done; see :mod:`faults.fork_server`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._runs = 0
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("stem.py"))],
+            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
             env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
         )  # fmt: skip
 

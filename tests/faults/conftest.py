@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import Stem
+from faults.command import ForkServer
 from faults.hosts import Hosts
 
 CHATS = [
@@ -39,10 +39,10 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def isthmus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stem]:
-    stem = Stem(tmp_path_factory.mktemp("stem"))
-    yield stem
-    stem.close()
+def isthmus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    fork_server = ForkServer(tmp_path_factory.mktemp("fork_server"))
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture

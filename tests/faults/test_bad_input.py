@@ -14,13 +14,13 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
-from faults.command import Ended, Stem, listing
+from faults.command import Ended, ForkServer, listing
 
 Run = Callable[..., Ended]
 
 
 @pytest.fixture
-def refused(isthmus: Stem, model: Path, chats: Path, tmp_path: Path) -> Run:
+def refused(isthmus: ForkServer, model: Path, chats: Path, tmp_path: Path) -> Run:
     """Runs a command that must fail; whatever it wrote is found, also beside the run folder."""
 
     def run(*words: str, code: int, model: Path = model, data: Path = chats, out: Path = tmp_path / "out") -> str:
@@ -242,7 +242,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_no_space_for_the_checkpoint(isthmus: Stem, small: list[str], full_disk: Path) -> None:
+def test_no_space_for_the_checkpoint(isthmus: ForkServer, small: list[str], full_disk: Path) -> None:
     out = full_disk / "out"
     line = isthmus(*small, "--out", out).error(73)
     assert "checkpoint" in line and str(out) in line
@@ -250,7 +250,7 @@ def test_no_space_for_the_checkpoint(isthmus: Stem, small: list[str], full_disk:
     assert not (out / "hf").exists() and not list(out.glob(".tmp*"))
 
 
-def test_no_space_for_the_export(isthmus: Stem, small: list[str], full_disk: Path, model: Path) -> None:
+def test_no_space_for_the_export(isthmus: ForkServer, small: list[str], full_disk: Path, model: Path) -> None:
     out = full_disk / "out"
     need = (model / "model.safetensors").stat().st_size
     (full_disk / "ballast").write_bytes(bytes(600 * 1024 - need - 4096))
@@ -259,7 +259,7 @@ def test_no_space_for_the_export(isthmus: Stem, small: list[str], full_disk: Pat
     assert not (out / "hf").exists() and not list(out.glob(".tmp*"))
 
 
-def test_no_space_at_all(isthmus: Stem, small: list[str], full_disk: Path) -> None:
+def test_no_space_at_all(isthmus: ForkServer, small: list[str], full_disk: Path) -> None:
     (full_disk / "ballast").write_bytes(bytes(600 * 1024 - 4096))
     before = listing(full_disk)
     line = isthmus(*small, "--out", full_disk / "out").error(73)
@@ -268,7 +268,7 @@ def test_no_space_at_all(isthmus: Stem, small: list[str], full_disk: Path) -> No
 
 
 def test_old_export_survives_a_new_one_that_fails(
-    isthmus: Stem, small: list[str], full_disk: Path, model: Path
+    isthmus: ForkServer, small: list[str], full_disk: Path, model: Path
 ) -> None:
     out = full_disk / "out"
     words = [*small, "train.steps=3", "checkpoint.hf_every=2", "checkpoint.save_final=false"]
@@ -283,6 +283,6 @@ def test_old_export_survives_a_new_one_that_fails(
     assert listing(out / "hf-step-0000002") == kept and not list(out.glob(".tmp*"))
 
 
-def test_file_size_limit_is_told_as_no_space(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_file_size_limit_is_told_as_no_space(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     assert "checkpoint" in isthmus(*small, largest_file_bytes=40_000).error(73)
     assert not (tmp_path / "out" / "hf").exists() and not list((tmp_path / "out").rglob(".tmp*"))

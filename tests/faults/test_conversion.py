@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from faults.command import Stem, environment
+from faults.command import ForkServer, environment
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import verify
 
@@ -28,7 +28,7 @@ POINTS = ("first", "middle", "last", "publish", "renamed")
 
 def outcomes(requests: list[dict[str, Any]]) -> list[int]:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("ended.py"))],
+        [sys.executable, str(Path(__file__).with_name("killed_at.py"))],
         input=json.dumps(requests), env=environment(), capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     found: list[int] = json.loads(done.stdout)
@@ -88,7 +88,9 @@ def place_of(folder: Path, tensor: torch.Tensor) -> tuple[Path, int]:
 
 
 @pytest.mark.parametrize("target", ["hf", "torch_dist", "torch"])
-def test_one_flipped_bit_is_told_from_a_difference(target: str, written: Path, model: Path, isthmus: Stem) -> None:
+def test_one_flipped_bit_is_told_from_a_difference(
+    target: str, written: Path, model: Path, isthmus: ForkServer
+) -> None:
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     wanted = json.loads((written / target / "checksums.json").read_text())["tensors"][name]
     tensor = load_file(model / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
@@ -104,7 +106,7 @@ def test_one_flipped_bit_is_told_from_a_difference(target: str, written: Path, m
 
 
 @pytest.mark.parametrize("file", ["hf/tokenizer.json", "torch_dist/hf/tokenizer.json", "torch/hf/tokenizer.json"])
-def test_a_changed_file_beside_the_tensors(file: str, written: Path, model: Path, isthmus: Stem) -> None:
+def test_a_changed_file_beside_the_tensors(file: str, written: Path, model: Path, isthmus: ForkServer) -> None:
     folder = written / file.partition("/")[0]
     sums = json.loads((folder / "checksums.json").read_text())["files"]
     flip(written / file, 100)
@@ -116,7 +118,7 @@ def test_a_changed_file_beside_the_tensors(file: str, written: Path, model: Path
 
 
 @pytest.mark.parametrize("target", ["hf", "torch_dist", "torch"])
-def test_sums_are_no_must(target: str, written: Path, model: Path, isthmus: Stem) -> None:
+def test_sums_are_no_must(target: str, written: Path, model: Path, isthmus: ForkServer) -> None:
     assert isthmus("verify", model, written / target, "--json").result["checksums"] == [False, True]
     (written / target / "checksums.json").unlink()
     assert isthmus("verify", model, written / target, "--json").result["checksums"] == [False, False]
@@ -136,7 +138,7 @@ def test_sums_are_no_must(target: str, written: Path, model: Path, isthmus: Stem
     ids=["above", "absolute", "link", "algorithm", "form", "more", "less"],
 )
 def test_a_list_of_sums_that_is_wrong(
-    change: Any, code: int, told: str, written: Path, model: Path, isthmus: Stem
+    change: Any, code: int, told: str, written: Path, model: Path, isthmus: ForkServer
 ) -> None:
     path = written / "torch_dist" / "checksums.json"
     (written / "torch_dist" / "away").symlink_to("/etc")

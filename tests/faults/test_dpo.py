@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import Stem, rows
+from faults.command import ForkServer, rows
 
 REWARDS = {
     "rewards/chosen",
@@ -41,7 +41,7 @@ def words(model: Path, pairs: Path) -> list[str]:
     return ["dpo", "--model", str(model), "--data", str(pairs), "--json", "train.precision=fp32", *settings]
 
 
-def test_what_it_tells_and_how_it_goes_on(isthmus: Stem, words: list[str], tmp_path: Path) -> None:
+def test_what_it_tells_and_how_it_goes_on(isthmus: ForkServer, words: list[str], tmp_path: Path) -> None:
     words = [*words, "data.valid_fraction=0.2"]
     through, parts = tmp_path / "through", tmp_path / "parts"
     ended = isthmus(*words, "--out", through, "train.steps=10", "logging.tensorboard=false")
@@ -63,7 +63,7 @@ def test_what_it_tells_and_how_it_goes_on(isthmus: Stem, words: list[str], tmp_p
     assert (parts / "reference.npz").read_bytes() == (through / "reference.npz").read_bytes()
 
 
-def test_what_is_refused_leaves_nothing(isthmus: Stem, words: list[str], chats: Path, tmp_path: Path) -> None:
+def test_what_is_refused_leaves_nothing(isthmus: ForkServer, words: list[str], chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ended = isthmus(*words, "--out", out, "--data", chats)
     assert ended.returncode == 65 and "among data of kind preference" in ended.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from faults.command import Stem
+from faults.command import ForkServer
 from isthmus.convert.transfer import convert
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -21,7 +21,7 @@ def words(preset: str, data: Path, out: Path, **keys: Any) -> list[str]:
     return ["pretrain", *run, "--json", "logging.tensorboard=false", *model]
 
 
-def test_a_preset_made_small_with_a_tokenizer_of_another(isthmus: Stem, model: Path, tmp_path: Path) -> None:
+def test_a_preset_made_small_with_a_tokenizer_of_another(isthmus: ForkServer, model: Path, tmp_path: Path) -> None:
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": f"The number is {number}."}) + "\n" for number in range(32)))
     keys = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
@@ -44,7 +44,7 @@ def test_a_preset_made_small_with_a_tokenizer_of_another(isthmus: Stem, model: P
     assert (tmp_path / "converted" / "tokenizer.json").is_file()
 
 
-def test_numbers_and_a_model_that_transformers_does_not_have(isthmus: Stem, tmp_path: Path) -> None:
+def test_numbers_and_a_model_that_transformers_does_not_have(isthmus: ForkServer, tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.txt"
     numbers.write_text("\n".join(" ".join(str((line * step) % 90) for step in range(24)) for line in range(64)))
     keys = SMALL | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "num_experts": 4, "vocab_size": 96}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import Stem, rows
+from faults.command import ForkServer, rows
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def llama(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["alpaca_en_demo.json", "glaive_toolcall_en_demo.json"])
-def test_fine_tuning(isthmus: Stem, llama: Path, shared_data: Path, tmp_path: Path, name: str) -> None:
+def test_fine_tuning(isthmus: ForkServer, llama: Path, shared_data: Path, tmp_path: Path, name: str) -> None:
     import sentencepiece
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

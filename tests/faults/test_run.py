@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import Stem, finished, listing, rows, start
+from faults.command import ForkServer, finished, listing, rows, start
 from isthmus.config.load import load_config
 from isthmus.convert.open_model import open_stored
 from isthmus.convert.transfer import convert
@@ -21,7 +21,7 @@ STEP_KEYS = {
 }
 
 
-def test_what_a_run_leaves(isthmus: Stem, small: list[str], model: Path, tmp_path: Path) -> None:
+def test_what_a_run_leaves(isthmus: ForkServer, small: list[str], model: Path, tmp_path: Path) -> None:
     more = ["train.eval_every=2", "checkpoint.every=2", "data.test_fraction=0.1"]
     result = isthmus(*small, *more).result
     out = tmp_path / "out"
@@ -58,7 +58,7 @@ def test_what_a_run_leaves(isthmus: Stem, small: list[str], model: Path, tmp_pat
     assert stored.like is None and stored.family.name == open_stored(out / "hf").family.name
 
 
-def test_tensorboard_has_the_curves(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_tensorboard_has_the_curves(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert isthmus(*small).returncode == 0
     events = accumulator.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
@@ -85,7 +85,7 @@ def test_real_process_says_nothing_but_its_own_lines(small: list[str], tmp_path:
     assert all("threads a rank" in line for line in others), others
 
 
-def test_exports_on_the_way(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_exports_on_the_way(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     assert isthmus(*small, "--hf-every", "2", "train.steps=5").returncode == 0
     out = tmp_path / "out"
     assert {path.name for path in out.glob("hf*")} == {"hf", "hf-step-0000002", "hf-step-0000004"}
@@ -94,7 +94,7 @@ def test_exports_on_the_way(isthmus: Stem, small: list[str], tmp_path: Path) -> 
     assert {path.name for path in (out / "hf-step-0000002").iterdir()} == {path.name for path in (out / "hf").iterdir()}
 
 
-def test_finished_run_again_changes_nothing(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_finished_run_again_changes_nothing(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = isthmus(*small).result
     weights, told = (out / "hf" / "model.safetensors").read_bytes(), rows(out)
@@ -108,14 +108,14 @@ def test_finished_run_again_changes_nothing(isthmus: Stem, small: list[str], tmp
     assert not new
 
 
-def test_more_steps_go_on(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_more_steps_go_on(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     isthmus(*small)
     assert isthmus(*small, "train.steps=6").result["steps"] == 6
     assert [row["step"] for row in rows(tmp_path / "out") if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
 def test_dry_run_prints_a_config_that_reads_back_and_writes_nothing(
-    isthmus: Stem, small: list[str], tmp_path: Path
+    isthmus: ForkServer, small: list[str], tmp_path: Path
 ) -> None:
     words = [word for word in small if word != "--json"]
     printed = isthmus(*words, "--dry-run", "parallel.tp=2")
@@ -125,14 +125,16 @@ def test_dry_run_prints_a_config_that_reads_back_and_writes_nothing(
     assert again.stdout == printed.stdout
 
 
-def test_resume_never(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_resume_never(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     isthmus(*small)
     before = listing(tmp_path)
     line = isthmus(*small, "checkpoint.resume=never").error(73)
     assert "never" in line and "--out" in line and listing(tmp_path) == before
 
 
-def test_finished_export_without_checkpoints_is_not_replaced(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_finished_export_without_checkpoints_is_not_replaced(
+    isthmus: ForkServer, small: list[str], tmp_path: Path
+) -> None:
     assert isthmus(*small, "checkpoint.save_final=false").returncode == 0
     before = listing(tmp_path)
     for resume in ("auto", "never"):
@@ -140,7 +142,7 @@ def test_finished_export_without_checkpoints_is_not_replaced(isthmus: Stem, smal
         assert "export" in line and listing(tmp_path) == before
 
 
-def test_named_checkpoint(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_named_checkpoint(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     isthmus(*small, "checkpoint.every=2")
     other = tmp_path / "other"
     from_it = f"checkpoint.resume={tmp_path / 'out' / 'checkpoints' / 'iter_0000002'}"
@@ -153,7 +155,9 @@ def test_named_checkpoint(isthmus: Stem, small: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("change", ["file", "seq_length", "batch", "held_out"])
-def test_changed_data_on_resume(isthmus: Stem, small: list[str], chats: Path, tmp_path: Path, change: str) -> None:
+def test_changed_data_on_resume(
+    isthmus: ForkServer, small: list[str], chats: Path, tmp_path: Path, change: str
+) -> None:
     data = tmp_path / "chats.json"
     data.write_bytes(chats.read_bytes())
     words = [*small, "--data", str(data)]
@@ -172,7 +176,9 @@ def test_changed_data_on_resume(isthmus: Stem, small: list[str], chats: Path, tm
     assert listing(tmp_path / "out") == before
 
 
-def test_moved_and_touched_data_is_the_same_data(isthmus: Stem, small: list[str], chats: Path, tmp_path: Path) -> None:
+def test_moved_and_touched_data_is_the_same_data(
+    isthmus: ForkServer, small: list[str], chats: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "chats.json"
     data.write_bytes(chats.read_bytes())
     isthmus(*small, "--data", data)
@@ -181,7 +187,7 @@ def test_moved_and_touched_data_is_the_same_data(isthmus: Stem, small: list[str]
     assert isthmus(*small, "--data", tmp_path / "moved.json", "train.steps=5").result["steps"] == 5
 
 
-def test_checkpoint_that_was_cut_short(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_checkpoint_that_was_cut_short(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     isthmus(*small, "checkpoint.every=2")
     (file,) = (tmp_path / "out" / "checkpoints" / "iter_0000004").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1000])
@@ -193,14 +199,14 @@ def test_checkpoint_that_was_cut_short(isthmus: Stem, small: list[str], tmp_path
 
 
 @pytest.mark.parametrize("file", ["common.pt", ".metadata", "metadata.json"])
-def test_checkpoint_with_a_damaged_part(isthmus: Stem, small: list[str], tmp_path: Path, file: str) -> None:
+def test_checkpoint_with_a_damaged_part(isthmus: ForkServer, small: list[str], tmp_path: Path, file: str) -> None:
     isthmus(*small)
     damaged = tmp_path / "out" / "checkpoints" / "iter_0000004" / file
     damaged.write_bytes(damaged.read_bytes()[:40])
     assert str(damaged.parent) in isthmus(*small, "train.steps=6").error(65)
 
 
-def test_checkpoint_of_another_model(isthmus: Stem, small: list[str], model: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model(isthmus: ForkServer, small: list[str], model: Path, tmp_path: Path) -> None:
     isthmus(*small)
     other = Path(shutil.copytree(model, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
@@ -210,7 +216,7 @@ def test_checkpoint_of_another_model(isthmus: Stem, small: list[str], model: Pat
     assert "iter_0000004" in line and listing(tmp_path / "out") == before
 
 
-def test_what_an_interrupted_save_left_goes(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_what_an_interrupted_save_left_goes(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     isthmus(*small)
     for left in (tmp_path / "out" / ".tmp-hf", tmp_path / "out" / "checkpoints" / ".tmp-iter_0000003"):
         left.mkdir()
@@ -220,7 +226,7 @@ def test_what_an_interrupted_save_left_goes(isthmus: Stem, small: list[str], tmp
 
 
 @pytest.mark.parametrize("recipe", ["sft", "pretrain"])
-def test_made_up_data(isthmus: Stem, model: Path, tmp_path: Path, recipe: str) -> None:
+def test_made_up_data(isthmus: ForkServer, model: Path, tmp_path: Path, recipe: str) -> None:
     """No file but the model; a run that goes on in another layout takes what it would have taken."""
     out, rest = tmp_path / "out", tmp_path / "rest"
     words = [recipe, "--model", model, "--json", "data.mock=true", "data.seq_length=24", "train.steps=4"]
@@ -245,7 +251,7 @@ def test_made_up_data(isthmus: Stem, model: Path, tmp_path: Path, recipe: str) -
         assert "differ" in line and not rest.exists()
 
 
-def test_pretraining(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_pretraining(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The number is 4. Say the number 5. " * 200)
     chats, small[4] = small[4], str(text)
@@ -257,7 +263,7 @@ def test_pretraining(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
     assert "a chat record among data of kind text" in isthmus("pretrain", *small[1:], "--out", tmp_path / "c").error(65)
 
 
-def test_ranks_that_share_a_line_count_its_tokens_once(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_ranks_that_share_a_line_count_its_tokens_once(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     """And padding, of lines that come in two lengths, for none."""
     small.append("data.packing=false")
     assert isthmus(*small).returncode == 0

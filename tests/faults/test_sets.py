@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faults.command import Stem, rows
+from faults.command import ForkServer, rows
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 from isthmus.recipes.data.data_fingerprint import tokenizer_record
@@ -35,7 +35,9 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in rows(out) if "loss" in row]
 
 
-def test_a_prepared_pair_trains_as_its_raw_files_do(isthmus: Stem, model: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_prepared_pair_trains_as_its_raw_files_do(
+    isthmus: ForkServer, model: Path, texts: Path, tmp_path: Path
+) -> None:
     words = ["pretrain", "--model", model, "--json", "data.seq_length=16", "train.global_batch_size=4", "train.steps=3"]
     for name, data in (("raw", f"{texts}.jsonl"), ("pair", texts)):
         isthmus(*words, "--data", data, "--out", tmp_path / name)
@@ -51,7 +53,7 @@ def test_a_prepared_pair_trains_as_its_raw_files_do(isthmus: Stem, model: Path, 
 
 
 def test_sets_are_mixed_held_out_each_and_taken_up_again(
-    isthmus: Stem, small: list[str], chats: Path, tmp_path: Path
+    isthmus: ForkServer, small: list[str], chats: Path, tmp_path: Path
 ) -> None:
     few = tmp_path / "few.json"
     few.write_text(json.dumps(json.loads(chats.read_text())[:8]))

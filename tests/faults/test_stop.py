@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from faults.command import Stem, finished, rows, start
+from faults.command import ForkServer, finished, rows, start
 
 pytestmark = pytest.mark.ranks
 STEPS = 60
@@ -41,7 +41,7 @@ def checkpoints(run_folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_the_same_command_finishes(
-    isthmus: Stem, small: list[str], tmp_path: Path, number: signal.Signals
+    isthmus: ForkServer, small: list[str], tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "out"
     small.append(f"train.steps={STEPS}")
@@ -64,7 +64,7 @@ def test_signal_saves_and_the_same_command_finishes(
     assert (out / "hf" / "model.safetensors").is_file()
 
 
-def test_signal_to_a_single_process(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_signal_to_a_single_process(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(*small, f"train.steps={2000}", cwd=tmp_path)
     wait_for_step(process, out, 3)
@@ -78,7 +78,7 @@ def test_signal_to_a_single_process(isthmus: Stem, small: list[str], tmp_path: P
     assert isthmus(*small, f"train.steps={step + 2}").result["steps"] == step + 2
 
 
-def test_killed_rank_ends_the_run_soon_and_it_goes_on(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run_soon_and_it_goes_on(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(*small, "--nproc", "2", "parallel.tp=2", "train.steps=5000", "checkpoint.every=4", cwd=tmp_path)
     wait_for_step(process, out, 13)
@@ -153,19 +153,21 @@ def test_divergence_on_two_ranks(small: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lr", ["1e9", "1e30"])
-def test_divergence(isthmus: Stem, small: list[str], tmp_path: Path, lr: str) -> None:
+def test_divergence(isthmus: ForkServer, small: list[str], tmp_path: Path, lr: str) -> None:
     line = isthmus(*small, f"optim.lr={lr}", "train.steps=12").error(79)
     assert "optim.lr" in line
     assert not (tmp_path / "out" / "hf").exists() and not checkpoints(tmp_path / "out")
 
 
-def test_divergence_in_the_last_step_is_not_exported(isthmus: Stem, small: list[str], tmp_path: Path) -> None:
+def test_divergence_in_the_last_step_is_not_exported(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     line = isthmus(*small, "optim.lr=3.4e38", "train.steps=1").error(79)
     assert "held-out" in line and not (tmp_path / "out" / "hf").exists() and not checkpoints(tmp_path / "out")
 
 
 @pytest.mark.parametrize("held_out", ["0.02", "0.0"])
-def test_weight_that_is_no_number(isthmus: Stem, small: list[str], model: Path, tmp_path: Path, held_out: str) -> None:
+def test_weight_that_is_no_number(
+    isthmus: ForkServer, small: list[str], model: Path, tmp_path: Path, held_out: str
+) -> None:
     from safetensors.torch import load_file, save_file
 
     broken = Path(shutil.copytree(model, tmp_path / "broken"))

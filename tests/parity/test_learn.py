@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from isthmus.cli.main import main
 from isthmus.families.registry import KEPT, all_families
+from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
-from ranks.world import World
 
 LENGTHS = [40, 3]
 WITH_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}
@@ -42,7 +42,7 @@ BY_HAND = ["gemma2", "gpt_neox", "gpt2", "olmo2", "mixtral"]
 
 
 @pytest.fixture(scope="module")
-def learned(one: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def learned(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
     """By case, the model's folder and what became of it."""
     folder = tmp_path_factory.mktemp("learned")
     models = [
@@ -54,7 +54,7 @@ def learned(one: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_learned_and_brought_back(
+def test_learned_family_round_trip(
     case: str,
     learned: dict[str, tuple[Path, dict[str, Any]]],
     tmp_path: Path,
@@ -85,7 +85,7 @@ def _meaning(folder: Path) -> dict[str, Any]:
     return {key: told[key] for key in told if key not in ("_name_or_path", "rope_theta", "rope_scaling", "torch_dtype")}
 
 
-def test_what_is_not_proven_is_refused(one: World, tmp_path: Path) -> None:
+def test_unproven_mapping_is_refused(one: RankPool, tmp_path: Path) -> None:
     lines = []
     for case, (kind, settings, _) in REFUSED.items():
         folder = tmp_path / case
@@ -102,7 +102,7 @@ def test_what_is_not_proven_is_refused(one: World, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(REFUSED)
 
 
-def test_what_is_learned_is_what_was_written_by_hand(one: World) -> None:
+def test_learned_family_equals_handwritten_family(one: RankPool) -> None:
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     configs = [AutoConfig.for_model(kind, **sizes).to_dict() for kind in BY_HAND]
     found = one.run("parity.tasks.learned_and_written", configs=configs)

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from isthmus.families.registry import all_families
+from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
-from ranks.world import World
 
 LENGTHS = [97, 1, 40, 2]
 """Longer than any window and any original context below."""
@@ -196,7 +196,7 @@ def test_every_family_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case: str, one: World, tmp_path: Path) -> None:
+def test_logits_equal_transformers(case: str, one: RankPool, tmp_path: Path) -> None:
     family, settings, off = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)
     other = None if off is None else build_model_folder(tmp_path / "other", family, **{**_plain(settings), **off})
@@ -212,7 +212,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
-def test_bf16_rounds_no_worse_than_transformers(family: str, one: World, tmp_path: Path) -> None:
+def test_bf16_error_is_at_most_that_of_transformers(family: str, one: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family)
     found = one.run("parity.tasks.rounding", model=model, lengths=[97, 40], vocab_size=VOCAB)
     print(family, found)
@@ -223,7 +223,7 @@ def test_bf16_rounds_no_worse_than_transformers(family: str, one: World, tmp_pat
 @pytest.mark.parametrize(
     "case", ["qwen3-tied", "qwen2-untied", "qwen2_moe-shared", "deepseek_v3", "gpt_oss", "isthmus"]
 )
-def test_logits_of_a_model_over_two_ranks(case: str, length: int, two: World, tmp_path: Path) -> None:
+def test_logits_on_two_ranks(case: str, length: int, two: RankPool, tmp_path: Path) -> None:
     family, settings, _ = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)
     tokens = [(7 * place + 3) % VOCAB for place in range(length)]
@@ -235,7 +235,7 @@ def test_logits_of_a_model_over_two_ranks(case: str, length: int, two: World, tm
     assert (ours - theirs).abs().max() < 1e-4
 
 
-def test_two_models_in_one_process(one: World, tmp_path: Path) -> None:
+def test_two_models_in_one_process(one: RankPool, tmp_path: Path) -> None:
     models = [build_model_folder(tmp_path / family, family) for family in ("llama", "qwen3")]
     tokens = [1, 5, 9, 2]
     ours = one.run("parity.tasks.twice", models=[str(model) for model in models], tokens=tokens)

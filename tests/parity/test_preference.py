@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from ranks.rank_pool import RankPool
 from ranks.test_layouts import furthest
 from ranks.tiny import build_model_folder, build_pairs
-from ranks.world import World
 
 
 @pytest.mark.parametrize(("smoothing", "sft_weight"), [(0.0, 0.0), (0.2, 0.5)])
-def test_five_steps_by_hand(smoothing: float, sft_weight: float, one: World, tmp_path: Path) -> None:
+def test_five_steps_equal_plain_transformers(
+    smoothing: float, sft_weight: float, one: RankPool, tmp_path: Path
+) -> None:
     """Packed lines of pairs there, each sample by itself here."""
     model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
     pairs = build_pairs(tmp_path / "pairs")
@@ -20,7 +22,7 @@ def test_five_steps_by_hand(smoothing: float, sft_weight: float, one: World, tmp
     run = {"model": model, "samples": pairs, "steps": 5, "micro_batch_size": 4}
     ours = one.run("ranks.tasks.train", dpo=dpo, **run)
     by_hand = {"beta": 0.3, "smoothing": smoothing, "sft_weight": sft_weight}
-    theirs = one.run("parity.preference.train", model=model, samples=pairs, lr=ours["lr"], **by_hand)
+    theirs = one.run("parity.preference_loss.train", model=model, samples=pairs, lr=ours["lr"], **by_hand)
     differences = {curve: furthest(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     print(differences)
     assert max(differences.values()) < 1e-5

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder
-from ranks.world import World
 
 # Each in one layout, under which all that is peculiar to it is cut.
 OTHERS: list[tuple[str, dict[str, int]]] = [
@@ -75,25 +75,25 @@ def assert_loads_without_a_word(export: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-def test_an_export_is_the_file_that_transformers_wrote(
-    tied: bool, ranks: int, layout: dict[str, int], worlds: dict[int, World], tmp_path: Path
+def test_export_equals_the_file_of_transformers(
+    tied: bool, ranks: int, layout: dict[str, int], worlds: dict[int, RankPool], tmp_path: Path
 ) -> None:
     source = build_model_folder(tmp_path / "source", "qwen3", tie_word_embeddings=tied)
     assert_comes_back(worlds[ranks], source, tmp_path / "export", **layout)
 
 
 @pytest.mark.parametrize(("family", "layout"), OTHERS, ids=str)
-def test_an_export_of_another_family_too(family: str, layout: dict[str, int], two: World, tmp_path: Path) -> None:
+def test_export_of_other_families(family: str, layout: dict[str, int], two: RankPool, tmp_path: Path) -> None:
     assert_comes_back(two, build_model_folder(tmp_path / "source", family), tmp_path / "export", **layout)
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_an_export_of_experts_is_the_file_that_transformers_wrote(family: str, two: World, tmp_path: Path) -> None:
+def test_export_of_moe_families(family: str, two: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", family, num_hidden_layers=2)
     assert_comes_back(two, source, tmp_path / "export", tp=2)
 
 
-def assert_comes_back(world: World, source: Path, export: Path, **layout: int) -> None:
+def assert_comes_back(world: RankPool, source: Path, export: Path, **layout: int) -> None:
     world.run("ranks.tasks.export", model=source, destination=export, **layout)
     assert (export / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     exported, original = (AutoConfig.from_pretrained(folder).to_dict() for folder in (export, source))
@@ -101,14 +101,14 @@ def assert_comes_back(world: World, source: Path, export: Path, **layout: int) -
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bf16_weights_keep_their_type_and_bytes(precision: str, two: World, tmp_path: Path) -> None:
+def test_bf16_weights_keep_dtype_and_bytes(precision: str, two: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "qwen3", dtype=torch.bfloat16)
     two.run("ranks.tasks.export", model=source, destination=tmp_path / "export", tp=2, precision=precision)
     assert_same_tensors(tmp_path / "export", source)
     assert AutoConfig.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
 
 
-def test_another_type_when_asked(one: World, tmp_path: Path) -> None:
+def test_export_dtype(one: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "llama")
     one.run("ranks.tasks.export", model=source, destination=tmp_path / "export", dtype="bfloat16")
     ours, theirs = tensors_of(tmp_path / "export"), tensors_of(source)
@@ -119,8 +119,8 @@ def test_another_type_when_asked(one: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cut", "ranks", "layout"), [(False, 2, {"tp": 2}), (True, 1, {}), (True, 2, {"pp": 2}), (True, 2, {"tp": 2})]
 )
-def test_a_model_in_several_files(
-    cut: bool, ranks: int, layout: dict[str, int], worlds: dict[int, World], tmp_path: Path
+def test_sharded_files(
+    cut: bool, ranks: int, layout: dict[str, int], worlds: dict[int, RankPool], tmp_path: Path
 ) -> None:
     source = build_model_folder(tmp_path / "source", "qwen2", shards="40KB", tie_word_embeddings=False)
     assert len(list(source.glob("*.safetensors"))) > 2
@@ -140,7 +140,7 @@ def test_a_model_in_several_files(
     assert_loads_without_a_word(export)
 
 
-def test_an_export_is_not_written_over(one: World, tmp_path: Path) -> None:
+def test_existing_export_is_not_overwritten(one: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "llama")
     (tmp_path / "export").mkdir()
     (tmp_path / "export/mine.txt").write_text("precious")

@@ -9,10 +9,10 @@ import pytest
 
 from isthmus.families.registry import all_families
 from isthmus.hf.model_folder import ModelFolder
+from ranks.rank_pool import RankPool
 from ranks.tasks import CLIP_GRAD
 from ranks.test_layouts import furthest
 from ranks.tiny import VOCAB, build_model_folder
-from ranks.world import World
 
 CAPPED = {"sliding_window": 5, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
 MULTIPLIERS = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", sorted(all_families()))
-def test_gradients_in_a_loop_of_ones_own(family: str, one: World, tmp_path: Path) -> None:
+def test_gradients_in_a_custom_training_loop(family: str, one: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family, num_hidden_layers=2, **SETTINGS.get(family, {}))
     found = one.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
     config = ModelFolder.open(model).config
@@ -56,7 +56,9 @@ def test_gradients_in_a_loop_of_ones_own(family: str, one: World, tmp_path: Path
         pytest.param("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, id="llama-tied"),
     ],
 )
-def test_twenty_steps_by_hand(family: str, settings: dict[str, Any], one: World, samples: Path, tmp_path: Path) -> None:
+def test_twenty_steps_equal_plain_transformers(
+    family: str, settings: dict[str, Any], one: RankPool, samples: Path, tmp_path: Path
+) -> None:
     model = build_model_folder(tmp_path / "model", family, **settings)
     ours = one.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2)
     theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
@@ -86,12 +88,12 @@ def test_twenty_steps_by_hand(family: str, settings: dict[str, Any], one: World,
         pytest.param("seed_oss", {"attention_out_bias": True, "mlp_bias": True}, {"tp": 2}, id="seed_oss"),
     ],
 )
-def test_the_first_steps_over_two_ranks_are_those_by_hand(
+def test_first_steps_on_two_ranks_equal_plain_transformers(
     family: str,
     settings: dict[str, Any],
     layout: dict[str, Any],
-    one: World,
-    two: World,
+    one: RankPool,
+    two: RankPool,
     samples: Path,
     tmp_path: Path,
 ) -> None:

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from isthmus.convert.legacy.legacy_layout import Grid
 from isthmus.convert.transfer import convert
 from isthmus.families.registry import all_families
+from ranks.rank_pool import RankPool
 from ranks.tiny import ARCHETYPES, SIZES, build_model_folder
-from ranks.world import World
 
 Tensors = dict[str, torch.Tensor]
 Done = dict[str, dict[str, Any]]
@@ -141,26 +141,26 @@ def plant(fault: Fault, folder: Path) -> list[str]:
     return [*paths, "--hf-like", str(folder / "wrong")]
 
 
-def run(world: World, lines: dict[str, list[str]]) -> Done:
+def run(world: RankPool, lines: dict[str, list[str]]) -> Done:
     """All in one task: a world is started anew after a few."""
     done = world.run("parity.tasks.commands", lines=[["verify", *words, "--logits"] for words in lines.values()])
     return dict(zip(lines, done, strict=True))
 
 
 @pytest.fixture(scope="module")
-def planted(one: World, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def planted(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
     known = {name: fault for name, fault in FAULTS.items() if fault.family in all_families()}
     return run(one, {name: plant(fault, tmp_path_factory.mktemp("fault")) for name, fault in known.items()})
 
 
 @pytest.fixture(scope="module")
-def clean(one: World, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def clean(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
     pairs = {family: pair(tmp_path_factory.mktemp(family), family) for family in ARCHETYPES}
     return run(one, {family: [*paths, "--layer-by-layer", "--json"] for family, paths in pairs.items()})
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_seen(name: str, planted: Done) -> None:
+def test_planted_fault_is_detected(name: str, planted: Done) -> None:
     fault, done = FAULTS[name], planted[name]
     print(done["err"])
     assert done["code"] == 1 and done["err"].count("\n") == 1
@@ -172,7 +172,7 @@ def test_a_planted_fault_is_seen(name: str, planted: Done) -> None:
 
 
 @pytest.mark.parametrize("family", ARCHETYPES)
-def test_a_family_agrees_with_itself_layer_by_layer(family: str, clean: Done) -> None:
+def test_archetype_agrees_layer_by_layer(family: str, clean: Done) -> None:
     done = clean[family]
     assert done["code"] == 0, done["err"]
     told = json.loads(done["out"])
@@ -182,7 +182,7 @@ def test_a_family_agrees_with_itself_layer_by_layer(family: str, clean: Done) ->
     assert "transformers and Megatron-Core, 2 samples of 64 tokens, layer by layer" in told["logits_run"]
 
 
-def test_all_weights_at_once_or_layer_by_layer_give_the_same_figures(one: World, tmp_path: Path) -> None:
+def test_whole_model_and_layerwise_runs_agree(one: RankPool, tmp_path: Path) -> None:
     hf, megatron = pair(tmp_path, "qwen3_moe", tie_word_embeddings=True)
     convert(Path(hf), tmp_path / "legacy", "torch", grid=Grid(tp=2, pp=2))
     other, legacy = str(shutil.copytree(hf, tmp_path / "other")), str(tmp_path / "legacy")
@@ -205,7 +205,7 @@ def test_all_weights_at_once_or_layer_by_layer_give_the_same_figures(one: World,
         assert figures[name]["logits_max_abs"] == 0 and name in figures[name]["logits_run"]
 
 
-def test_samples_tolerance_and_what_cannot_be_compared(one: World, tmp_path: Path) -> None:
+def test_samples_tolerance_and_incomparable_models(one: RankPool, tmp_path: Path) -> None:
     window = pair(tmp_path / "window", "mistral", sliding_window=70)
     half = tmp_path / "half"
     convert(Path(window[0]), half, "hf", dtype=torch.bfloat16)
@@ -246,16 +246,16 @@ def in_fp8(tensors: Tensors) -> Tensors:
     return found
 
 
-def test_quantised_weights_and_layers_ahead(one: World, tmp_path: Path) -> None:
+def test_quantized_weights_and_mtp_layers(one: RankPool, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "hf", "deepseek_v3", dtype=torch.bfloat16, num_mtp_layers=1)
     path = folder / "model.safetensors"
     config = json.loads((folder / "config.json").read_text())
     family = all_families()["deepseek_v3"]
     shapes, tensors = family.hf_shapes(family.to_architecture(config)), load_file(path)
-    ahead = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items() if name not in tensors}
-    assert ahead
+    mtp = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items() if name not in tensors}
+    assert mtp
     quantization = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    save_file(in_fp8(tensors | ahead), path, {"format": "pt"})
+    save_file(in_fp8(tensors | mtp), path, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     convert(folder, tmp_path / "megatron")
     words = [str(folder), str(tmp_path / "megatron"), "--json"]
@@ -264,7 +264,7 @@ def test_quantised_weights_and_layers_ahead(one: World, tmp_path: Path) -> None:
         assert 0 < json.loads(done["out"])["logits_max_abs"] < 1e-5
 
 
-def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
+def test_layerwise_memory_is_one_layer(tmp_path: Path) -> None:
     deep = {"num_hidden_layers": 40, "hidden_size": 128, "intermediate_size": 3072, "head_dim": 32}
     big, small = pair(tmp_path / "big", "llama", dtype=torch.bfloat16, **deep), pair(tmp_path / "small", "llama")
     size = 2 * (Path(big[0]) / "model.safetensors").stat().st_size

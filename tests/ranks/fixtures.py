@@ -7,34 +7,34 @@ from pathlib import Path
 
 import pytest
 
+from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder, build_samples
-from ranks.world import World
 
 
-def _world(size: int, factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(size, factory.mktemp(f"world-of-{size}"))
+def _world(size: int, factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    world = RankPool(size, factory.mktemp(f"world-of-{size}"))
     yield world
     world.close()
 
 
 @pytest.fixture(scope="session")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """A single rank in a process of its own, so that the CPU adapter stays out of the other tests."""
     yield from _world(1, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     yield from _world(2, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     yield from _world(4, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def worlds(one: World, two: World, four: World) -> dict[int, World]:
+def worlds(one: RankPool, two: RankPool, four: RankPool) -> dict[int, RankPool]:
     """Worlds by their size."""
     return {1: one, 2: two, 4: four}
 

@@ -1,6 +1,6 @@
 """What a world of ranks can be asked to do; each rank runs it, and what rank 0 returns is the answer.
 
-A task opens the layout it names and leaves its groups to :mod:`ranks.member` to close.
+A task opens the layout it names and leaves its groups to :mod:`ranks.pool_worker` to close.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from isthmus.recipes.setup.memory_estimate import footprint
 from isthmus.recipes.setup.session import Session, blueprint, open_session
 from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
-from ranks.member import leave_groups
+from ranks.pool_worker import leave_groups
 from ranks.tiny import SEQ_LENGTH
 
 TOTAL_STEPS = 20

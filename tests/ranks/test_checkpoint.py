@@ -13,16 +13,16 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.errors import DataError
 from isthmus.recipes.data.corpus import Corpus, check_fingerprint
+from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
 from ranks.tiny import build_model_folder, build_samples
-from ranks.world import World
 
 HALF = 10
 
 
 @pytest.fixture(scope="module")
 def halves(
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     models: dict[str, Path],
     samples: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -51,10 +51,10 @@ def halves(
         pytest.param(2, {"precision": "fp32", "pp": 2}, id="pp2-fp32"),
     ],
 )
-def test_ten_and_ten_are_twenty_to_the_last_bit(
+def test_resume_is_bitwise_identical(
     ranks: int,
     layout: dict[str, Any],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     models: dict[str, Path],
     samples: Path,
     halves: Callable[..., tuple[dict[str, Any], Path]],
@@ -70,8 +70,8 @@ def test_ten_and_ten_are_twenty_to_the_last_bit(
     assert rest["digest"] == whole["digest"]
 
 
-def test_running_means_elsewhere_change_no_number(
-    two: World,
+def test_optimizer_offload_is_bitwise_identical(
+    two: RankPool,
     models: dict[str, Path],
     samples: Path,
     halves: Callable[..., tuple[dict[str, Any], Path]],
@@ -107,10 +107,10 @@ TP2_DP2: tuple[int, dict[str, Any]] = (4, {"tp": 2})
         pytest.param(TP2_DP2, ONE, id="tp2-dp2-to-one"),
     ],
 )
-def test_any_layout_goes_on_from_any_other(
+def test_resume_in_another_layout(
     writer: tuple[int, dict[str, Any]],
     reader: tuple[int, dict[str, Any]],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     models: dict[str, Path],
     samples: Path,
     halves: Callable[..., tuple[dict[str, Any], Path]],
@@ -132,11 +132,11 @@ def test_any_layout_goes_on_from_any_other(
         pytest.param("gemma2", PP2, TP2, id="gemma2"),  # norms on both sides
     ],
 )
-def test_parts_that_other_families_have_go_on_too(
+def test_other_families_resume_in_another_layout(
     family: str,
     writer: tuple[int, dict[str, Any]],
     reader: tuple[int, dict[str, Any]],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     samples: Path,
     tmp_path: Path,
 ) -> None:
@@ -148,8 +148,8 @@ def test_parts_that_other_families_have_go_on_too(
     assert max(furthest(rest[curve], whole[curve][2:]) for curve in CURVES) < TOLERANCE
 
 
-def test_the_learning_rate_is_that_of_the_config_not_of_the_checkpoint(
-    one: World, models: dict[str, Path], samples: Path, halves: Callable[..., tuple[dict[str, Any], Path]]
+def test_learning_rate_comes_from_the_config(
+    one: RankPool, models: dict[str, Path], samples: Path, halves: Callable[..., tuple[dict[str, Any], Path]]
 ) -> None:
     whole, saved = halves(1)
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4}
@@ -158,9 +158,7 @@ def test_the_learning_rate_is_that_of_the_config_not_of_the_checkpoint(
     assert rest["lr"] == pytest.approx([2 * lr for lr in whole["lr"][HALF:]])
 
 
-def test_random_streams_go_on_where_they_were(
-    two: World, models: dict[str, Path], samples: Path, tmp_path: Path
-) -> None:
+def test_rng_state_is_restored(two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     drawn = two.run("ranks.tasks.random_streams", model=models["qwen3-tied"], samples=samples, root=tmp_path, tp=2)
     assert drawn["loaded"] == drawn["wanted"] != drawn["fresh"]
     (shared_0, own_0), (shared_1, own_1) = drawn["wanted"]
@@ -168,7 +166,9 @@ def test_random_streams_go_on_where_they_were(
     assert own_0 != own_1
 
 
-def test_only_the_newest_are_kept(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(
+    one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
     one.run(
         "ranks.tasks.train",
         model=models["qwen3-tied"],
@@ -187,8 +187,8 @@ def test_only_the_newest_are_kept(one: World, models: dict[str, Path], samples: 
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
-def test_a_run_that_went_back_keeps_what_it_saves(
-    one: World, models: dict[str, Path], samples: Path, tmp_path: Path
+def test_run_resumed_from_an_older_checkpoint_keeps_new_saves(
+    one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "root": tmp_path}
     one.run("ranks.tasks.train", steps=3, save_at=[1, 3], keep=2, **settings)
@@ -248,8 +248,8 @@ def remove_the_common_state(folder: Path) -> None:
         (remove_the_common_state, "common.pt is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_on_every_rank(
-    damage: Callable[[Path], None], names: str, two: World, models: dict[str, Path], samples: Path, damaged: Path
+def test_damaged_checkpoint_is_refused_on_every_rank(
+    damage: Callable[[Path], None], names: str, two: RankPool, models: dict[str, Path], samples: Path, damaged: Path
 ) -> None:
     damage(damaged)
     refused = two.run(
@@ -261,7 +261,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(
     assert "\n" not in refused["text"] and len(refused["text"]) < 800
 
 
-def test_a_folder_that_is_no_checkpoint(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+def test_folder_without_a_checkpoint(one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     refused = one.run("ranks.tasks.refusal", task="train", model=models["qwen3-tied"], samples=samples, resume=tmp_path)
     assert (refused["kind"], refused["code"]) == ("MissingInput", 66)
 
@@ -275,10 +275,10 @@ def test_a_folder_that_is_no_checkpoint(one: World, models: dict[str, Path], sam
         pytest.param("qwen2", {}, id="another-family"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(
+def test_checkpoint_of_another_model_is_refused(
     family: str,
     settings: dict[str, int],
-    one: World,
+    one: RankPool,
     samples: Path,
     halves: Callable[..., tuple[dict[str, Any], Path]],
     tmp_path: Path,
@@ -291,7 +291,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert "\n" not in refused["text"] and len(refused["text"]) < 800
 
 
-def test_the_data_is_known_by_its_content_and_its_order(samples: Path, tmp_path: Path) -> None:
+def test_data_fingerprint_covers_content_and_order(samples: Path, tmp_path: Path) -> None:
     store = SampleStore.open(samples)
     names = {"out": "unused", "model": {"path": "unused"}, "data": {"files": ["unused"]}}
 
@@ -314,7 +314,7 @@ def test_the_data_is_known_by_its_content_and_its_order(samples: Path, tmp_path:
     assert len({same, *others}) == 1 + len(others)
 
 
-def test_a_place_in_other_data_means_nothing() -> None:
+def test_data_position_in_other_data_is_refused() -> None:
     check_fingerprint("these samples", "these samples", Path("iter_0000010"))
     with pytest.raises(DataError, match="differ from those of"):
         check_fingerprint("these samples", "other samples", Path("iter_0000010"))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ranks.rank_pool import RankPool
 from ranks.test_layouts import TOLERANCE, assert_same, furthest
 from ranks.tiny import build_model_folder, build_pairs
-from ranks.world import World
 
 TRAIN = "ranks.tasks.train"
 
@@ -27,7 +27,7 @@ def run(models: dict[str, Path], pairs: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(one: World, run: dict[str, Any]) -> dict[str, Any]:
+def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
     return dict(one.run(TRAIN, **run))
 
 
@@ -48,8 +48,8 @@ def figures(result: dict[str, Any], name: str) -> list[float]:
         pytest.param(4, {"pp": 2, "vpp": 2, "micro_batch_size": 2}, id="pp2-vpp2-dp2"),
     ],
 )
-def test_a_layout_trains_as_one_process(
-    ranks: int, layout: dict[str, Any], worlds: dict[int, World], run: dict[str, Any], alone: dict[str, Any]
+def test_layout_trains_as_single_process(
+    ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], run: dict[str, Any], alone: dict[str, Any]
 ) -> None:
     spread = worlds[ranks].run(TRAIN, **run | layout)
     assert_same(spread, alone)
@@ -59,12 +59,12 @@ def test_a_layout_trains_as_one_process(
     assert np.abs(margins[0] - margins[1]).max() < 1e-4 * np.abs(margins).max()
 
 
-def test_it_learns_what_is_preferred(alone: dict[str, Any]) -> None:
+def test_dpo_increases_the_margin(alone: dict[str, Any]) -> None:
     assert figures(alone, "rewards/margins")[-1] > 0.1
     assert alone["valid_after"] < alone["valid_before"] - 0.05
 
 
-def test_experts_are_charged_as_in_one_process(one: World, two: World, pairs: Path, tmp_path: Path) -> None:
+def test_dpo_moe_aux_loss_equals_single_process(one: RankPool, two: RankPool, pairs: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     run = {"model": model, "samples": pairs, "dpo": {"loss": "ipo"}, "steps": 3, "evaluate": True}
     run["moe"] = {"seq_aux_loss": 0.1}
@@ -77,8 +77,8 @@ def test_experts_are_charged_as_in_one_process(one: World, two: World, pairs: Pa
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_it_goes_on_to_the_last_bit_and_in_another_layout(
-    precision: str, one: World, two: World, run: dict[str, Any], tmp_path: Path
+def test_dpo_resumes_bitwise_and_in_another_layout(
+    precision: str, one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path
 ) -> None:
     """With the reference of its start, which is not what its weights make of the answers by now."""
     run = run | {"precision": precision, "micro_batch_size": 2, "reference": tmp_path, "evaluate": False}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
 from ranks.tiny import build_model_folder
-from ranks.world import World
 
 STEPS = 4
 BALANCED = {"aux_loss": 0.1, "seq_aux_loss": 0.05, "z_loss": 0.01}
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def alone(
-    one: World, folders: dict[str, Path], samples: Path, tmp_path_factory: pytest.TempPathFactory
+    one: RankPool, folders: dict[str, Path], samples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[dict[str, Any], Path]]:
     """What one process does, and the checkpoint it leaves half-way."""
     found = {}
@@ -68,11 +68,11 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any], first: int = 0) -> N
         pytest.param("deepseek_v3", 4, {"pp": 2, "ep": 2, "recompute": "full"}, id="pp2-ep2-recompute"),
     ],
 )
-def test_spread_experts_train_as_in_one_process(
+def test_expert_parallel_trains_as_single_process(
     family: str,
     ranks: int,
     layout: dict[str, Any],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     folders: dict[str, Path],
     samples: Path,
     alone: dict[str, tuple[dict[str, Any], Path]],
@@ -82,10 +82,10 @@ def test_spread_experts_train_as_in_one_process(
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(2, {"ep": 2}), (4, {"tp": 2, "ep": 2})])
-def test_gathering_tokens_is_as_good_as_sending_them(
+def test_all_gather_dispatch_equals_all_to_all(
     ranks: int,
     layout: dict[str, Any],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     folders: dict[str, Path],
     samples: Path,
     alone: dict[str, tuple[dict[str, Any], Path]],
@@ -94,7 +94,7 @@ def test_gathering_tokens_is_as_good_as_sending_them(
     assert_same(worlds[ranks].run("ranks.tasks.train", **how, **layout), alone["gpt_oss"][0])
 
 
-def test_the_figures_say_something(alone: dict[str, tuple[dict[str, Any], Path]]) -> None:
+def test_moe_metrics(alone: dict[str, tuple[dict[str, Any], Path]]) -> None:
     run, _ = alone["deepseek_v3"]
     for load in run["load"]:
         assert load.keys() == {"load_max_over_mean", "aux_loss", "seq_aux_loss", "z_loss"}
@@ -103,8 +103,8 @@ def test_the_figures_say_something(alone: dict[str, tuple[dict[str, Any], Path]]
     assert len({load["z_loss"] for load in run["load"]}) == STEPS
 
 
-def test_losses_over_samples_do_not_depend_on_the_micro_batch(
-    one: World, folders: dict[str, Path], samples: Path
+def test_sequence_aux_loss_does_not_depend_on_micro_batch(
+    one: RankPool, folders: dict[str, Path], samples: Path
 ) -> None:
     how = settings("gpt_oss", folders["gpt_oss"], samples) | {"moe": {"seq_aux_loss": 0.5, "z_loss": 0.1}, "steps": 3}
     runs = [one.run("ranks.tasks.train", **how | {"micro_batch_size": size}) for size in (1, 4)]
@@ -120,10 +120,10 @@ def test_losses_over_samples_do_not_depend_on_the_micro_batch(
         pytest.param((4, {"pp": 2, "ep": 2}), (2, {"tp": 2, "etp": 1}), id="pp2-ep2-to-tp2-etp1"),
     ],
 )
-def test_a_checkpoint_goes_on_under_another_spread(
+def test_resume_with_another_ep(
     writer: tuple[int, dict[str, Any]],
     reader: tuple[int, dict[str, Any]],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     folders: dict[str, Path],
     samples: Path,
     alone: dict[str, tuple[dict[str, Any], Path]],
@@ -139,8 +139,8 @@ def test_a_checkpoint_goes_on_under_another_spread(
     assert_same(run, truth, 2)
 
 
-def test_the_same_spread_goes_on_to_the_last_bit(
-    two: World, folders: dict[str, Path], samples: Path, tmp_path: Path
+def test_resume_with_same_ep_is_bitwise_identical(
+    two: RankPool, folders: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     how = settings("deepseek_v3", folders["deepseek_v3"], samples) | {"ep": 2}
     whole = two.run("ranks.tasks.train", **how, save_at=[2], root=tmp_path)
@@ -153,11 +153,11 @@ def test_the_same_spread_goes_on_to_the_last_bit(
     ("family", "ranks", "layout"),
     [("deepseek_v3", 2, {"ep": 2}), ("gpt_oss", 4, {"tp": 2, "ep": 2, "etp": 1}), ("gpt_oss", 2, {"etp": 2})],
 )
-def test_an_export_has_every_expert_once(
+def test_export_has_every_expert_once(
     family: str,
     ranks: int,
     layout: dict[str, Any],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     folders: dict[str, Path],
     tmp_path: Path,
 ) -> None:
@@ -168,8 +168,8 @@ def test_an_export_has_every_expert_once(
     assert all((got[name] == wanted[name]).all() for name in wanted)
 
 
-def test_a_capacity_drops_tokens_and_still_trains(
-    one: World, two: World, folders: dict[str, Path], samples: Path, alone: dict[str, tuple[dict[str, Any], Path]]
+def test_expert_capacity_drops_tokens(
+    one: RankPool, two: RankPool, folders: dict[str, Path], samples: Path, alone: dict[str, tuple[dict[str, Any], Path]]
 ) -> None:
     """The capacity is of a rank's own tokens, which sending and gathering leave as they are."""
     how = settings("gpt_oss", folders["gpt_oss"], samples)

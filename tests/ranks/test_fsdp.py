@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, assert_same, furthest
 from ranks.tiny import build_model_folder
-from ranks.world import World
 
 TRAIN = "ranks.tasks.train"
 
 
-def test_it_trains_as_one_process(one: World, two: World, models: dict[str, Path], samples: Path) -> None:
+def test_fsdp_trains_as_single_process(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
     """Two micro batches a step, clipping now and then, and an evaluation before the first step."""
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "evaluate": True}
     assert_same(two.run(TRAIN, fsdp=True, **run), one.run(TRAIN, **run))
@@ -31,12 +31,14 @@ def test_it_trains_as_one_process(one: World, two: World, models: dict[str, Path
         pytest.param({"cp": 2}, id="cp2-dp2"),
     ],
 )
-def test_four_ranks(layout: dict[str, Any], one: World, four: World, models: dict[str, Path], samples: Path) -> None:
+def test_fsdp_on_four_ranks(
+    layout: dict[str, Any], one: RankPool, four: RankPool, models: dict[str, Path], samples: Path
+) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "steps": 4, "evaluate": True}
     assert_same(four.run(TRAIN, fsdp=True, **run | layout), one.run(TRAIN, **run))
 
 
-def test_experts_and_latent_attention(one: World, two: World, four: World, samples: Path, tmp_path: Path) -> None:
+def test_fsdp_with_moe_and_mla(one: RankPool, two: RankPool, four: RankPool, samples: Path, tmp_path: Path) -> None:
     """They go on from where a sharded run was, in a layout without sharding and the other way round."""
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run = {
@@ -58,7 +60,9 @@ def test_experts_and_latent_attention(one: World, two: World, four: World, sampl
         assert max(furthest(went_on[curve], resumed[curve]) for curve in CURVES) < TOLERANCE
 
 
-def test_it_goes_on_to_the_last_bit(two: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+def test_fsdp_resume_is_bitwise_identical(
+    two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "precision": "bf16"}
     run |= {"steps": 4, "fsdp": True}
     through = two.run(TRAIN, **run, save_at=[2], root=tmp_path)
@@ -67,7 +71,7 @@ def test_it_goes_on_to_the_last_bit(two: World, models: dict[str, Path], samples
     assert went_on["loss"] == through["loss"][2:]
 
 
-def test_bf16_follows_the_distributed_optimizer(two: World, models: dict[str, Path], samples: Path) -> None:
+def test_fsdp_bf16_follows_distributed_optimizer(two: RankPool, models: dict[str, Path], samples: Path) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "precision": "bf16"}
     run |= {"steps": 8}
     sharded, truth = two.run(TRAIN, fsdp=True, **run), two.run(TRAIN, **run)
@@ -78,14 +82,14 @@ def test_bf16_follows_the_distributed_optimizer(two: World, models: dict[str, Pa
     assert differences["grad_norm"] < 0.02
 
 
-def test_bf16_experts_route_in_float32(one: World, two: World, samples: Path, tmp_path: Path) -> None:
+def test_fsdp_bf16_routes_in_fp32(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 4, "precision": "bf16"}
     sharded, truth = two.run(TRAIN, fsdp=True, **run), one.run(TRAIN, **run)
     assert furthest(sharded["loss"], truth["loss"]) < 0.003
 
 
-def test_a_rank_holds_its_share(two: World, models: dict[str, Path], samples: Path) -> None:
+def test_fsdp_rank_holds_its_shard_only(two: RankPool, models: dict[str, Path], samples: Path) -> None:
     """Also behind an evaluation, which gathers all weights and has no backward pass to let them go."""
     layout = {"model": models["qwen2-untied"], "samples": samples, "fsdp": True}
     for rank in two.run("ranks.data_parallel_tasks.shares", **layout):
@@ -93,7 +97,7 @@ def test_a_rank_holds_its_share(two: World, models: dict[str, Path], samples: Pa
             assert share == pytest.approx(0.5, abs=0.01), name
 
 
-def test_the_export_is_what_was_read(two: World, four: World, samples: Path, tmp_path: Path) -> None:
+def test_fsdp_export_equals_import(two: RankPool, four: RankPool, samples: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen2_moe", mlp_only_layers=[1], dtype=torch.bfloat16)
     for world, layout in ((two, {}), (four, {"tp": 2, "precision": "bf16"})):
         destination = tmp_path / f"export-{world.size}"
@@ -106,7 +110,7 @@ def test_the_export_is_what_was_read(two: World, four: World, samples: Path, tmp
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_a_broken_disk_stops_every_rank(two: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+def test_disk_failure_stops_every_rank(two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     """Those that write nothing wait for the rows of the one that failed."""
     told = two.run(
         "ranks.data_parallel_tasks.failed_export",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ranks.rank_pool import RankPool
 from ranks.tasks import CLIP_GRAD, TOTAL_STEPS
 from ranks.tiny import build_model_folder
-from ranks.world import World
 
 TOLERANCE = 1e-5
 """Relative; float32 in another order of summation gives about 1e-7."""
@@ -22,7 +22,7 @@ def furthest(got: list[float], wanted: list[float]) -> float:
 
 
 @pytest.fixture(scope="session")
-def alone(one: World, models: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
+def alone(one: RankPool, models: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
     """What one process does with each model: the truth for all layouts."""
     return {
         name: one.run("ranks.tasks.train", model=folder, samples=samples, micro_batch_size=2, evaluate=True)
@@ -41,7 +41,7 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
         assert run[held_out] == pytest.approx(truth[held_out], rel=TOLERANCE)
 
 
-def test_the_truth_learns_and_clips_now_and_then(alone: dict[str, dict[str, Any]]) -> None:
+def test_reference_run_learns_and_clips_some_steps(alone: dict[str, dict[str, Any]]) -> None:
     for run in alone.values():
         assert len(run["loss"]) == TOTAL_STEPS
         assert run["loss"][-1] < run["loss"][0] - 0.5
@@ -64,10 +64,10 @@ BY_NAME: dict[str, tuple[int, dict[str, Any]]] = {
     # Untied embeddings matter where the first and the last stage are apart and the vocabulary is split.
     [*(("qwen3-tied", layout) for layout in BY_NAME), ("qwen2-untied", "tp2-pp2")],
 )
-def test_a_layout_trains_as_one_process(
+def test_layout_trains_as_single_process(
     name: str,
     layout: str,
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     models: dict[str, Path],
     samples: Path,
     alone: dict[str, dict[str, Any]],
@@ -89,8 +89,8 @@ EXPERTS = {
 @pytest.mark.parametrize(
     ("family", "layout"), [(family, layout) for family, (_, layouts) in EXPERTS.items() for layout in layouts]
 )
-def test_experts_train_as_in_one_process(
-    family: str, layout: str, one: World, worlds: dict[int, World], samples: Path, tmp_path: Path
+def test_moe_trains_as_single_process(
+    family: str, layout: str, one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
 ) -> None:
     """With layers that have none, with shared experts, with biases."""
     model = build_model_folder(tmp_path / "model", family, **EXPERTS[family][0])
@@ -102,7 +102,7 @@ def test_experts_train_as_in_one_process(
     assert spread["valid_after"] == pytest.approx(truth["valid_after"], rel=TOLERANCE)
 
 
-def test_experts_go_on_under_another_layout(one: World, two: World, samples: Path, tmp_path: Path) -> None:
+def test_moe_resumes_in_another_layout(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     """And with activations that are computed again."""
     settings = {
         "model": build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2),
@@ -126,10 +126,10 @@ def test_experts_go_on_under_another_layout(one: World, two: World, samples: Pat
         pytest.param("qwen3-tied", {"pp": 2}, id="pp2-dp2"),
     ],
 )
-def test_the_first_steps_on_four_ranks(
+def test_first_steps_on_four_ranks(
     name: str,
     layout: dict[str, Any],
-    four: World,
+    four: RankPool,
     models: dict[str, Path],
     samples: Path,
     alone: dict[str, dict[str, Any]],
@@ -145,7 +145,7 @@ def test_the_first_steps_on_four_ranks(
 def test_bf16_follows_fp32(
     ranks: int,
     layout: dict[str, Any],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     models: dict[str, Path],
     samples: Path,
     alone: dict[str, dict[str, Any]],
@@ -166,24 +166,22 @@ def test_bf16_follows_fp32(
     assert differences["grad_norm"] < 0.02
 
 
-def test_the_micro_batch_does_not_matter(
-    one: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+def test_micro_batch_size_does_not_change_the_loss(
+    one: RankPool, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
     run = one.run("ranks.tasks.train", model=models["llama-tied"], samples=samples, micro_batch_size=4, evaluate=True)
     assert_same(run, alone["llama-tied"])
 
 
-def test_packing_off_pads_nothing_and_repeats_nothing(
-    one: World, two: World, models: dict[str, Path], samples: Path
-) -> None:
+def test_without_packing(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
     layout = {"model": models["qwen3-tied"], "samples": samples, "packing": False, "evaluate": True, "steps": 5}
     truth = one.run("ranks.tasks.train", **layout)
     assert_same(two.run("ranks.tasks.train", tp=2, micro_batch_size=4, **layout), truth)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_activations_are_the_same(
-    recompute: str, one: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+def test_recompute_is_bitwise_identical(
+    recompute: str, one: RankPool, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
     run = one.run(
         "ranks.tasks.train",
@@ -197,8 +195,8 @@ def test_recomputed_activations_are_the_same(
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
-def test_full_recomputation_over_ranks(
-    layout: dict[str, int], two: World, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+def test_full_recompute_over_ranks(
+    layout: dict[str, int], two: RankPool, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
     run = two.run(
         "ranks.tasks.train",

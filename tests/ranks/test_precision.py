@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ranks.rank_pool import RankPool
 from ranks.test_layouts import furthest
 from ranks.tiny import build_model_folder
-from ranks.world import World
 
 STEPS = 8
 
@@ -22,7 +22,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(one: World, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
+def alone(one: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
     """What one process does in each precision."""
     cases: dict[str, dict[str, Any]] = {
         "fp32": {},
@@ -36,7 +36,7 @@ def alone(one: World, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def spread(two: World, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
+def spread(two: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
     """The same over two ranks."""
     cases: dict[str, dict[str, Any]] = {
         "fp16": {"precision": "fp16", "more": {"initial_loss_scale": 256.0}},
@@ -64,15 +64,15 @@ def test_fp16_follows_fp32(alone: dict[str, dict[str, Any]], spread: dict[str, d
         assert loss < 0.0005 and norm < 0.004
 
 
-def test_a_scale_far_too_high_is_found_out_by_the_gradients(alone: dict[str, dict[str, Any]]) -> None:
+def test_too_high_loss_scale_is_lowered(alone: dict[str, dict[str, Any]]) -> None:
     run = alone["fp16 too high"]
     assert 2 <= run["skipped"][-1] < 10
     assert run["loss_scale"][-1] <= 2.0 ** (17 - run["skipped"][-1])
     assert run["loss"][-1] != run["loss"][0] and run["grad_norm"][-1] < 100
 
 
-def test_an_overflow_costs_one_step_and_half_the_scale_and_checkpoints_know(
-    two: World, wide: Path, samples: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
+def test_overflow_skips_a_step_halves_the_scale_and_is_checkpointed(
+    two: RankPool, wide: Path, samples: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     """Over two data-parallel ranks, one of which sees it; the scale grows again after three good steps."""
     settings = {
@@ -97,7 +97,7 @@ def test_an_overflow_costs_one_step_and_half_the_scale_and_checkpoints_know(
         assert again[name] == run[name][5:]
 
 
-def test_an_overflow_at_the_lowest_scale_is_the_end(one: World, wide: Path, samples: Path) -> None:
+def test_overflow_at_the_lowest_scale_fails(one: RankPool, wide: Path, samples: Path) -> None:
     settings = {"model": wide, "samples": samples, "precision": "fp16", "steps": 2}
     more = {"initial_loss_scale": 2.0}
     refused = one.run("ranks.tasks.refusal", task="train", **settings, more=more, overflow_at=[0, 1])
@@ -115,7 +115,7 @@ def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], spread: dict[str, di
     assert loss < 0.003 and norm < 0.03
 
 
-def test_what_fp8_cannot_multiply_is_said(two: World, models: dict[str, Path], samples: Path) -> None:
+def test_shapes_unsuited_to_fp8_are_refused(two: RankPool, models: dict[str, Path], samples: Path) -> None:
     told = two.run("ranks.tasks.said", model=models["qwen3-tied"], samples=samples, precision="fp8", tp=2)
     assert told == [
         "fp8: 12 linear layers of this rank",
@@ -131,7 +131,7 @@ RECOMPUTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def test_what_is_recomputed_is_the_same(one: World, samples: Path, tmp_path: Path) -> None:
+def test_recompute_gives_identical_results(one: RankPool, samples: Path, tmp_path: Path) -> None:
     families = sorted({family for family, *_ in RECOMPUTED})
     models = {family: build_model_folder(tmp_path / family, family, num_hidden_layers=2) for family in families}
     cases: list[dict[str, Any]] = [{"model": models[family]} for family in families]
@@ -143,9 +143,7 @@ def test_what_is_recomputed_is_the_same(one: World, samples: Path, tmp_path: Pat
         assert run == plain[family]
 
 
-def test_experts_recomputed_beside_other_lines_see_their_own(
-    one: World, two: World, samples: Path, tmp_path: Path
-) -> None:
+def test_recomputed_experts_see_their_own_sequence(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     """The first stage has begun with another micro batch by the time that it computes one's experts again."""
     model = build_model_folder(tmp_path / "model", "qwen2_moe", num_hidden_layers=2)
     run: dict[str, Any] = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 2}
@@ -173,7 +171,7 @@ def assert_told(found: dict[str, int]) -> None:
     assert found["measured"] == pytest.approx(found["expected"], rel=0.01)
 
 
-def test_the_formula_tells_what_each_relief_keeps(one: World, wide: Path, samples: Path) -> None:
+def test_activation_formula_for_each_recompute_mode(one: RankPool, wide: Path, samples: Path) -> None:
     shared = {"task": "kept_activations", "model": wide, "samples": samples, "micro_batch_size": 4}
     kept = one.run("ranks.tasks.each", cases=list(RELIEF.values()), **shared)
     print(kept)
@@ -183,7 +181,7 @@ def test_the_formula_tells_what_each_relief_keeps(one: World, wide: Path, sample
     assert nothing == core_attn > mlp > one_layer > all_layers
 
 
-def test_the_formula_knows_the_forms_of_layers(one: World, samples: Path, tmp_path: Path) -> None:
+def test_activation_formula_for_layer_types(one: RankPool, samples: Path, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "vocab_size": 77}
     families = ("llama", "gpt2", "gemma2", "olmo2", "cohere", "gpt_neox")
     cases = [{"model": build_model_folder(tmp_path / family, family, **sizes)} for family in families]
@@ -193,7 +191,7 @@ def test_the_formula_knows_the_forms_of_layers(one: World, samples: Path, tmp_pa
         assert_told(found)
 
 
-def test_the_formula_over_ranks(two: World, wide: Path, samples: Path) -> None:
+def test_activation_formula_over_ranks(two: RankPool, wide: Path, samples: Path) -> None:
     shared = {"model": wide, "samples": samples, "micro_batch_size": 4, "precision": "bf16", "tp": 2}
     found = two.run("ranks.tasks.each", task="kept_activations", cases=[{"sp": False}, {"sp": True}], **shared)
     print(found)

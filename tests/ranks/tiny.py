@@ -111,8 +111,8 @@ def build_model_folder(
     return folder
 
 
-def add_layers_ahead(folder: Path) -> Path:
-    """Give a saved model the layers ahead that its config counts and transformers leaves out; returns the folder."""
+def add_mtp_layers(folder: Path) -> Path:
+    """Give a saved model the MTP layers that its config counts and transformers leaves out; returns the folder."""
     config = json.loads((folder / "config.json").read_text())
     family = family_for(config)
     tensors = load_file(folder / "model.safetensors")

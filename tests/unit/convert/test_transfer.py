@@ -195,7 +195,7 @@ def test_a_tensor_too_many_or_too_few_is_refused(qwen3: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused(converted: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(converted: Path, tmp_path: Path) -> None:
     plain = build_model_folder(tmp_path / "llama", "llama", tie_word_embeddings=False)
     with pytest.raises(DataError, match=r"not expected: decoder\.layers\.self_attention\.[qk]_layernorm"):
         convert(converted, tmp_path / "out", hf_like=plain)

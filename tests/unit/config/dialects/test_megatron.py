@@ -13,7 +13,7 @@ from isthmus.config.dialects.megatron.ignored import OTHERWISE
 from isthmus.config.dialects.megatron.model_args import rows_by_name
 from isthmus.config.dialects.megatron.translate_megatron import from_arguments, from_script, from_words
 from isthmus.config.dialects.megatron.unsupported import NOT_AT_ALL, REFUSED
-from isthmus.config.dialects.translation import Translation, World
+from isthmus.config.dialects.translation import RankPool, Translation
 from isthmus.errors import UsageError
 from unit.config.dialects.scripts import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL
 
@@ -70,7 +70,7 @@ def test_a_dense_model_with_arrays_defaults_and_conditions() -> None:
         "checkpoint.resume": "auto",
         "logging.every": 10,
     }
-    assert told.translation.world == World(nproc_per_node=8)
+    assert told.translation.world == RankPool(nproc_per_node=8)
     assert told.translation.origins["train.steps"] == "--train-samples 128000 --global-batch-size 128"
     assert said_of(told.translation) == {
         "--use-mcore-models": "otherwise",
@@ -116,7 +116,7 @@ def test_experts_over_two_machines_started_by_eval() -> None:
         "checkpoint.resume": "never",
         "logging.every": 100,
     }
-    assert told.translation.world == World(2, 1, 8, "node0", 6000)
+    assert told.translation.world == RankPool(2, 1, 8, "node0", 6000)
     assert said_of(told.translation) == {
         "--no-masked-softmax-fusion, --moe-grouped-gemm": "otherwise",
         "--load /checkpoints/mixtral --finetune": "not at all",
@@ -259,7 +259,7 @@ def test_a_default_that_is_said_needs_no_word() -> None:
 def test_the_batch_is_that_of_all_ranks_where_it_is_not_said() -> None:
     place = ENOUGH.index("--global-batch-size")
     words = [*ENOUGH[:place], *ENOUGH[place + 2 :], "--tensor-model-parallel-size", "2"]
-    found = from_arguments(read_flags(words), World(nnodes=2, nproc_per_node=4), "x").translation
+    found = from_arguments(read_flags(words), RankPool(nnodes=2, nproc_per_node=4), "x").translation
     assert found.settings["train.global_batch_size"] == 4
     with pytest.raises(UsageError, match="--global-batch-size"):
         from_words(words)

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from isthmus.engine.megatron_model import Decoder
-from ranks.world import World
+from ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +23,7 @@ def stderr_of(code: str) -> str:
 
 
 @pytest.mark.processes
-def test_random_state_on_cpu(one: World) -> None:
+def test_random_state_on_cpu(one: RankPool) -> None:
     found = one.run("unit.engine.with_upstream.random_state")
     assert not found["upstream"], "megatron-core sets the CPU's random state now: drop compat.random_state_on_cpu"
     assert found["mended"]
@@ -49,7 +49,7 @@ def test_variables_of_transformer_engine_stay_as_they_are(monkeypatch: pytest.Mo
 
 
 @pytest.mark.processes
-def test_fill_adam_state(one: World, models: dict[str, Path], samples: Path) -> None:
+def test_fill_adam_state(one: RankPool, models: dict[str, Path], samples: Path) -> None:
     found = one.run(
         "unit.engine.with_upstream.state_before_the_first_step", model=models["llama-tied"], samples=samples
     )
@@ -58,7 +58,7 @@ def test_fill_adam_state(one: World, models: dict[str, Path], samples: Path) -> 
 
 
 @pytest.mark.processes
-def test_clip_in_place(one: World) -> None:
+def test_clip_in_place(one: RankPool) -> None:
     found = one.run("unit.engine.with_upstream.clipping")
     norm = pytest.approx(1000**0.5 * 2, rel=1e-6)
     assert found["upstream"] == {"made": 1000, "norm": norm, "left": pytest.approx(1, rel=1e-4)}, (
@@ -81,7 +81,7 @@ def test_a_rank_alone_exchanges_nothing(
 
 
 @pytest.mark.processes
-def test_load_adam(one: World, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+def test_load_adam(one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     found = one.run("unit.engine.with_upstream.loading", model=models["llama-tied"], samples=samples, root=tmp_path)
     own_and_right = [True, [1.0]]
     assert found["upstream"] != own_and_right, "megatron-core loads AdamW's state now: drop compat.load_adam"
@@ -89,14 +89,14 @@ def test_load_adam(one: World, models: dict[str, Path], samples: Path, tmp_path:
 
 
 @pytest.mark.processes
-def test_same_loss_scale(one: World) -> None:
+def test_same_loss_scale(one: RankPool) -> None:
     found = one.run("unit.engine.with_upstream.loss_scales")
     assert found["upstream"] == [64, 32], "the optimizers of a chain share a loss scale now: drop same_loss_scale"
     assert found["mended"] == [32, 32]
 
 
 @pytest.mark.processes
-def test_keep_bucket_padding(two: World, models: dict[str, Path], samples: Path) -> None:
+def test_keep_bucket_padding(two: RankPool, models: dict[str, Path], samples: Path) -> None:
     found = two.run("unit.engine.with_upstream.misplaced", model=models["qwen3-tied"], samples=samples)
     assert found["upstream"] > 10, "the optimizer's state is cut in the right places now: drop keep_bucket_padding"
     assert found["mended"] == 0

@@ -1,4 +1,4 @@
-"""Training with layers that predict ahead, written down in nothing but transformers' modules and torch."""
+"""Training with MTP layers, written down in nothing but transformers' modules and torch."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Ahead(nn.Module):
 def train(
     *, model: str, samples: str, lr: list[float], mtp_loss_weight: float, weight_decay: float = 0.1
 ) -> dict[str, list[float]]:
-    """As :func:`parity.tasks.train`, with the layers ahead that the folder has; ``lr`` has one entry a step."""
+    """As :func:`parity.tasks.train`, with the MTP layers that the folder has; ``lr`` has one entry a step."""
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
     tensors = load_file(Path(model) / "model.safetensors")
     layers = range(network.config.num_hidden_layers, network.config.num_hidden_layers + 9)
-    network.ahead = nn.ModuleList(
+    network.mtp = nn.ModuleList(
         Ahead(network.config, tensors, layer) for layer in layers if f"model.layers.{layer}.enorm.weight" in tensors
     )
     decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]
@@ -77,31 +77,31 @@ def train(
     for step, rate in enumerate(lr):
         lines = batches.step(step)
         sums = torch.stack([_sums(network, line) for line in lines]).sum(dim=0)
-        loss_sum, learned, ahead_sum, ahead_learned = sums
+        loss_sum, learned, mtp_sum, ahead_learned = sums
         optimizer.zero_grad()
-        ((loss_sum + mtp_loss_weight / len(network.ahead) * ahead_sum) / learned.detach()).backward()
+        ((loss_sum + mtp_loss_weight / len(network.mtp) * mtp_sum) / learned.detach()).backward()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP_GRAD)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         curves["loss"].append((loss_sum / learned).item())
-        curves["mtp_loss"].append((ahead_sum / ahead_learned).item())
+        curves["mtp_loss"].append((mtp_sum / ahead_learned).item())
         curves["grad_norm"].append(norm.item())
     return curves
 
 
 def _sums(network: Any, line: MicroBatch) -> Tensor:
-    """Loss and learned tokens of the model, and of its layers ahead together, sample by sample."""
+    """Loss and learned tokens of the model, and of its MTP layers together, sample by sample."""
     total = torch.zeros(4)
     for begin, end in itertools.pairwise(line.cu_seqlens.tolist()):
         tokens, labels, mask = line.input_ids[begin:end], line.labels[begin:end], line.loss_mask[begin:end]
         hidden = network.model(tokens[None]).last_hidden_state
         total = total + _sum(network, hidden, labels, mask, 0)
-        for depth, ahead in enumerate(network.ahead, start=1):
+        for depth, mtp in enumerate(network.mtp, start=1):
             if depth >= end - begin:
                 break
             embedded = network.model.embed_tokens(tokens[None, depth:])
-            hidden = ahead(hidden[:, :-1], embedded, network.model.rotary_emb)
+            hidden = mtp(hidden[:, :-1], embedded, network.model.rotary_emb)
             total = total + _sum(network, hidden, labels[depth:], mask[depth:], 2)
     return total
 

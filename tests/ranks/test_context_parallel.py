@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder
-from ranks.world import World
 
 TOLERANCE = 1e-5
 """Relative."""
 
 
-def test_attention_of_the_ranks_is_that_of_one(four: World) -> None:
+def test_context_parallel_attention_equals_single_process(four: RankPool) -> None:
     """Output and gradients in float64; the chunks of these lines are dealt in several turns."""
     lines = [((2400,), None), ((700, 20, 1680), None), ((1500, 900), 150)]
     cases = [
@@ -56,8 +56,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_cut_line_trains_as_a_whole_one(
-    name: str, one: World, worlds: dict[int, World], samples: Path, tmp_path: Path
+def test_context_parallel_trains_as_single_process(
+    name: str, one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
 ) -> None:
     family, settings, layouts = MODELS[name]
     model = build_model_folder(tmp_path / "model", family, **settings)
@@ -76,12 +76,12 @@ def test_a_cut_line_trains_as_a_whole_one(
         assert_same(worlds[ranks].run("ranks.tasks.train", **run, **sizes, steps=steps if ranks == 2 else 4), truth)
 
 
-def test_a_line_of_one_sample(one: World, two: World, models: dict[str, Path], samples: Path) -> None:
+def test_sequence_of_one_sample(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
     run = {"model": models["llama-tied"], "samples": samples, "evaluate": True, "packing": False, "steps": 4}
     assert_same(two.run("ranks.tasks.train", **run, cp=2), one.run("ranks.tasks.train", **run))
 
 
-def test_activations_are_computed_again(one: World, two: World, samples: Path, tmp_path: Path) -> None:
+def test_context_parallel_with_recompute(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run: dict[str, Any] = {"model": model, "samples": samples, "steps": 2, "evaluate": True}
     truth = one.run("ranks.tasks.train", **run)
@@ -89,8 +89,8 @@ def test_activations_are_computed_again(one: World, two: World, samples: Path, t
         assert_same(two.run("ranks.tasks.train", **run, cp=2, recompute=recompute), truth)
 
 
-def test_a_run_goes_on_under_another_cp(
-    one: World, two: World, models: dict[str, Path], samples: Path, tmp_path: Path
+def test_resume_with_another_cp(
+    one: RankPool, two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     run: dict[str, Any] = {"model": models["qwen2-untied"], "samples": samples, "steps": 4}
     truth = one.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "whole")
@@ -101,8 +101,8 @@ def test_a_run_goes_on_under_another_cp(
         assert later == pytest.approx(truth["loss"][2:], rel=TOLERANCE)
 
 
-def test_an_export_is_that_of_one_process(
-    one: World, two: World, models: dict[str, Path], samples: Path, tmp_path: Path
+def test_export_equals_single_process(
+    one: RankPool, two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     for name, world, sizes in (("whole", one, {}), ("cut", two, {"cp": 2})):
         folders = {"root": tmp_path / f"{name}-checkpoints", "destination": tmp_path / name}
@@ -113,9 +113,7 @@ def test_an_export_is_that_of_one_process(
     assert all(torch.allclose(cut[name], whole[name], rtol=0, atol=1e-5) for name in whole)
 
 
-def test_memory_grows_with_the_line_and_not_with_its_square(
-    one: World, two: World, samples: Path, tmp_path: Path
-) -> None:
+def test_memory_is_linear_in_sequence_length(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     """Nor does anything as large as all logits exist, and two ranks take not much more than half of it each.
 
     What they do not share out is a block of scores at a time.

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder
-from ranks.world import World
 
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "llama": [{"tp": 2, "precision": "bf16"}, {"pp": 2}, {"fsdp": True}],
@@ -17,7 +17,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_parameters_and_optimizer_state_are_exact(two: World, samples: Path, tmp_path: Path, family: str) -> None:
+def test_parameters_and_optimizer_state_are_exact(two: RankPool, samples: Path, tmp_path: Path, family: str) -> None:
     model = build_model_folder(tmp_path / "model", family, num_hidden_layers=3, tie_word_embeddings=False)
     for layout in LAYOUTS[family]:
         found = two.run("ranks.tasks.footprint_and_held", model=model, samples=samples, **layout)

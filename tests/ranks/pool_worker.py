@@ -1,4 +1,4 @@
-"""The ranks of a :class:`ranks.world.World`: forked where all imports are done, they run the tasks that they are sent.
+"""The ranks of a :class:`ranks.rank_pool.RankPool`, forked from a process that has done all imports.
 
 This process imports what a task needs and forks a rank a line of its standard input; imports cost seconds, forks none.
 A rank connects to the socket of its world, joins the others and then answers each request with a line.

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, furthest
-from ranks.tiny import add_layers_ahead, build_model_folder
-from ranks.world import World
+from ranks.tiny import add_mtp_layers, build_model_folder
 
 TASK = "ranks.data_parallel_tasks.train_in_buckets"
 BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -21,8 +21,8 @@ SMALL = 4000
     ("name", "layout"),
     [("qwen3-tied", {"overlap_grad_reduce": True, "overlap_param_gather": False}), ("qwen2-untied", BOTH)],
 )
-def test_the_result_is_the_same(
-    name: str, layout: dict[str, Any], two: World, models: dict[str, Path], samples: Path
+def test_overlap_gives_identical_results(
+    name: str, layout: dict[str, Any], two: RankPool, models: dict[str, Path], samples: Path
 ) -> None:
     """To the last bit, weights and optimizer included, where the buckets are the same: there is one of all."""
     run = {"model": models[name], "samples": samples, "micro_batch_size": 2, "steps": 5, "evaluate": True}
@@ -33,8 +33,8 @@ def test_the_result_is_the_same(
 
 
 @pytest.mark.parametrize(("ranks", "pp"), [(2, 1), (4, 2)])
-def test_buckets_are_exchanged_while_others_are_computed(
-    ranks: int, pp: int, worlds: dict[int, World], models: dict[str, Path], samples: Path, tmp_path: Path
+def test_buckets_overlap_with_computation(
+    ranks: int, pp: int, worlds: dict[int, RankPool], models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     """And a checkpoint between two steps holds weights that no forward pass has gathered yet."""
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 1, "evaluate": True, "pp": pp}
@@ -55,7 +55,7 @@ def test_buckets_are_exchanged_while_others_are_computed(
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-def test_experts_are_waited_for(ep: int, two: World, samples: Path, tmp_path: Path) -> None:
+def test_expert_buckets_are_synchronized(ep: int, two: RankPool, samples: Path, tmp_path: Path) -> None:
     """Their weights are used without calling their modules, and spread over ranks they have buckets of their own."""
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 3, "ep": ep}
@@ -66,15 +66,15 @@ def test_experts_are_waited_for(ep: int, two: World, samples: Path, tmp_path: Pa
         assert furthest(beside[curve], plain[curve]) < 1e-6
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_stages_wait_for_what_they_hold(ahead: bool, four: World, samples: Path, tmp_path: Path) -> None:
-    """Virtual stages, each with buckets of its own; and layers ahead, whose stage has a copy of the embedding."""
-    layers = {"num_hidden_layers": 2, "num_mtp_layers": 1} if ahead else {"num_hidden_layers": 4}
-    model = build_model_folder(tmp_path / "model", "deepseek_v3" if ahead else "qwen3", **layers)
-    if ahead:
-        add_layers_ahead(model)
-    run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 3, "pp": 2, "vpp": 1 if ahead else 2}
+@pytest.mark.parametrize("mtp", [False, True])
+def test_pipeline_stages_synchronize_their_buckets(mtp: bool, four: RankPool, samples: Path, tmp_path: Path) -> None:
+    """Virtual stages, each with buckets of its own; and MTP layers, whose stage has a copy of the embedding."""
+    layers = {"num_hidden_layers": 2, "num_mtp_layers": 1} if mtp else {"num_hidden_layers": 4}
+    model = build_model_folder(tmp_path / "model", "deepseek_v3" if mtp else "qwen3", **layers)
+    if mtp:
+        add_mtp_layers(model)
+    run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 3, "pp": 2, "vpp": 1 if mtp else 2}
     plain = four.run("ranks.tasks.train", **run)
     beside = four.run(TASK, bucket_elements=SMALL, **run | BOTH)
-    for curve in (*CURVES, *(["mtp_loss"] if ahead else [])):
+    for curve in (*CURVES, *(["mtp_loss"] if mtp else [])):
         assert furthest(beside[curve], plain[curve]) < 1e-6

@@ -1,6 +1,6 @@
 """Pipelines of virtual and of uneven stages, and latent attention on them, train as one process does.
 
-Layers that predict ahead, of which a checkpoint is written by virtual stages with experts, are in test_ahead.py.
+MTP layers, of which a checkpoint is written by virtual stages with experts, are in test_mtp.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import verify
+from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
 from ranks.tiny import build_model_folder
-from ranks.world import World
 
 YARN = {
     "rope_parameters": {
@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Truths:
     """What one process does with each model, run once and only as far as a test asks."""
 
-    def __init__(self, one: World, folders: dict[str, Path], samples: Path) -> None:
+    def __init__(self, one: RankPool, folders: dict[str, Path], samples: Path) -> None:
         self._one, self._folders, self._samples = one, folders, samples
         self._made: dict[tuple[str, int], dict[str, Any]] = {}
 
@@ -64,7 +64,7 @@ class Truths:
 
 
 @pytest.fixture(scope="module")
-def truths(one: World, folders: dict[str, Path], samples: Path) -> Truths:
+def truths(one: RankPool, folders: dict[str, Path], samples: Path) -> Truths:
     return Truths(one, folders, samples)
 
 
@@ -83,12 +83,12 @@ def truths(one: World, folders: dict[str, Path], samples: Path) -> Truths:
         pytest.param("latent-v3", 4, STEPS, {"tp": 2, "pp": 2, "vpp": 2}, id="latent-v3-tp2-sp-pp2-vpp2"),
     ],
 )
-def test_stages_train_as_one_process(
+def test_pipeline_trains_as_single_process(
     name: str,
     ranks: int,
     steps: int,
     layout: dict[str, Any],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     folders: dict[str, Path],
     samples: Path,
     truths: Truths,
@@ -112,8 +112,14 @@ def test_stages_train_as_one_process(
         pytest.param("five", {"pp": 2}, id="uneven"),
     ],
 )
-def test_checkpoints_know_nothing_of_stages(
-    name: str, layout: dict[str, Any], one: World, two: World, folders: dict[str, Path], samples: Path, tmp_path: Path
+def test_checkpoints_are_independent_of_stages(
+    name: str,
+    layout: dict[str, Any],
+    one: RankPool,
+    two: RankPool,
+    folders: dict[str, Path],
+    samples: Path,
+    tmp_path: Path,
 ) -> None:
     """To the last bit under the same stages, and as closely as layouts agree without them, there and back."""
     settings = {"model": folders[name], "samples": samples, "micro_batch_size": 2, "steps": STEPS}
@@ -135,11 +141,11 @@ def test_checkpoints_know_nothing_of_stages(
         pytest.param("latent-v3", 4, {"tp": 2, "pp": 2, "vpp": 2}, id="virtual-with-experts"),
     ],
 )
-def test_what_stages_export_is_what_they_save(
+def test_pipeline_export_equals_checkpoint(
     name: str,
     ranks: int,
     layout: dict[str, Any],
-    worlds: dict[int, World],
+    worlds: dict[int, RankPool],
     folders: dict[str, Path],
     samples: Path,
     tmp_path: Path,

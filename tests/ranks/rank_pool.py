@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MEMBER = Path(__file__).with_name("member.py")
+MEMBER = Path(__file__).with_name("pool_worker.py")
 FRESH_AFTER_TASKS = 6
 """Tasks that one set of processes runs: gloo leaves threads behind with every set of groups, and they cost time."""
 STRAGGLER_S = 5.0
@@ -37,7 +37,7 @@ class RankFailure(AssertionError):
     """A task did not end well on some rank."""
 
 
-class World:
+class RankPool:
     """``size`` processes on this machine, joined over gloo by a file."""
 
     def __init__(self, size: int, folder: Path) -> None:
@@ -157,7 +157,7 @@ def _stem() -> subprocess.Popen[str]:
 
 
 def fork_rank(**request: Any) -> int:
-    """Fork a process that becomes a rank as ``request`` has it, see :func:`ranks.member.be_rank`; its number."""
+    """Fork a process that becomes a rank as ``request`` has it, see :func:`ranks.pool_worker.be_rank`; its number."""
     stem = _stem()
     assert stem.stdin is not None and stem.stdout is not None
     stem.stdin.write(json.dumps(request) + "\n")

@@ -1,4 +1,4 @@
-"""Layers that predict ahead are trained as DeepSeek-V3's report has it, in every layout, and kept by exports."""
+"""MTP layers are trained as DeepSeek-V3's report has it, in every layout, and kept by exports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import verify
+from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
-from ranks.tiny import add_layers_ahead, build_model_folder
-from ranks.world import World
+from ranks.tiny import add_mtp_layers, build_model_folder
 
 STEPS = 4
 ALL = (*CURVES, "mtp_loss")
@@ -24,13 +24,13 @@ WEIGHT = 0.7
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers and two depths ahead."""
-    folder = tmp_path_factory.mktemp("ahead") / "model"
-    return add_layers_ahead(build_model_folder(folder, "deepseek_v3", num_hidden_layers=2, num_mtp_layers=2))
+    """Two layers and two MTP depths."""
+    folder = tmp_path_factory.mktemp("mtp") / "model"
+    return add_mtp_layers(build_model_folder(folder, "deepseek_v3", num_hidden_layers=2, num_mtp_layers=2))
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, one: World, samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(model: Path, one: RankPool, samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The truth for all layouts, with a checkpoint of its second step."""
     root = tmp_path_factory.mktemp("alone")
     settings = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "evaluate": True}
@@ -39,9 +39,9 @@ def alone(model: Path, one: World, samples: Path, tmp_path_factory: pytest.TempP
     return run | {"saved": root / "iter_0000002"}
 
 
-def test_the_loss_is_that_of_the_report(model: Path, alone: dict[str, Any], one: World, samples: Path) -> None:
+def test_mtp_loss_equals_the_paper(model: Path, alone: dict[str, Any], one: RankPool, samples: Path) -> None:
     settings = {"model": model, "samples": samples, "lr": alone["lr"], "mtp_loss_weight": WEIGHT}
-    theirs = one.run("parity.ahead.train", **settings)
+    theirs = one.run("parity.mtp.train", **settings)
     differences = {curve: furthest(alone[curve], theirs[curve]) for curve in ALL}
     print(differences)
     assert max(differences.values()) < TOLERANCE
@@ -55,8 +55,8 @@ def test_the_loss_is_that_of_the_report(model: Path, alone: dict[str, Any], one:
         pytest.param(4, {"tp": 2, "pp": 2}, id="tp2-sp-pp2"),
     ],
 )
-def test_every_layout_trains_them(
-    ranks: int, layout: dict[str, Any], model: Path, alone: dict[str, Any], worlds: dict[int, World], samples: Path
+def test_mtp_in_every_layout(
+    ranks: int, layout: dict[str, Any], model: Path, alone: dict[str, Any], worlds: dict[int, RankPool], samples: Path
 ) -> None:
     settings = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "evaluate": True}
     run = worlds[ranks].run("ranks.tasks.train", **settings, mtp_loss_weight=WEIGHT, **layout)
@@ -66,23 +66,23 @@ def test_every_layout_trains_them(
     assert run["valid_after"] == pytest.approx(alone["valid_after"], rel=TOLERANCE)
 
 
-def test_they_go_on_from_virtual_stages(one: World, two: World, samples: Path, tmp_path: Path) -> None:
+def test_mtp_resumes_from_virtual_pipeline(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     deeper = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=4, num_mtp_layers=1)
-    settings = {"model": add_layers_ahead(deeper), "samples": samples, "micro_batch_size": 2, "steps": STEPS}
+    settings = {"model": add_mtp_layers(deeper), "samples": samples, "micro_batch_size": 2, "steps": STEPS}
     whole = two.run("ranks.tasks.train", **settings, pp=2, vpp=2, save_at=[2], root=tmp_path / "root")
     rest = one.run("ranks.tasks.train", **settings, resume=tmp_path / "root" / "iter_0000002")
     assert max(furthest(rest[curve], whole[curve][2:]) for curve in ALL) < TOLERANCE
 
 
-def test_a_checkpoint_of_one_process_goes_on_in_a_pipeline(
-    model: Path, alone: dict[str, Any], two: World, samples: Path
+def test_mtp_single_process_checkpoint_resumes_in_pipeline(
+    model: Path, alone: dict[str, Any], two: RankPool, samples: Path
 ) -> None:
     settings = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "pp": 2}
     rest = two.run("ranks.tasks.train", **settings, mtp_loss_weight=WEIGHT, resume=alone["saved"])
     assert max(furthest(rest[curve], alone[curve][2:]) for curve in ALL) < TOLERANCE
 
 
-def test_exports_keep_them(model: Path, four: World, samples: Path, tmp_path: Path) -> None:
+def test_export_contains_mtp_layers(model: Path, four: RankPool, samples: Path, tmp_path: Path) -> None:
     settings = {"model": model, "samples": samples, "micro_batch_size": 2, "tp": 2, "pp": 2}
     places = {"root": tmp_path / "checkpoints", "destination": tmp_path / "export"}
     four.run("ranks.tasks.save_and_export", **settings, **places)
@@ -97,10 +97,8 @@ def test_exports_keep_them(model: Path, four: World, samples: Path, tmp_path: Pa
     verify(tmp_path / "export", tmp_path / "converted")
 
 
-def test_an_embedding_of_their_own_is_refused(two: World, model: Path, samples: Path, tmp_path: Path) -> None:
-    other = add_layers_ahead(
-        build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2, num_mtp_layers=1)
-    )
+def test_separate_mtp_embedding_is_refused(two: RankPool, model: Path, samples: Path, tmp_path: Path) -> None:
+    other = add_mtp_layers(build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2, num_mtp_layers=1))
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.2.embed_tokens.weight"][7] += 1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})

@@ -11,8 +11,8 @@ import torch
 from isthmus.convert.legacy.legacy_layout import Grid
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import verify
+from ranks.rank_pool import RankPool
 from ranks.tiny import ARCHETYPES, build_model_folder
-from ranks.world import World
 
 pytestmark = pytest.mark.ranks
 
@@ -30,8 +30,8 @@ TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 @LAYOUTS
 @TIED
-def test_one_checkpoint_for_every_layout(
-    ranks: int, layout: dict[str, Any], tied: bool, worlds: dict[int, World], tmp_path: Path
+def test_one_checkpoint_loads_in_every_layout(
+    ranks: int, layout: dict[str, Any], tied: bool, worlds: dict[int, RankPool], tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
     convert(model, tmp_path / "megatron")
@@ -52,8 +52,8 @@ def test_one_checkpoint_for_every_layout(
         pytest.param("qwen2_moe", 2, {"pp": 2}, id="qwen2_moe-pp2"),
     ],
 )
-def test_megatron_cores_own_layers_load_it(
-    family: str, ranks: int, layout: dict[str, Any], worlds: dict[int, World], tmp_path: Path
+def test_megatron_core_layers_load_it(
+    family: str, ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / "hf", family)
     convert(model, tmp_path / "megatron")
@@ -72,8 +72,8 @@ def test_megatron_cores_own_layers_load_it(
 
 @LAYOUTS
 @TIED
-def test_legacy_files_load_strictly(
-    ranks: int, layout: dict[str, Any], tied: bool, worlds: dict[int, World], tmp_path: Path
+def test_legacy_checkpoint_loads_strictly(
+    ranks: int, layout: dict[str, Any], tied: bool, worlds: dict[int, RankPool], tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
     convert(model, tmp_path / "megatron", "torch", spelling="local", grid=Grid(**layout))
@@ -83,7 +83,7 @@ def test_legacy_files_load_strictly(
 
 
 @pytest.mark.parametrize("family", ARCHETYPES)
-def test_archetypes_load(family: str, one: World, tmp_path: Path) -> None:
+def test_archetypes_load(family: str, one: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", family, tie_word_embeddings=False)
     convert(model, tmp_path / "megatron")
     folder = tmp_path / "megatron" / "release"
@@ -100,8 +100,13 @@ def test_archetypes_load(family: str, one: World, tmp_path: Path) -> None:
         pytest.param(2, {"fsdp": True}, id="fsdp2"),
     ],
 )
-def test_the_checkpoint_of_a_run_is_its_export(
-    ranks: int, layout: dict[str, Any], worlds: dict[int, World], models: dict[str, Path], samples: Path, tmp_path: Path
+def test_converted_run_checkpoint_equals_export(
+    ranks: int,
+    layout: dict[str, Any],
+    worlds: dict[int, RankPool],
+    models: dict[str, Path],
+    samples: Path,
+    tmp_path: Path,
 ) -> None:
     model = models["qwen3-tied"]
     worlds[ranks].run(
