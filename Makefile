@@ -7,7 +7,7 @@ PIP := $(RUN) pip install --quiet --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test unit lint check format docs clean
+.PHONY: help setup demo test unit lint check format docs site clean
 help:  ## Say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
@@ -52,8 +52,17 @@ format: $(STAMP)  ## Let ruff write the format
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-docs: $(STAMP)  ## Write the reference pages that are made from the code
+docs: $(STAMP)  ## Generate the reference pages from the code
 	$(VENV)/bin/python docs/generate.py
+
+SITE_STAMP := $(VENV)/.docs-done
+$(SITE_STAMP): $(STAMP)
+	@echo "Installing mkdocs-material and mkdocstrings"; $(PIP) -c $(VENV)/pins.txt -e '.[docs]'
+	@touch $@
+
+site: $(SITE_STAMP)  ## Build the documentation site in build/site
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
+	@echo "Open build/site/index.html"
 
 clean:  ## Remove caches and builds, keep .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

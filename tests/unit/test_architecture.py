@@ -1,4 +1,4 @@
-"""The map of the house shows what is there: paths that exist, and every room on its floor."""
+"""Paths named in the documentation exist, and ARCHITECTURE.md lists each package with its level."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "docs/how-to/add-a-family.md", "docs/decisions/*.md")
-TREES = ("src/", "tests/", "docs/", "benchmarks/", "constraints/")
+PAGES = (
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/**/*.md",
+    "benchmarks/README.md",
+    "benchmarks/results/*.md",
+)
+TREES = ("src/", "tests/", "docs/", "benchmarks/", "constraints/", "examples/")
 
 
 def named_paths(page: str) -> set[str]:
@@ -27,22 +34,22 @@ def test_paths_that_pages_name_exist(repository: Path) -> None:
     assert [entry for entry in sorted(named) if not (repository / entry[1]).exists()] == []
 
 
-def test_floors_are_those_of_the_import_contract(repository: Path) -> None:
+def test_levels_match_the_import_contract(repository: Path) -> None:
     rows = re.findall(r"^\| (\d+) \| `src/isthmus/(\w+)", (repository / "ARCHITECTURE.md").read_text(), re.MULTILINE)
     contracts = tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     wanted = [
-        (str(len(layers) - number), room)
+        (str(len(layers) - number), package)
         for number, layer in enumerate(layers)
-        for room in layer.split(" | ")
+        for package in layer.split(" | ")
     ]  # fmt: skip
     assert rows == wanted
 
 
-def test_every_room_is_on_the_map(repository: Path) -> None:
+def test_each_package_is_listed(repository: Path) -> None:
     page = (repository / "ARCHITECTURE.md").read_text()
-    rooms = [path.parent.name for path in (repository / "src/isthmus").glob("*/__init__.py")]
-    assert [room for room in sorted(rooms) if f"`src/isthmus/{room}/`" not in page] == []
+    packages = [path.parent.name for path in (repository / "src/isthmus").glob("*/__init__.py")]
+    assert [package for package in sorted(packages) if f"`src/isthmus/{package}/`" not in page] == []
 
 
 @pytest.mark.processes
