@@ -294,7 +294,7 @@ _API = {
     "Configuration": ("isthmus.config.load.load_config",),
     "Conversion": ("isthmus.convert.verify.compare.verify",),
     "Models": ("isthmus.recipes.setup.load_model.model_logits",),
-    "Prepared data": ("isthmus.recipes.data.prepare.prepare", "isthmus.data.store.indexed_dataset.open_pair"),
+    "Prepared data": ("isthmus.recipes.data.prepare.prepare", "isthmus.data.store.indexed_dataset.open_indexed"),
 }
 
 
