@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from isthmus.config.dialects.megatron.arguments import read_flags
-from isthmus.config.dialects.megatron.known_args import fates, kinds, name_of, says_nothing
+from isthmus.config.dialects.megatron.known_args import kinds, name_of, says_nothing, untranslated
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
@@ -59,8 +59,8 @@ def test_defaults_are_its_own(arguments: list[dict[str, Any]]) -> None:
             if kind == "list" and default is not None:
                 default = [str(default)]
             assert ours == default or (kind == "bool" and not ours and not default), name
-        elif name in fates() and name not in LAST_FLAG_WINS:
-            assert says_nothing(default, fates()[name][2]) or default is None, name
+        elif name in untranslated() and name not in LAST_FLAG_WINS:
+            assert says_nothing(default, untranslated()[name][2]) or default is None, name
 
 
 def test_a_switch_that_turns_off_says_so() -> None:

@@ -123,24 +123,32 @@ def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
 
 @app.command(
     "from-megatron",
-    short_help="Say a run of Megatron-LM in settings.",
+    short_help="Translate a training command of Megatron-LM into a config.",
     context_settings={"ignore_unknown_options": True},
 )
 def from_megatron(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCRIPT.sh [WORD...] [ARGS...]",
-            help="A shell script, what it is called with, and arguments of Megatron-LM after its own; or these alone.",
+            metavar="[FILE] [-- ARGS...]",
+            help="Arguments of pretrain_gpt.py, also with the launcher before them; or a file of arguments, then more.",
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SCRIPT",
+            help="Run this shell script with stand-ins for python, torchrun and srun, which record the training and "
+            "start nothing. Its other commands do run. The arguments are those of the script, then Megatron-LM's.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
 ) -> int:
-    """Print the config of the run that a script, or a list of arguments, has Megatron-LM do."""
+    """Print the config of a training that is started with Megatron-LM's arguments."""
     from isthmus.cli.translate import from_megatron as translated
     from isthmus.cli.translate import print_translation
 
-    return print_translation(translated(words or []), json_wanted=as_json)
+    return print_translation(translated(words or [], run), json_wanted=as_json)
 
 
 @app.command("from-primus", short_help="Say an experiment of Primus in settings.")

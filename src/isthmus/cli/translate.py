@@ -1,14 +1,18 @@
-"""What another program was told, as a config: ``isthmus config from-megatron`` and ``from-primus``."""
+"""Configs from other programs' commands and files: ``isthmus config from-megatron`` and ``from-primus``."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from isthmus.config.dialects.megatron.model_args import rows_by_name
-from isthmus.config.dialects.megatron.translate_megatron import Told, from_script, from_words
-from isthmus.config.dialects.primus.translate_primus import from_experiment
+from isthmus.config.dialects.megatron.record_script import record_script
+from isthmus.config.dialects.megatron.training_command import read_command
+from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_command
+from isthmus.config.dialects.primus.translate_primus import translate_experiment
 from isthmus.config.dialects.render import as_json, as_yaml
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.config.load import load_config
@@ -17,38 +21,51 @@ from isthmus.errors import IOFailure, MissingInput, UsageError
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 
 
-def from_megatron(words: Sequence[str]) -> Translation:
-    """The training of a script with what it is called with, or of a command's words.
+def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
+    """Translate a training with Megatron-LM.
+
+    Args:
+        words: arguments of Megatron-LM, with or without the launcher and the Python file before them; or a file of
+            arguments and further ones. With ``script``: its arguments, then arguments of Megatron-LM, which win.
+        script: a shell script to run with stand-ins for python and torchrun.
 
     Raises:
-        MissingInput: there is no such script.
-        UsageError: it cannot be read, or says what is not built; all of it.
+        MissingInput, IOFailure: a file does not exist or cannot be read.
+        UsageError: the arguments cannot be translated, or the script starts no training; with everything wrong.
     """
-    if not words:
-        raise UsageError("give a script, or -- and the arguments that pretrain_gpt.py gets.")
-    command = any(word.endswith(".py") for word in words) and not words[0].endswith(_SHELL)
-    if words[0].startswith("-") or command:
-        return _whole(from_words(words))
-    path = Path(words[0])
     flags = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
-    return _whole(from_script(_read(path), words[1:flags], words[flags:], path.stem))
+    if script is not None:
+        return _with_model(translate_command(record_script(script, words[:flags]), words[flags:], script.stem))
+    if not words:
+        raise UsageError("give the arguments of pretrain_gpt.py after --, a file of arguments, or --run SCRIPT.")
+    path = Path(words[0])
+    is_command = words[0].startswith("-") or any(word.endswith(".py") for word in words)
+    if path.suffix in _SHELL or not is_command:
+        text = _read(path)
+        if path.suffix in _SHELL or text.startswith("#!"):
+            raise UsageError(
+                f"{path} is a script, and a list of arguments was expected. With --run {path} bash runs it with "
+                "stand-ins for python and torchrun, which record the arguments; its other commands do run."
+            )
+        return _with_model(translate_command(read_command(_split(path, text)), words[1:], path.stem))
+    return _with_model(translate_command(read_command(words)))
 
 
 def from_primus(experiment: Path, models: Path | None) -> Translation:
-    """An experiment of Primus with its model.
+    """Translate an experiment of Primus and its model.
 
     Raises:
-        MissingInput, IOFailure: a file is not there, or cannot be read.
-        UsageError: it is no experiment of Megatron's, or says what is not built; all of it.
+        MissingInput, IOFailure: a file does not exist or cannot be read.
+        UsageError: it is not an experiment of the Megatron backend, or cannot be translated; with everything wrong.
     """
-    return _whole(from_experiment(experiment, models))
+    return _with_model(translate_experiment(experiment, models))
 
 
 def print_translation(translation: Translation, *, json_wanted: bool, name: str = "run.yaml") -> int:
-    """Print it, once it is known to be a config.
+    """Validate a translation and print it as a config file, or as JSON.
 
     Raises:
-        UsageError: settings of it clash.
+        UsageError: its settings contradict each other.
     """
     load_config(None, None, [], {"recipe": translation.recipe, **translation.settings})
     command = start_command(translation.recipe, translation.world, name)
@@ -60,7 +77,7 @@ def print_translation(translation: Translation, *, json_wanted: bool, name: str 
 
 
 def start_command(recipe: str, world: World, name: str) -> str:
-    """The command that starts a run of a config file over these ranks."""
+    """The command that starts a run of a config file on these ranks."""
     ranks = "" if world.nproc_per_node is None else str(world.nproc_per_node)
     if world.nnodes == 1:
         return f"isthmus {recipe} {name}" + (f" --nproc {ranks}" if ranks not in ("", "1") else "")
@@ -70,45 +87,54 @@ def start_command(recipe: str, world: World, name: str) -> str:
     return f"torchrun {nodes}{at} -m isthmus {recipe} {name}"
 
 
-def _whole(told: Told) -> Translation:
-    """With the model as Hugging Face says it."""
-    if told.model:
+def _with_model(translated: MegatronTranslation) -> Translation:
+    """The translation, with the model's arguments turned into a Hugging Face config."""
+    translation = translated.translation
+    if translated.model:
         from isthmus.convert.legacy.config_from_args import config_of
 
-        rows = told.model.get("padded_vocab_size") or _rows_of(told.translation)
-        config = config_of(told.model | {"padded_vocab_size": rows, "vocab_size": rows, "tokenizer_type": None})
-        rest, words = dict(told.translation.settings), "the arguments of the model"
-        told.translation.settings.clear()
+        rows = translated.model.get("padded_vocab_size") or _vocab_size(translation)
+        config = config_of(translated.model | {"padded_vocab_size": rows, "vocab_size": rows, "tokenizer_type": None})
+        rest, origin = dict(translation.settings), "the arguments of the model"
+        translation.settings.clear()
         for name, value in (("out", rest.pop("out")), ("model.config", config), ("model.init", "random")):
-            told.translation.put(name, value, told.translation.origins.get(name, words))
-        told.translation.settings.update(rest)
-    return told.translation
+            translation.put(name, value, translation.origins.get(name, origin))
+        translation.settings.update(rest)
+    return translation
 
 
-def _rows_of(translation: Translation) -> int:
-    """Rows of the embedding: as many as the tokenizer has tokens, or as the model has that it belongs to."""
+def _vocab_size(translation: Translation) -> int:
+    """Rows of the embedding: the tokens of the tokenizer's files, or of the model that its name belongs to."""
     path = translation.settings.get("tokenizer.path")
-    here = Path(path) if path is not None and Path(path).exists() else None
-    if here is not None and (here.is_file() or list(here.glob("tokenizer*")) or list(here.glob("vocab.json"))):
+    local = Path(path) if path is not None and Path(path).exists() else None
+    if local is not None and (local.is_file() or list(local.glob("tokenizer*")) or list(local.glob("vocab.json"))):
         from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 
-        return load_tokenizer(here.parent if here.is_file() else here).vocab_size
+        return load_tokenizer(local.parent if local.is_file() else local).vocab_size
     if (rows := rows_by_name(translation)) is not None:
-        why = f"It is not here, and goes by its name for one of {rows} tokens; --vocab-size says another number."
-        translation.remark(translation.origins["tokenizer.path"], "otherwise", why)
+        why = f"The tokenizer is not on this machine; by its name it has {rows} tokens. --vocab-size changes that."
+        translation.remark(translation.origins["tokenizer.path"], "different", why)
         return rows
-    what = f"the tokenizer {path} is no folder here" if path else "there is no tokenizer"
+    what = f"the tokenizer {path} is not on this machine" if path else "no tokenizer is given"
     raise UsageError(
-        f"nothing tells the size of the vocabulary: {what}. Add --vocab-size N to the arguments, or vocab_size: N "
-        "to the overrides of an experiment."
+        f"the size of the vocabulary is unknown: {what}. Add --vocab-size N to the arguments, or vocab_size: N to the "
+        "overrides of an experiment."
     )
+
+
+def _split(path: Path, text: str) -> list[str]:
+    """The words of a file of arguments, in the syntax of a shell; lines may end with a backslash."""
+    try:
+        return shlex.split(re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " "))
+    except ValueError as error:
+        raise UsageError(f"{path} is not a list of arguments: {error}.") from error
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise MissingInput(f"{path}: there is no such file. Check the path.") from error
+        raise MissingInput(f"{path}: there is no such file. Check the path, or put -- before arguments.") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start}).") from error
     except OSError as error:

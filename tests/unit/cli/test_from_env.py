@@ -64,7 +64,7 @@ def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     words = ["config", "from-env", "llama3", "MODEL_SIZE=8B", "BS=64", "TP=1", "GEMM_TUNING=1"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "# - GEMM_TUNING=1 (not at all): " in text and "micro_batch_size: 4  # MBS=4" in text
+    assert "# - GEMM_TUNING=1 (unsupported): " in text and "micro_batch_size: 4  # MBS=4" in text
     values = YAML(typ="safe").load(text)
     assert values["train"]["global_batch_size"] == 64
     assert main([*words, "--json"]) == 0
@@ -96,7 +96,7 @@ def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
     assert done.returncode == 0, done.stderr
     log = Path("logs/node0/training.log").read_text()
     assert "lm loss" not in done.stderr + done.stdout and "tokens/GPU/s: " in done.stdout
-    assert "GEMM_TUNING=1 (not at all)" in log and "memory, estimated: " in log and "1 x 1 ranks (cpu: " in log
+    assert "GEMM_TUNING=1 (unsupported)" in log and "memory, estimated: " in log and "1 x 1 ranks (cpu: " in log
     tail = "\n".join(log.splitlines()[-15:])
     for pattern in (
         r"throughput per GPU(?:\s*\([^)]*\))?\s*:\s+([0-9\.]+)", r"tokens\/GPU\/s:\s+([0-9]+)",

@@ -12,7 +12,7 @@ from isthmus.cli.main import parse_and_run
 from isthmus.config.load import load_config
 from isthmus.errors import MissingInput, UsageError
 from isthmus.families.registry import family_for
-from unit.config.dialects.scripts import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL, MODEL_FILES, experiment
+from unit.config.dialects.examples import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL, MODEL_FILES, experiment
 
 
 def parameters(file: Path) -> int:
@@ -22,7 +22,7 @@ def parameters(file: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("script", "family", "count"),
+    ("words", "family", "count"),
     [
         (LLAMA3_8B, "llama", 8_030_261_248),
         (MIXTRAL, "mixtral", 46_702_792_704),
@@ -30,17 +30,12 @@ def parameters(file: Path) -> int:
         (GPT_345M, "gpt2", 354_823_168),
     ],
 )
-def test_a_script_becomes_a_config_of_its_model(
-    script: str,
-    family: str,
-    count: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_file_of_arguments_becomes_a_config_of_its_model(
+    words: list[str], family: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("CHECKPOINT_PATH", "ck")
-    (tmp_path / "train.sh").write_text(script)
-    assert parse_and_run(["config", "from-megatron", str(tmp_path / "train.sh"), "--log-interval", "7"]) == 0
+    text = "# of the launcher\n" + " \\\n  ".join(words) + "  # and ours"
+    (tmp_path / "train.txt").write_text(text)
+    assert parse_and_run(["config", "from-megatron", str(tmp_path / "train.txt"), "--log-interval", "7"]) == 0
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
     config = load_config(None, tmp_path / "run.yaml")
     assert (config.model.config["model_type"], config.logging.every) == (family, 7)
@@ -73,17 +68,41 @@ def test_arguments_alone_and_as_json(capsys: pytest.CaptureFixture[str]) -> None
         parse_and_run(["config", "from-megatron", *words.split()[:-4]])
 
 
+@pytest.mark.processes
+def test_a_script_is_run_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = [
+        "#!/bin/bash",
+        "mkdir -p $1",
+        " ".join(["ARGS=(", *LLAMA3_8B[6:], ")"]),
+        "torchrun pretrain_gpt.py ${ARGS[@]}",
+    ]
+    Path("train.sh").write_text("\n".join([*script[:3], script[3] + " --save $1"]))
+    with pytest.raises(UsageError, match=r"train.sh is a script.* With --run train.sh bash runs it"):
+        parse_and_run(["config", "from-megatron", "train.sh", "mine"])
+    assert not Path("mine").exists()
+    assert parse_and_run(["config", "from-megatron", "--run", "train.sh", "mine", "--micro-batch-size", "4"]) == 0
+    Path("run.yaml").write_text(capsys.readouterr().out)
+    config = load_config(None, Path("run.yaml"))
+    assert (config.out, config.train.micro_batch_size, Path("mine").is_dir()) == ("mine", 4, True)
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_bytes(b"\xff\xfe")
-    with pytest.raises(MissingInput):
-        parse_and_run(["config", "from-megatron", str(tmp_path / "none.sh")])
-    with pytest.raises(UsageError, match="is not UTF-8"):
-        parse_and_run(["config", "from-megatron", str(tmp_path / "train.sh"), "pretrain_gpt.py"])
-    with pytest.raises(UsageError, match="give a script"):
+    (tmp_path / "train.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "quote.txt").write_text("--save 'x")
+    for name, error, message in (
+        ("none.txt", MissingInput, "put -- before arguments"),
+        ("train.txt", UsageError, "is not UTF-8"),
+        ("quote.txt", UsageError, "No closing quotation"),
+    ):
+        with pytest.raises(error, match=message):
+            parse_and_run(["config", "from-megatron", str(tmp_path / name)])
+    with pytest.raises(UsageError, match="give the arguments"):
         parse_and_run(["config", "from-megatron"])
 
 
-def test_a_model_that_no_family_says_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_text(GPT_345M.replace("$CHECKPOINT_PATH", "ck"))
+def test_a_model_without_a_family_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="squared_relu=True"):
-        parse_and_run(["config", "from-megatron", str(tmp_path / "train.sh"), "--squared-relu"])
+        parse_and_run(["config", "from-megatron", "--", *GPT_345M, "--squared-relu"])

@@ -1,8 +1,9 @@
-"""A translated run as a config file: each setting with the words it is from, and the remarks above."""
+"""A translated run as a config file: each setting with the option it comes from, and the remarks above."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from isthmus.config.dialects.translation import Remark, Translation
@@ -22,15 +23,10 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_yaml(translation: Translation, title: str) -> str:
-    """A config file that says what the translation says.
-
-    Args:
-        translation: of another program's words.
-        title: what the file opens with, a line or more.
-    """
+    """The config file of a translation, with ``title`` (one or more lines) as its first comment."""
     lines = [f"# {line}".rstrip() for line in title.splitlines()]
     if translation.remarks:
-        lines += ["#", "# What is done otherwise, or not at all:"]
+        lines += ["#", "# Options without an equal setting:"]
         lines += [f"# - {remark_line(remark)}" for remark in translation.remarks]
     lines += [f"recipe: {translation.recipe}", *_section(nested(translation.settings), (), translation.origins)]
     return "\n".join(lines) + "\n"
@@ -38,17 +34,16 @@ def as_yaml(translation: Translation, title: str) -> str:
 
 def remark_line(remark: Remark) -> str:
     """A remark on one line."""
-    return f"{remark.said} ({remark.became}): {remark.why}"
+    return f"{remark.option} ({remark.status}): {remark.reason}"
 
 
 def as_json(translation: Translation) -> dict[str, Any]:
-    """All of it, for ``--json``."""
-    world = translation.world
+    """Config, origins, remarks and ranks, for ``--json``."""
     return {
         "config": {"recipe": translation.recipe, **nested(translation.settings)},
         "origins": dict(translation.origins),
-        "remarks": [{"said": one.said, "became": one.became, "why": one.why} for one in translation.remarks],
-        "world": {name: getattr(world, name) for name in world.__slots__},
+        "remarks": [asdict(remark) for remark in translation.remarks],
+        "world": asdict(translation.world),
     }
 
 

@@ -1,51 +1,54 @@
-"""A run as another program was told to do it, in the settings of this one; and what is said that we do otherwise."""
+"""A run of another program, as settings of Isthmus, with remarks on the options that have no equal setting."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+Status: TypeAlias = Literal["different", "unsupported", "mistake"]
+"""What happens to an option without an equal setting: Isthmus does it in another way, or does not do it, or it is
+likely not what its writer meant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something that was said and has no setting of the same meaning here."""
+    """An option that has no setting of the same meaning."""
 
-    said: str
-    """In the other program's words, such as ``GEMM_TUNING=1`` or ``--use-flash-attn``."""
-    became: Literal["otherwise", "not at all", "mistaken"]
-    """Whether it is done in another way, not done, or likely not what its writer meant."""
-    why: str
+    option: str
+    """As the other program spells it: ``GEMM_TUNING=1``, ``--use-flash-attn``."""
+    status: Status
+    reason: str
     """A sentence for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks that were asked for."""
+    """The ranks of the run."""
 
     nnodes: int = 1
     node_rank: int = 0
     nproc_per_node: int | None = None
-    """None: one for each GPU, as the scripts have it."""
+    """None: one rank per GPU."""
     master_addr: str | None = None
     master_port: int | None = None
 
 
 @dataclass(slots=True)
 class Translation:
-    """What a config file would say. It is checked where it is used, as every config is."""
+    """The content of a config file, not validated yet."""
 
     recipe: Literal["pretrain", "sft", "dpo"]
     settings: dict[str, Any] = field(default_factory=dict)
-    """By dotted name (``parallel.tp``), in the values of the schema."""
+    """By dotted name (``parallel.tp``), in the types of the schema."""
     origins: dict[str, str] = field(default_factory=dict)
-    """By dotted name: the words it is from."""
+    """By dotted name: the option that it comes from."""
     remarks: list[Remark] = field(default_factory=list)
     world: World = World()
 
-    def put(self, name: str, value: Any, said: str) -> None:
-        """Set ``name`` since ``said`` says so; the later word wins."""
-        self.settings[name], self.origins[name] = value, said
+    def put(self, name: str, value: Any, origin: str) -> None:
+        """Set ``name``; a later call wins."""
+        self.settings[name], self.origins[name] = value, origin
 
-    def remark(self, said: str, became: Literal["otherwise", "not at all", "mistaken"], why: str) -> None:
-        """Note what has no setting."""
-        self.remarks.append(Remark(said, became, why))
+    def remark(self, option: str, status: Status, reason: str) -> None:
+        """Add a remark."""
+        self.remarks.append(Remark(option, status, reason))

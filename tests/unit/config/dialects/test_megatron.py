@@ -1,21 +1,28 @@
-"""Megatron-LM's scripts and arguments mean exactly these settings, and what has none is told."""
+"""Megatron-LM's arguments become exactly these settings, and options without a setting are reported."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from isthmus.config.dialects.megatron import spelling
 from isthmus.config.dialects.megatron.arguments import read_flags
-from isthmus.config.dialects.megatron.ignored import OTHERWISE
+from isthmus.config.dialects.megatron.ignored import DIFFERENT
 from isthmus.config.dialects.megatron.model_args import rows_by_name
-from isthmus.config.dialects.megatron.translate_megatron import from_arguments, from_script, from_words
-from isthmus.config.dialects.megatron.unsupported import NOT_AT_ALL, REFUSED
-from isthmus.config.dialects.translation import RankPool, Translation
+from isthmus.config.dialects.megatron.training_command import read_command
+from isthmus.config.dialects.megatron.translate_megatron import (
+    MegatronTranslation,
+    translate_arguments,
+    translate_command,
+)
+from isthmus.config.dialects.megatron.unsupported import REFUSED, UNSUPPORTED
+from isthmus.config.dialects.translation import Translation, World
 from isthmus.errors import UsageError
-from unit.config.dialects.scripts import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL
+from unit.config.dialects.examples import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL
 
 _ADAM = {"optim.clip_grad": 1.0, "optim.beta1": 0.9, "optim.eps": 1e-8}
 _SEEDS = {"data.seed": 1234, "train.seed": 1234}
@@ -26,20 +33,18 @@ ENOUGH = (
 ).split()
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TP", "NODES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CHECKPOINT_PATH", "ck")
+def translated(words: Sequence[str], more: Sequence[str] = (), name: str = "megatron") -> MegatronTranslation:
+    return translate_command(read_command(words), more, name)
 
 
-def said_of(translation: Translation) -> dict[str, str]:
-    return {remark.said: remark.became for remark in translation.remarks}
+def statuses(translation: Translation) -> dict[str, str]:
+    return {remark.option: remark.status for remark in translation.remarks}
 
 
-def test_a_dense_model_with_arrays_defaults_and_conditions() -> None:
-    told = from_script(LLAMA3_8B)
-    assert told.translation.settings == _ADAM | _SEEDS | {
+def test_a_dense_model() -> None:
+    command = read_command(LLAMA3_8B)
+    result = translate_command(replace(command, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}))
+    assert result.translation.settings == _ADAM | _SEEDS | {
         "out": "checkpoints/llama3",
         "tokenizer.path": "meta-llama/Meta-Llama-3-8B",
         "tokenizer.type": "HuggingFaceTokenizer",
@@ -70,23 +75,23 @@ def test_a_dense_model_with_arrays_defaults_and_conditions() -> None:
         "checkpoint.resume": "auto",
         "logging.every": 10,
     }
-    assert told.translation.world == RankPool(nproc_per_node=8)
-    assert told.translation.origins["train.steps"] == "--train-samples 128000 --global-batch-size 128"
-    assert said_of(told.translation) == {
-        "--use-mcore-models": "otherwise",
-        "--use-distributed-optimizer": "otherwise",
-        "--eval-iters 32": "otherwise",
-        "--save-interval 500": "otherwise",
-        "--load checkpoints/llama3": "otherwise",
-        "export CUDA_DEVICE_MAX_CONNECTIONS=1": "otherwise",
+    assert result.translation.world == World(nproc_per_node=8)
+    assert result.translation.origins["train.steps"] == "--train-samples 128000 --global-batch-size 128"
+    assert statuses(result.translation) == {
+        "--use-mcore-models": "different",
+        "--use-distributed-optimizer": "different",
+        "--eval-iters 32": "different",
+        "--save-interval 500": "different",
+        "--load checkpoints/llama3": "different",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1": "different",
     }
-    again = from_script(LLAMA3_8B, ["mine"], ["--tensor-model-parallel-size", "4"]).translation
+    again = translated(LLAMA3_8B, ["--save", "mine", "--tensor-model-parallel-size", "4"]).translation
     assert (again.settings["out"], again.settings["parallel.tp"]) == ("mine", 4)
 
 
-def test_experts_over_two_machines_started_by_eval() -> None:
-    told = from_script(MIXTRAL, name="mixtral")
-    assert told.translation.settings == _ADAM | _SEEDS | {
+def test_experts_over_two_machines() -> None:
+    result = translated(MIXTRAL, name="mixtral")
+    assert result.translation.settings == _ADAM | _SEEDS | {
         "out": "runs/mixtral",
         "tokenizer.path": "/models/mixtral-8x7b/tokenizer.model",
         "tokenizer.type": "Llama2Tokenizer",
@@ -116,17 +121,17 @@ def test_experts_over_two_machines_started_by_eval() -> None:
         "checkpoint.resume": "never",
         "logging.every": 100,
     }
-    assert told.translation.world == RankPool(2, 1, 8, "node0", 6000)
-    assert said_of(told.translation) == {
-        "--no-masked-softmax-fusion, --moe-grouped-gemm": "otherwise",
-        "--load /checkpoints/mixtral --finetune": "not at all",
-        "--ckpt-format torch": "otherwise",
+    assert result.translation.world == World(2, 1, 8, "node0", 6000)
+    assert statuses(result.translation) == {
+        "--no-masked-softmax-fusion, --moe-grouped-gemm": "different",
+        "--load /checkpoints/mixtral --finetune": "unsupported",
+        "--ckpt-format torch": "different",
     }
 
 
 def test_latent_attention() -> None:
-    told = from_script(DEEPSEEK_V2_LITE)
-    assert told.translation.settings == _ADAM | _SEEDS | {
+    result = translated(DEEPSEEK_V2_LITE)
+    assert result.translation.settings == _ADAM | _SEEDS | {
         "out": "runs/megatron",
         "tokenizer.path": "deepseek-ai/DeepSeek-V2-Lite",
         "tokenizer.type": "DeepSeekV2Tokenizer",
@@ -153,19 +158,19 @@ def test_latent_attention() -> None:
         "checkpoint.resume": "never",
         "logging.every": 100,
     }
-    assert told.model["moe_layer_freq"] == [0] + [1] * 26
-    assert rows_by_name(told.translation) == 102400
-    assert said_of(told.translation) == {
-        "--moe-enable-deepep": "otherwise",
-        "--moe-router-force-load-balancing": "not at all",
-        "--moe-token-dispatcher-type flex": "otherwise",
-        "--exit-interval 20": "mistaken",
+    assert result.model["moe_layer_freq"] == [0] + [1] * 26
+    assert rows_by_name(result.translation) == 102400
+    assert statuses(result.translation) == {
+        "--moe-enable-deepep": "different",
+        "--moe-router-force-load-balancing": "unsupported",
+        "--moe-token-dispatcher-type flex": "different",
+        "--exit-interval 20": "mistake",
     }
 
 
-def test_spellings_of_old() -> None:
-    told = from_script(GPT_345M)
-    assert told.translation.settings == _ADAM | _SEEDS | {
+def test_spellings_of_old_releases() -> None:
+    result = translated(GPT_345M)
+    assert result.translation.settings == _ADAM | _SEEDS | {
         "out": "ck",
         "tokenizer.path": "gpt2",
         "tokenizer.type": "GPT2BPETokenizer",
@@ -193,7 +198,7 @@ def test_spellings_of_old() -> None:
         "checkpoint.resume": "auto",
         "logging.every": 100,
     }
-    assert rows_by_name(told.translation) == 50257
+    assert rows_by_name(result.translation) == 50257
 
 
 @pytest.mark.parametrize(
@@ -220,71 +225,51 @@ def test_spellings_of_old() -> None:
         ("--distributed-timeout-minutes 60", {"parallel.timeout_s": 3600.0}),
     ],
 )  # fmt: skip
-def test_one_after_another(more: str, settings: dict[str, Any]) -> None:
-    found = from_words([*ENOUGH, *more.split()]).translation
+def test_single_arguments(more: str, settings: dict[str, Any]) -> None:
+    found = translated([*ENOUGH, *more.split()]).translation
     assert {name: found.settings.get(name) for name in settings} | {"recipe": found.recipe} == {
         "recipe": "pretrain"
     } | settings
 
 
-def test_what_guides_tell_of_and_never_was() -> None:
+def test_flags_that_megatron_never_had() -> None:
     words = "--gradient-accumulation-steps 8 --fused-bias-gelu --fused-bias-mha --overlap-comm --log-level debug"
-    assert said_of(from_words([*ENOUGH, *words.split()]).translation) == dict.fromkeys(
-        ["--gradient-accumulation-steps 8", *words.split()[2:5], "--log-level debug"], "mistaken"
+    assert statuses(translated([*ENOUGH, *words.split()]).translation) == dict.fromkeys(
+        ["--gradient-accumulation-steps 8", *words.split()[2:5], "--log-level debug"], "mistake"
     )
 
 
-def test_all_that_cannot_be_is_told_at_once() -> None:
+def test_all_errors_are_raised_at_once() -> None:
     words = "--num-layer 3 --lr much --rampup-batch-size 1 2 3 --optimizer muon --fp16 x --lr-decay-style odd"
     with pytest.raises(UsageError) as refused:
-        from_words([*ENOUGH, *words.split()])
+        translated([*ENOUGH, *words.split()])
     lines = str(refused.value).splitlines()
     assert len(lines) == 7
-    for wanted in ("did you mean --num-layers", "is a number, got 'much'", "--rampup-batch-size 1 2 3", "AdamW"):
+    for wanted in ("did you mean --num-layers", "must be a number, got 'much'", "--rampup-batch-size 1 2 3", "AdamW"):
         assert sum(wanted in line for line in lines) == 1
 
 
-def test_each_argument_has_one_fate() -> None:
-    tables = [spelling.KINDS, spelling.EXTRA, spelling.GONE, spelling.OTHER_MODELS, OTHERWISE, NOT_AT_ALL, REFUSED]
+def test_each_argument_is_in_one_table() -> None:
+    tables = [spelling.KINDS, spelling.EXTRA, spelling.GONE, DIFFERENT, UNSUPPORTED, REFUSED]
     names = [entry.split("=")[0] for table in tables for entries in table.values() for entry in entries.split()]
     assert {name: count for name, count in Counter([*names, *spelling.NEVER]).items() if count > 1} == {}
     assert {name for name, _ in spelling.FLAGS.values()} <= set(names)
 
 
-def test_a_default_that_is_said_needs_no_word() -> None:
+def test_an_explicit_default_has_no_remark() -> None:
     words = "--transformer-impl transformer_engine --distributed-backend nccl --manual-gc-interval 0 --fp8-margin 0.0"
-    assert not from_words([*ENOUGH, *words.split()]).translation.remarks
+    assert not translated([*ENOUGH, *words.split()]).translation.remarks
 
 
-def test_the_batch_is_that_of_all_ranks_where_it_is_not_said() -> None:
+def test_the_default_batch_size_depends_on_the_ranks() -> None:
     place = ENOUGH.index("--global-batch-size")
     words = [*ENOUGH[:place], *ENOUGH[place + 2 :], "--tensor-model-parallel-size", "2"]
-    found = from_arguments(read_flags(words), RankPool(nnodes=2, nproc_per_node=4), "x").translation
+    found = translate_arguments(read_flags(words), World(nnodes=2, nproc_per_node=4), "x").translation
     assert found.settings["train.global_batch_size"] == 4
     with pytest.raises(UsageError, match="--global-batch-size"):
-        from_words(words)
+        translated(words)
 
 
-TRAIN = "torchrun pretrain_gpt.py --num-layers 2"
-
-
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        (f"A=$(hostname)\n{TRAIN} --save $A", r"line 2: \$\(hostname\) at line 1 is not run"),
-        (f"if grep -q x y; then\n  A=--fp16\nfi\n{TRAIN} $A", "line 4: A is set within `if` at line 1"),
-        (f"for i in 1 2; do\n  {TRAIN} --seed $i\ndone", "line 2: \\$i is set in a loop at line 1"),
-        (f"while true; do\n  {TRAIN}\ndone", "line 2: it is started within `while`"),
-        (f"{TRAIN} --save $1", "line 1: \\$1 at line 1 is what the script is called with"),
-        (f"{TRAIN} --save $NOT_THERE_", "NOT_THERE_ at line 1 is not set"),
-        (f"A=(1)\nA[0]=2\n{TRAIN} --seed ${{A[@]}}", "an element of A is set at line 2"),
-        (f"{TRAIN}\n{TRAIN}", "starts several trainings .lines 1, 2."),
-        ("python prepare.py --input x", "starts no training"),
-        (f'{TRAIN} --save "x', "never closed"),
-        (f"{TRAIN} <<END\nx\n", "line 2: the here document never ends"),
-        ("torchrun pretrain_bert.py --num-layers 2", "another kind of model"),
-    ],
-)
-def test_what_only_running_it_would_tell_is_refused_with_its_line(script: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        from_script(script)
+def test_other_kinds_of_models_are_refused() -> None:
+    with pytest.raises(UsageError, match="another kind of model"):
+        translated("torchrun pretrain_bert.py --num-layers 2".split())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.config.dialects.primus.translate_primus import from_experiment
+from isthmus.config.dialects.primus.translate_primus import translate_experiment
 from isthmus.errors import MissingInput, UsageError
-from unit.config.dialects.scripts import MODEL_FILES, OVERRIDES, experiment
+from unit.config.dialects.examples import MODEL_FILES, OVERRIDES, experiment
 
 SETTINGS = {
     "tokenizer.path": "meta-llama/Llama-3.1-8B",
@@ -59,35 +59,35 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_an_experiment_with_its_model_files(tmp_path: Path, models: Path) -> None:
-    told = from_experiment(written(tmp_path, experiment("llama3.1_8B")), models)
-    assert told.translation.settings == SETTINGS | {
+    result = translate_experiment(written(tmp_path, experiment("llama3.1_8B")), models)
+    assert result.translation.settings == SETTINGS | {
         "out": "./output/amd/me/first",
         "checkpoint.every": 20000,
         "checkpoint.save_final": True,
     }
-    assert told.translation.origins["optim.beta2"] == "adam_beta2: 0.95"
-    assert told.translation.origins["train.precision"] == "pre_trainer, Primus' default: bf16: true"
+    assert result.translation.origins["optim.beta2"] == "adam_beta2: 0.95"
+    assert result.translation.origins["train.precision"] == "pre_trainer, default of Primus: bf16: true"
     wanted = {"rotary_base": 500000, "layernorm_epsilon": 1e-6, "init_method_std": 0.008, "num_query_groups": 8}
     wanted |= {"max_position_embeddings": 8192, "group_query_attention": True}
-    assert {name: told.model[name] for name in wanted} == wanted
-    assert [(remark.said, remark.became) for remark in told.translation.remarks] == [
-        ("stderr_sink_level: DEBUG, log_avg_skip_iterations: 2, log_avg_reset_interval: 50", "otherwise"),
-        ("eod_mask_loss: true", "otherwise"),
-        ("llama3.1_8B.yaml: tokenizer_type: Llama3Tokenizer", "otherwise"),
+    assert {name: result.model[name] for name in wanted} == wanted
+    assert [(remark.option, remark.status) for remark in result.translation.remarks] == [
+        ("stderr_sink_level: DEBUG, log_avg_skip_iterations: 2, log_avg_reset_interval: 50", "different"),
+        ("eod_mask_loss: true", "different"),
+        ("llama3.1_8B.yaml: tokenizer_type: Llama3Tokenizer", "different"),
     ]
 
 
 def test_the_part_of_an_experiment_that_guides_show(tmp_path: Path, models: Path) -> None:
     overrides = "\n".join(f"  {line}" for line in OVERRIDES.strip().splitlines())
-    told = from_experiment(written(tmp_path, f"model: llama3.1_8B.yaml\noverrides:\n{overrides}\n"), models)
-    assert told.translation.settings == SETTINGS | {"out": "runs/first", "checkpoint.save_final": False}
-    assert told.model["num_layers"] == 32
+    result = translate_experiment(written(tmp_path, f"model: llama3.1_8B.yaml\noverrides:\n{overrides}\n"), models)
+    assert result.translation.settings == SETTINGS | {"out": "runs/first", "checkpoint.save_final": False}
+    assert result.model["num_layers"] == 32
 
 
 def test_experts_of_a_model_that_builds_on_bases(tmp_path: Path, models: Path) -> None:
     more = "\nmoe_token_dispatcher_type: flex\nuse_turbo_deepep: true\nexpert_model_parallel_size: 2"
-    told = from_experiment(written(tmp_path, experiment("mixtral_tiny", more)), models)
-    found = told.translation.settings
+    result = translate_experiment(written(tmp_path, experiment("mixtral_tiny", more)), models)
+    found = result.translation.settings
     assert {name: value for name, value in found.items() if name.startswith(("moe.", "parallel.", "tokenizer."))} == {
         "moe.dispatcher": "alltoall",
         "moe.aux_loss": 0.01,
@@ -95,7 +95,7 @@ def test_experts_of_a_model_that_builds_on_bases(tmp_path: Path, models: Path) -
         "tokenizer.type": "NullTokenizer",
         "tokenizer.vocab_size": 99,
     }
-    assert told.model["padded_vocab_size"] == 100
+    assert result.model["padded_vocab_size"] == 100
 
 
 def test_a_checkout_is_found_from_within_and_by_its_name(
@@ -105,56 +105,56 @@ def test_a_checkout_is_found_from_within_and_by_its_name(
     (checkout / "primus/configs/models").mkdir(parents=True)
     models.rename(checkout / "primus/configs/models/megatron")
     (checkout / "examples").mkdir()
-    assert from_experiment(written(checkout / "examples", experiment("llama3_8B"))).model["num_layers"] == 32
+    assert translate_experiment(written(checkout / "examples", experiment("llama3_8B"))).model["num_layers"] == 32
     outside = written(tmp_path, experiment("llama3_8B"))
-    assert not from_experiment(outside).model
+    assert not translate_experiment(outside).model
     monkeypatch.setenv("PRIMUS_PATH", str(checkout))
-    assert from_experiment(outside).model["num_layers"] == 32
+    assert translate_experiment(outside).model["num_layers"] == 32
 
 
 def test_without_its_file_a_known_model_is_a_preset_with_the_overrides(tmp_path: Path) -> None:
-    told = from_experiment(written(tmp_path, experiment("llama3.1_8B", "\nrotary_base: 10000")))
-    found = told.translation
-    assert not told.model
+    result = translate_experiment(written(tmp_path, experiment("llama3.1_8B", "\nrotary_base: 10000")))
+    found = result.translation
+    assert not result.model
     assert found.settings["model.path"] == "preset:llama3.1-8b"
     assert found.settings["model.init"] == "random"
     wanted = {"max_position_embeddings": 8192, "initializer_range": 0.008, "rms_norm_eps": 1e-6}
     assert found.settings["model.config"] == wanted
-    said = {remark.said: remark for remark in found.remarks}
-    assert "no rope scaling" in said["model: llama3.1_8B.yaml"].why
-    assert said["rotary_base: 10000"].became == "not at all"
+    said = {remark.option: remark for remark in found.remarks}
+    assert "no RoPE scaling" in said["model: llama3.1_8B.yaml"].reason
+    assert said["rotary_base: 10000"].status == "unsupported"
 
 
 def test_fine_tuning_has_its_own_defaults_and_data(tmp_path: Path, models: Path) -> None:
     more = '\nsft_dataset_name: "someone/chats"\nlora: {enabled: false, dim: 32}'
     text = experiment("llama3_8B", more, "sft_trainer.yaml").replace("mock_data: true", "mock_data: false")
-    found = from_experiment(written(tmp_path, text), models).translation
+    found = translate_experiment(written(tmp_path, text), models).translation
     assert found.recipe == "sft"
     assert found.settings["data.files"] == ["hf:someone/chats:train"]
     assert found.settings["train.eval_every"] == 50
-    told = from_experiment(written(tmp_path, text + "      hf_path: someone/model"), models)
-    assert (told.model, told.translation.settings["model.path"]) == ({}, "someone/model")
-    assert "model.init" not in told.translation.settings
+    result = translate_experiment(written(tmp_path, text + "      hf_path: someone/model"), models)
+    assert (result.model, result.translation.settings["model.path"]) == ({}, "someone/model")
+    assert "model.init" not in result.translation.settings
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (experiment("llama3_8B", "\ntrain_iter: 5"), r"train_iter  is no key .*did you mean train_iters\?"),
+        (experiment("llama3_8B", "\ntrain_iter: 5"), r"train_iter  is not a key .*did you mean train_iters\?"),
         (experiment("llama3_8B", "\nuse_turbo: [1]\nlora: {enabled: true}"), "adapters"),
-        (experiment("mistral_900B"), "model: mistral_900B.yaml  is not beside the experiment.*--models"),
+        (experiment("mistral_900B"), "model: mistral_900B.yaml  was not found beside the experiment.*--models"),
         (experiment("llama3_8B").replace("framework: megatron", "framework: torchtitan"), "framework: torchtitan"),
-        ("modules: {evaluator: {}}", "0 parts with trainer in their names"),
+        ("modules: {evaluator: {}}", "0 modules with trainer in their names"),
         (experiment("llama3_8B", "\nseed: ${NOT_SET_ANYWHERE}"), "NOT_SET_ANYWHERE is not set"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, models: Path, text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        from_experiment(written(tmp_path, text), models)
+        translate_experiment(written(tmp_path, text), models)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(MissingInput):
-        from_experiment(tmp_path / "none.yaml")
+        translate_experiment(tmp_path / "none.yaml")
     with pytest.raises(UsageError, match="--models"):
-        from_experiment(written(tmp_path, experiment("llama3_8B")), tmp_path / "none")
+        translate_experiment(written(tmp_path, experiment("llama3_8B")), tmp_path / "none")

@@ -1,111 +1,112 @@
-"""Megatron-LM's arguments by the names that its own code has for them, whoever said them and how."""
+"""Megatron-LM's arguments of one run, by their names in its own code."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from isthmus.config.dialects.megatron.known_args import fates, kinds, name_of, near_flag, says_nothing, typed
+from isthmus.config.dialects.megatron.known_args import is_neutral, kinds, name_of, near_flag, typed, untranslated
 from isthmus.config.dialects.megatron.spelling import NEVER
-from isthmus.config.dialects.translation import Translation
+from isthmus.config.dialects.translation import Status, Translation
 from isthmus.errors import UsageError
 
-DEFAULT = "not said: Megatron-LM's default"
-"""The origin of a setting that nothing was said about."""
+DEFAULT = "not given: Megatron-LM's default"
+"""The origin of a setting whose argument is not given."""
 
 
 class Arguments:
-    """What was said, with Megatron-LM's defaults for the rest."""
+    """The given arguments, and Megatron-LM's defaults for the others."""
 
     def __init__(self) -> None:
-        """Nothing was said."""
         self._values: dict[str, Any] = {}
-        self._words: dict[str, str] = {}
-        self._quiet: set[str] = set()
-        self.complaints: list[str] = []
-        """All that is wrong with them, to be told at once."""
+        self._sources: dict[str, str] = {}
+        self._implicit: set[str] = set()
+        self.errors: list[str] = []
+        """Everything that is wrong with them, raised together."""
 
-    def say(self, name: str, value: Any, words: str, *, quiet: bool = False) -> None:
-        """``name`` is ``value``, a plain value or the words of a flag, since ``words`` say so; the later word wins.
+    def set(self, name: str, value: Any, source: str, *, implicit: bool = False) -> None:
+        """Set ``name``; a later call wins.
 
-        With ``quiet`` no remark is made on it: nobody said it of this run.
+        Args:
+            name: in Megatron-LM's code.
+            value: a plain value, or the words that follow a flag.
+            source: the argument as it is written.
+            implicit: it is a default of another program, so no remark is made on it.
         """
-        (self._quiet.add if quiet else self._quiet.discard)(name)
+        (self._implicit.add if implicit else self._implicit.discard)(name)
         kind = kinds().get(name)
         try:
             self._values[name] = value if kind is None else typed(kind[0], value)
         except ValueError as error:
-            self.complaints.append(f"{words}  {error}")
-        self._words[name] = words
+            self.errors.append(f"{source}  {error}")
+        self._sources[name] = source
 
-    def said(self, name: str) -> bool:
-        """Whether anything was said about it; null says nothing."""
+    def given(self, name: str) -> bool:
+        """Whether it has a value other than null."""
         return self._values.get(name) is not None
 
-    def said_of_this_run(self, name: str) -> bool:
-        """Whether it was said of this run, and is no default of some program's."""
-        return self.said(name) and name not in self._quiet
+    def is_explicit(self, name: str) -> bool:
+        """Whether it is given for this run, and not as some program's default."""
+        return self.given(name) and name not in self._implicit
 
     def get(self, name: str) -> Any:
-        """The value that was said, or Megatron-LM's default."""
+        """The given value, or Megatron-LM's default."""
         value = self._values.get(name)
         return kinds()[name][1] if value is None else value
 
-    def words(self, *names: str) -> str:
-        """What was said about them, as it was said."""
-        return " ".join(self._words[name] for name in names if self.said(name)) or DEFAULT
+    def source(self, *names: str) -> str:
+        """The arguments as they are written."""
+        return " ".join(self._sources[name] for name in names if self.given(name)) or DEFAULT
 
-    def remark_on_the_rest(self, translation: Translation) -> None:
-        """A remark for the arguments that no setting has, a complaint for one without which it were another run."""
-        alike: dict[tuple[str, str], list[str]] = {}
+    def add_remarks(self, translation: Translation) -> None:
+        """Add a remark for each argument without a setting, or an error if the run would be another one without it."""
+        alike: dict[tuple[Status, str], list[str]] = {}
         for name, value in self._values.items():
             if name in NEVER:
-                translation.remark(self._words[name], "mistaken", NEVER[name])
-            elif name in fates() and value is not None:
-                fate, why, neutral = fates()[name]
-                if says_nothing(value, neutral):
+                translation.remark(self._sources[name], "mistake", NEVER[name])
+            elif name in untranslated() and value is not None:
+                status, why, neutral = untranslated()[name]
+                if is_neutral(value, neutral):
                     continue
-                if fate == "refused":
-                    self.complaints.append(f"{self._words[name]}  {why}")
-                elif name not in self._quiet:
-                    alike.setdefault((fate, why), []).append(self._words[name])
-        for (fate, why), said in alike.items():
-            translation.remark(", ".join(said), fate, why)  # type: ignore[arg-type]
+                if status == "refused":
+                    self.errors.append(f"{self._sources[name]}  {why}")
+                elif name not in self._implicit:
+                    alike.setdefault((status, why), []).append(self._sources[name])
+        for (status, why), options in alike.items():
+            translation.remark(", ".join(options), status, why)
 
-    def refuse_if_wrong(self) -> None:
-        """Raise all complaints.
+    def raise_errors(self) -> None:
+        """Raise the errors, if there are any.
 
         Raises:
-            UsageError: there are some.
+            UsageError: with all of them.
         """
-        if len(self.complaints) == 1:
-            raise UsageError(self.complaints[0])
-        if self.complaints:
-            raise UsageError("\n  ".join([f"{len(self.complaints)} arguments cannot be:", *self.complaints]))
+        if len(self.errors) == 1:
+            raise UsageError(self.errors[0])
+        if self.errors:
+            raise UsageError("\n  ".join([f"{len(self.errors)} arguments cannot be translated:", *self.errors]))
 
 
 def read_flags(words: Sequence[str]) -> Arguments:
-    """The arguments that a command line gives to ``pretrain_gpt.py``, in either spelling of its values."""
+    """The arguments of a command line of ``pretrain_gpt.py``, written as ``--flag value`` or ``--flag=value``."""
     found = Arguments()
     position = 0
     while position < len(words):
         flag, equals, value = words[position].partition("=")
         position += 1
         if not flag.startswith("--") or len(flag) < 3:
-            found.complaints.append(f"{words[position - 1]}  is no flag, nor the value of one")
+            found.errors.append(f"{words[position - 1]}  is neither a flag nor the value of one")
             continue
         values = [value] if equals else []
         while not equals and position < len(words) and not words[position].startswith("--"):
             values.append(words[position])
             position += 1
-        said = " ".join([flag + (f"={value}" if equals else ""), *([] if equals else values)])
+        source = " ".join([flag + (f"={value}" if equals else ""), *([] if equals else values)])
         name, fixed = name_of(flag[2:])
         if name is None:
-            found.complaints.append(f"{flag}  is no argument of Megatron-LM{near_flag(flag)}")
+            found.errors.append(f"{flag}  is not an argument of Megatron-LM{near_flag(flag)}")
         elif fixed is not None:
-            found.say(name, fixed, said)
-        elif name in kinds():
-            found.say(name, values, said)
+            found.set(name, fixed, source)
         else:
-            found.say(name, values or True, said)
+            found.set(name, values if name in kinds() else values or True, source)
     return found

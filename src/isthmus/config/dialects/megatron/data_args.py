@@ -1,4 +1,4 @@
-"""What is learned from: blends, splits and lengths."""
+"""Data arguments: blends, splits and the sequence length."""
 
 from __future__ import annotations
 
@@ -11,45 +11,47 @@ from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.translation import Translation
 
 _SPLIT = "969, 30, 1"
-"""Of a blend that nothing is said about."""
+"""Megatron-LM's default."""
 
 
 def put_data(args: Arguments, translation: Translation) -> None:
-    """Files or mock data, what is held out, and the length of a sequence."""
-    translation.put("data.seq_length", args.get("seq_length") or 2048, args.words("seq_length"))
-    seed = args.words("seed")
+    """Translate data files or mock data, validation and test splits, and the sequence length."""
+    translation.put("data.seq_length", args.get("seq_length") or 2048, args.source("seq_length"))
+    seed = args.source("seed")
     translation.put("data.seed", args.get("seed"), seed)
     if args.get("mock_data"):
-        translation.put("data.mock", True, args.words("mock_data"))
+        translation.put("data.mock", True, args.source("mock_data"))
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             if args.get(name):
-                translation.remark(args.words(name), "mistaken", "Data is mocked, so these files are not read.")
+                translation.remark(args.source(name), "mistake", "With --mock-data these files are not read.")
         _put_split(args, translation)
     elif args.get("data_path"):
         _put_blend(args, translation, "data_path")
         _put_split(args, translation)
     elif args.get("train_data_path"):
         _put_blend(args, translation, "train_data_path")
-        translation.put("data.valid_fraction", 0.0, args.words("train_data_path"))
+        translation.put("data.valid_fraction", 0.0, args.source("train_data_path"))
         for part in ("valid", "test"):
             name = f"{part}_data_path"
             if not args.get(name):
                 continue
             weighted = _weighted(args.get(name))
-            translation.put(f"data.{part}_files", [path for _, path in weighted], args.words(name))
+            translation.put(f"data.{part}_files", [path for _, path in weighted], args.source(name))
             if len({weight for weight, _ in weighted}) > 1:
-                translation.remark(args.words(name), "otherwise", "Held-out files are taken whole, without weights.")
+                translation.remark(
+                    args.source(name), "different", "Validation and test files are used whole, without weights."
+                )
             if part == "valid":
                 translation.settings.pop("data.valid_fraction")
                 translation.origins.pop("data.valid_fraction")
-    if args.get("train_data_path") and args.said("split") and not args.get("mock_data"):
-        translation.remark(args.words("split"), "mistaken", "It is for --data-path; these files are split already.")
+    if args.get("train_data_path") and args.given("split") and not args.get("mock_data"):
+        translation.remark(args.source("split"), "mistake", "It splits --data-path; these files are separate already.")
 
 
 def _put_blend(args: Arguments, translation: Translation, name: str) -> None:
-    weighted, words = _weighted(args.get(name)), args.words(name)
+    weighted, source = _weighted(args.get(name)), args.source(name)
     if len(weighted) == 1:
-        translation.put("data.files", [weighted[0][1]], words)
+        translation.put("data.files", [weighted[0][1]], source)
         return
     sets: dict[str, Any] = {}
     for weight, path in weighted:
@@ -59,13 +61,13 @@ def _put_blend(args: Arguments, translation: Translation, name: str) -> None:
         while unique in sets:
             unique, number = f"{stem}-{number}", number + 1
         sets[unique] = {"files": [path], "weight": weight}
-    translation.put("data.sets", sets, words)
+    translation.put("data.sets", sets, source)
 
 
 def _weighted(words: Sequence[Any]) -> list[tuple[float, str]]:
-    """Weights and paths, of paths alone or of weights before paths."""
+    """(weight, path) pairs, from paths alone or from alternating weights and paths."""
     texts = [str(word) for word in words]
-    # Of Primus comes one text with all of them in it.
+    # Primus gives one string with all of them.
     texts = texts[0].split() if len(texts) == 1 else texts
     if len(texts) % 2 == 0 and all(_is_number(text) for text in texts[::2]):
         return [(float(weight), path) for weight, path in zip(texts[::2], texts[1::2], strict=True)]
@@ -80,18 +82,18 @@ def _is_number(text: str) -> bool:
 
 
 def _put_split(args: Arguments, translation: Translation) -> None:
-    said = str(args.get("split") or _SPLIT)
-    words = args.words("split")
-    parts = [float(part) for part in re.findall(r"[0-9]*\.?[0-9]+", said)]
+    split = str(args.get("split") or _SPLIT)
+    source = args.source("split")
+    parts = [float(part) for part in re.findall(r"[0-9]*\.?[0-9]+", split)]
     if not parts or len(parts) > 3 or not sum(parts):
-        args.complaints.append(f"{words}  is up to three numbers such as 969,30,1")
+        args.errors.append(f"{source}  must be up to three numbers such as 969,30,1")
         return
     parts += [0.0] * (3 - len(parts))
-    # An evaluation of no iterations holds nothing out that anybody would look at.
-    unseen = args.said("eval_iters") and args.get("eval_iters") <= 0
+    # Without evaluation iterations the validation split is never read.
+    unseen = args.given("eval_iters") and args.get("eval_iters") <= 0
     if unseen:
-        words = args.words("eval_iters")
+        source = args.source("eval_iters")
     for name, part in (("valid", parts[1]), ("test", parts[2])):
         share = 0.0 if unseen else round(part / sum(parts), 9)
         if share or name == "valid":
-            translation.put(f"data.{name}_fraction", share, words)
+            translation.put(f"data.{name}_fraction", share, source)

@@ -1,4 +1,4 @@
-"""What is known of each of Megatron-LM's arguments: its kind and default, or what becomes of it."""
+"""What is known of each of Megatron-LM's arguments: its type and default, or why it has no setting."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from isthmus.config.dialects.megatron.ignored import OTHERWISE
-from isthmus.config.dialects.megatron.spelling import EXTRA, FLAGS, GONE, KINDS, NEVER, OTHER_MODELS
-from isthmus.config.dialects.megatron.unsupported import NOT_AT_ALL, REFUSED
+from isthmus.config.dialects.megatron.ignored import DIFFERENT
+from isthmus.config.dialects.megatron.spelling import EXTRA, FLAGS, GONE, KINDS, NEVER
+from isthmus.config.dialects.megatron.unsupported import REFUSED, UNSUPPORTED
 
 
 def name_of(word: str) -> tuple[str | None, bool | None]:
-    """What the argument of a flag is called, and its value if the flag alone says it; None for an unknown one."""
+    """The argument of a flag, and its value if the flag alone sets it; (None, None) for an unknown flag."""
     name = word.replace("-", "_")
     if name in FLAGS:
         return FLAGS[name]
@@ -28,24 +28,24 @@ def name_of(word: str) -> tuple[str | None, bool | None]:
 
 def is_known(name: str) -> bool:
     """Whether there is an argument of this name, now or in an old release."""
-    return name in kinds() or name in fates() or name in NEVER
+    return name in kinds() or name in untranslated() or name in NEVER
 
 
 def near(name: str) -> str | None:
-    """The argument that may have been meant."""
-    every = [*kinds(), *fates(), *FLAGS]
+    """The known argument with the most similar name."""
+    every = [*kinds(), *untranslated(), *FLAGS]
     return next(iter(difflib.get_close_matches(name, every, n=1)), None)
 
 
 def near_flag(flag: str) -> str:
-    """The same for a flag, ready to follow a complaint."""
+    """The same for a flag, as the end of an error message."""
     guess = near(flag[2:].replace("-", "_"))
     return f" (did you mean --{guess.replace('_', '-')}?)" if guess else ""
 
 
 @cache
 def kinds() -> Mapping[str, tuple[str, Any]]:
-    """Kind and default of every argument that is translated."""
+    """Type and default of every argument that is translated."""
     found: dict[str, tuple[str, Any]] = {}
     for table in (KINDS, EXTRA):
         for kind, names in table.items():
@@ -56,12 +56,12 @@ def kinds() -> Mapping[str, tuple[str, Any]]:
 
 
 @cache
-def fates() -> Mapping[str, tuple[str, str, str]]:
-    """What becomes of every other argument, why, and the value with which it changes nothing."""
-    tables = {"otherwise": (OTHERWISE, GONE), "not at all": (NOT_AT_ALL, OTHER_MODELS), "refused": (REFUSED,)}
+def untranslated() -> Mapping[str, tuple[Any, str, str]]:
+    """For every other argument: the status or ``refused``, the reason, and the value that has no effect."""
+    tables = {"different": (DIFFERENT, GONE), "unsupported": (UNSUPPORTED,), "refused": (REFUSED,)}
     return {
-        name: (fate, why, default)
-        for fate, group in tables.items()
+        name: (status, why, default)
+        for status, group in tables.items()
         for table in group
         for why, names in table.items()
         for name, default in _entries(names)
@@ -74,8 +74,8 @@ def _entries(names: str) -> Iterator[tuple[str, str]]:
         yield name, default
 
 
-def says_nothing(value: Any, neutral: str) -> bool:
-    """Whether a value is what the tables write as ``neutral``, so that nothing needs to be said of it."""
+def is_neutral(value: Any, neutral: str) -> bool:
+    """Whether a value is the one that the tables give as without effect."""
     if value is None or value is False or value in ([], {}, ""):
         return neutral == ""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -86,10 +86,10 @@ def says_nothing(value: Any, neutral: str) -> bool:
 
 
 def typed(kind: str, value: Any) -> Any:
-    """A value of its kind, of the words of a flag (a list of text) or of a plain value; None is none.
+    """A value in its type, from the words of a flag (a list of text) or from a plain value; None stays None.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not of this type.
     """
     words = value if isinstance(value, list) else [value]
     if value is None:
@@ -114,7 +114,7 @@ def typed(kind: str, value: Any) -> Any:
             return float(word)
     except (KeyError, ValueError):
         wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
-        raise ValueError(f"is {wanted}, got {word!r}") from None
+        raise ValueError(f"must be {wanted}, got {word!r}") from None
     return str(word)
 
 
@@ -142,5 +142,5 @@ def _layers(value: Any) -> Any:
     try:
         found = read(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, TypeError):
-        raise ValueError(f"is a number, or a list such as [0]*1+[1]*26, got {text!r}") from None
+        raise ValueError(f"must be a number, or a list such as [0]*1+[1]*26, got {text!r}") from None
     return found

@@ -1,4 +1,4 @@
-"""Which model is trained: its arguments as a checkpoint of Megatron-LM would have them, and its tokenizer."""
+"""Model arguments, as a Megatron-LM checkpoint has them, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARGUMENTS = """
     heterogeneous_layers_config_encoded_json hybrid_override_pattern is_hybrid_model hybrid_attention_ratio
     hybrid_mlp_ratio original_max_position_embeddings beta_fast beta_slow
 """.split()
-"""What decides the model; what of it cannot be built is refused where the architecture is read from it."""
+"""Arguments that define the model; values that Isthmus does not support are refused when the model is read."""
 GPT2_ROWS = 50257
 _ROWS = (
     (r"gpt-?2", GPT2_ROWS),
@@ -37,11 +37,11 @@ _ROWS = (
     (r"deepseek-v2", 102400),
     (r"deepseek-(v3|r1(?!-distill))", 129280),
 )
-"""Rows of the embedding of the models that known tokenizers belong to, by the tokenizer's name."""
+"""Embedding rows of well-known models, by a pattern of the tokenizer's name."""
 _TYPES = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer")
 _BY_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-"""Types that are what lies there."""
-_UNBUILT = (
+"""Types that the tokenizer's file decides."""
+_UNSUPPORTED = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
     "TikTokenizer",
@@ -51,38 +51,40 @@ _UNBUILT = (
 
 
 def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]:
-    """The model, in the arguments that a checkpoint of it has; without ``padded_vocab_size`` if nothing tells it."""
-    if missing := [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.said(name)]:
+    """The model's arguments as in a checkpoint; without ``padded_vocab_size`` if no argument gives the vocabulary."""
+    if missing := [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.given(name)]:
         for name in missing:
-            args.complaints.append(f"--{name.replace('_', '-')}  is missing, and a model cannot be without it")
-        args.refuse_if_wrong()
+            args.errors.append(f"--{name.replace('_', '-')}  is missing: every model needs it")
+        args.raise_errors()
     found = {name: args.get(name) for name in ARGUMENTS}
     if args.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
-    # As Megatron-LM has it: two thirds of four times the width, in multiples of 64, where there is a gate.
+    # Megatron-LM's default of gated models: 2/3 of 4 x hidden size, in multiples of 64.
     ffn = int(4 * hidden * 2 / 3 / 64) * 64 if found["swiglu"] else 4 * hidden
     found["ffn_hidden_size"] = args.get("ffn_hidden_size") or ffn
     found["moe_ffn_hidden_size"] = args.get("moe_ffn_hidden_size") or found["ffn_hidden_size"]
     found["kv_channels"] = args.get("kv_channels") or hidden // heads
     found["max_position_embeddings"] = args.get("max_position_embeddings") or args.get("seq_length") or 2048
-    if args.said("padded_vocab_size"):
+    if args.given("padded_vocab_size"):
         found["padded_vocab_size"] = args.get("padded_vocab_size")
-    elif args.said("vocab_size"):
-        # The tokenizer that stands for none adds its end of text.
+    elif args.given("vocab_size"):
+        # NullTokenizer adds an end-of-document token.
         found["padded_vocab_size"] = args.get("vocab_size") + (args.get("tokenizer_type") == "NullTokenizer")
     for name in ("hidden_dropout", "attention_dropout"):
         if args.get(name):
-            said = args.words(name) if args.said(name) else f"--{name.replace('_', '-')} {args.get(name)} (the default)"
-            translation.remark(said, "not at all", "Nothing is dropped out.")
+            said = (
+                args.source(name) if args.given(name) else f"--{name.replace('_', '-')} {args.get(name)} (the default)"
+            )
+            translation.remark(said, "unsupported", "Isthmus has no dropout.")
     if args.get("moe_router_force_load_balancing"):
-        why = "Tokens go to the experts that the router chooses, so a step takes as long as in earnest."
-        translation.remark(args.words("moe_router_force_load_balancing"), "not at all", why)
+        why = "Tokens go to the experts that the router chooses, so step times are those of real routing."
+        translation.remark(args.source("moe_router_force_load_balancing"), "unsupported", why)
     return found
 
 
 def rows_by_name(translation: Translation) -> int | None:
-    """Rows of the embedding of the model that the tokenizer belongs to, if its name is known."""
+    """Embedding rows of the model that the tokenizer belongs to; None for an unknown name."""
     if translation.settings.get("tokenizer.type") == "GPT2BPETokenizer":
         return GPT2_ROWS
     name = str(translation.settings.get("tokenizer.path", "")).lower().replace("_", "-").replace("meta-", "")
@@ -90,29 +92,29 @@ def rows_by_name(translation: Translation) -> int | None:
 
 
 def put_tokenizer(args: Arguments, translation: Translation) -> None:
-    """The tokenizer."""
+    """Translate the tokenizer."""
     kind, path = args.get("tokenizer_type"), args.get("tokenizer_model")
-    if kind in _UNBUILT or (kind is not None and not str(kind).endswith("Tokenizer")):
-        args.complaints.append(f"{args.words('tokenizer_type')}  is not built; give one of {', '.join(_TYPES)}")
+    if kind in _UNSUPPORTED or (kind is not None and not str(kind).endswith("Tokenizer")):
+        args.errors.append(f"{args.source('tokenizer_type')}  is not supported; use one of {', '.join(_TYPES)}")
         return
     if path is not None:
-        translation.put("tokenizer.path", path, args.words("tokenizer_model"))
-    elif args.said("vocab_file"):
+        translation.put("tokenizer.path", path, args.source("tokenizer_model"))
+    elif args.given("vocab_file"):
         folder = posixpath.dirname(args.get("vocab_file")) or "."
-        translation.put("tokenizer.path", folder, args.words("vocab_file", "merge_file"))
+        translation.put("tokenizer.path", folder, args.source("vocab_file", "merge_file"))
         if kind is None:
-            kind = "GPT2BPETokenizer"  # which has such files
-        why = "Both lie in one folder here, as vocab.json and merges.txt."
-        translation.remark(args.words("vocab_file", "merge_file"), "otherwise", why)
+            kind = "GPT2BPETokenizer"  # the only type with these two files
+        why = "Both files must be in one folder, as vocab.json and merges.txt."
+        translation.remark(args.source("vocab_file", "merge_file"), "different", why)
     if kind in _TYPES:
-        translation.put("tokenizer.type", kind, args.words("tokenizer_type"))
+        translation.put("tokenizer.type", kind, args.source("tokenizer_type"))
     elif kind is not None:
-        # Of Primus come a dozen names for tokenizers of Hugging Face.
+        # Primus has a dozen names for Hugging Face tokenizers.
         if kind not in _BY_FILE:
-            translation.put("tokenizer.type", "HuggingFaceTokenizer", args.words("tokenizer_type"))
-        why = "The name of its type decides nothing here: the tokenizer is what lies at tokenizer.path."
-        translation.remark(args.words("tokenizer_type"), "otherwise", why)
-    if kind == "NullTokenizer" and args.said("vocab_size"):
-        translation.put("tokenizer.vocab_size", args.get("vocab_size"), args.words("vocab_size"))
+            translation.put("tokenizer.type", "HuggingFaceTokenizer", args.source("tokenizer_type"))
+        why = "The files at tokenizer.path decide the type of the tokenizer."
+        translation.remark(args.source("tokenizer_type"), "different", why)
+    if kind == "NullTokenizer" and args.given("vocab_size"):
+        translation.put("tokenizer.vocab_size", args.get("vocab_size"), args.source("vocab_size"))
     if args.get("trust_remote_code"):
-        translation.put("model.trust_remote_code", True, args.words("trust_remote_code"))
+        translation.put("model.trust_remote_code", True, args.source("trust_remote_code"))

@@ -1,4 +1,4 @@
-"""How experts are trained, with the arguments of MegaBlocks' Megatron-LM too."""
+"""Mixture-of-experts arguments, also those of MegaBlocks' Megatron-LM."""
 
 from __future__ import annotations
 
@@ -9,57 +9,57 @@ _LOSSES = {"aux_loss": "moe.aux_loss", "seq_aux_loss": "moe.seq_aux_loss"}
 
 
 def take_megablocks(args: Arguments) -> None:
-    """Say what MegaBlocks' own arguments mean in Megatron-LM's.
+    """Replace MegaBlocks' arguments by Megatron-LM's.
 
-    Its load-balancing loss is divided by the number of layers; its softmax is over all experts, one of which is chosen
-    unless told otherwise.
+    MegaBlocks divides the load-balancing loss by the number of layers, applies softmax over all experts, and chooses
+    one expert by default.
     """
-    said = [name for name in ("moe_top_k", "moe_loss_weight", "moe_capacity_factor") if args.said(name)]
-    if not said and not args.words("num_experts").startswith("--moe-num-experts"):
+    said = [name for name in ("moe_top_k", "moe_loss_weight", "moe_capacity_factor") if args.given(name)]
+    if not said and not args.source("num_experts").startswith("--moe-num-experts"):
         return
-    words = args.words("num_experts")
+    source = args.source("num_experts")
     for name in ("moe_top_k", "moe_loss_weight"):
-        if args.said(name):
-            words = f"{words} {args.words(name)}"
-    args.say("moe_router_topk", args.get("moe_top_k"), words)
-    args.say("moe_router_pre_softmax", not args.said("moe_normalize_expert_weights"), words)
+        if args.given(name):
+            source = f"{source} {args.source(name)}"
+    args.set("moe_router_topk", args.get("moe_top_k"), source)
+    args.set("moe_router_pre_softmax", not args.given("moe_normalize_expert_weights"), source)
     layers = args.get("num_layers") or 1
-    args.say("moe_aux_loss_coeff", [args.get("moe_loss_weight") / layers], words)
-    if args.said("moe_capacity_factor") and args.get("moe_capacity_factor"):
-        args.say("moe_expert_capacity_factor", args.get("moe_capacity_factor"), args.words("moe_capacity_factor"))
+    args.set("moe_aux_loss_coeff", [args.get("moe_loss_weight") / layers], source)
+    if args.given("moe_capacity_factor") and args.get("moe_capacity_factor"):
+        args.set("moe_expert_capacity_factor", args.get("moe_capacity_factor"), args.source("moe_capacity_factor"))
 
 
 def put_moe(args: Arguments, translation: Translation) -> None:
-    """Dispatch, capacity and losses."""
+    """Translate dispatcher, capacity and losses."""
     if args.get("moe_expert_model_parallelism"):
-        why = "Experts are dealt out over parallel.ep ranks; it is 1 unless --expert-model-parallel-size says more."
-        translation.remark(args.words("moe_expert_model_parallelism"), "otherwise", why)
+        why = "parallel.ep is the number of expert parallel ranks: 1 without --expert-model-parallel-size."
+        translation.remark(args.source("moe_expert_model_parallelism"), "different", why)
     if not args.get("num_experts"):
         return
     dispatcher = args.get("moe_token_dispatcher_type")
-    words = args.words("moe_token_dispatcher_type")
+    source = args.source("moe_token_dispatcher_type")
     if dispatcher not in ("alltoall", "allgather"):
-        translation.remark(words, "otherwise", "Tokens are sent to the ranks of their experts by alltoall.")
+        translation.remark(source, "different", "The dispatcher is alltoall.")
         dispatcher = "alltoall"
-    translation.put("moe.dispatcher", dispatcher, words)
+    translation.put("moe.dispatcher", dispatcher, source)
     if args.get("moe_expert_capacity_factor"):
         factor = args.get("moe_expert_capacity_factor")
-        translation.put("moe.capacity_factor", factor, args.words("moe_expert_capacity_factor"))
+        translation.put("moe.capacity_factor", factor, args.source("moe_expert_capacity_factor"))
     if args.get("moe_z_loss_coeff"):
-        translation.put("moe.z_loss", args.get("moe_z_loss_coeff"), args.words("moe_z_loss_coeff"))
+        translation.put("moe.z_loss", args.get("moe_z_loss_coeff"), args.source("moe_z_loss_coeff"))
     if args.get("moe_router_enable_expert_bias"):
-        words = args.words("moe_router_bias_update_rate")
-        translation.put("moe.expert_bias_update_rate", args.get("moe_router_bias_update_rate"), words)
+        source = args.source("moe_router_bias_update_rate")
+        translation.put("moe.expert_bias_update_rate", args.get("moe_router_bias_update_rate"), source)
     _put_losses(args, translation)
 
 
 def _put_losses(args: Arguments, translation: Translation) -> None:
     kinds, weights = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff")
-    words = args.words("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    source = args.source("moe_router_load_balancing_type", "moe_aux_loss_coeff")
     try:
         numbers = [float(weight) for weight in weights]
     except (TypeError, ValueError):
-        args.complaints.append(f"{words}  is not a number for each kind of loss")
+        args.errors.append(f"{source}  must be one number for each type of loss")
         return
     if len(numbers) == 1:
         numbers *= len(kinds)
@@ -67,7 +67,7 @@ def _put_losses(args: Arguments, translation: Translation) -> None:
         if not weight or kind == "none":
             continue
         if kind in _LOSSES:
-            translation.put(_LOSSES[kind], weight, words)
-        elif kind != "sinkhorn":  # which the model is refused for
-            why = "The load is balanced within a micro batch (moe.aux_loss) or a sample (moe.seq_aux_loss)."
-            translation.remark(words, "not at all", why)
+            translation.put(_LOSSES[kind], weight, source)
+        elif kind != "sinkhorn":  # refused when the model is read
+            why = "Losses balance the load of a micro batch (moe.aux_loss) or of a sample (moe.seq_aux_loss)."
+            translation.remark(source, "unsupported", why)

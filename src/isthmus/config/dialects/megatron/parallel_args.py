@@ -1,4 +1,4 @@
-"""How the model is laid out over ranks."""
+"""Arguments of the parallel layout."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _SIZES = {
 
 
 def put_parallel(args: Arguments, translation: Translation) -> None:
-    """Sizes, sharding and overlaps."""
+    """Translate parallel sizes, sharding and communication overlap."""
     fsdp = next((name for name in ("use_torch_fsdp2", "use_megatron_fsdp") if args.get(name)), None)
     for ours, theirs in _SIZES.items():
-        if args.said(theirs):
-            translation.put(f"parallel.{ours}", args.get(theirs), args.words(theirs))
+        if args.given(theirs):
+            translation.put(f"parallel.{ours}", args.get(theirs), args.source(theirs))
     if args.get("tensor_model_parallel_size") > 1:
-        # It is on by itself here, and off by itself there.
+        # The defaults differ: on in Isthmus, off in Megatron-LM.
         sp = bool(args.get("sequence_parallel"))
-        translation.put("parallel.sp", sp, args.words("sequence_parallel"))
+        translation.put("parallel.sp", sp, args.source("sequence_parallel"))
     _put_virtual_stages(args, translation)
     if fsdp is not None:
-        translation.put("parallel.fsdp", True, args.words(fsdp))
+        translation.put("parallel.fsdp", True, args.source(fsdp))
         if fsdp == "use_megatron_fsdp":
-            why = "Sharding is PyTorch's own here (FSDP2), of weights, gradients and optimizer state."
-            translation.remark(args.words(fsdp), "otherwise", why)
+            why = "Isthmus uses PyTorch's FSDP2: it shards weights, gradients and optimizer state."
+            translation.remark(args.source(fsdp), "different", why)
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if args.get(name) and fsdp is not None:
-            translation.remark(args.words(name), "otherwise", "Full sharding has an overlap of its own.")
+            translation.remark(args.source(name), "different", "FSDP always overlaps its communication.")
         elif args.get(name):
-            translation.put(f"parallel.{name}", True, args.words(name))
+            translation.put(f"parallel.{name}", True, args.source(name))
     if args.get("overlap_param_gather") and not args.get("overlap_grad_reduce") and fsdp is None:
-        translation.put("parallel.overlap_grad_reduce", True, args.words("overlap_param_gather"))
-    if args.said("distributed_timeout_minutes"):
+        translation.put("parallel.overlap_grad_reduce", True, args.source("overlap_param_gather"))
+    if args.given("distributed_timeout_minutes"):
         seconds = 60.0 * args.get("distributed_timeout_minutes")
-        translation.put("parallel.timeout_s", seconds, args.words("distributed_timeout_minutes"))
+        translation.put("parallel.timeout_s", seconds, args.source("distributed_timeout_minutes"))
 
 
 def _put_virtual_stages(args: Arguments, translation: Translation) -> None:
@@ -48,10 +48,10 @@ def _put_virtual_stages(args: Arguments, translation: Translation) -> None:
         args.get(f"num_{what}") for what in ("layers_per_virtual_pipeline_stage", "virtual_stages_per_pipeline_rank")
     )
     if vpp is not None:
-        translation.put("parallel.vpp", vpp, args.words("num_virtual_stages_per_pipeline_rank"))
+        translation.put("parallel.vpp", vpp, args.source("num_virtual_stages_per_pipeline_rank"))
     elif each is not None and layers is not None:
-        words = args.words("num_layers_per_virtual_pipeline_stage")
+        source = args.source("num_layers_per_virtual_pipeline_stage")
         if layers % (stages * each):
-            args.complaints.append(f"{words}  does not divide the {layers} layers over {stages} stages")
+            args.errors.append(f"{source}  does not divide the {layers} layers of {stages} stages")
         else:
-            translation.put("parallel.vpp", layers // (stages * each), words)
+            translation.put("parallel.vpp", layers // (stages * each), source)

@@ -1,6 +1,6 @@
-"""How Megatron-LM's arguments are spelled: kinds and defaults of those that are translated, and old or odd flags.
+"""The names of Megatron-LM's arguments: types and defaults of those that are translated, and old or odd flags.
 
-Names are those of its own code. A name stands with its default where that is not false or nothing.
+Names are those of its own code. ``name=value`` gives a default that is neither false nor null.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KINDS: dict[str, str] = {
     """,
     "layers": "window_size window_attn_skip_freq no_rope_freq moe_layer_freq=1",
 }
-"""What is translated, by the kind of its value; ``layers`` is a number or a pattern such as [0]+[1]*3."""
+"""Arguments that are translated, by type; ``layers`` is a number or a pattern such as [0]+[1]*3."""
 
 FLAGS: dict[str, tuple[str, bool | None]] = {
     "apply_layernorm_1p": ("layernorm_zero_centered_gamma", None),
@@ -101,16 +101,16 @@ FLAGS: dict[str, tuple[str, bool | None]] = {
     "use_checkpoint_lr_scheduler": ("use_checkpoint_opt_param_scheduler", None),
     "use_custom_fsdp": ("use_megatron_fsdp", None),
     "warmup": ("lr_warmup_fraction", None),
-    # Of MegaBlocks; what else it has is translated by names of its own.
+    # Of MegaBlocks; its other arguments are in EXTRA.
     "moe_jitter_eps": ("moe_input_jitter_eps", None),
     "moe_num_experts": ("num_experts", None),
     "moe_zloss_weight": ("moe_z_loss_coeff", None),
 }
-"""Flags whose argument is called otherwise, and the value that a flag without one gives it; ``no_`` and ``disable_``
-before the name of a switch turn it off without being listed."""
+"""Flags whose argument has another name, and the value that a flag without one sets. ``no_`` and ``disable_`` before
+the name of a switch turn it off and are not listed."""
 
 GONE: dict[str, str] = {
-    "Megatron-LM had it once and does without it now; so does Isthmus.": """
+    "Megatron-LM has removed it, and Isthmus does not need it.": """
         DDP_impl data_impl mmap_warmup use_contiguous_buffers_in_ddp use_contiguous_buffers_in_local_ddp
         no_contiguous_buffers_in_local_ddp use_contiguous_parameters_in_local_ddp no_scaled_masked_softmax_fusion
         scaled_upper_triang_masked_softmax_fusion delay_param_gather no_delay_grad_reduce log_batch_size_to_tensorboard
@@ -119,32 +119,22 @@ GONE: dict[str, str] = {
         use_ring_exchange no_torch_compile disable_te_fused_rope moe_lbl_in_fp32 one_logger_entity
     """,
 }
-"""Done otherwise as well: arguments that core_v0.16.1 has no more, and those of ROCm's fork."""
-OTHER_MODELS: dict[str, str] = {
-    "It belongs to other models than decoders of text.": """
-        encoder_tensor_model_parallel_size=0 encoder_pipeline_model_parallel_size=0 pipeline_model_parallel_split_rank
-        retriever_seq_length=256 retro_project_dir retro_add_retriever retro_cyclic_train_iters retro_encoder_layers=2
-        retro_encoder_hidden_dropout=0.1 retro_encoder_attention_dropout=0.1 retro_num_neighbors=2
-        retro_num_retrieved_chunks=2 retro_attention_gate=1 retro_workdir retro_return_doc_ids
-        retro_no_verify_neighbor_count retro_verify_neighbor_count=true img_dim report_topk_accuracies faiss_use_gpu
-    """,
-    "It is not built.": "kitchen_config_file kitchen_recipe_number max_padding_length extra_vocab_size",
-}
+"""Arguments of older releases and of ROCm's fork, which core_v0.16.1 does not have."""
 NEVER: dict[str, str] = {
-    "gradient_accumulation_steps": "It never was an argument of Megatron-LM: micro batches are accumulated until there "
-    "are global-batch-size sequences. Raise --global-batch-size.",
-    "fused_bias_gelu": "It never was an argument of Megatron-LM, which fuses unless it is told --no-bias-gelu-fusion.",
-    "fused_bias_mha": "It never was an argument of Megatron-LM, and attention is fused where the platform can.",
-    "overlap_comm": "It never was an argument of Megatron-LM: --overlap-grad-reduce and --overlap-param-gather are.",
-    "virtual_pipeline_model_parallel_size": "Megatron-LM works it out and passes over what is said here: say "
+    "gradient_accumulation_steps": "Megatron-LM has no such argument: it accumulates micro batches up to "
+    "global-batch-size sequences. Raise --global-batch-size.",
+    "fused_bias_gelu": "Megatron-LM has no such argument: it fuses by default, without --no-bias-gelu-fusion.",
+    "fused_bias_mha": "Megatron-LM has no such argument; attention is fused if the platform supports it.",
+    "overlap_comm": "Megatron-LM has no such argument: use --overlap-grad-reduce and --overlap-param-gather.",
+    "virtual_pipeline_model_parallel_size": "Megatron-LM computes it and ignores this value. Use "
     "num_virtual_stages_per_pipeline_rank (--num-virtual-stages-per-pipeline-rank).",
-    "log_level": "It never was an argument of Megatron-LM (--logging-level is); --debug shows a traceback here.",
+    "log_level": "Megatron-LM has no such argument (it has --logging-level). Isthmus shows a traceback with --debug.",
 }
-"""Flags that guides tell of and that never were there."""
+"""Flags of some guides that Megatron-LM never had."""
 EXTRA: dict[str, str] = {
     "int": "moe_top_k=1 original_max_position_embeddings",
     "float": "moe_capacity_factor=1 moe_loss_weight=0.1 beta_fast beta_slow",
     "bool": "moe_expert_model_parallelism",
     "list": "moe_normalize_expert_weights",
 }
-"""Arguments of MegaBlocks' Megatron-LM and of Primus that are translated, as :data:`KINDS`."""
+"""Arguments of MegaBlocks' Megatron-LM and of Primus that are translated, as in :data:`KINDS`."""

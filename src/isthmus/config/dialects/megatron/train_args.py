@@ -1,4 +1,4 @@
-"""How long, how much at once, in which numbers, and with which optimizer."""
+"""Arguments of steps, batch sizes, precision, recomputation and the optimizer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "W
 
 
 def put_train(args: Arguments, translation: Translation) -> None:
-    """Steps, batch sizes, precision, recomputation and the optimizer."""
+    """Translate steps, batch sizes, precision, recomputation and the optimizer."""
     batch = _put_batch(args, translation)
     steps = _put_steps(args, translation, batch)
-    translation.put("train.seed", args.get("seed"), args.words("seed"))
+    translation.put("train.seed", args.get("seed"), args.source("seed"))
     _put_precision(args, translation)
     _put_recompute(args, translation)
     if args.get("mtp_num_layers"):
-        words = args.words("mtp_loss_scaling_factor")
-        translation.put("train.mtp_loss_weight", args.get("mtp_loss_scaling_factor"), words)
+        source = args.source("mtp_loss_scaling_factor")
+        translation.put("train.mtp_loss_weight", args.get("mtp_loss_scaling_factor"), source)
     _put_profile(args, translation, steps)
     _put_optimizer(args, translation)
     _put_schedule(args, translation, steps, batch)
@@ -38,79 +38,80 @@ def put_train(args: Arguments, translation: Translation) -> None:
 def _put_batch(args: Arguments, translation: Translation) -> int | None:
     micro = args.get("micro_batch_size")
     if micro is None:
-        args.complaints.append("--micro-batch-size  is missing")
+        args.errors.append("--micro-batch-size  is missing")
         return None
-    translation.put("train.micro_batch_size", micro, args.words("micro_batch_size"))
+    translation.put("train.micro_batch_size", micro, args.source("micro_batch_size"))
     batch: int | None = args.get("global_batch_size")
-    words = args.words("global_batch_size")
+    source = args.source("global_batch_size")
     world = translation.world
     if batch is None and world.nproc_per_node is not None:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         ranks = world.nproc_per_node * world.nnodes
         for name in sizes:
             ranks //= args.get(name)
-        batch, words = micro * max(1, ranks), f"not said: a micro batch of each of {max(1, ranks)} data parallel ranks"
-    if batch is None:
-        args.complaints.append(
-            "--global-batch-size  is missing, and the number of ranks is not known to derive it from"
+        batch, source = (
+            micro * max(1, ranks),
+            f"not given: a micro batch on each of {max(1, ranks)} data parallel ranks",
         )
+    if batch is None:
+        args.errors.append("--global-batch-size  is missing, and its default needs the number of ranks")
         return None
-    translation.put("train.global_batch_size", batch, words)
+    translation.put("train.global_batch_size", batch, source)
     return batch
 
 
 def _put_steps(args: Arguments, translation: Translation, batch: int | None) -> int | None:
     steps: int | None = args.get("train_iters")
-    words = args.words("train_iters")
-    if steps is None and args.said("train_samples") and batch:
-        steps, words = max(1, args.get("train_samples") // batch), args.words("train_samples", "global_batch_size")
+    source = args.source("train_iters")
+    if steps is None and args.given("train_samples") and batch:
+        steps, source = max(1, args.get("train_samples") // batch), args.source("train_samples", "global_batch_size")
     if steps is None:
-        args.complaints.append("--train-iters  is missing, and so is --train-samples")
+        args.errors.append("--train-iters  is missing (or --train-samples)")
         return None
-    leaves: int | None = args.get("exit_interval")
-    if leaves is not None and leaves < steps:
-        why = f"The run would stop at step {leaves} of {steps}. Here it takes all; set train.steps={leaves} for that."
-        translation.remark(args.words("exit_interval"), "mistaken", why)
-    translation.put("train.steps", steps, words)
+    exit_step: int | None = args.get("exit_interval")
+    if exit_step is not None and exit_step < steps:
+        why = f"Megatron-LM stops at step {exit_step} of {steps}, Isthmus does not. Set train.steps={exit_step}."
+        translation.remark(args.source("exit_interval"), "mistake", why)
+    translation.put("train.steps", steps, source)
     interval = args.get("eval_interval")
-    seen = not args.said("eval_iters") or args.get("eval_iters") > 0
+    seen = not args.given("eval_iters") or args.get("eval_iters") > 0
     if interval and seen:
-        translation.put("train.eval_every", interval, args.words("eval_interval"))
-    if args.said_of_this_run("eval_iters") and seen:
-        translation.remark(args.words("eval_iters"), "otherwise", "Evaluation takes all of the held-out samples.")
+        translation.put("train.eval_every", interval, args.source("eval_interval"))
+    if args.is_explicit("eval_iters") and seen:
+        translation.remark(args.source("eval_iters"), "different", "Evaluation uses the whole validation set.")
     return steps
 
 
 def _put_precision(args: Arguments, translation: Translation) -> None:
     halves = [name for name in ("fp16", "bf16") if args.get(name)]
     if len(halves) > 1:
-        args.complaints.append("--fp16 --bf16  exclude each other")
+        args.errors.append("--fp16 --bf16  exclude each other: give one of them")
     if args.get("fp8"):
         if args.get("fp16"):
-            args.complaints.append(f"--fp16 {args.words('fp8')}  exclude each other; FP8 goes with --bf16")
-        words = args.words("fp8", "fp8_recipe")
-        translation.put("train.precision", "fp8", words)
+            args.errors.append(f"--fp16 {args.source('fp8')}  exclude each other: use --bf16 with FP8")
+        source = args.source("fp8", "fp8_recipe")
+        translation.put("train.precision", "fp8", source)
         if args.get("fp8") not in ("hybrid", "e4m3"):
-            args.complaints.append(f"{args.words('fp8')}  is hybrid or e4m3")
-        translation.put("train.fp8_format", args.get("fp8"), args.words("fp8"))
+            args.errors.append(f"{args.source('fp8')}  must be hybrid or e4m3")
+        translation.put("train.fp8_format", args.get("fp8"), args.source("fp8"))
         if args.get("fp8_recipe") != "tensorwise":
-            said = args.words("fp8_recipe") if args.said("fp8_recipe") else "--fp8-recipe delayed (the default)"
-            why = "A scale is of the matrix at hand, one for each (fp8_scaling: tensorwise); rowwise is there too."
-            translation.remark(said, "otherwise", why)
+            option = args.source("fp8_recipe") if args.given("fp8_recipe") else "--fp8-recipe delayed (the default)"
+            why = "FP8 uses current scaling, one scale per tensor (train.fp8_scaling=tensorwise) or per row (rowwise)."
+            translation.remark(option, "different", why)
         return
     precision = halves[0] if halves else "fp32"
-    translation.put("train.precision", precision, args.words(*halves))
+    translation.put("train.precision", precision, args.source(*halves))
     if precision == "fp16":
         if args.get("loss_scale"):
-            why = "The loss scale changes by itself, from train.initial_loss_scale on."
-            translation.remark(args.words("loss_scale"), "not at all", why)
+            why = "The loss scale is dynamic and starts at train.initial_loss_scale."
+            translation.remark(args.source("loss_scale"), "unsupported", why)
         for ours in ("initial_loss_scale", "loss_scale_window"):
-            translation.put(f"train.{ours}", args.get(ours), args.words(ours))
+            translation.put(f"train.{ours}", args.get(ours), args.source(ours))
 
 
 def _put_recompute(args: Arguments, translation: Translation) -> None:
     how, method, layers = (args.get(f"recompute_{what}") for what in ("granularity", "method", "num_layers"))
-    words = args.words(
+    source = args.source(
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",
@@ -118,105 +119,107 @@ def _put_recompute(args: Arguments, translation: Translation) -> None:
         "recompute_modules",
     )
     if args.get("checkpoint_activations") or (how is None and method is not None):
-        how = "full"  # of old, when there was nothing else
+        how = "full"  # older releases had no granularity
     if how is None and args.get("recompute_activations"):
-        how, words = "selective", args.words("recompute_activations")
+        how, source = "selective", args.source("recompute_activations")
     if how is None and args.get("moe_layer_recompute"):
-        words = args.words("moe_layer_recompute")
-        translation.put("train.recompute", "selective", words)
-        translation.put("train.recompute_modules", ["moe"], words)
+        source = args.source("moe_layer_recompute")
+        translation.put("train.recompute", "selective", source)
+        translation.put("train.recompute_modules", ["moe"], source)
         return
     if how == "full" and method == "block" and layers == 0:
-        translation.put("train.recompute", "none", words)
+        translation.put("train.recompute", "none", source)
     elif how not in (None, "full", "selective"):
-        args.complaints.append(f"{words}  is full or selective")
+        args.errors.append(f"{source}  must be full or selective")
     elif how == "full":
-        translation.put("train.recompute", "full", words)
+        translation.put("train.recompute", "full", source)
         if method == "block" and layers is not None:
-            translation.put("train.recompute_layers", layers, words)
+            translation.put("train.recompute_layers", layers, source)
         elif layers is not None and layers > 1:
-            translation.remark(words, "otherwise", "Every layer is computed again from its own input, none in groups.")
+            translation.remark(
+                source, "different", "Each layer is recomputed from its own input, without groups of layers."
+            )
     elif how == "selective":
-        translation.put("train.recompute", "selective", words)
+        translation.put("train.recompute", "selective", source)
         asked = args.get("recompute_modules") or ["core_attn"]
         found = [module for module in asked if _MODULES.get(module)]
         if missing := [module for module in asked if not _MODULES.get(module)]:
-            why = f"What is computed again is core_attn, mlp or moe, so not {', '.join(missing)}."
-            translation.remark(words, "not at all", why)
-        translation.put("train.recompute_modules", found or ["core_attn"], words)
+            why = f"Isthmus recomputes core_attn, mlp or moe, not {', '.join(missing)}."
+            translation.remark(source, "unsupported", why)
+        translation.put("train.recompute_modules", found or ["core_attn"], source)
 
 
 def _put_profile(args: Arguments, translation: Translation, steps: int | None) -> None:
     if not args.get("profile"):
         return
     first, last = args.get("profile_step_start") + 1, args.get("profile_step_end")
-    words = args.words("profile", "profile_step_start", "profile_step_end")
+    source = args.source("profile", "profile_step_start", "profile_step_end")
     if steps is not None and first > steps:
-        translation.remark(words, "mistaken", f"The profile would begin at step {first}, and the run has {steps}.")
+        translation.remark(source, "mistake", f"The profile starts at step {first}, but the run has {steps} steps.")
     elif last >= first:
-        translation.put("train.profile", f"{first}-{min(last, steps or last)}", words)
+        translation.put("train.profile", f"{first}-{min(last, steps or last)}", source)
 
 
 def _put_optimizer(args: Arguments, translation: Translation) -> None:
     if args.get("optimizer") not in ("adam", "adamw"):
-        words = args.words("optimizer")
-        args.complaints.append(f"{words}  is not built; there is AdamW, which --optimizer adam is too")
-    if not args.said("lr"):
-        args.complaints.append("--lr  is missing")
+        source = args.source("optimizer")
+        args.errors.append(f"{source}  is not supported: use --optimizer adam, which is AdamW")
+    if not args.given("lr"):
+        args.errors.append("--lr  is missing")
     for ours, theirs in _OPTIM.items():
         if args.get(theirs) is not None:
-            translation.put(f"optim.{ours}", args.get(theirs), args.words(theirs))
+            translation.put(f"optim.{ours}", args.get(theirs), args.source(theirs))
     if args.get("optimizer_cpu_offload"):
-        words = args.words("optimizer_cpu_offload")
-        why = "Adam's running means are in the machine's memory; main weights and the update stay on the GPU."
-        translation.put("optim.offload", True, words)
-        translation.remark(words, "otherwise", why)
+        source = args.source("optimizer_cpu_offload")
+        why = "Adam's moments are in host memory; main weights and the update stay on the GPU."
+        translation.put("optim.offload", True, source)
+        translation.remark(source, "different", why)
     start, end = args.get("start_weight_decay"), args.get("end_weight_decay")
     if start is not None and end is not None:
-        words = args.words("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
-        translation.put("optim.weight_decay", end, words)
+        source = args.source("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
+        translation.put("optim.weight_decay", end, source)
         if start != end:
-            translation.remark(words, "not at all", f"Weight decay stays what it is; {end:g} is taken.")
+            translation.remark(source, "unsupported", f"Weight decay is constant: {end:g}.")
 
 
 def _put_schedule(args: Arguments, translation: Translation, steps: int | None, batch: int | None) -> None:
-    style, words = args.get("lr_decay_style"), args.words("lr_decay_style")
+    style, source = args.get("lr_decay_style"), args.source("lr_decay_style")
     if (schedule := _SCHEDULES.get(style)) is None:
-        args.complaints.append(f"{words}  is not built; give {', '.join(_SCHEDULES)}")
+        args.errors.append(f"{source}  is not supported; use {', '.join(_SCHEDULES)}")
         return
-    translation.put("optim.schedule", schedule, words)
+    translation.put("optim.schedule", schedule, source)
     if steps is None or batch is None:
         return
     decay = _steps(args, "lr_decay", batch, steps)
     if args.get("lr_warmup_fraction") is not None:
-        warmup, words = int(args.get("lr_warmup_fraction") * decay), args.words("lr_warmup_fraction")
+        warmup, source = int(args.get("lr_warmup_fraction") * decay), args.source("lr_warmup_fraction")
     else:
-        warmup, words = _steps(args, "lr_warmup", batch, 0), args.words("lr_warmup_iters", "lr_warmup_samples")
+        warmup, source = _steps(args, "lr_warmup", batch, 0), args.source("lr_warmup_iters", "lr_warmup_samples")
     if warmup >= steps:
-        why = f"The warm-up of {warmup} steps does not end within the run of {steps}: {steps - 1} are taken."
-        translation.remark(words, "mistaken", why)
+        why = f"The warm-up of {warmup} steps is longer than the run of {steps}; it is set to {steps - 1}."
+        translation.remark(source, "mistake", why)
         warmup = steps - 1
-    translation.put("optim.warmup_steps", warmup, words)
+    translation.put("optim.warmup_steps", warmup, source)
     if schedule == "wsd":
-        words = args.words("lr_wsd_decay_iters", "lr_wsd_decay_samples")
-        fall = min(_steps(args, "lr_wsd_decay", batch, 1), steps - warmup)
-        translation.put("optim.decay_steps", fall, words)
+        source = args.source("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        decay_steps = min(_steps(args, "lr_wsd_decay", batch, 1), steps - warmup)
+        translation.put("optim.decay_steps", decay_steps, source)
         if args.get("lr_wsd_decay_style") != "linear":
-            said = args.words("lr_wsd_decay_style") if args.said("lr_wsd_decay_style") else words
-            translation.remark(said, "otherwise", "The final fall is a straight line.")
-    words = args.words("lr_decay_iters", "lr_decay_samples")
+            option = args.source("lr_wsd_decay_style") if args.given("lr_wsd_decay_style") else source
+            translation.remark(option, "different", "The final decay is linear.")
+    source = args.source("lr_decay_iters", "lr_decay_samples")
     if decay != steps and schedule in ("cosine", "linear"):
-        translation.put("optim.schedule_steps", max(decay, warmup + 1), words)
+        translation.put("optim.schedule_steps", max(decay, warmup + 1), source)
     elif decay != steps and schedule == "wsd":
-        translation.remark(words, "otherwise", f"The final fall ends at step {steps}, the last, not at {decay}.")
+        translation.remark(source, "different", f"The final decay ends at the last step, {steps}, not at {decay}.")
     if args.get("lr_warmup_init"):
-        translation.remark(args.words("lr_warmup_init"), "otherwise", "The learning rate rises from 0.")
+        translation.remark(args.source("lr_warmup_init"), "different", "The warm-up starts at 0.")
 
 
-def _steps(args: Arguments, name: str, batch: int, otherwise: int) -> int:
-    """Steps that are said as iterations or as samples."""
+def _steps(args: Arguments, name: str, batch: int, default: int) -> int:
+    """A number of steps that is given in iterations or in samples."""
     iterations: Any = args.get(f"{name}_iters")
     samples: Any = args.get(f"{name}_samples")
     if samples:
         return max(1, int(samples) // batch)
-    return int(iterations) if iterations else otherwise
+    return int(iterations) if iterations else default

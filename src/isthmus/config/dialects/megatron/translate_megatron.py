@@ -13,8 +13,8 @@ from isthmus.config.dialects.megatron.model_args import model_arguments, put_tok
 from isthmus.config.dialects.megatron.moe_args import put_moe, take_megablocks
 from isthmus.config.dialects.megatron.output_args import put_checkpoints, put_logging, put_out
 from isthmus.config.dialects.megatron.parallel_args import put_parallel
-from isthmus.config.dialects.megatron.script import Started, read_command, read_training
 from isthmus.config.dialects.megatron.train_args import put_train
+from isthmus.config.dialects.megatron.training_command import TrainingCommand
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.errors import UsageError
 
@@ -22,51 +22,51 @@ _OTHER_SCRIPTS = ("bert", "t5", "mamba", "vision", "vlm", "retro", "ict", "bienc
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What was told: all settings but the model, and the model in Megatron-LM's words."""
+class MegatronTranslation:
+    """A run of Megatron-LM: its settings but for the model, and the model as Megatron-LM's arguments."""
 
     translation: Translation
     model: dict[str, Any]
-    """Arguments as a checkpoint has them; without ``padded_vocab_size`` where nothing tells the vocabulary. Empty
-    where the settings say the model already."""
+    """Arguments as in a Megatron-LM checkpoint; without ``padded_vocab_size`` if no argument gives the vocabulary
+    size. Empty if the settings name the model."""
 
 
-def from_script(text: str, given: Sequence[str] = (), more: Sequence[str] = (), name: str = "megatron") -> Told:
-    """What a shell script tells.
+def translate_command(
+    command: TrainingCommand, more: Sequence[str] = (), name: str = "megatron"
+) -> MegatronTranslation:
+    """Translate the command that starts a training.
 
     Args:
-        text: of the script.
-        given: what it is called with.
-        more: arguments of Megatron-LM after its own ones, which win.
-        name: of the script, for the run folder if it saves nothing.
+        command: of the training.
+        more: further arguments of Megatron-LM, which win.
+        name: of the run folder, if the run saves nothing.
 
     Raises:
-        UsageError: the script cannot be read, or an argument is unknown or not to be honoured; all of them.
+        UsageError: arguments are unknown, wrong, or would make another run; all of them are named.
     """
-    started = read_training(text, given)
-    return _from_started(started, more, name)
+    if any(other in PurePath(command.script).stem.split("_") for other in _OTHER_SCRIPTS):
+        raise UsageError(
+            f"{command.script} trains another kind of model. Isthmus trains text decoders (pretrain_gpt.py)."
+        )
+    translated = translate_arguments(read_flags([*command.flags, *more]), command.world, name)
+    if command.environment:
+        variables = " ".join(f"{name}={value}" for name, value in command.environment.items())
+        why = "Isthmus sets the environment variables that its platform needs, and keeps those that you set."
+        translated.translation.remark(f"export {variables}", "different", why)
+    return translated
 
 
-def from_words(words: Sequence[str]) -> Told:
-    """What the words of a command tell, with or without the launcher and the Python file before the arguments.
+def translate_arguments(args: Arguments, world: World, name: str, *, model: bool = True) -> MegatronTranslation:
+    """Translate arguments, wherever they come from; without ``model`` they do not describe the model.
 
     Raises:
-        UsageError: as :func:`from_script`.
-    """
-    return _from_started(read_command(words), (), "megatron")
-
-
-def from_arguments(args: Arguments, world: World, name: str, *, model: bool = True) -> Told:
-    """What arguments tell, wherever they are from; without ``model`` another has said that.
-
-    Raises:
-        UsageError: all that cannot be.
+        UsageError: arguments are missing or wrong, or would make another run; all of them are named.
     """
     translation = Translation("sft" if args.get("sft") else "pretrain", world=world)
     take_megablocks(args)
     put_out(args, translation, name)
-    args.remark_on_the_rest(translation)
-    told = model_arguments(args, translation) if model else {}
+    args.add_remarks(translation)
+    described = model_arguments(args, translation) if model else {}
     put_tokenizer(args, translation)
     put_data(args, translation)
     put_parallel(args, translation)
@@ -74,19 +74,5 @@ def from_arguments(args: Arguments, world: World, name: str, *, model: bool = Tr
     put_train(args, translation)
     put_checkpoints(args, translation)
     put_logging(args, translation)
-    args.refuse_if_wrong()
-    return Told(translation, told)
-
-
-def _from_started(started: Started, more: Sequence[str], name: str) -> Told:
-    script = PurePath(started.script).stem
-    if any(other in script.split("_") for other in _OTHER_SCRIPTS):
-        raise UsageError(
-            f"{started.script} trains another kind of model. Only decoders of text (pretrain_gpt.py) do here."
-        )
-    told = from_arguments(read_flags([*started.flags, *more]), started.world, name)
-    if started.exported:
-        names = " ".join(f"{name}={value}" for name, value in started.exported.items())
-        why = "Variables of the environment are the platform's here; it sets what it needs, and never over yours."
-        told.translation.remark(f"export {names}", "otherwise", why)
-    return told
+    args.raise_errors()
+    return MegatronTranslation(translation, described)

@@ -1,57 +1,56 @@
-"""What Primus has beside Megatron-LM's arguments: keys of its own, defaults of its modules, names of its models."""
+"""Primus' own keys beside Megatron-LM's arguments, the defaults of its modules and the names of its models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-OTHERWISE: dict[str, str] = {
-    "Kernels are chosen here by what the platform has.": """
+DIFFERENT: dict[str, str] = {
+    "Isthmus chooses kernels by the capabilities of the platform.": """
         enable_primus_turbo use_turbo_* enable_turbo_* turbo_* moe_use_fused_router_with_aux_score use_sink_attention
         sink_* mxfp4_* use_deprecated_20241209_moe_layer disable_primus_topk_router use_rocmoe
         no_fp8_weight_transpose_cache enable_fused_linear_ce use_fla_* fused_ce_* disable_delayed_scaling_patches
     """,
-    "A line of the log is one step, and metrics.jsonl has all of them to be averaged.": """
+    "Each line of the log is one step; metrics.jsonl has all steps.": """
         log_avg_skip_iterations log_avg_reset_interval stderr_sink_level stdout_sink_level file_sink_level sink_level
         use_rocm_mem_info use_rocm_mem_info_iters
     """,
-    "TensorBoard files are written where tensorboard is installed (logging.tensorboard).": "disable_tensorboard",
-    "Loggers are metrics.jsonl and TensorBoard, and no others.": "disable_wandb disable_mlflow mlflow_*",
-    "The profiler is told with train.profile alone.": """
+    "logging.tensorboard turns TensorBoard files on and off.": "disable_tensorboard",
+    "The loggers are metrics.jsonl and TensorBoard.": "disable_wandb disable_mlflow mlflow_*",
+    "train.profile is the only setting of the profiler.": """
         disable_profiler_activity_cpu torch_profiler_* profile_memory_iter use_nsys_profiler record_shapes nvtx_ranges
         pytorch_profiler_collect_shapes
     """,
-    "Nothing is compiled that would have to be.": "disable_compile_dependencies",
-    "Samples that share a line never see each other; packing is data.packing.": """
+    "Isthmus has no extension to compile.": "disable_compile_dependencies",
+    "Packing is data.packing; attention stays within each sample.": """
         enable_packed_sequences use_packed_attention sft_conversation_format sft_bridge_compat_inline_bos
     """,
-    "It says where and how Primus runs the module.": "trainable stage platform sink_settings",
+    "It tells Primus where and how to run the module.": "trainable stage platform sink_settings",
 }
-NOT_AT_ALL: dict[str, str] = {
-    "Pipelines run one forward, one backward, with parallel.vpp or without.": """
+UNSUPPORTED: dict[str, str] = {
+    "The pipeline schedule is 1F1B, interleaved with parallel.vpp.": """
         patch_zero_bubble enable_zb_runtime pre_communication_optimization zero_bubble_* enable_zero_bubble
         enable_optimizer_post_validation enable_exactly_numeric_match enable_1f1b_v allow_padding_num_layers
         interleave_group_size num_seq_splits patch_primus_pipeline pp_algorithm pp_warmup dump_pp_data
         decoder_pipeline_manual_split_list
     """,
-    "Nothing is moved between the memory of the device and that of the machine.": """
+    "Only optimizer state can be offloaded to the host (optim.offload).": """
         cpu_offload offload_chunk_num offload_time auto_offload_time offload_overlap_sr stash_modules moe_paged_stash
         moe_expert_rank_capacity_factor
     """,
-    "It is not built.": """
-        patch_moe_overlap recompute_layer_ids enable_odc* odc_*
-        empty_cache_interval lb_mini_* sft_sanitize_nan_grads multiprocessing_context
-        muon_weight_decay* lfm_layer_types conv_L_cache conv_bias use_uccl_ep
+    "Isthmus does not support it.": """
+        patch_moe_overlap recompute_layer_ids enable_odc* odc_* empty_cache_interval lb_mini_* sft_sanitize_nan_grads
+        multiprocessing_context muon_weight_decay* lfm_layer_types conv_L_cache conv_bias use_uccl_ep
     """,
 }
 REFUSED: dict[str, str] = {
-    "soft caps are not among what these arguments can say; give the model as model.path": """
+    "these arguments cannot describe soft caps: give the model as model.path": """
         final_logit_softcapping attn_logit_softcapping router_logit_softcapping
     """,
-    "adapters (LoRA) are not built": "lora",
+    "Isthmus does not support LoRA adapters: leave it out to train all weights": "lora",
 }
-"""Each table's keys by the reason; ``*`` stands for the rest of a name."""
+"""Keys by the reason, in the three tables; ``*`` matches the rest of a name."""
 PLACES = ("work_group", "user_name", "exp_name", "workspace")
-"""What an experiment says of its run folder, and in Primus has to."""
+"""Keys of the run folder, which Primus requires."""
 _PRE: dict[str, Any] = {
     "bf16": True,
     "micro_batch_size": 2,
@@ -88,7 +87,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sft_dataset_split": "train",
     },
 }
-"""Where its modules' defaults are not Megatron-LM's, for an experiment without a checkout of Primus."""
+"""Defaults of Primus' modules that differ from Megatron-LM's, for experiments without a checkout of Primus."""
 PRESETS = {
     name.lower(): name.lower().replace("_", "-")
     for name in """
@@ -96,14 +95,14 @@ PRESETS = {
     mixtral_8x7B qwen2.5_7B qwen2.5_72B qwen3_0.6B qwen3_8B qwen3_30B_A3B deepseek_v2_lite deepseek_v3
     """.split()
 }
-"""Presets of the models that its files name."""
+"""Presets by the name of Primus' model file."""
 INEXACT = {
-    "llama3.": "Primus' file has no rope scaling, and the model has",
-    "llama3.2": "Primus' file has no rope scaling and embeddings of its own at the end, and the model shares them",
-    "qwen2.5": "Primus' file has no biases of queries, keys and values, and the model has",
-    "qwen3": "Primus' file has no norms of queries and keys, and the model has",
+    "llama3.": "Primus' file has no RoPE scaling, the model has",
+    "llama3.2": "Primus' file has no RoPE scaling and untied embeddings, the model has tied ones",
+    "qwen2.5": "Primus' file has no QKV bias, the model has",
+    "qwen3": "Primus' file has no QK norm, the model has",
 }
-"""In what a model file of Primus is not the model that it is named after; the longest beginning counts."""
+"""How a model file of Primus differs from the model of its name; the longest matching prefix is used."""
 CONFIG_KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -118,4 +117,4 @@ CONFIG_KEYS = {
     "vocab_size": "vocab_size",
     "padded_vocab_size": "vocab_size",
 }
-"""What a run may say of a preset's model, and the key in its ``config.json``."""
+"""Arguments that can override a preset's model, and the key in its ``config.json``."""

@@ -5,22 +5,25 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.megatron.known_args import name_of, near
 from isthmus.config.dialects.megatron.model_args import ARGUMENTS
-from isthmus.config.dialects.megatron.translate_megatron import Told, from_arguments
-from isthmus.config.dialects.primus.primus_files import CHECKOUT, Read, find_file, read_file
+from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_arguments
+from isthmus.config.dialects.primus.primus_files import CHECKOUT, PrimusFile, find_file, read_file
 from isthmus.config.dialects.primus.primus_keys import (
     CONFIG_KEYS,
     DEFAULTS,
+    DIFFERENT,
     INEXACT,
     PLACES,
     PRESETS,
+    REFUSED,
+    UNSUPPORTED,
 )
-from isthmus.config.dialects.primus.primus_known import own, own_keys
 from isthmus.config.dialects.translation import Remark, Translation, World
 from isthmus.errors import UsageError
 
@@ -28,82 +31,85 @@ _MODULE_KEYS = ("framework", "config", "model", "overrides", "name")
 _SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "max_position_embeddings", "vocab_size")
 
 
-def from_experiment(path: Path, models: Path | None = None) -> Told:
-    """What an experiment tells.
+def translate_experiment(path: Path, models: Path | None = None) -> MegatronTranslation:
+    """Translate an experiment.
 
     Args:
-        path: the experiment, or the part of one that says ``model`` and ``overrides``.
+        path: the experiment, or its part with ``model`` and ``overrides``.
         models: a folder with model files.
 
     Raises:
-        MissingInput, IOFailure: the file is not there, or cannot be read.
-        UsageError: what it says is no experiment of Megatron's, or cannot be; all of it.
+        MissingInput, IOFailure: the file does not exist or cannot be read.
+        UsageError: it is not an experiment of the Megatron backend, or cannot be translated; with everything that is
+            wrong.
     """
     file = read_file(path)
     module, module_name = _module(file)
     args, remarks = Arguments(), list[Remark]()
     config = str(module.get("config") or "pre_trainer.yaml")
     sft = "sft" in config or "post" in module_name
-    said: dict[str, Any] = {}
-    _add_defaults(args, said, config, sft, path, models, remarks)
+    given: dict[str, Any] = {}
+    _add_defaults(args, given, config, sft, path, models, remarks)
     model, preset = _model(file, module, models)
     strange: list[str] = []
     if model is not None:
         for key, value in model.values.items():
-            if key not in said:
-                said[key] = value
-                _say(args, key, value, f"{model.path.name}: {_line(key, value)}", remarks, strange)
+            if key not in given:
+                given[key] = value
+                _set(args, key, value, f"{model.path.name}: {_line(key, value)}", remarks, strange)
     overrides = {key: value for key, value in module.items() if key not in _MODULE_KEYS}
     overrides |= module.get("overrides") or {}
     for key, value in overrides.items():
-        said[key] = value
-        _say(args, key, value, _line(key, value), remarks, None)
+        given[key] = value
+        _set(args, key, value, _line(key, value), remarks, None)
     if strange and model is not None:
         words = f"{model.path.name}: {', '.join(strange)}"
-        remarks.append(Remark(words, "not at all", "These keys are not known, of Megatron-LM or of Primus."))
+        remarks.append(Remark(words, "unsupported", "Neither Megatron-LM nor Primus has these keys."))
     if sft:
-        args.say("sft", True, f"config: {config}")
+        args.set("sft", True, f"config: {config}")
     name = str(file.values.get("exp_name") or path.stem)
-    weights = said.get("hf_path")
-    if preset is None and weights is None and not args.said("num_layers"):
-        raise UsageError(f"{path} names no model: it needs `model: NAME.yaml`, or the model's keys.")
-    told = from_arguments(args, World(), name, model=preset is None and weights is None)
-    _put_own(told.translation, file, said, args)
+    weights = given.get("hf_path")
+    if preset is None and weights is None and not args.given("num_layers"):
+        raise UsageError(f"{path} names no model. Add `model: NAME.yaml`, or the model's keys.")
+    translated = translate_arguments(args, World(), name, model=preset is None and weights is None)
+    _put_primus_keys(translated.translation, file, given, args)
     if weights is not None:
-        told.translation.put("model.path", str(weights), f"hf_path: {weights}")
+        translated.translation.put("model.path", str(weights), f"hf_path: {weights}")
     elif preset is not None:
-        _put_preset(told.translation, preset, args, overrides)
-    told.translation.remarks[:0] = _grouped(remarks)
-    return told
+        _put_preset(translated.translation, preset, args, overrides)
+    translated.translation.remarks[:0] = _grouped(remarks)
+    return translated
 
 
-def _module(file: Read) -> tuple[dict[str, Any], str]:
-    """The part that trains, and its name."""
+def _module(file: PrimusFile) -> tuple[dict[str, Any], str]:
+    """The module that trains, and its name."""
     modules = file.values.get("modules")
     if modules is None:
-        # Its own part alone; overrides are laid over the rest of a file as it is read.
+        # A file with one module's keys; read_file has applied its overrides.
         return {key: value for key, value in file.values.items() if key not in (*PLACES, "platform")}, ""
     trainers = {name: part for name, part in modules.items() if "trainer" in name} if isinstance(modules, dict) else {}
     if len(trainers) != 1:
-        raise UsageError(f"{file.path}  modules  has {len(trainers)} parts with trainer in their names; one is wanted.")
+        raise UsageError(
+            f"{file.path}  modules  has {len(trainers)} modules with trainer in their names, expected one."
+        )
     ((name, part),) = trainers.items()
     if not isinstance(part, dict) or not isinstance(part.get("overrides") or {}, dict):
-        raise UsageError(f"{file.path}  modules.{name}  is a mapping with framework, config, model and overrides.")
+        raise UsageError(f"{file.path}  modules.{name}  must be a mapping with framework, config, model and overrides.")
     if (framework := part.get("framework", "megatron")) != "megatron":
-        raise UsageError(f"{file.path}  framework: {framework}  is not read; experiments of megatron are.")
+        raise UsageError(f"{file.path}  framework: {framework}  is not supported; use an experiment of megatron.")
     return part, name
 
 
 def _add_defaults(
     args: Arguments,
-    said: dict[str, Any],
+    given: dict[str, Any],
     config: str,
     sft: bool,
     path: Path,
     models: Path | None,
     remarks: list[Remark],
 ) -> None:
-    """What the module says before anybody else."""
+    """Add the defaults of the module."""
     found = find_file(config, "modules", path, models)
     if found is not None:
         values, where = read_file(found).values, found.name
@@ -111,15 +117,15 @@ def _add_defaults(
         stem = Path(config).stem
         values, where = (
             DEFAULTS.get(stem, DEFAULTS["sft_trainer" if sft else "pre_trainer"]),
-            f"{stem}, Primus' default",
+            f"{stem}, default of Primus",
         )
-    said.update(values)
+    given.update(values)
     for key, value in values.items():
-        _say(args, key, value, f"{where}: {_line(key, value)}", remarks, [], quiet=True)
+        _set(args, key, value, f"{where}: {_line(key, value)}", remarks, [], implicit=True)
 
 
-def _model(file: Read, module: Mapping[str, Any], models: Path | None) -> tuple[Read | None, str | None]:
-    """The model's file, or the preset that stands for it."""
+def _model(file: PrimusFile, module: Mapping[str, Any], models: Path | None) -> tuple[PrimusFile | None, str | None]:
+    """The model's file, or the name of a preset."""
     if (named := module.get("model")) is None:
         return None, None
     if (found := find_file(str(named), "models", file.path, models)) is not None:
@@ -130,29 +136,29 @@ def _model(file: Read, module: Mapping[str, Any], models: Path | None) -> tuple[
     near_names = difflib.get_close_matches(name, PRESETS, n=1)
     guess = f" Did you mean {near_names[0]}?" if near_names else ""
     raise UsageError(
-        f"{file.path}  model: {named}  is not beside the experiment. Name the folder with --models, or a checkout of "
-        f"Primus in {CHECKOUT}.{guess}"
+        f"{file.path}  model: {named}  was not found beside the experiment. Give its folder with --models, or a "
+        f"checkout of Primus in {CHECKOUT}.{guess}"
     )
 
 
-def _say(
+def _set(
     args: Arguments,
     key: str,
     value: Any,
-    words: str,
+    source: str,
     remarks: list[Remark],
     strange: list[str] | None,
     *,
-    quiet: bool = False,
+    implicit: bool = False,
 ) -> None:
-    """Take one key; ``strange`` collects unknown ones of Primus' own files, None makes them errors."""
-    if (found := own(key)) is not None:
-        became, why = found
+    """Set one key; ``strange`` collects unknown keys of Primus' own files, None makes them errors."""
+    if (found := _primus_key(key)) is not None:
+        status, why = found
         on = bool(value) and (not isinstance(value, dict) or bool(value.get("enabled")))
-        if became == "refused" and on:
-            args.complaints.append(f"{words}  {why}")
-        elif became != "refused" and on and strange is None:
-            remarks.append(Remark(words, became, why))  # type: ignore[arg-type]
+        if status == "refused" and on:
+            args.errors.append(f"{source}  {why}")
+        elif status != "refused" and on and strange is None:
+            remarks.append(Remark(source, status, why))
         return
     if key in _CARRIED:
         return
@@ -161,19 +167,19 @@ def _say(
         if strange is not None:
             strange.append(key)
             return
-        guess = near(key) or next(iter(difflib.get_close_matches(key, own_keys(), n=1)), None)
-        args.complaints.append(
-            f"{key}  is no key of Primus or Megatron-LM" + (f" (did you mean {guess}?)" if guess else "")
+        guess = near(key) or next(iter(difflib.get_close_matches(key, _primus_keys(), n=1)), None)
+        args.errors.append(
+            f"{key}  is not a key of Primus or Megatron-LM" + (f" (did you mean {guess}?)" if guess else "")
         )
         return
     if fixed is not None:
         value = fixed if value else None
-    # What a file of a family says is no remark on this run.
-    args.say(name, value, words, quiet=quiet or strange is not None)
+    # No remarks on the defaults in Primus' own files.
+    args.set(name, value, source, implicit=implicit or strange is not None)
 
 
 def _line(key: str, value: Any) -> str:
-    """A key as YAML has it."""
+    """A key and its value as in YAML."""
     return f"{key}: {json.dumps(value) if value is None or isinstance(value, bool | list | dict) else value}"
 
 
@@ -181,60 +187,74 @@ _CARRIED = (*PLACES, "auto_continue_train", "disable_last_saving", "sft_dataset_
 """Keys that are translated here, not with Megatron-LM's."""
 
 
+def _primus_key(key: str) -> tuple[Any, str] | None:
+    """Status (or ``refused``) and reason of a key that only Primus has."""
+    for status, table in (("different", DIFFERENT), ("unsupported", UNSUPPORTED), ("refused", REFUSED)):
+        for why, patterns in table.items():
+            if any(fnmatchcase(key, pattern) for pattern in patterns.split()) and key not in ARGUMENTS:
+                return status, why
+    return None
+
+
+def _primus_keys() -> list[str]:
+    tables = (DIFFERENT, UNSUPPORTED, REFUSED)
+    return [key for table in tables for keys in table.values() for key in keys.split() if "*" not in key]
+
+
 def _grouped(remarks: list[Remark]) -> list[Remark]:
-    """Remarks of the same reason in one."""
+    """One remark for all options with the same reason."""
     alike: dict[tuple[Any, str], list[str]] = {}
     for remark in remarks:
-        alike.setdefault((remark.became, remark.why), []).append(remark.said)
-    return [Remark(", ".join(said), became, why) for (became, why), said in alike.items()]
+        alike.setdefault((remark.status, remark.reason), []).append(remark.option)
+    return [Remark(", ".join(options), status, reason) for (status, reason), options in alike.items()]
 
 
-def _put_own(translation: Translation, file: Read, said: Mapping[str, Any], args: Arguments) -> None:
-    """The run folder, what is saved into it, and the data of fine-tuning."""
+def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[str, Any], args: Arguments) -> None:
+    """Translate the run folder, checkpoints and the data of fine-tuning."""
     parts = [
         str(file.values[name]) for name in ("workspace", "work_group", "user_name", "exp_name") if name in file.values
     ]
     if parts:
         translation.put("out", "/".join(parts), "workspace, work_group, user_name and exp_name")
-        # It saves into its folder whether it is told where or not.
-        if args.said("save_interval"):
-            translation.put("checkpoint.every", args.get("save_interval"), args.words("save_interval"))
-    if said.get("disable_last_saving"):
+        # Primus always saves into its run folder.
+        if args.given("save_interval"):
+            translation.put("checkpoint.every", args.get("save_interval"), args.source("save_interval"))
+    if given.get("disable_last_saving"):
         translation.put("checkpoint.save_final", False, "disable_last_saving: true")
     elif parts:
         translation.put("checkpoint.save_final", True, "disable_last_saving: false")
-    if said.get("auto_continue_train"):
+    if given.get("auto_continue_train"):
         translation.put("checkpoint.resume", "auto", "auto_continue_train: true")
-    if name := said.get("sft_dataset_name"):
-        split = said.get("sft_dataset_split") or "train"
+    if name := given.get("sft_dataset_name"):
+        split = given.get("sft_dataset_split") or "train"
         local = Path(str(name)).exists() or str(name).endswith((".json", ".jsonl", ".parquet"))
         files = [str(name) if local else f"hf:{name}:{split}"]
         translation.put("data.files", files, f"sft_dataset_name: {name}")
 
 
 def _put_preset(translation: Translation, preset: str, args: Arguments, overrides: Mapping[str, Any]) -> None:
-    """A model of the presets, with what the run says of it laid over."""
+    """Use a preset as the model, with the run's overrides of it."""
     words, preset = f"model: {preset}.yaml", preset.lower()
     rest = dict(translation.settings)
     translation.settings.clear()
     if "out" in rest:
         translation.put("out", rest.pop("out"), translation.origins["out"])
     translation.put("model.path", f"preset:{PRESETS[preset]}", words)
-    laid: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for key in overrides:
         name, _ = name_of(key)
-        if name is None or not args.said(name) or name not in (*ARGUMENTS, *_SIZES):
+        if name is None or not args.given(name) or name not in (*ARGUMENTS, *_SIZES):
             continue
         if name in CONFIG_KEYS:
-            laid[CONFIG_KEYS[name]] = args.get(name)
+            changed[CONFIG_KEYS[name]] = args.get(name)
         elif name != "moe_router_load_balancing_type":
-            why = "It cannot be laid over a preset. Name the folder of Primus' model files with --models."
-            translation.remark(args.words(name), "not at all", why)
-    if laid:
-        translation.put("model.config", laid, "overrides of the model")
+            why = "It cannot override a preset. Give the folder of Primus' model files with --models."
+            translation.remark(args.source(name), "unsupported", why)
+    if changed:
+        translation.put("model.config", changed, "overrides of the model")
     translation.put("model.init", "random", words)
     translation.settings.update(rest)
-    begins = max((start for start in INEXACT if preset.startswith(start)), key=len, default=None)
-    exact = f" {INEXACT[begins]}." if begins else ""
-    why = f"No such file is at hand: the preset is the model as its own config.json has it.{exact}"
-    translation.remark(words, "otherwise", why)
+    prefix = max((start for start in INEXACT if preset.startswith(start)), key=len, default=None)
+    exact = f" {INEXACT[prefix]}." if prefix else ""
+    why = f"The file was not found: the preset is the model of its Hugging Face config.json.{exact}"
+    translation.remark(words, "different", why)

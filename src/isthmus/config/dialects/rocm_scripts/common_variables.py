@@ -96,15 +96,13 @@ def read_world(v: Variables, port: int | None, translation: Translation) -> Worl
         v.refuse("NODE_RANK", f"wanted a number below NNODES={nodes}{alone}")
     elif v.says("MASTER_ADDR") and v.text("MASTER_ADDR", "") not in ("localhost", "127.0.0.1") and nodes == 1:
         translation.remark(
-            v.said("MASTER_ADDR"), "mistaken",
+            v.said("MASTER_ADDR"), "mistake",
             "NNODES is not given, so this node trains alone. A run over two nodes needs NNODES=2 and NODE_RANK on each",
         )  # fmt: skip
     if nodes > 1 and not v.says("MASTER_ADDR"):
         v.refuse("NNODES", "wanted MASTER_ADDR too: the name of the first node, the same on all of them")
     if re.fullmatch(r"IP_\w+|\$.*|<.*>", v.text("MASTER_ADDR", "")):
-        translation.remark(
-            v.said("MASTER_ADDR"), "mistaken", "a placeholder: put the first node's name or address here"
-        )
+        translation.remark(v.said("MASTER_ADDR"), "mistake", "a placeholder: put the first node's name or address here")
     chosen = v.whole("MASTER_PORT", port or 1) if port is not None or v.says("MASTER_PORT") else None
     nproc = v.whole("NPROC", 1) if v.says("NPROC") else None
     address = v.text("MASTER_ADDR", "localhost")
@@ -134,11 +132,11 @@ def put_data(t: Translation, v: Variables, *, default_path: str, prefix_of: str,
         t.put("data.mock", True, v.said("MOCK_DATA", 1))
         for name in ("DATA_PATH", prefix_of) if path else (prefix_of,):
             if v.says(name):
-                t.remark(v.said(name), "not at all", "MOCK_DATA=1 asks for made-up data. Set MOCK_DATA=0 to read it")
+                t.remark(v.said(name), "unsupported", "MOCK_DATA=1 asks for made-up data. Set MOCK_DATA=0 to read it")
         return True
     said = v.said("DATA_PATH") if path else v.said(prefix_of, default_path)
     if not v.says("MOCK_DATA"):
-        t.remark(said, "otherwise", "real data, as the scripts of 2026 have it; those of 2025 want MOCK_DATA=0 as well")
+        t.remark(said, "different", "real data, as the scripts of 2026 have it; those of 2025 want MOCK_DATA=0 as well")
     words = path.split() or [default_path]
     weights, prefixes = words[::2], words[1::2]
     if len(words) > 1 and len(weights) == len(prefixes) and all(re.fullmatch(r"[0-9.]+", word) for word in weights):

@@ -30,17 +30,17 @@ _TOKENIZER, _VOCAB = "deepseek-ai/DeepSeek-V2-Lite", 102400
 _DATA = "/root/deepseek-datasets"
 _FIXED = "the script has {}={} whatever is said; here what is said counts"
 _REMARKS = (
-    ("GEMM_TUNING", "1", "not at all", TE_TUNING),
-    ("PAD_LEN", None, "not at all", "samples are not padded"),
-    ("DATA_CACHE_PATH", None, "not at all", NO_CACHE),
-    ("MP_DATASET_TYPE", None, "not at all", "what lies in a file is found out from the file"),
-    ("MP_AC_LAYERS", None, "not at all", "no part of the script reads it; train.recompute_layers says how many"),
-    ("MP_SFT_PACKING", None, "not at all", "the script pretrains, and no part of it reads this"),
-    ("TP", None, "otherwise", _FIXED.format("TP", 1)),
-    ("PP", None, "otherwise", _FIXED.format("PP", 1)),
-    ("CP", None, "otherwise", _FIXED.format("CP", 1)),
-    ("EP", None, "otherwise", _FIXED.format("EP", 8)),
-    ("NNODES", None, "otherwise", "the script runs on one node whatever is said; here what is said counts"),
+    ("GEMM_TUNING", "1", "unsupported", TE_TUNING),
+    ("PAD_LEN", None, "unsupported", "samples are not padded"),
+    ("DATA_CACHE_PATH", None, "unsupported", NO_CACHE),
+    ("MP_DATASET_TYPE", None, "unsupported", "what lies in a file is found out from the file"),
+    ("MP_AC_LAYERS", None, "unsupported", "no part of the script reads it; train.recompute_layers says how many"),
+    ("MP_SFT_PACKING", None, "unsupported", "the script pretrains, and no part of it reads this"),
+    ("TP", None, "different", _FIXED.format("TP", 1)),
+    ("PP", None, "different", _FIXED.format("PP", 1)),
+    ("CP", None, "different", _FIXED.format("CP", 1)),
+    ("EP", None, "different", _FIXED.format("EP", 8)),
+    ("NNODES", None, "different", "the script runs on one node whatever is said; here what is said counts"),
 )  # fmt: skip
 
 
@@ -51,13 +51,13 @@ def read_deepseek(v: Variables) -> ScriptRun:
     t.put("model.config.initializer_range", 0.008, "--init-method-std 0.008")
     t.put("model.init", "random", "no weights are loaded")
     t.remark(
-        "train_deepseekv2.sh", "otherwise",
+        "train_deepseekv2.sh", "different",
         "the model is DeepSeek-V2-Lite as published, whose first layer is dense; the script has experts in every layer",
     )  # fmt: skip
     steps = v.whole("TRAIN_ITERS", 50)
     t.put("train.steps", steps, v.said("TRAIN_ITERS", 50))
     if steps > 50:
-        t.remark(v.said("TRAIN_ITERS"), "otherwise", "all of them; the script's --exit-interval ends a run at 50")
+        t.remark(v.said("TRAIN_ITERS"), "different", "all of them; the script's --exit-interval ends a run at 50")
     mbs, gbs, length = v.whole("MBS", 4), v.whole("GBS", 256), v.whole("SEQ_LEN", 2048)
     t.put("train.micro_batch_size", mbs, v.said("MBS", 4))
     t.put("train.global_batch_size", gbs, v.said("GBS", 256))
@@ -72,10 +72,10 @@ def read_deepseek(v: Variables) -> ScriptRun:
     precision = v.one_of("PR", ("bf16", "fp8", "fp16"), "bf16")
     t.put("train.precision", precision, v.said("PR", "bf16"))
     if precision == "fp8":
-        t.remark(v.said("PR"), "otherwise", CURRENT_SCALING)
-        t.remark(v.said("PR"), "otherwise", "experts stay in bfloat16; attention, dense and shared blocks are in FP8")
+        t.remark(v.said("PR"), "different", CURRENT_SCALING)
+        t.remark(v.said("PR"), "different", "experts stay in bfloat16; attention, dense and shared blocks are in FP8")
     if precision == "fp16":
-        t.remark(v.said("PR"), "otherwise", "without --apply-query-key-layer-scaling; scores are taken in float32")
+        t.remark(v.said("PR"), "different", "without --apply-query-key-layer-scaling; scores are taken in float32")
     recompute = v.one_of("AC", ("none", "sel", "full"), "sel")
     t.put("train.recompute", {"sel": "selective"}.get(recompute, recompute), v.said("AC", "sel"))
     fixed = {"lr": 1e-5, "min_lr": 1e-6, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "clip_grad": 1.0,
@@ -84,7 +84,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
     for name, value in fixed.items():
         t.put(f"optim.{name}", value, "fixed in the script")
     if steps <= 5:
-        t.remark(v.said("TRAIN_ITERS"), "otherwise", "too few for the script's warm-up of 2, so there is none")
+        t.remark(v.said("TRAIN_ITERS"), "different", "too few for the script's warm-up of 2, so there is none")
     t.put("moe.aux_loss", 0.01, "--moe-aux-loss-coeff 1e-2")
     folder = v.text("DATA_DIR", _DATA)
     mock = put_data(
@@ -93,11 +93,11 @@ def read_deepseek(v: Variables) -> ScriptRun:
     if mock:
         put_numbers_for_tokens(t, v, _VOCAB)
         if v.says("TOKENIZER_MODEL"):
-            t.remark(v.said("TOKENIZER_MODEL"), "not at all", "made-up data has no text, so no tokenizer is fetched")
+            t.remark(v.said("TOKENIZER_MODEL"), "unsupported", "made-up data has no text, so no tokenizer is fetched")
     else:
         t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
         t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.said("TOKENIZER_MODEL", _TOKENIZER))
-        t.remark("--eod-mask-loss", "not at all", "the end of a document is learned like every other token")
+        t.remark("--eod-mask-loss", "unsupported", "the end of a document is learned like every other token")
     t.put("data.valid_fraction", 0.0, "--eval-iters -1")
     remark_on(t, v, _REMARKS)
     t.world = read_world(v, None, t)

@@ -49,31 +49,31 @@ _SEQ_LENGTH, _PORT = {"llama2": 4096, "llama3": 2048}, {"llama2": 6020, "llama3"
 _LOSS = "the loss has one implementation, in pieces that never hold all logits"
 _KERNELS = "kernels are chosen by torch, and no TransformerEngine is used"
 _REMARKS = (
-    ("GEMM_TUNING", "1", "not at all", TE_TUNING),
-    ("NO_TORCH_COMPILE", None, "not at all", "a flag of the scripts of 2024; no model is compiled as a whole here"),
-    ("USE_FLASH_ATTN", "1", "otherwise", "torch's scaled_dot_product_attention takes its flash kernel by itself"),
-    ("USE_FLASH_ATTN", "0", "otherwise", "torch's scaled_dot_product_attention chooses its kernel by itself"),
-    ("transformer-impl", "local", "otherwise", "always so: TransformerEngine is not used"),
-    ("transformer-impl", "transformer_engine", "not at all", "TransformerEngine is not used"),
-    ("CONTI_PARAMS", "1", "otherwise", "parameters and gradients always lie in contiguous buffers"),
-    ("MCORE", "0", "not at all", "models are always Megatron-Core's"),
-    ("ROPE_FUSION", None, "otherwise", "positions are rotated in one operation of torch either way"),
-    ("DATA_CACHE_PATH", None, "not at all", NO_CACHE),
-    ("CHECKPOINT_PATH", None, "not at all", "the scripts do not save there either; SAVE_CKPT_PATH does"),
-    ("TE_BF16", None, "otherwise", "no script reads it: it is bfloat16 unless TE_FP8=1"),
-    ("TE_F16", None, "mistaken", "no script reads it: it is bfloat16; for fp16 set train.precision=fp16"),
-    ("FP8_PARAM_GATHER", "1", "not at all", "weights are gathered in bfloat16"),
-    ("FP8_TRANSPOSE_CACHE", "1", "not at all", "no transposed FP8 weights are kept"),
-    ("ENABLE_HSDP", "1", "not at all", "weights are sharded over all data-parallel ranks, without replicas"),
-    ("HSDP_NUM_REPLICAS", None, "not at all", "weights are sharded over all data-parallel ranks, without replicas"),
-    ("MEGATRON_FSDP", "1", "otherwise", "sharding is by torch's FSDP2, as with FSDP=1"),
-    ("GRADIENT_ACCUMULATION_FUSION", "1", "not at all", _KERNELS),
-    ("DDP_AVERAGE_IN_COLLECTIVE", None, "otherwise", "gradients are summed, and divided at the end"),
-    ("CROSS_ENTROPY_LOSS_FUSION", None, "otherwise", _LOSS),
-    ("CROSS_ENTROPY_FUSION_IMPL", None, "otherwise", _LOSS),
-    ("FUSED_SINGLE_QKV_ROPE", "1", "not at all", _KERNELS),
-    ("GRAD_REDUCE_IN_BF16", "1", "otherwise", "gradients are summed over ranks in float32"),
-    ("CKPT_FORMAT", "torch", "otherwise", "checkpoints are torch_dist; isthmus convert --to torch writes the other"),
+    ("GEMM_TUNING", "1", "unsupported", TE_TUNING),
+    ("NO_TORCH_COMPILE", None, "unsupported", "a flag of the scripts of 2024; no model is compiled as a whole here"),
+    ("USE_FLASH_ATTN", "1", "different", "torch's scaled_dot_product_attention takes its flash kernel by itself"),
+    ("USE_FLASH_ATTN", "0", "different", "torch's scaled_dot_product_attention chooses its kernel by itself"),
+    ("transformer-impl", "local", "different", "always so: TransformerEngine is not used"),
+    ("transformer-impl", "transformer_engine", "unsupported", "TransformerEngine is not used"),
+    ("CONTI_PARAMS", "1", "different", "parameters and gradients always lie in contiguous buffers"),
+    ("MCORE", "0", "unsupported", "models are always Megatron-Core's"),
+    ("ROPE_FUSION", None, "different", "positions are rotated in one operation of torch either way"),
+    ("DATA_CACHE_PATH", None, "unsupported", NO_CACHE),
+    ("CHECKPOINT_PATH", None, "unsupported", "the scripts do not save there either; SAVE_CKPT_PATH does"),
+    ("TE_BF16", None, "different", "no script reads it: it is bfloat16 unless TE_FP8=1"),
+    ("TE_F16", None, "mistake", "no script reads it: it is bfloat16; for fp16 set train.precision=fp16"),
+    ("FP8_PARAM_GATHER", "1", "unsupported", "weights are gathered in bfloat16"),
+    ("FP8_TRANSPOSE_CACHE", "1", "unsupported", "no transposed FP8 weights are kept"),
+    ("ENABLE_HSDP", "1", "unsupported", "weights are sharded over all data-parallel ranks, without replicas"),
+    ("HSDP_NUM_REPLICAS", None, "unsupported", "weights are sharded over all data-parallel ranks, without replicas"),
+    ("MEGATRON_FSDP", "1", "different", "sharding is by torch's FSDP2, as with FSDP=1"),
+    ("GRADIENT_ACCUMULATION_FUSION", "1", "unsupported", _KERNELS),
+    ("DDP_AVERAGE_IN_COLLECTIVE", None, "different", "gradients are summed, and divided at the end"),
+    ("CROSS_ENTROPY_LOSS_FUSION", None, "different", _LOSS),
+    ("CROSS_ENTROPY_FUSION_IMPL", None, "different", _LOSS),
+    ("FUSED_SINGLE_QKV_ROPE", "1", "unsupported", _KERNELS),
+    ("GRAD_REDUCE_IN_BF16", "1", "different", "gradients are summed over ranks in float32"),
+    ("CKPT_FORMAT", "torch", "different", "checkpoints are torch_dist; isthmus convert --to torch writes the other"),
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
         small = min(_MODELS[script], key=int)
         nodes = "; and for two nodes, as some of them are meant, NNODES=2, NODE_RANK and MASTER_ADDR on each"
         t.remark(
-            "MODEL_SIZE", "mistaken",
+            "MODEL_SIZE", "mistake",
             f"not given, and the script then trains the 70B model. For the {small}B that some examples mean, set "
             f"MODEL_SIZE={small}{'' if v.says('NNODES') else nodes}",
         )  # fmt: skip
@@ -96,7 +96,7 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     t.put("model.init", "random", f"train_{script}.sh loads no weights")
     if script == "llama3":
         t.remark(
-            "train_llama3.sh", "otherwise",
+            "train_llama3.sh", "different",
             "the model is Llama 3.1 as published, with rotary base 500000 and scaled frequencies; the script leaves "
             "the base at 10000, which Hugging Face weights do not fit",
         )  # fmt: skip
@@ -144,7 +144,7 @@ def _put_layout(t: Translation, v: Variables) -> None:
     of_fsdp = v.said("FSDP") if v.switch("FSDP", False) else v.said("MEGATRON_FSDP")
     if fsdp and tp > 1:
         if v.says("TP"):
-            t.remark(v.said("TP"), "otherwise", f"{of_fsdp} sets it to 1, as in the script")
+            t.remark(v.said("TP"), "different", f"{of_fsdp} sets it to 1, as in the script")
         tp = 1
     t.put("parallel.tp", tp, of_fsdp if fsdp else v.said("TP", 8))
     if tp > 1 and not v.switch("SEQ_PARALLEL", True):
@@ -168,7 +168,7 @@ def _put_precision(t: Translation, v: Variables) -> None:
     if fp8 and recipe == "mxfp8":
         v.refuse("TE_FP8_RECIPE", "there are no products with microscales here. Use TE_FP8_RECIPE=tensorwise")
     if fp8 and recipe == "delayed":
-        t.remark(v.said("TE_FP8_RECIPE") if v.says("TE_FP8_RECIPE") else v.said("TE_FP8"), "otherwise", CURRENT_SCALING)
+        t.remark(v.said("TE_FP8_RECIPE") if v.says("TE_FP8_RECIPE") else v.said("TE_FP8"), "different", CURRENT_SCALING)
 
 
 def _put_optimizer(script: str, t: Translation, v: Variables) -> None:
@@ -193,7 +193,7 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
         put_numbers_for_tokens(t, v, _VOCAB[script])
         for name in ("TOKENIZER_TYPE", "TOKENIZER_MODEL"):
             if v.says(name):
-                t.remark(v.said(name), "not at all", "made-up data has no text, so no tokenizer is fetched")
+                t.remark(v.said(name), "unsupported", "made-up data has no text, so no tokenizer is fetched")
         return
     t.put("tokenizer.type", kind, v.said("TOKENIZER_TYPE", kind))
     t.put(
@@ -201,7 +201,7 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
     )
     if not v.says("TOKENIZER_MODEL"):
         t.remark(
-            "TOKENIZER_MODEL", "otherwise",
+            "TOKENIZER_MODEL", "different",
             f"{_TOKENIZERS[script]} is kept in Hugging Face's cache, not under DATA_DIR/tokenizer_{script}",
         )  # fmt: skip
 
@@ -212,23 +212,23 @@ def _put_output(t: Translation, v: Variables, log_folder: str) -> None:
     if save:
         t.put("checkpoint.every", v.whole("SAVE_INTERVAL", 5000), v.said("SAVE_INTERVAL", 5000))
         t.remark(
-            v.said("SAVE_CKPT_PATH"), "otherwise", "the run's folder, with checkpoints and optimizer in checkpoints/"
+            v.said("SAVE_CKPT_PATH"), "different", "the run's folder, with checkpoints and optimizer in checkpoints/"
         )
     else:
         t.put("checkpoint.save_final", False, "the script saves nothing")
     t.put("checkpoint.export_final", False, "the script saves no Hugging Face model")
     if v.says("LOAD_CKPT_PATH"):
         t.put("checkpoint.resume", v.given["LOAD_CKPT_PATH"], v.said("LOAD_CKPT_PATH"))
-        t.remark(v.said("LOAD_CKPT_PATH"), "otherwise",
+        t.remark(v.said("LOAD_CKPT_PATH"), "different",
                  "a checkpoint of a run here, gone on from with its optimizer; Megatron-LM's own go through isthmus "
                  "convert, and then into model.path with model.init=hf")  # fmt: skip
     evaluations = v.whole("EVAL_ITERS", -1, least=-1)
     if evaluations > 0:
         t.put("train.eval_every", v.whole("EVAL_INTERVAL", 5000), v.said("EVAL_INTERVAL", 5000))
-        t.remark(v.said("EVAL_ITERS"), "otherwise", "each evaluation goes over all of the held-out data once")
+        t.remark(v.said("EVAL_ITERS"), "different", "each evaluation goes over all of the held-out data once")
     else:
         t.put("data.valid_fraction", 0.0, "--eval-iters -1")
     t.put("logging.every", v.whole("LOG_INTERVAL", 1), v.said("LOG_INTERVAL", 1))
     t.put("logging.style", "megatron", "as Megatron-LM prints")
     if v.says("WANDB_API_KEY"):
-        t.remark("WANDB_API_KEY", "not at all", "figures go into metrics.jsonl and TensorBoard files")
+        t.remark("WANDB_API_KEY", "unsupported", "figures go into metrics.jsonl and TensorBoard files")

@@ -32,10 +32,10 @@ def read_script(script: str, environment: Mapping[str, str], arguments: Sequence
     run = deepseek_script.read_deepseek(v) if script == "deepseek_v2" else llama_script.read_llama(script, v)
     v.check(run.script)
     for said in v.unasked():
-        run.translation.remark(said, "not at all", "with the other variables as they are, nothing reads it")
+        run.translation.remark(said, "unsupported", "with the other variables as they are, nothing reads it")
     for name, meant in v.near_misses(environment, of.ELSEWHERE).items():
         run.translation.remark(
-            name, "mistaken", f"the environment has it, and {run.script} does not read it; did you mean {meant}?"
+            name, "mistake", f"the environment has it, and {run.script} does not read it; did you mean {meant}?"
         )
     return run
 
@@ -44,7 +44,7 @@ def remark_on_full_nodes(script: str, run: ScriptRun) -> None:
     """Say where a global batch cannot be dealt out over the nodes that the scripts are written for."""
     why = run.misfit(NODE * run.translation.world.nnodes, batch_names(script))
     if why is not None and run.translation.world.nproc_per_node is None:
-        run.translation.remark(batch_names(script)[1], "mistaken", f"on nodes of {NODE} GPUs, {why}")
+        run.translation.remark(batch_names(script)[1], "mistake", f"on nodes of {NODE} GPUs, {why}")
 
 
 def batch_names(script: str) -> tuple[str, str]:

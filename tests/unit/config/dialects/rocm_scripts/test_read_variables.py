@@ -92,7 +92,7 @@ def read(script: str, line: str, *arguments: str) -> ScriptRun:
 
 
 def said(run: ScriptRun) -> list[str]:
-    return [remark.said for remark in run.translation.remarks]
+    return [remark.option for remark in run.translation.remarks]
 
 
 @pytest.mark.parametrize(("script", "line", "wanted", "remarks"), LINES)
@@ -131,7 +131,7 @@ def test_both_nodes() -> None:
         # The log is the node's own, the run is one.
         assert run.setting("out") == "experiment/2nodes_train_8B_mbs2_bs256_tp1_pp1_cp1_iter10/TE_FP8_1/run"
     alone = read("llama2", "MODEL_SIZE=7 TP=1 MASTER_ADDR=node0")
-    assert "NNODES is not given" in next(r.why for r in alone.translation.remarks if r.said == "MASTER_ADDR=node0")
+    assert "NNODES is not given" in next(r.reason for r in alone.translation.remarks if r.option == "MASTER_ADDR=node0")
     for line, words in {"NNODES=2": "wanted MASTER_ADDR too", "NODE_RANK=1": "NNODES is not given"}.items():
         with pytest.raises(UsageError, match=words):
             read("llama2", line)
@@ -199,7 +199,7 @@ def test_real_data_checkpoints_and_what_else_scripts_know() -> None:
     assert "secret" not in as_yaml(run.translation, "")
     mixed = read("llama3", "MODEL_SIZE=8 DATA_PATH='0.3 /d/a 0.7 /d/b'")
     assert mixed.translation.settings["data.sets.set2.weight"] == 0.7
-    assert any("2026" in remark.why for remark in mixed.translation.remarks)
+    assert any("2026" in remark.reason for remark in mixed.translation.remarks)
     mock = read("llama3", "MODEL_SIZE=8 MOCK_DATA=1 DATA_PATH=/d/a TOKENIZER_MODEL=meta-llama/Llama-3.1-70B TE_BF16=1")
     assert {"DATA_PATH=/d/a", "TOKENIZER_MODEL=meta-llama/Llama-3.1-70B", "TE_BF16=1"} <= set(said(mock))
     deep = read("deepseek_v2", "MOCK_DATA=0 DATA_DIR=/d TRAIN_ITERS=60 AC=sel EP=4 PR=fp8")
@@ -212,7 +212,7 @@ def test_what_says_nothing_beside_the_others_is_told() -> None:
     given = ["EVAL_INTERVAL=3", "SAVE_INTERVAL=4", "TE_FP8_RECIPE=tensorwise", "FP4_BF16_START=2", "SEQ_PARALLEL=1"]
     mock = ["DATA_DIR=/d", "TOKENIZER_TYPE=HuggingFaceTokenizer"]
     run = read_script("llama3", {}, ["MODEL_SIZE=8", "TP=1", *given, *mock])
-    assert {*given, *mock} == {one.said for one in run.translation.remarks if one.became == "not at all"}
+    assert {*given, *mock} == {one.option for one in run.translation.remarks if one.status == "unsupported"}
     with pytest.raises(UsageError) as refused:
         read_script("llama3", {}, ["MODEL_SIZE=8", "FSDP=yes"])
     assert str(refused.value) == "train_llama3.sh: FSDP=yes: wanted 0 or 1."

@@ -1,0 +1,147 @@
+"""Runs a shell script with stand-ins for python, torchrun and srun, and returns the training it would start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from isthmus.config.dialects.megatron import stand_in
+from isthmus.config.dialects.megatron.training_command import TrainingCommand, read_command
+from isthmus.errors import IOFailure, MissingInput, UsageError
+
+TIME_LIMIT_S = 60.0
+_BACKGROUND_S = 5.0
+"""How long commands in the background may go on after the script."""
+_OUTPUT_LINES = 20
+"""Last lines of the script's output that an error shows."""
+_HOOK = """\
+if [ -n "$ISTHMUS_USER_BASH_ENV" ]; then . "$ISTHMUS_USER_BASH_ENV"; fi
+set -o functrace
+trap 'case $PATH in "$ISTHMUS_STAND_INS":*) ;; *) PATH=$ISTHMUS_STAND_INS:$PATH; hash -r ;; esac' DEBUG
+"""
+"""Puts the stand-ins first on PATH again after the script has activated an environment or set PATH."""
+_OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def record_script(
+    script: Path, arguments: Sequence[str] = (), *, time_limit_s: float = TIME_LIMIT_S
+) -> TrainingCommand:
+    """Run a script with bash and return the training that it would start; every other command of it is run.
+
+    Python, torchrun, srun and other launchers are replaced by stand-ins that come first on PATH. They record a training
+    and start nothing. Python runs as usual with ``-c``, with ``-m`` (but for torch.distributed) and for scripts that do
+    not train. Standard input is closed.
+
+    Args:
+        script: a script for bash, which runs in the current folder.
+        arguments: of the script.
+        time_limit_s: after which it is stopped.
+
+    Raises:
+        MissingInput: there is no such script, or no bash.
+        UsageError: the script starts no training, or several, or does not end in time.
+    """
+    if not script.is_file():
+        raise MissingInput(f"{script}: there is no such file. Check the path.")
+    if (bash := shutil.which("bash")) is None:
+        raise MissingInput("--run needs bash, and there is none on PATH. Give the arguments of the training after --.")
+    with tempfile.TemporaryDirectory(prefix="isthmus-") as temporary:
+        folder = Path(temporary).resolve()
+        environment = _stand_ins(folder)
+        try:
+            ended, output = _run([bash, str(script), *arguments], environment, time_limit_s)
+        except OSError as error:
+            raise IOFailure(f"{script} cannot be run: {error.strerror}.") from error
+        recorded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return _the_training(script, recorded, environment, ended, output)
+
+
+def _stand_ins(folder: Path) -> dict[str, str]:
+    """Write the stand-ins into ``folder``; returns the environment in which they are found."""
+    source = Path(stand_in.__file__)
+    (folder / "site").mkdir()
+    program = Path(shutil.copyfile(source, folder / "site" / "sitecustomize.py"))
+    for name in (*stand_in.PYTHONS, *stand_in.LAUNCHERS, *stand_in.REMOTE):
+        words = shlex.join([sys.executable, "-I", str(program), name])
+        (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
+        (folder / name).chmod(0o700)
+    (folder / "hook.sh").write_text(_HOOK, encoding="utf-8")
+    path, python_path = os.environ.get("PATH", os.defpath), os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([str(folder), path]),
+        "PYTHONPATH": os.pathsep.join([str(program.parent), *([python_path] if python_path else [])]),
+        "BASH_ENV": str(folder / "hook.sh"),
+        "ISTHMUS_USER_BASH_ENV": os.environ.get("BASH_ENV", ""),
+        stand_in.STAND_INS: str(folder),
+    }
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], time_limit_s: float) -> tuple[str, str]:
+    """How a command ended, as the end of a sentence, and what it printed. Its processes end with it."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            ended = f"ended with exit code {process.wait(time_limit_s)}"
+        except subprocess.TimeoutExpired:
+            ended = f"was stopped after {time_limit_s:g} s"
+        finally:
+            with suppress(ProcessLookupError):  # of its group: what it has started in the background
+                until = time.monotonic() + (_BACKGROUND_S if process.returncode is not None else 0.0)
+                while time.monotonic() < until:
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.02)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        return ended, log.read().decode("utf-8", "replace")
+
+
+def _the_training(
+    script: Path, recorded: Sequence[Mapping[str, Any]], environment: Mapping[str, str], ended: str, output: str
+) -> TrainingCommand:
+    trainings = [one for one in recorded if any(word.split("=")[0] in stand_in.TRAINING_FLAGS for word in one["words"])]
+    if len(trainings) == 1:
+        exported = _exported(trainings[0]["environment"], environment)
+        return replace(read_command(trainings[0]["words"]), environment=exported)
+    shown = ["\n  ".join(["", *(_short(one["words"]) for one in trainings or recorded)])] if recorded else []
+    if lines := output.strip().splitlines()[-_OUTPUT_LINES:]:
+        shown.append("\n  ".join(["\nits output:", *lines]))
+    if trainings:
+        what = f"{script} starts {len(trainings)} trainings. Give the arguments of one of them after --:"
+    elif recorded:
+        what = f"{script} starts no training with --num-layers, only:"
+    else:
+        what = f"{script} {ended} and started no training (python or torchrun with a pretrain_*.py)."
+    raise UsageError(what + "".join(shown))
+
+
+def _short(words: Sequence[str]) -> str:
+    text = shlex.join(words)
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def _exported(found: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
+    """Variables that the script has set for the training; values of secrets are not shown."""
+    changed = {
+        name: value
+        for name, value in found.items()
+        if before.get(name) != value and name not in _OF_THE_SHELL and not name.startswith("BASH_FUNC")
+    }
+    return {name: "..." if any(one in name for one in _SECRETS) else value for name, value in changed.items()}

@@ -1,0 +1,82 @@
+"""Stands in for python, torchrun, srun and others while `from-megatron --run` runs a script: records, starts nothing.
+
+The file is copied beside the stand-ins and runs by itself, with any Python 3: it imports the standard library only. It
+is also their ``sitecustomize``, so that an interpreter which a script calls by its full path does not train either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+
+STAND_INS = "ISTHMUS_STAND_INS"
+"""Environment variable: the folder of the stand-ins, which is first on PATH."""
+PYTHONS = ("python", "python3")
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "sbatch", "salloc", "mpirun", "mpiexec")
+"""Programs that start other programs. Of a script for a shell, ``srun`` and ``sbatch`` run that script here."""
+REMOTE = ("ssh", "pdsh", "docker", "podman", "singularity", "apptainer", "kubectl")
+TRAINING_FLAGS = ("--num-layers", "--micro-batch-size", "--lr")
+"""One of them is among the arguments of every training with Megatron-LM, and not of its data preparation."""
+_SCRIPT = re.compile(r"(pretrain|train|finetune)\w*\.py")
+_MODULES = ("torch.distributed", "accelerate.commands", "deepspeed.launcher")
+
+
+def is_training(words: Sequence[str]) -> bool:
+    """Whether a command would train, or start ranks: it is recorded, and not run."""
+    if any(word.split("=")[0] in TRAINING_FLAGS for word in words):
+        return True
+    for place, word in enumerate(words):
+        if word == "-c":
+            return False
+        if word == "-m":
+            return words[place + 1 : place + 2] != [] and words[place + 1].startswith(_MODULES)
+        name = os.path.basename(word)
+        if name in ("torchrun", "accelerate", "deepspeed") or _SCRIPT.fullmatch(name):
+            return True
+        if name.endswith(".py"):
+            return False
+    return False
+
+
+def record(words: Sequence[str]) -> None:
+    """Keep a command and its environment, in the order of the commands."""
+    path = os.path.join(os.environ[STAND_INS], f"{time.time_ns()}-{os.getpid()}.json")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"words": list(words), "environment": dict(os.environ)}, file)
+
+
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Take the place of the program ``name``; returns its exit code, if it is not replaced by another program."""
+    words = [name, *arguments]
+    shell = next((place for place, word in enumerate(words) if os.path.basename(word) in ("bash", "sh")), None)
+    if is_training(words):
+        record(words)
+    elif name in PYTHONS:
+        path = os.environ["PATH"].replace(os.environ[STAND_INS] + os.pathsep, "")
+        program = shutil.which(name, path=path)
+        if program is not None:
+            os.execve(program, words, {**os.environ, "PATH": path})
+        sys.stderr.write(f"{name}: command not found\n")
+        return 127
+    elif name in ("srun", "sbatch") and shell is not None:
+        os.execvp(words[shell], words[shell:])
+    elif name == "sbatch" and arguments:
+        script = next(
+            place for place, word in enumerate(arguments) if os.path.isfile(word) or place + 1 == len(arguments)
+        )
+        os.execvp("bash", ["bash", *arguments[script:]])
+    else:
+        sys.stderr.write("isthmus: not run: {}\n".format(" ".join(words)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
+elif __name__ == "sitecustomize" and is_training(getattr(sys, "orig_argv", [])):
+    record(sys.orig_argv)
+    os._exit(0)

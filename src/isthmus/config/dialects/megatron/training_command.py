@@ -1,0 +1,57 @@
+"""The command that starts a training with Megatron-LM: its Python file, its arguments and its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from isthmus.config.dialects.translation import World
+from isthmus.errors import UsageError
+
+_WORLD = {
+    "nproc_per_node": "nproc_per_node",
+    "num_gpus": "nproc_per_node",
+    "nnodes": "nnodes",
+    "num_nodes": "nnodes",
+    "node_rank": "node_rank",
+    "master_addr": "master_addr",
+    "master_port": "master_port",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCommand:
+    """A command that starts a training."""
+
+    script: str
+    """The Python file; empty if only arguments are given."""
+    flags: tuple[str, ...]
+    world: World
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that are set for it."""
+
+
+def read_command(words: Sequence[str]) -> TrainingCommand:
+    """Read the words of a command; without a Python file among them they are the arguments alone."""
+    place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
+    if place is None:
+        return TrainingCommand("", tuple(words), World())
+    return TrainingCommand(words[place], tuple(words[place + 1 :]), _world(words[:place]))
+
+
+def _world(words: Sequence[str]) -> World:
+    """The ranks, from the options of the launcher before the Python file."""
+    found: dict[str, Any] = {}
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if (name := _WORLD.get(flag.lstrip("-").replace("-", "_"))) is None or not flag.startswith("-"):
+            continue
+        value = value if equals else words[place + 1] if place + 1 < len(words) else ""
+        if name == "master_addr":
+            found[name] = value
+        elif value.isdigit():
+            found[name] = int(value)
+        elif name != "nproc_per_node" or value not in ("gpu", "auto", "cpu"):
+            raise UsageError(f"{flag} must be a whole number, got {value!r}.")
+    return World(**found)

@@ -1,0 +1,104 @@
+"""bash runs a script with stand-ins, which record the training that it would start and start nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from isthmus.config.dialects.megatron.record_script import record_script
+from isthmus.config.dialects.megatron.stand_in import is_training
+from isthmus.config.dialects.translation import World
+from isthmus.errors import MissingInput, UsageError
+
+TRAIN = "torchrun pretrain_gpt.py --num-layers 2"
+SCRIPT = r"""
+#!/bin/bash
+#SBATCH -N 2
+export NCCL_DEBUG=WARN HF_TOKEN=hf_secret
+OUT=${1:-"checkpoints"}
+LAYERS=$(python -c 'print(1 + 1)')
+ARGS=( --num-layers $LAYERS --save "$OUT/a b" )
+if [ -f data.json ]; then ARGS+=( --bf16 ); fi
+for name in lr min-lr; do ARGS+=( --$name $((2 * 2)) ); done
+python prepare.py --input x
+srun -N 2 torchrun --nproc_per_node 8 --nnodes 2 --node-rank 1 --master-addr $(echo node0) pretrain_gpt.py \
+    ${ARGS[@]:0:2} "${ARGS[@]:2}" < /dev/null 2>&1 | tee log.txt
+"""
+
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def script(text: str) -> Path:
+    path = Path("train.sh")
+    path.write_text(text)
+    return path
+
+
+def test_the_training_is_recorded_and_other_commands_run() -> None:
+    Path("data.json").write_text("")
+    Path("prepare.py").write_text("open('prepared', 'w')")
+    command = record_script(script(SCRIPT), ["runs"])
+    assert command.script == "pretrain_gpt.py" and command.world == World(2, 1, 8, "node0")
+    assert command.flags == ("--num-layers", "2", "--save", "runs/a b", "--bf16", "--lr", "4", "--min-lr", "4")
+    assert command.environment == {"NCCL_DEBUG": "WARN", "HF_TOKEN": "..."}
+    assert Path("prepared").exists() and Path("log.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "export PATH=$PWD/venv/bin:$PATH\nexec python pretrain_gpt.py --num-layers 2",
+        f"{sys.executable} -u pretrain_gpt.py --num-layers 2 &",
+        f"eval {TRAIN}; exit 3",
+        "sbatch --export ALL inner.sh",
+        "srun -N 2 bash inner.sh",
+    ],
+)
+def test_no_way_to_start_it_starts_it(start: str) -> None:
+    Path("venv/bin").mkdir(parents=True)
+    Path("venv/bin/python").write_text("#!/bin/sh\ntouch started\n")
+    os.chmod("venv/bin/python", 0o755)
+    Path("pretrain_gpt.py").write_text("open('started', 'w')")
+    Path("inner.sh").write_text(f"#!/bin/bash\n{TRAIN}\n")
+    assert record_script(script(start)).flags == ("--num-layers", "2")
+    assert not Path("started").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{TRAIN}\n{TRAIN} --seed 3", r"starts 2 trainings.*\n  torchrun .* 2\n  torchrun .*--seed 3"),
+        (
+            "echo hello; srun hostname; exit 3",
+            r"ended with exit code 3 and .*output:\n  hello\n  .*not run: srun hostname",
+        ),
+        ("python train_tokenizer.py", r"no training with --num-layers, only:\n  python train_tokenizer.py"),
+        ("sleep 60", r"was stopped after 0.3 s"),
+    ],
+)
+def test_scripts_without_one_training(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        record_script(script(text), time_limit_s=0.3 if text.startswith("sleep") else 60.0)
+    with pytest.raises(MissingInput):
+        record_script(Path("none.sh"))
+
+
+def test_commands_that_train() -> None:
+    for words in (
+        "python -m torch.distributed.run x.py",
+        "torchrun x.py",
+        "python3 -u a/finetune_llama.py",
+        "x --lr 1",
+    ):
+        assert is_training(words.split()), words
+    for words in ("python -c 1", "python -m pip install x", "python tools/preprocess_data.py --workers 2", "srun date"):
+        assert not is_training(words.split()), words
