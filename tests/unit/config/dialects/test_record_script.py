@@ -79,7 +79,7 @@ def test_no_way_to_start_it_starts_it(start: str) -> None:
         (f"{TRAIN}\n{TRAIN} --seed 3", r"starts 2 trainings.*\n  torchrun .* 2\n  torchrun .*--seed 3"),
         (
             "echo hello; srun hostname; exit 3",
-            r"ended with exit code 3 and .*output:\n  hello\n  .*not run: srun hostname",
+            r"(?s)ended with exit code 3 and .*output:\n  hello\n  .*not run: srun hostname",
         ),
         ("python train_tokenizer.py", r"no training with --num-layers, only:\n  python train_tokenizer.py"),
         ("sleep 60", r"was stopped after 0.3 s"),
