@@ -11,7 +11,7 @@ import pytest
 from isthmus.config.dialects.render import as_json, as_yaml
 from isthmus.config.dialects.rocm_scripts.common_variables import ScriptRun
 from isthmus.config.dialects.rocm_scripts.read_variables import batch_names, read_script, remark_on_full_nodes, started
-from isthmus.config.dialects.translation import RankPool
+from isthmus.config.dialects.translation import World
 from isthmus.config.load import load_config
 from isthmus.config.yaml_text import read_mapping
 from isthmus.errors import UsageError
@@ -123,7 +123,7 @@ def test_both_nodes() -> None:
     )
     for rank in (0, 1):
         run = read("llama3", f"{line}{rank}")
-        assert run.translation.world == RankPool(2, rank, None, "IP_NODE0", 6000)
+        assert run.translation.world == World(2, rank, None, "IP_NODE0", 6000)
         assert "MASTER_ADDR=IP_NODE0" in said(run)  # a placeholder
         assert run.train_log == (
             f"experiment/2nodes_rank{rank}_train_8B_mbs2_bs256_tp1_pp1_cp1_iter10/TE_FP8_1/<time>/output_perf.log"
