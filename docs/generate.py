@@ -292,7 +292,7 @@ def _parameter(parameter: Any, context: Any) -> str | None:
 # Import paths of the public functions and classes besides those of the package itself.
 _API = {
     "Configuration": ("isthmus.config.load.load_config",),
-    "Conversion": ("isthmus.convert.verify.compare.verify",),
+    "Conversion": ("isthmus.convert.verify.compare.compare_models",),
     "Models": ("isthmus.recipes.setup.load_model.model_logits",),
     "Prepared data": ("isthmus.recipes.data.prepare.prepare", "isthmus.data.store.indexed_dataset.open_indexed"),
 }

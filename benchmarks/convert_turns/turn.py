@@ -34,21 +34,21 @@ def copy(source: Path, target: Path) -> float:
 def isthmus_conversion(source: Path, target: Path, to: Any) -> float:
     """What ``isthmus convert`` does; it syncs its files itself. Returns the seconds that its imports took."""
     started_s = time.perf_counter()
-    from isthmus.convert.legacy.legacy_layout import Grid
+    from isthmus.convert.legacy.legacy_layout import LegacyLayout
     from isthmus.convert.transfer import convert
 
     import_s = time.perf_counter() - started_s
-    convert(source, target, to, grid=Grid(tp=8) if to == "torch" else None)
+    convert(source, target, to, layout=LegacyLayout(tp=8) if to == "torch" else None)
     return import_s
 
 
 def isthmus_verification(first: Path, second: Path) -> float:
     """What ``isthmus verify`` does, the checksums of the checkpoint included."""
     started_s = time.perf_counter()
-    from isthmus.convert.verify.compare import verify
+    from isthmus.convert.verify.compare import compare_models
 
     import_s = time.perf_counter() - started_s
-    verify(first, second)
+    compare_models(first, second)
     return import_s
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from faults.command import ForkServer, environment
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 
 TARGETS: dict[str, list[str]] = {
     "hf": ["--to", "hf"],
@@ -51,7 +51,7 @@ def test_killed_anywhere(model: Path, tmp_path: Path) -> None:
             assert destination.exists() == (point == "renamed") == (not left.exists()), name
         if not destination.exists():
             convert(model, destination, "torch" if target == "legacy" else target)  # type: ignore[arg-type]
-        verify(model, destination)
+        compare_models(model, destination)
         assert not left.exists()
 
 

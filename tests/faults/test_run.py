@@ -11,9 +11,9 @@ import pytest
 
 from faults.command import ForkServer, finished, listing, rows, start
 from isthmus.config.load import load_config
-from isthmus.convert.open_model import open_stored
+from isthmus.convert.open_model import open_model
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 
 STEP_KEYS = {
     *("step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib"),
@@ -50,12 +50,12 @@ def test_what_a_run_leaves(isthmus: ForkServer, small: list[str], model: Path, t
 
     # A checkpoint brings its config and its tokenizer along, or is described by its arguments at least.
     convert(out / "checkpoints" / "iter_0000004", tmp_path / "converted")
-    verify(tmp_path / "converted", out / "hf")
+    compare_models(tmp_path / "converted", out / "hf")
     small_files = exported - {"model.safetensors"}
     assert all((tmp_path / "converted" / name).read_bytes() == (out / "hf" / name).read_bytes() for name in small_files)
     shutil.rmtree(out / "checkpoints" / "iter_0000004" / "hf")
-    stored = open_stored(out / "checkpoints")
-    assert stored.like is None and stored.family.name == open_stored(out / "hf").family.name
+    stored = open_model(out / "checkpoints")
+    assert stored.hf_folder is None and stored.family.name == open_model(out / "hf").family.name
 
 
 def test_tensorboard_has_the_curves(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:

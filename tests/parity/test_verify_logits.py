@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isthmus.convert.legacy.legacy_layout import Grid
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from isthmus.families.registry import all_families
 from ranks.rank_pool import RankPool
@@ -166,7 +166,7 @@ def test_planted_fault_is_detected(name: str, planted: Done) -> None:
     assert done["code"] == 1 and done["err"].count("\n") == 1
     assert "their logits differ by" in done["err"]
     told = f"the first layer after which hidden states differ is {fault.layer} (of 0 to 3)"
-    assert ("look at the final norm" if fault.layer == 4 else told) in done["err"]
+    assert ("check the final norm" if fault.layer == 4 else told) in done["err"]
     config = not fault.config or "they are not the same model" in done["err"]
     assert config and (fault.config or "they differ in" in done["err"])
 
@@ -184,7 +184,7 @@ def test_archetype_agrees_layer_by_layer(family: str, clean: Done) -> None:
 
 def test_whole_model_and_layerwise_runs_agree(one: RankPool, tmp_path: Path) -> None:
     hf, megatron = pair(tmp_path, "qwen3_moe", tie_word_embeddings=True)
-    convert(Path(hf), tmp_path / "legacy", "torch", grid=Grid(tp=2, pp=2))
+    convert(Path(hf), tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2))
     other, legacy = str(shutil.copytree(hf, tmp_path / "other")), str(tmp_path / "legacy")
     figures = {
         name: json.loads(done["out"])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.convert.legacy.legacy_layout import Grid
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 from ranks.rank_pool import RankPool
 from ranks.tiny import ARCHETYPES, build_model_folder
 
@@ -76,7 +76,7 @@ def test_legacy_checkpoint_loads_strictly(
     ranks: int, layout: dict[str, Any], tied: bool, worlds: dict[int, RankPool], tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
-    convert(model, tmp_path / "megatron", "torch", spelling="local", grid=Grid(**layout))
+    convert(model, tmp_path / "megatron", "torch", spelling="local", layout=LegacyLayout(**layout))
     folder = tmp_path / "megatron" / "release"
     found = worlds[ranks].run("ranks.tasks.load_legacy", model=model, checkpoint_folder=folder, **layout)
     assert found == {"furthest": 0, "tp": layout.get("tp", 1)}
@@ -119,8 +119,8 @@ def test_converted_run_checkpoint_equals_export(
     )
     convert(tmp_path / "checkpoints", tmp_path / "converted", hf_like=model)
     if layout.get("precision") != "bf16":  # the export keeps the dtype of the model folder, the checkpoint its own
-        verify(tmp_path / "export", tmp_path / "converted")
-        verify(tmp_path / "export", tmp_path / "checkpoints", hf_like=model)
+        compare_models(tmp_path / "export", tmp_path / "converted")
+        compare_models(tmp_path / "export", tmp_path / "checkpoints", hf_like=model)
     else:
         convert(tmp_path / "export", tmp_path / "export-bf16", "hf", dtype=torch.bfloat16)
-        verify(tmp_path / "export-bf16", tmp_path / "converted")
+        compare_models(tmp_path / "export-bf16", tmp_path / "converted")

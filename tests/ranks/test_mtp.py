@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
 from ranks.tiny import add_mtp_layers, build_model_folder
@@ -94,7 +94,7 @@ def test_export_contains_mtp_layers(model: Path, four: RankPool, samples: Path, 
     assert torch.equal(after["model.layers.2.shared_head.head.weight"], after["lm_head.weight"])
     assert json.loads((tmp_path / "export" / "config.json").read_text())["num_nextn_predict_layers"] == 2
     convert(tmp_path / "checkpoints", tmp_path / "converted", hf_like=model)
-    verify(tmp_path / "export", tmp_path / "converted")
+    compare_models(tmp_path / "export", tmp_path / "converted")
 
 
 def test_separate_mtp_embedding_is_refused(two: RankPool, model: Path, samples: Path, tmp_path: Path) -> None:

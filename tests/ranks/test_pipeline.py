@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
 from ranks.tiny import build_model_folder
@@ -154,4 +154,4 @@ def test_pipeline_export_equals_checkpoint(
     places = {"root": tmp_path / "checkpoints", "destination": tmp_path / "export"}
     worlds[ranks].run("ranks.tasks.save_and_export", **settings, **places)
     convert(tmp_path / "checkpoints", tmp_path / "converted", hf_like=folders[name])
-    verify(tmp_path / "export", tmp_path / "converted")
+    compare_models(tmp_path / "export", tmp_path / "converted")

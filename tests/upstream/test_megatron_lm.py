@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from isthmus.convert.legacy.legacy_layout import Grid
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder
 
@@ -165,7 +165,7 @@ def test_we_read_what_it_trained(family: str, ranks: int, layout: str, ids: Path
 @pytest.mark.parametrize(("to", "layout"), [("torch_dist", {}), ("torch", {"tp": 2})])
 def test_there_trained_on_and_back(to: Any, layout: dict[str, int], ids: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "qwen3")
-    how = {"grid": Grid(**layout), "spelling": "local"} if to == "torch" else {}
+    how = {"layout": LegacyLayout(**layout), "spelling": "local"} if to == "torch" else {}
     done = convert(model, tmp_path / "there", to, **how)  # type: ignore[arg-type]
     flags = [word for flag in done.megatron_flags for word in shlex.split(flag)]
     saved, ranks = tmp_path / "saved", layout.get("tp", 1)

@@ -91,10 +91,12 @@ def _with_model(translated: MegatronTranslation) -> Translation:
     """The translation, with the model's arguments turned into a Hugging Face config."""
     translation = translated.translation
     if translated.model:
-        from isthmus.convert.legacy.config_from_args import config_of
+        from isthmus.convert.legacy.model_from_args import config_from_args
 
         rows = translated.model.get("padded_vocab_size") or _vocab_size(translation)
-        config = config_of(translated.model | {"padded_vocab_size": rows, "vocab_size": rows, "tokenizer_type": None})
+        config = config_from_args(
+            translated.model | {"padded_vocab_size": rows, "vocab_size": rows, "tokenizer_type": None}
+        )
         rest, origin = dict(translation.settings), "the arguments of the model"
         translation.settings.clear()
         for name, value in (("out", rest.pop("out")), ("model.config", config), ("model.init", "random")):

@@ -14,32 +14,36 @@ from isthmus.errors import UsageError
 
 def verify(
     first: Annotated[Path, typer.Argument(metavar="A", help="Hugging Face folder or Megatron checkpoint.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The one to compare it with.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The model to compare it with.")],
     hf_like: HfLike = None,
     bin: Bin = False,
     logits: Annotated[
-        bool,
-        typer.Option("--logits", help="Run both in float32 on the same tokens as well, and compare what they say."),
+        bool, typer.Option("--logits", help="Also run both in float32 on the same tokens and compare their logits.")
     ] = False,
     tolerance: Annotated[
-        float | None, typer.Option(min=0.0, metavar="X", help="Difference of a logit that counts as none; 1e-4.")
+        float | None,
+        typer.Option(min=0.0, metavar="X", help="Largest difference of logits that counts as equal; default 1e-4."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Length of a sample of --logits; 64.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Length of a sample of --logits; default 64.")
+    ] = None,
     layer_by_layer: Annotated[
-        bool, typer.Option("--layer-by-layer", help="Hold the weights of one layer at a time, as if memory were short.")
+        bool,
+        typer.Option("--layer-by-layer", help="Keep the weights of one layer in memory at a time, even if all fit."),
     ] = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:
-    """Compare two models bit by bit, in whichever formats; exit code 1 if they differ."""
+    """Compare two models bit by bit, in any formats; exit code 1 if they differ."""
     if not logits and (tolerance is not None or tokens is not None or layer_by_layer):
-        raise UsageError("--tolerance, --tokens and --layer-by-layer are about --logits. Give that as well.")
-    from isthmus.convert.verify.compare import verify as run
+        raise UsageError("--tolerance, --tokens and --layer-by-layer need --logits. Add it.")
+    from isthmus.convert.verify.compare import compare_models
     from isthmus.convert.verify.compare_logits import TOLERANCE, LogitsCheck
 
     check = LogitsCheck(tolerance=TOLERANCE if tolerance is None else tolerance, tokens=tokens, by_layer=layer_by_layer)
     with progress_bar("comparing") as progress:
-        asked = check if logits else None
-        found = run(first, second, hf_like=hf_like, bin=bin, logits=asked, progress=progress)
+        found = compare_models(
+            first, second, hf_like=hf_like, bin=bin, logits=check if logits else None, progress=progress
+        )
     show(found, as_json=json)
     return 0

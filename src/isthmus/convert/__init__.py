@@ -1,7 +1,7 @@
-"""Between Hugging Face folders, Megatron's checkpoints and the live tensors of a rank, by the table of the family.
+"""Conversion between Hugging Face folders, Megatron checkpoints and the live tensors of a rank.
 
-The package can be called: ``isthmus.convert("models/Qwen3-0.6B", "checkpoints/qwen3")`` is
-:func:`isthmus.convert.transfer.convert`, imported when it is called.
+The package is callable: ``isthmus.convert("models/Qwen3-0.6B", "checkpoints/qwen3")`` imports and calls
+:func:`isthmus.convert.transfer.convert`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from types import ModuleType
 from typing import Any
 
 
-class _Package(ModuleType):
-    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+class _CallablePackage(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from isthmus.convert.transfer import convert
 
-        return convert(*arguments, **settings)
+        return convert(*args, **kwargs)
 
 
-sys.modules[__name__].__class__ = _Package
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,10 +1,11 @@
-"""Which family has words for a model of which nothing is known but its architecture."""
+"""Finds the family whose config can express an architecture, for checkpoints without a config."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from isthmus.convert.coverage import first_few
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -14,15 +15,14 @@ PREFERRED = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe"),
     *("deepseek_v2", "deepseek_v3", "gpt2", "gpt_neox"),
 )
-"""Where several families can say the same model the first of these is taken, then the others by their names."""
+"""Where several families fit, the first of these is chosen, then the others in alphabetical order."""
 LAST_RESORT = "isthmus"
-"""Says nearly any model, with modelling files of its own, and is taken where no other does."""
-_SHOWN = 4
+"""Can express nearly any model, with its own modelling files; chosen if no other family fits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fitting:
-    """A family that says an architecture exactly, and the others that would."""
+class FamilyMatch:
+    """A family that expresses an architecture exactly, and the others that would."""
 
     family: Family
     arch: Architecture
@@ -30,15 +30,11 @@ class Fitting:
     others: tuple[str, ...]
 
 
-def fit(arch: Architecture, first: str | None = None) -> Fitting:
-    """The family to take for an architecture: one whose ``config.json`` means exactly this.
-
-    Args:
-        arch: the model.
-        first: a family to take before all others.
+def match_family(arch: Architecture, first: str | None = None) -> FamilyMatch:
+    """The family whose ``config.json`` means exactly this architecture; ``first`` is preferred to all others.
 
     Raises:
-        UsageError: there is none; the message says which comes nearest and in what it differs.
+        UsageError: there is none; the message names the nearest and how it differs.
     """
     families = all_families()
     order = [name for name in dict.fromkeys((first, *PREFERRED)) if name in families]
@@ -47,32 +43,32 @@ def fit(arch: Architecture, first: str | None = None) -> Fitting:
     fitting: list[tuple[Family, Architecture]] = []
     nearest: tuple[str, list[str]] | None = None
     for name in order:
-        if (said := _as_said_by(families[name], arch)) is None:
+        if (expressed := _expressed_by(families[name], arch)) is None:
             continue
-        if not (faults := _differences(arch, said)):
-            fitting.append((families[name], replace(said, init_std=arch.init_std)))
-        elif nearest is None or len(faults) < len(nearest[1]):
-            nearest = (name, faults)
+        if not (differences := _differences(arch, expressed)):
+            fitting.append((families[name], replace(expressed, init_std=arch.init_std)))
+        elif nearest is None or len(differences) < len(nearest[1]):
+            nearest = (name, differences)
     if not fitting:
-        close = "" if nearest is None else f" The nearest is {nearest[0]}, but for {_listed(nearest[1])}."
-        raise UsageError(f"no family has words for the model that Megatron-LM's args describe.{close}")
-    (family, said), *others = fitting
-    return Fitting(family, said, tuple(other.name for other, _ in others))
+        close = "" if nearest is None else f" The nearest is {nearest[0]}, except for {first_few(nearest[1])}."
+        raise UsageError(f"no family can express the model that Megatron-LM's args describe.{close}")
+    (family, expressed), *others = fitting
+    return FamilyMatch(family, expressed, tuple(other.name for other, _ in others))
 
 
-def _as_said_by(family: Family, arch: Architecture) -> Architecture | None:
-    """The architecture that comes back out of the family's config; None if it cannot be put into one."""
+def _expressed_by(family: Family, arch: Architecture) -> Architecture | None:
+    """The architecture that the family reads from its own config of ``arch``; None if it cannot write one."""
     paths = (*family.keys, *family.traits, *family.derived)
     if any(getattr(arch, path.split(".")[0]) is None for path in paths if "." in path):
-        return None  # experts or latent attention, which every model of the family has
+        return None  # no experts or latent attention, which every model of the family has
     try:
         return family.to_architecture(family.to_hf_config(arch))
     except (DataError, UsageError):
         return None
 
 
-def _differences(wanted: Architecture, said: Architecture) -> list[str]:
-    ours, theirs = _flat(wanted), _flat(said)
+def _differences(wanted: Architecture, expressed: Architecture) -> list[str]:
+    ours, theirs = _flat(wanted), _flat(expressed)
     return [
         f"{name}={ours.get(name)} and not {theirs.get(name)}"
         for name in sorted(ours.keys() | theirs.keys())
@@ -81,15 +77,15 @@ def _differences(wanted: Architecture, said: Architecture) -> list[str]:
 
 
 def _flat(arch: Architecture) -> dict[str, Any]:
-    """Every field by its path, in one spelling for what comes out the same; names and initial weights do not count."""
+    """Every field by its path, normalised where different values compute the same; name and ``init_std`` left out."""
     if (moe := arch.moe) is not None:
         if moe.score == "softmax_of_chosen" and moe.num_groups == 1 and not moe.expert_bias:
             moe = replace(moe, score="softmax", normalize=True)
         if moe.score == "softmax" or not moe.normalize:
-            moe = replace(moe, normalize_min=0.0)  # the chosen of a softmax never sum up to so little
+            moe = replace(moe, normalize_min=0.0)  # the sum of the chosen softmax scores is never that small
         if moe.num_groups == 1:
             moe = replace(moe, group_top_k=1, group_score="max")
-        # Where every layer has experts nothing is as wide as an ordinary block.
+        # Without dense layers, no layer uses ffn_hidden_size.
         arch = replace(arch, moe=moe, ffn_hidden_size=arch.ffn_hidden_size if moe.dense_layers else 0)
     found: dict[str, Any] = {}
     for name, value in asdict(arch).items():
@@ -98,8 +94,3 @@ def _flat(arch: Architecture) -> dict[str, Any]:
         elif name not in ("family", "init_std") and value is not None:
             found[name] = value
     return found
-
-
-def _listed(faults: list[str]) -> str:
-    more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    return ", ".join(faults[:_SHOWN]) + more

@@ -1,4 +1,4 @@
-"""Between Hugging Face tensors and the live tensors of one rank, slice by slice, in place; no rank needs another."""
+"""Loads and exports the live tensors of one rank, slice by slice; ranks do not communicate, except for FSDP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWrite
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What one rank moved."""
+    """What one rank read or wrote."""
 
     num_tensors: int
     num_bytes: int
@@ -38,19 +38,19 @@ def import_weights(
     *,
     layout: Layout,
 ) -> TransferReport:
-    """Fill this rank's tensors, given under their canonical names, from ``source``; cast to their dtype and device.
+    """Fill this rank's tensors, given under their canonical names, from ``source``, cast to their dtype and device.
 
-    First the source is checked against the whole model, not only this rank's share. Vocabulary padding becomes zero.
+    The source is checked against the whole model first. Vocabulary padding becomes zero.
 
     Raises:
-        DataError: the source does not hold exactly the tensors of the model, or a file of it is damaged.
-        MissingInput: the source holds no weights.
+        DataError: the source does not have exactly the tensors of the model, or a file is damaged.
+        MissingInput: the source has no weights.
     """
     start_s = time.monotonic()
     check_coverage(source, family, arch)
     position = {name: number for number, name in enumerate(source.tensors)}
     num_bytes = 0
-    # Files are read from front to back, whatever the order of the live tensors.
+    # In the order of the source, so that files are read from front to back.
     for placement in sorted(_placed(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
         filled = 0
         with whole_to_fill(live[placement.canonical].detach()) as tensor:
@@ -71,9 +71,9 @@ def export_plan(
     *,
     max_shard_bytes: float = 5e9,
 ) -> SafetensorsPlan:
-    """Lay out the Hugging Face files of a model, in one dtype or in the given one for each name.
+    """Plan the Hugging Face files of a model, in one dtype or in the given one for each name.
 
-    With a mapping (such as the dtypes of the model one started from) its order becomes the order in the files.
+    The order of a mapping becomes the order of the tensors in the files.
     """
     shapes = family.hf_shapes(arch)
     if isinstance(dtypes, torch.dtype):
@@ -95,12 +95,11 @@ def export_weights(
     layout: Layout,
     writes: bool = True,
 ) -> TransferReport:
-    """Write this rank's share into the files that ``plan.create(folder)`` made, and sync them.
+    """Write this rank's slices into the files that ``plan.create(folder)`` made, and sync them.
 
-    Let one data-parallel rank for each share write (``writes``). Where tensors are sharded over those ranks, all of
-    them call it, and one tensor at a time is gathered. The ``num_bytes`` of all of them add up to
-    ``plan.total_bytes``: what every tensor-parallel rank holds is written by the first of them, aliases by none, and
-    vocabulary padding stays behind.
+    One data-parallel rank for each shard writes (``writes``). With FSDP, all data-parallel ranks must call it, and one
+    tensor at a time is gathered. The ``num_bytes`` of all writing ranks add up to ``plan.total_bytes``: a tensor that
+    tensor-parallel ranks share is written by the first of them, and aliases and vocabulary padding are not written.
 
     Raises:
         NoSpace: the disk is full.
@@ -119,17 +118,17 @@ def export_weights(
                     num_bytes += writer.write(placement.hf[piece.part], piece.hf, piece.view(tensor))
                 num_tensors += 1
     finally:
-        for placement in placements:  # whoever failed is still waited for by the ranks that hold the other rows
+        for placement in placements:  # after a failure, other ranks still wait in these collectives
             gathered(live[placement.canonical])
     return TransferReport(num_tensors, num_bytes, time.monotonic() - start_s)
 
 
 def _placed(live: Mapping[str, Tensor], family: Family, arch: Architecture, layout: Layout) -> list[Placement]:
-    """The placements of the live tensors, whose names and shapes must be those of the table."""
+    """The placements of the live tensors, whose names and shapes must be those of the family."""
     placements = family.placements(arch)
     for name, tensor in live.items():
         if name not in placements:
             raise ValueError(f"live tensor {name} has no rule in family {family.name}")
         if tuple(tensor.shape) != (shape := local_shape(placements[name].rule, arch, layout)):
-            raise ValueError(f"live tensor {name} is {tuple(tensor.shape)}, family {family.name} wants {shape}")
+            raise ValueError(f"live tensor {name} is {tuple(tensor.shape)}, family {family.name} has {shape}")
     return [placements[name] for name in live]

@@ -1,4 +1,4 @@
-"""A model on the disk, in whichever format: its tensors under canonical names, and what else is known of it."""
+"""Opens a model on disk in any format: its tensors under canonical names, its family and its architecture."""
 
 from __future__ import annotations
 
@@ -9,125 +9,159 @@ from typing import Literal
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import is_model_file
 from isthmus.convert.canonical import CanonicalWeights
-from isthmus.convert.family_matching import fit
-from isthmus.convert.hf.from_hf import WovenWeights
+from isthmus.convert.family_matching import match_family
+from isthmus.convert.hf.from_hf import HfWeights
 from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.convert.legacy.from_legacy import LegacyFolder, LegacyWeights
-from isthmus.convert.legacy.model_from_args import architecture_of
-from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, TorchDistWeights, checkpoint_folder
+from isthmus.convert.legacy.model_from_args import architecture_from_args
+from isthmus.convert.torch_dist.dcp_metadata import METADATA_FILE
+from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, TorchDistWeights
+from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.discover.json_family import FILE
+from isthmus.families.discover.json_family import FILE as FAMILY_FILE
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.hf.model_folder import ModelFolder
 
 Format = Literal["hf", "torch_dist", "torch"]
-HF_PART = "hf"
-"""Folder beside a converted checkpoint, and in one of a run, that carries the config and the tokenizer along."""
+HF_SUBFOLDER = "hf"
+"""Subfolder of a converted checkpoint, or of a run's checkpoint, with config.json and the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A model on the disk, opened."""
+class OpenedModel:
+    """A model on disk whose tensors match its config."""
 
     path: Path
     format: Format
     family: Family
     arch: Architecture
     weights: CanonicalWeights
-    like: ModelFolder | None
-    """Where its config, tokenizer and other small files are; None if it has none and its arguments describe it."""
-    said: tuple[str, ...] = ()
-    """What was decided on the way in, a line each, for the user."""
+    hf_folder: ModelFolder | None
+    """Source of the config, tokenizer and other small files; None if only the checkpoint's args describe the model."""
+    notes: tuple[str, ...] = ()
+    """What was decided while opening the model, for the user."""
 
 
-def open_stored(
-    path: Path,
-    hf_like: Path | None = None,
-    *,
-    bin: bool = False,
-    vocab_size: int | None = None,
-    alike: Stored | None = None,
-    family: Family | None = None,
-) -> Stored:
-    """Open a Hugging Face folder or a Megatron checkpoint, and check that its tensors are those of its config.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """How to open a model."""
+
+    hf_like: Path | None = None
+    """Hugging Face folder (weights are not needed) or ``preset:NAME`` whose config describes a checkpoint that has
+    no config; without it, the args of the training that wrote the checkpoint are used."""
+    bin: bool = False
+    """Read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors."""
+    vocab_size: int | None = None
+    """Embedding rows without padding, for a checkpoint described by its args alone."""
+    family: Family | None = None
+    """Family of a Hugging Face folder, if it was learned; None selects it by config.json."""
+
+
+def open_model(path: Path, options: SourceOptions | None = None, *, alike: OpenedModel | None = None) -> OpenedModel:
+    """Open a Hugging Face folder or a Megatron checkpoint, and check that its tensors match its config.
 
     Args:
-        path: the model folder, or a checkpoint, or a folder of checkpoints with a tracker file.
-        hf_like: a Hugging Face folder (weights are not needed) or ``preset:NAME``, whose config describes a checkpoint
-            that brings none; without it the arguments of the training that wrote the checkpoint do.
-        bin: read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors.
-        vocab_size: rows of the embedding that are not padding, of a checkpoint that only its arguments describe.
-        alike: what it may be the same model as: what its arguments leave open is taken from there.
-        family: of a Hugging Face folder, where it was learned; None finds it by the config.
+        path: the model folder, a checkpoint, or a folder of checkpoints with a tracker file.
+        options: how to open it.
+        alike: a model that this one may be equal to; it settles what the checkpoint's args leave open.
 
     Raises:
-        MissingInput, DataError, UnsafeInput, UsageError: it is neither, or damaged, or not what its config says.
+        MissingInput, DataError, UnsafeInput, UsageError: the path is neither, is damaged, or does not match its config.
     """
+    options = options or SourceOptions()
     if not path.exists():
-        raise MissingInput(f"{path} is not there. Give a Hugging Face folder or a Megatron checkpoint.")
+        raise MissingInput(f"{path} does not exist. Give a Hugging Face folder or a Megatron checkpoint.")
     checkpoint = checkpoint_folder(path)
-    if checkpoint is None:
-        if hf_like is not None:
-            raise UsageError(f"{path} is a Hugging Face folder and has a config; leave --hf-like out.")
-        if vocab_size is not None:
-            raise UsageError(f"{path} is a Hugging Face folder and has a config; leave --vocab-size out.")
-        like = ModelFolder.open(path)
-        family = family or family_for(like.config)
-        opened = open_weights(like, family, bin=bin)
-        woven = WovenWeights(opened.source, family, opened.arch)
-        return Stored(path, "hf", family, opened.arch, woven, like, opened.said)
-    if bin:
-        raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders; leave it out.")
+    return _open_hf(path, options) if checkpoint is None else _open_checkpoint(path, checkpoint, options, alike)
+
+
+def checkpoint_folder(path: Path) -> Path | None:
+    """The folder with the checkpoint's files: ``path``, or the one its tracker file names; None if it has neither.
+
+    Raises:
+        DataError: the tracker file names a checkpoint that does not exist.
+    """
+    if (path / METADATA_FILE).is_file() or any(path.glob("mp_rank_*")):
+        return path
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return None
+    word = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    folder = path / (f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else "release")
+    if (word != "release" and not word.isdigit()) or not folder.is_dir():
+        raise DataError(f"{tracker} names {word!r}, which is not a checkpoint in {path}. Give the checkpoint itself.")
+    return folder
+
+
+def _open_hf(path: Path, options: SourceOptions) -> OpenedModel:
+    for option, value in (("--hf-like", options.hf_like), ("--vocab-size", options.vocab_size)):
+        if value is not None:
+            raise UsageError(f"{path} is a Hugging Face folder with its own config. Leave {option} out.")
+    folder = ModelFolder.open(path)
+    family = options.family or family_for(folder.config)
+    opened = open_weights(folder, family, bin=options.bin)
+    weights = HfWeights(opened.source, family, opened.arch)
+    return OpenedModel(path, "hf", family, opened.arch, weights, folder, opened.notes)
+
+
+def _open_checkpoint(path: Path, checkpoint: Path, options: SourceOptions, alike: OpenedModel | None) -> OpenedModel:
+    if options.bin:
+        raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders. Leave it out.")
     legacy = any(checkpoint.glob("mp_rank_*"))
     folder = LegacyFolder(checkpoint) if legacy else TorchDistFolder(checkpoint)
     around = (path, checkpoint, checkpoint.parent)
-    config = hf_like or next((at / HF_PART for at in around if (at / HF_PART / "config.json").is_file()), None)
-    known = None if config is None else _open_like(config)
-    if known is None:
-        family, arch, said = _from_args(folder, vocab_size, alike)
-    elif vocab_size is not None:
-        raise UsageError(f"{known} says how large the vocabulary is; leave --vocab-size out.")
+    config = options.hf_like or next(
+        (at / HF_SUBFOLDER for at in around if (at / HF_SUBFOLDER / "config.json").is_file()), None
+    )
+    notes: tuple[str, ...] = ()
+    if config is None:
+        hf_folder = None
+        family, arch, notes = _from_args(folder, options.vocab_size, alike)
     else:
-        family = family_for(known.config, next((at / FILE for at in around if (at / FILE).is_file()), None))
-        arch, said = family.to_architecture(known.config), ()
+        hf_folder = _open_config(config)
+        if options.vocab_size is not None:
+            raise UsageError(f"{hf_folder} sets the vocabulary size. Leave --vocab-size out.")
+        family_file = next((at / FAMILY_FILE for at in around if (at / FAMILY_FILE).is_file()), None)
+        family = family_for(hf_folder.config, family_file)
+        arch = family.to_architecture(hf_folder.config)
     if isinstance(folder, LegacyFolder):
-        return Stored(path, "torch", family, arch, LegacyWeights(folder, family, arch), known, said)
-    return Stored(path, "torch_dist", family, arch, TorchDistWeights(folder, family, arch), known, said)
+        return OpenedModel(path, "torch", family, arch, LegacyWeights(folder, family, arch), hf_folder, notes)
+    return OpenedModel(path, "torch_dist", family, arch, TorchDistWeights(folder, family, arch), hf_folder, notes)
 
 
-def _open_like(named: Path) -> ModelFolder:
-    """A model's folder, or one of the models that come along, which have no tokenizer."""
-    if is_model_file(str(named)):
-        return ModelFolder.described(named, read_model(str(named)))
-    return ModelFolder.open(named)
+def _open_config(path: Path) -> ModelFolder:
+    """A model folder, or a preset, which has no tokenizer."""
+    if is_model_file(str(path)):
+        return ModelFolder.described(path, read_model(str(path)))
+    return ModelFolder.open(path)
 
 
 def _from_args(
-    folder: LegacyFolder | TorchDistFolder, vocab_size: int | None, alike: Stored | None
+    folder: LegacyFolder | TorchDistFolder, vocab_size: int | None, alike: OpenedModel | None
 ) -> tuple[Family, Architecture, tuple[str, ...]]:
-    """The family whose config says what the checkpoint's arguments do, and what the user has to know of that."""
+    """The family whose config expresses the checkpoint's args, and notes for the user."""
     if (args := folder.args) is None:
-        raise MissingInput(f"{folder} does not say which model it is. Give the model's folder: --hf-like DIR.")
+        raise MissingInput(f"{folder} has neither a config nor args. Give the model's folder: --hf-like DIR.")
     try:
-        arch, said = architecture_of(args, vocab_size)
-        if alike is not None and said:
+        arch, notes = architecture_from_args(args, vocab_size)
+        if alike is not None and notes:
             arch = replace(arch, vocab_size=min(arch.vocab_size, alike.arch.vocab_size))
-        found = fit(arch, first=alike.family.name if alike is not None else None)
+        found = match_family(arch, first=alike.family.name if alike is not None else None)
     except (DataError, UsageError) as error:
         raise type(error)(
             f"{folder}: {error} If the model has a Hugging Face config, give it: --hf-like DIR."
         ) from error
-    others = f"; {', '.join(found.others)} would say the same" if found.others else ""
+    others = f"; {', '.join(found.others)} would also fit" if found.others else ""
     tokenizer = args.get("tokenizer_model") or args.get("tokenizer_type") or "of the training"
     return (
         found.family,
         found.arch,
         (
-            f"no config came with the checkpoint: by its args it is a {found.family.name} model{others}. "
-            "Another is chosen with --hf-like DIR.",
-            *said,
-            f"there is no tokenizer in the checkpoint: copy the one it was trained with ({tokenizer}).",
+            f"the checkpoint has no config: by its args it is a {found.family.name} model{others}. "
+            "Choose another with --hf-like DIR.",
+            *notes,
+            f"the checkpoint has no tokenizer: copy the one it was trained with ({tokenizer}).",
         ),
     )

@@ -1,4 +1,4 @@
-"""Goes over the tensors of a model a few rows at a time, several tensors at once."""
+"""Streams the tensors of a model a few rows at a time, several tensors in parallel."""
 
 from __future__ import annotations
 
@@ -9,35 +9,28 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import torch
 
 from isthmus.convert.canonical import row_slices
-from isthmus.convert.weight_source import Meta
+from isthmus.convert.weight_source import TensorSpec
 
 Progress = Callable[[int, int], None]
-"""Told after every chunk: bytes done, bytes in all."""
+"""Called after every chunk with the bytes done and the total bytes."""
 THREADS = 2
-"""Reading and writing are copies inside the kernel: one thread cannot do more, and two fill two cores."""
+"""Reading and writing are copies in the kernel, and two threads saturate two cores."""
 
 
 def stream(
-    tensors: Mapping[str, Meta], move: Callable[[str, slice], int], total_bytes: int, progress: Progress
+    tensors: Mapping[str, TensorSpec], move: Callable[[str, slice], int], total_bytes: int, progress: Progress
 ) -> None:
-    """Call ``move`` for all rows of all tensors, those of one tensor one after the other.
+    """Call ``move`` for all rows of all tensors; the rows of one tensor are moved in order by one thread.
 
-    Args:
-        tensors: by name, in the order in which they are begun.
-        move: takes a name and rows and returns the bytes that it moved.
-        total_bytes: for ``progress``.
-        progress: told after every chunk.
-
-    Raises:
-        Exception: the first that a call of ``move`` raised; nothing more is begun then.
+    ``move`` takes a name and rows, and returns the bytes it moved. Its first exception ends the stream.
     """
     stop, lock = threading.Event(), threading.Lock()
     done = 0
 
-    def whole(name: str) -> None:
+    def move_tensor(name: str) -> None:
         nonlocal done
-        meta = tensors[name]
-        for rows in row_slices(meta.shape, meta.dtype.itemsize):
+        spec = tensors[name]
+        for rows in row_slices(spec.shape, spec.dtype.itemsize):
             if stop.is_set():
                 return
             moved = move(name, rows)
@@ -45,11 +38,11 @@ def stream(
                 done += moved
                 progress(done, total_bytes)
 
-    # Threads of torch's own beside these would fight for the same cores.
+    # torch's own threads would compete with these for the same cores.
     before = torch.get_num_threads()
     with ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
-            for finished in as_completed([pool.submit(whole, name) for name in tensors]):
+            for finished in as_completed([pool.submit(move_tensor, name) for name in tensors]):
                 finished.result()
         finally:
             stop.set()

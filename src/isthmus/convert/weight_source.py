@@ -1,4 +1,4 @@
-"""What weights can be read from: a model folder, or nothing but a seed."""
+"""Sources of Hugging Face tensors: the protocol of all of them, and random weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorMeta(Protocol):
 
 
 class WeightSource(Protocol):
-    """Named tensors of a Hugging Face model, read slice by slice; ``str`` of it says where they come from."""
+    """Named tensors of a Hugging Face model, read slice by slice; ``str`` of it names the source."""
 
     @property
     def tensors(self) -> Mapping[str, TensorMeta]:
@@ -39,37 +39,35 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Meta:
-    """Dtype and shape of a tensor that is made up or put together."""
+class TensorSpec:
+    """Dtype and shape of a tensor that is computed when it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class RandomWeights:
-    """Weights of a model that starts from nothing, in the shape of a Hugging Face model.
+    """Initial weights of a model that is trained from scratch.
 
-    Matrices are normal with the architecture's ``init_std``, gains of norms one, biases zero. Each tensor's numbers
-    follow from the seed and its name alone, so that every layout of ranks starts from the same model.
+    Matrices are normal with the architecture's ``init_std``, gains of norms are one, biases are zero. The values of a
+    tensor depend on the seed and its name alone, so that every layout of ranks starts from the same model.
     """
 
     def __init__(self, family: Family, arch: Architecture, seed: int, dtype: torch.dtype = torch.float32) -> None:
-        """Nothing is drawn yet."""
         self._seed = seed
         self._std = arch.init_std
         self._gain_of_one = 0.0 if arch.norm_zero_centered else 1.0
         self._init: dict[str, Init] = {}
         for placement in family.placements(arch).values():
             self._init |= dict.fromkeys(placement.hf, placement.rule.init)
-        self.tensors = {name: Meta(dtype, shape) for name, shape in family.hf_shapes(arch).items()}
+        self.tensors = {name: TensorSpec(dtype, shape) for name, shape in family.hf_shapes(arch).items()}
         self._last: tuple[str, Tensor] | None = None
 
     def __str__(self) -> str:
-        """For messages."""
         return f"random weights (seed {self._seed})"
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """Draw the tensor and return the slice; the tensor drawn last is kept, as its slices are read in a row."""
+        """One slice; the tensor drawn last is cached, since its slices are read one after the other."""
         if self._last is None or self._last[0] != name:
             self._last = (name, self._draw(name))
         part = self._last[1][index or ...]
@@ -77,15 +75,14 @@ class RandomWeights:
 
     def _draw(self, name: str) -> Tensor:
         meta = self.tensors[name]
-        whole = torch.empty(meta.shape, dtype=torch.float32)
+        tensor = torch.empty(meta.shape, dtype=torch.float32)
         match self._init[name]:
             case "ones":
-                whole.fill_(self._gain_of_one)
+                tensor.fill_(self._gain_of_one)
             case "zeros":
-                whole.zero_()
+                tensor.zero_()
             case "normal":
                 digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-                whole.normal_(
-                    0.0, self._std, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-                )
-        return whole.to(meta.dtype)
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+                tensor.normal_(0.0, self._std, generator=generator)
+        return tensor.to(meta.dtype)

@@ -1,20 +1,22 @@
-"""A step's log line in Megatron-LM's format, for tools that parse its logs."""
+"""A step's line in the words of Megatron-LM, which dashboards and validation suites read."""
 
 from __future__ import annotations
 
 from datetime import datetime
+from typing import TYPE_CHECKING
 
-from isthmus.train.metrics import StepMetrics
+if TYPE_CHECKING:
+    from isthmus.train.metrics import StepMetrics
 
 _NAMES = {"mtp_loss": "mtp_1 loss"}
-"""Metrics that Megatron-LM names differently."""
+"""Of figures that Megatron-LM has another name for."""
 
 
 def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None) -> str:
-    """The line of ``training_log`` (megatron/training/training.py), with ``mem usages`` of ROCm's Megatron-LM.
+    """One line of ``training_log`` (megatron/training/training.py); ``mem usages`` is ROCm's addition to it.
 
-    TFLOP/s count attention causal, as Megatron-LM does since core 0.12. The number of nan iterations is always 0: a
-    loss that is not finite ends the run.
+    The TFLOP/s count attention causal, as Megatron-LM does since core 0.12. A step that is not finite ends the run
+    here, so that none is ever counted.
     """
     stamp = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
     parts = [
@@ -25,14 +27,14 @@ def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None)
     if m.memory_used is not None:
         parts.append(f"mem usages: {m.memory_used:.4f}")
     if m.tflops_per_device is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {_rounded(m.tflops_per_device)}")
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {_figure(m.tflops_per_device)}")
     parts += [
         f"learning rate: {m.lr:.6E}",
         f"global batch size: {m.global_batch_size:5d}",
         f"lm loss: {m.loss:.6E}",
     ]
-    # Megatron-LM prints every other result of its loss function after the loss, in the same format.
-    parts += [f"{_NAMES.get(name, name)}: {value:.6E}" for name, value in m.objective.items()]
+    # Whatever else its loss function returns stands behind the loss in the same form.
+    parts += [f"{_NAMES.get(name, name)}: {value:.6E}" for name, value in m.figures.items()]
     parts += [
         f"loss scale: {1.0 if m.loss_scale is None else m.loss_scale:.1f}",
         f"grad norm: {m.grad_norm:.3f}",
@@ -42,6 +44,6 @@ def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None)
     return " | ".join(parts)
 
 
-def _rounded(tflops: float) -> str:
-    """One decimal as in Megatron-LM; the small values of a CPU, which would all be 0.0, get three digits."""
+def _figure(tflops: float) -> str:
+    """As Megatron-LM has it, to a tenth; a CPU's would all be 0.0, so those have three figures."""
     return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}" if tflops >= 1e-3 else f"{tflops:.7f}"

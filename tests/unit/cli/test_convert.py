@@ -72,7 +72,7 @@ def test_what_cannot_be(
 @pytest.mark.parametrize("words", [["--tolerance", "1"], ["--tokens", "8"], ["--layer-by-layer"]])
 def test_settings_of_logits_need_logits(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", model, model, *words]) == 2
-    assert "are about --logits" in capsys.readouterr().err
+    assert "need --logits" in capsys.readouterr().err
 
 
 def test_a_config_that_differs_is_named_down_to_the_number(
@@ -89,4 +89,4 @@ def test_a_config_that_differs_is_named_down_to_the_number(
 
 def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 66
-    assert "is not there" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err

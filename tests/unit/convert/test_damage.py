@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.convert.canonical import own_placements
-from isthmus.convert.open_model import Format, open_stored
+from isthmus.convert.canonical import unique_placements
+from isthmus.convert.open_model import Format, open_model
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import DataError, IsthmusError
 from ranks.tiny import build_model_folder
 
@@ -37,10 +37,10 @@ def flip(file: Path, bit: int) -> None:
 
 
 def everything(folder: Path) -> dict[str, torch.Tensor]:
-    stored = open_stored(folder)
+    stored = open_model(folder)
     shapes = {
         name: placed.rule.canonical_shape(stored.arch)
-        for name, placed in own_placements(stored.family, stored.arch).items()
+        for name, placed in unique_placements(stored.family, stored.arch).items()
     }
     return {name: stored.weights.read(name, slice(0, shape[0])) for name, shape in shapes.items()}
 
@@ -52,7 +52,7 @@ def test_one_bit_of_a_tensor_is_seen_by_its_checksum(to: Format, model: Path, tm
     (file,) = (path for path in (tmp_path / "copy").rglob("*") if path.is_file() and norm in path.read_bytes())
     flip(file, 8 * file.read_bytes().index(norm))
     with pytest.raises(DataError, match=r"checksums\.json has decoder\.final_layernorm\.weight with \w+ and has \w+"):
-        verify(model, tmp_path / "copy")
+        compare_models(model, tmp_path / "copy")
 
 
 def test_flipped_bits_of_an_index_are_seen_or_change_nothing(index: Path) -> None:
@@ -112,13 +112,13 @@ def _no_properties(index: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_overlap, r"__0_\d\.distcp: two tensors overlap, one ends at \d+, one is at \d+"),
+        (_overlap, r"__0_\d\.distcp: two tensors overlap, one ends at \d+, one starts at \d+"),
         (_gap, "the chunks of embedding.word_embeddings.weight hold 2240 elements of 2464"),
         (_twice, "the chunks of decoder.layers.mlp.linear_fc2.weight hold 3072 elements of 1536"),
         (_none, "the chunks of decoder.final_layernorm.weight hold 0 elements of 32"),
         (_out_of_it, "the chunks of decoder.final_layernorm.weight hold 32 elements of 32"),
         (_no_dtype, "embedding.word_embeddings.weight is of type 'float'"),
-        (_no_properties, "is not the index of a checkpoint .*properties"),
+        (_no_properties, "is not checkpoint metadata .*properties"),
     ],
 )
 def test_an_index_that_contradicts_itself(change: Callable[[Any], None], told: str, index: Path) -> None:

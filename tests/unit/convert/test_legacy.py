@@ -1,4 +1,4 @@
-"""Megatron's legacy files in any grid of ranks: written, read, and turned into every other format."""
+"""Megatron's legacy files in any layout of ranks: written, read, and turned into every other format."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import pytest
 import torch
 
 from isthmus.convert.legacy.from_legacy import FILE
-from isthmus.convert.legacy.legacy_layout import Grid
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import DataError, UnsafeInput, UsageError
 from isthmus.families.registry import all_families
 from ranks.tiny import ARCHETYPES, build_model_folder
 
-GRIDS = [
-    Grid(),
-    Grid(tp=2),
-    Grid(pp=2),
-    Grid(tp=4),
-    Grid(tp=2, pp=4),
-    Grid(pp=2, vpp=2),
-    Grid(tp=2, pp=2, vpp=2),
+LAYOUTS = [
+    LegacyLayout(),
+    LegacyLayout(tp=2),
+    LegacyLayout(pp=2),
+    LegacyLayout(tp=4),
+    LegacyLayout(tp=2, pp=4),
+    LegacyLayout(pp=2, vpp=2),
+    LegacyLayout(tp=2, pp=2, vpp=2),
 ]
 
 
-def named(grid: Grid) -> str:
-    return f"tp{grid.tp}-pp{grid.pp}-vpp{grid.vpp}"
+def named(layout: LegacyLayout) -> str:
+    return f"tp{layout.tp}-pp{layout.pp}-vpp{layout.vpp}"
 
 
 @pytest.fixture
@@ -44,40 +44,40 @@ def rewrite(path: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("grid", GRIDS, ids=named)
-def test_there_and_back(grid: Grid, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=named)
+def test_there_and_back(layout: LegacyLayout, tied: bool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "hf", "qwen3", dtype=torch.bfloat16, tie_word_embeddings=tied)
-    done = convert(source, tmp_path / "legacy", "torch", grid=grid)
+    done = convert(source, tmp_path / "legacy", "torch", layout=layout)
     assert done.destination_format == "torch"
-    assert len(list((tmp_path / "legacy" / "release").iterdir())) == grid.tp * grid.pp
-    assert verify(source, tmp_path / "legacy").formats == ("hf", "torch")
+    assert len(list((tmp_path / "legacy" / "release").iterdir())) == layout.tp * layout.pp
+    assert compare_models(source, tmp_path / "legacy").formats == ("hf", "torch")
     convert(tmp_path / "legacy", tmp_path / "back")
-    verify(source, tmp_path / "back")
+    compare_models(source, tmp_path / "back")
 
 
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_archetypes(family: str, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "hf", family, tie_word_embeddings=False)
     has_experts = any(rule.of_expert for rule in all_families()[family].rules)
-    grid = Grid(tp=2, pp=2, ep=2, etp=1) if has_experts else Grid(tp=2, pp=2)
+    layout = LegacyLayout(tp=2, pp=2, ep=2, etp=1) if has_experts else LegacyLayout(tp=2, pp=2)
     for spelling in ("te", "local"):
-        convert(source, tmp_path / spelling, "torch", grid=grid, spelling=spelling)  # type: ignore[arg-type]
-        verify(source, tmp_path / spelling)
+        convert(source, tmp_path / spelling, "torch", layout=layout, spelling=spelling)  # type: ignore[arg-type]
+        compare_models(source, tmp_path / spelling)
 
 
 def test_from_any_format_to_any_other(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "tp2pp2", "torch", grid=Grid(tp=2, pp=2))
-    convert(tmp_path / "tp2pp2", tmp_path / "tp4", "torch", grid=Grid(tp=4))
+    convert(model, tmp_path / "tp2pp2", "torch", layout=LegacyLayout(tp=2, pp=2))
+    convert(tmp_path / "tp2pp2", tmp_path / "tp4", "torch", layout=LegacyLayout(tp=4))
     convert(tmp_path / "tp4", tmp_path / "dist", "torch_dist")
-    convert(tmp_path / "dist", tmp_path / "pp4", "torch", grid=Grid(pp=4))
+    convert(tmp_path / "dist", tmp_path / "pp4", "torch", layout=LegacyLayout(pp=4))
     convert(tmp_path / "dist", tmp_path / "dist-again", "torch_dist")
     convert(tmp_path / "pp4", tmp_path / "hf", "hf")
     for name in ("tp2pp2", "tp4", "dist", "dist-again", "pp4", "hf"):
-        verify(model, tmp_path / name)
+        compare_models(model, tmp_path / name)
 
 
 def test_what_each_rank_holds(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2, pp=2, vpp=2))
+    convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2, vpp=2))
     states = {
         (tp, pp): torch.load(tmp_path / "legacy" / "release" / f"mp_rank_{tp:02d}_{pp:03d}" / FILE, weights_only=False)
         for tp in range(2)
@@ -98,13 +98,13 @@ def test_what_each_rank_holds(model: Path, tmp_path: Path) -> None:
     [("te", "self_attention.linear_qkv.layer_norm_weight"), ("local", "input_layernorm.weight")],
 )
 def test_both_spellings(spelling: Any, norm: str, model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2), spelling=spelling)
+    convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2), spelling=spelling)
     state = torch.load(tmp_path / "legacy" / "release" / "mp_rank_01" / FILE, weights_only=False)
     assert f"decoder.layers.3.{norm}" in state["model"]
     assert state["args"].transformer_impl == ("transformer_engine" if spelling == "te" else "local")
     for path in (tmp_path / "legacy" / "release").glob(f"*/{FILE}"):
         rewrite(path, lambda state: state.update(optimizer={"state": torch.zeros(3)}))
-    verify(model, tmp_path / "legacy")
+    compare_models(model, tmp_path / "legacy")
 
 
 def test_padding_of_any_width_is_taken_off(model: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_padding_of_any_width_is_taken_off(model: Path, tmp_path: Path) -> None:
         torch.load(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, weights_only=False)["model"][name].size(0)
         == 128
     )
-    verify(model, tmp_path / "legacy")
+    compare_models(model, tmp_path / "legacy")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_named(change: Any, told: str, model: Path, tmp_pat
 
 
 def test_damage_is_named(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2))
+    convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2))
     path = tmp_path / "legacy" / "release" / "mp_rank_01" / FILE
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(DataError, match="mp_rank_01"):
@@ -178,18 +178,18 @@ def test_arguments_as_a_training_leaves_them(model: Path, tmp_path: Path) -> Non
         state["args"] = argparse.Namespace(**vars(state["args"]), attention_backend=AttnBackend.auto, rank=0)
 
     rewrite(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, trained)
-    verify(model, tmp_path / "legacy")
+    compare_models(model, tmp_path / "legacy")
 
 
 def test_a_folder_of_ranks_alone_is_described_by_its_args_or_by_a_config_elsewhere(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "legacy", "torch", grid=Grid(tp=2))
+    convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2))
     (tmp_path / "legacy" / "release").rename(tmp_path / "ranks")
-    assert verify(tmp_path / "ranks", model).formats == ("torch", "hf")
-    assert verify(tmp_path / "ranks", model, hf_like=model).formats == ("torch", "hf")
+    assert compare_models(tmp_path / "ranks", model).formats == ("torch", "hf")
+    assert compare_models(tmp_path / "ranks", model, hf_like=model).formats == ("torch", "hf")
 
 
 def test_sizes_that_the_files_contradict(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "legacy", "torch", grid=Grid(pp=2))
+    convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(pp=2))
     for path in (tmp_path / "legacy" / "release").glob(f"*/{FILE}"):
         rewrite(path, lambda state: setattr(state["args"], "pipeline_model_parallel_size", 1))
     with pytest.raises(DataError, match="mp_rank_00 of 1 ranks missing"):
@@ -203,7 +203,7 @@ def test_parts_of_one_tensor_have_one_dtype(model: Path, tmp_path: Path) -> None
     tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     convert(model, tmp_path / "legacy", "torch")
-    verify(model, tmp_path / "legacy")
+    compare_models(model, tmp_path / "legacy")
     name = "model.layers.1.self_attn.k_proj.weight"
     save_file(tensors | {name: tensors[name].bfloat16()}, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(UsageError, match=r"k_proj.weight is bfloat16.*--dtype"):
@@ -212,7 +212,7 @@ def test_parts_of_one_tensor_have_one_dtype(model: Path, tmp_path: Path) -> None
 
 
 def test_layers_dealt_out_unevenly_are_read(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "legacy", "torch", grid=Grid(pp=2))
+    convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(pp=2))
     moved: dict[str, Any] = {}
 
     def take(state: dict[str, Any]) -> None:
@@ -228,4 +228,4 @@ def test_layers_dealt_out_unevenly_are_read(model: Path, tmp_path: Path) -> None
 
     rewrite(tmp_path / "legacy" / "release" / "mp_rank_00_000" / FILE, take)
     rewrite(tmp_path / "legacy" / "release" / "mp_rank_00_001" / FILE, give)
-    verify(model, tmp_path / "legacy")
+    compare_models(model, tmp_path / "legacy")

@@ -17,9 +17,9 @@ import json, sys
 from pathlib import Path
 import torch
 from isthmus.convert import canonical
-from isthmus.convert.legacy.legacy_layout import Grid
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -34,10 +34,10 @@ def peak(do):
 def peaks(model, out):
     return {
         "hf to torch_dist": peak(lambda: convert(model, out / "dist")),
-        "torch_dist to legacy": peak(lambda: convert(out / "dist", out / "tp2", "torch", grid=Grid(tp=2))),
-        "legacy to legacy": peak(lambda: convert(out / "tp2", out / "tp4", "torch", grid=Grid(tp=4))),
+        "torch_dist to legacy": peak(lambda: convert(out / "dist", out / "tp2", "torch", layout=LegacyLayout(tp=2))),
+        "legacy to legacy": peak(lambda: convert(out / "tp2", out / "tp4", "torch", layout=LegacyLayout(tp=4))),
         "legacy to hf": peak(lambda: convert(out / "tp4", out / "hf")),
-        "verify": peak(lambda: verify(model, out / "tp4")),
+        "verify": peak(lambda: compare_models(model, out / "tp4")),
     }
 
 canonical.CHUNK_BYTES = int(sys.argv[4])

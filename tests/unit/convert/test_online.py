@@ -176,7 +176,7 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
     source.close()
     (tmp_path / "model.safetensors").unlink()
     arch = family_for(source.config).to_architecture(source.config)
-    with pytest.raises(MissingInput, match="holds no safetensors weights"):
+    with pytest.raises(MissingInput, match="has no safetensors weights"):
         import_weights(
             {}, family_for(source.config), arch, ModelFolder.open(tmp_path), layout=Layout(padded_vocab_size=80)
         )

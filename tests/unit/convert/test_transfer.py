@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 import isthmus
 from isthmus.convert import transfer
-from isthmus.convert.legacy.torch_pickle import read_archive
-from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, checkpoint_folder
+from isthmus.convert.open_model import checkpoint_folder
+from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder
+from isthmus.convert.torch_pickle import read_torch_pickle
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
 from ranks.tiny import ARCHETYPES, SIZES, build_model_folder
 
@@ -63,8 +64,8 @@ def test_there_and_back_are_the_same_bytes(family: str, dtype: torch.dtype, tied
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name])
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
-    assert verify(source, tmp_path / "back").num_tensors == len(before)
-    assert verify(source, tmp_path / "megatron").formats == ("hf", "torch_dist")
+    assert compare_models(source, tmp_path / "back").num_tensors == len(before)
+    assert compare_models(source, tmp_path / "megatron").formats == ("hf", "torch_dist")
 
 
 def test_from_python(qwen3: Path, tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_layers_are_stacked_under_megatrons_names(converted: Path) -> None:
 
 
 def test_the_arguments_that_megatron_lm_reads(converted: Path) -> None:
-    common = read_archive(converted / "release" / "common.pt")
+    common = read_torch_pickle(converted / "release" / "common.pt")
     args = vars(common["args"])
     assert common["iteration"] == 0 and (converted / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert (args["num_layers"], args["num_query_groups"], args["qk_layernorm"]) == (4, 2, True)
@@ -121,14 +122,14 @@ def test_what_megatron_lm_has_no_switch_for(tmp_path: Path) -> None:
     assert done.megatron_flags == []
     assert {"layers of the form 'sandwich'", "attention_softcap=50"} < set(done.megatron_lacks)
     assert "trains in Isthmus only" in done.notes[-1]
-    args = vars(read_archive(tmp_path / "out" / "release" / "common.pt")["args"])
+    args = vars(read_torch_pickle(tmp_path / "out" / "release" / "common.pt")["args"])
     assert args["apply_layernorm_1p"] and not args["swiglu"]
 
 
 def test_gpt2_is_what_megatron_lm_has_always_had(tmp_path: Path) -> None:
     done = convert(build_model_folder(tmp_path / "hf", "gpt2", num_hidden_layers=2), tmp_path / "out")
     assert (done.megatron_flags[2:], done.megatron_lacks) == ([], [])
-    args = vars(read_archive(tmp_path / "out" / "release" / "common.pt")["args"])
+    args = vars(read_torch_pickle(tmp_path / "out" / "release" / "common.pt")["args"])
     assert (args["position_embedding_type"], args["normalization"]) == ("learned_absolute", "LayerNorm")
     assert args["add_bias_linear"] and not args["swiglu"]
 
@@ -149,7 +150,7 @@ def test_verify_sees(fault: str, qwen3: Path, converted: Path) -> None:
     name, new = PLANTED[fault]
     change(qwen3, name, new)
     with pytest.raises(CheckFailed, match=name.replace(".", r"\.")):
-        verify(qwen3, converted)
+        compare_models(qwen3, converted)
 
 
 def test_verify_sees_gate_and_up_exchanged(qwen3: Path, converted: Path) -> None:
@@ -158,7 +159,7 @@ def test_verify_sees_gate_and_up_exchanged(qwen3: Path, converted: Path) -> None
     tensors[gate], tensors[up] = tensors[up], tensors[gate]
     save_file(tensors, qwen3 / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckFailed, match="2 of"):
-        verify(qwen3, converted)
+        compare_models(qwen3, converted)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_verify_sees_another_config(key: str, value: Any, told: str, qwen3: Path
     path = qwen3 / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(CheckFailed, match=told):
-        verify(qwen3, converted)
+        compare_models(qwen3, converted)
 
 
 def test_minus_zero_is_not_zero(qwen3: Path, converted: Path, tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def test_minus_zero_is_not_zero(qwen3: Path, converted: Path, tmp_path: Path) ->
     convert(qwen3, tmp_path / "zero")
     change(qwen3, "model.norm.weight", lambda w: -torch.zeros_like(w))
     with pytest.raises(CheckFailed):
-        verify(qwen3, tmp_path / "zero")
+        compare_models(qwen3, tmp_path / "zero")
 
 
 def test_a_tensor_too_many_or_too_few_is_refused(qwen3: Path, tmp_path: Path) -> None:
@@ -210,11 +211,11 @@ def test_a_checkpoint_that_says_nothing_of_its_model(converted: Path, qwen3: Pat
     with pytest.raises(MissingInput, match="--hf-like"):
         convert(converted, tmp_path / "out")
     convert(converted, tmp_path / "out", hf_like=qwen3)
-    verify(qwen3, tmp_path / "out")
+    compare_models(qwen3, tmp_path / "out")
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(MissingInput, match="is not there"):
+    with pytest.raises(MissingInput, match="does not exist"):
         convert(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "empty").mkdir()
     with pytest.raises(MissingInput):
@@ -223,7 +224,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 
 def test_a_tracker_that_leads_nowhere(converted: Path) -> None:
     (converted / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(DataError, match="says '7'"):
+    with pytest.raises(DataError, match="names '7'"):
         checkpoint_folder(converted)
 
 
@@ -264,7 +265,7 @@ def test_a_pickle_does_not_run(file: str, converted: Path, tmp_path: Path, monke
         (release / "__0_0.distcp").write_bytes((release / "__0_0.distcp").read_bytes().ljust(1 << 20, b"\0"))
     with pytest.raises(IsthmusError) as caught:
         if file == "common.pt":
-            read_archive(release / file)
+            read_torch_pickle(release / file)
         else:
             convert(converted, tmp_path / "out")
     assert isinstance(caught.value, UnsafeInput | DataError)

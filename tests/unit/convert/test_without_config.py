@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isthmus.convert.legacy.legacy_layout import Grid
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import CheckFailed, UsageError
 from ranks.tiny import VOCAB, build_model_folder
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "torch_dist": {},
-    "te": {"to": "torch", "grid": Grid(tp=2, pp=2, vpp=2)},
-    "local": {"to": "torch", "grid": Grid(tp=4), "spelling": "local"},
+    "te": {"to": "torch", "layout": LegacyLayout(tp=2, pp=2, vpp=2)},
+    "local": {"to": "torch", "layout": LegacyLayout(tp=4), "spelling": "local"},
 }
 
 
@@ -46,9 +46,9 @@ def test_the_arguments_are_enough(family: str, layout: str, tmp_path: Path) -> N
     done = convert(bare(model, tmp_path / "there", **LAYOUTS[layout]), tmp_path / "back")
     assert (done.family, len(done.notes)) == (family, 2)
     assert "by its args" in done.notes[0] and "no tokenizer" in done.notes[1]
-    verify(model, tmp_path / "back")
-    verify(model, tmp_path / "there")
-    verify(tmp_path / "there", model)
+    compare_models(model, tmp_path / "back")
+    compare_models(model, tmp_path / "there")
+    compare_models(tmp_path / "there", model)
 
 
 def test_a_mistral_without_a_window_may_be_a_llama(tmp_path: Path) -> None:
@@ -56,9 +56,9 @@ def test_a_mistral_without_a_window_may_be_a_llama(tmp_path: Path) -> None:
     checkpoint = bare(model, tmp_path / "there")
     done = convert(checkpoint, tmp_path / "back")
     assert done.family == "llama" and "mistral" in done.notes[0]
-    assert verify(checkpoint, model).family == "mistral"
+    assert compare_models(checkpoint, model).family == "mistral"
     with pytest.raises(CheckFailed, match="family"):
-        verify(model, tmp_path / "back")
+        compare_models(model, tmp_path / "back")
 
 
 def test_a_model_as_yaml_describes_a_checkpoint_too(tmp_path: Path) -> None:
@@ -69,12 +69,12 @@ def test_a_model_as_yaml_describes_a_checkpoint_too(tmp_path: Path) -> None:
     (tmp_path / "like.yaml").write_text(f"bases: [preset:mistral-7b-v0.3]\n{keys}rope_theta: 1e+4\n")
     done = convert(checkpoint, tmp_path / "back", hf_like=tmp_path / "like.yaml")
     assert (done.family, done.notes) == ("mistral", [])
-    verify(model, tmp_path / "back")
+    compare_models(model, tmp_path / "back")
 
 
 def test_padding_that_nothing_tells_is_kept_unless_it_is_said(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "llama")
-    checkpoint = bare(model, tmp_path / "there", to="torch", grid=Grid(tp=4))
+    checkpoint = bare(model, tmp_path / "there", to="torch", layout=LegacyLayout(tp=4))
     file = checkpoint / "release" / "mp_rank_00" / "model_optim_rng.pt"
     state = torch.load(file, weights_only=False)
     state["args"].vocab_size = None
@@ -83,8 +83,8 @@ def test_padding_that_nothing_tells_is_kept_unless_it_is_said(tmp_path: Path) ->
     assert "how many of the 80 rows" in done.notes[1]
     assert json.loads((tmp_path / "padded" / "config.json").read_text())["vocab_size"] == 80
     convert(checkpoint, tmp_path / "exact", vocab_size=VOCAB)
-    verify(model, tmp_path / "exact")
-    verify(model, checkpoint)
+    compare_models(model, tmp_path / "exact")
+    compare_models(model, checkpoint)
 
 
 def test_the_vocabulary_is_said_once(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_verify_tells_arguments_that_mean_another_model(changed: dict[str, Any],
     checkpoint = bare(model, tmp_path / "there")
     change_args(checkpoint, **changed)
     with pytest.raises(CheckFailed, match=words):
-        verify(model, checkpoint)
+        compare_models(model, checkpoint)
 
 
 def test_a_model_that_is_not_built_is_refused(tmp_path: Path) -> None:
@@ -115,31 +115,33 @@ def test_a_model_that_is_not_built_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_in_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    from isthmus.convert.torch_dist.dcp_metadata import TensorEntry, load_index, save_index
+    from isthmus.convert.torch_dist.dcp_metadata import TensorStorageMetadata, load_metadata, save_metadata
 
     model = build_model_folder(tmp_path / "hf", "llama")
     checkpoint = bare(model, tmp_path / "there")
     path = checkpoint / "release" / ".metadata"
-    index = load_index(path)
-    tensors = {key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorEntry)}
+    index = load_metadata(path)
+    tensors = {
+        key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+    }
     for key, entry in tensors.items():
         index.state_dict_metadata[f"optimizer.state.exp_avg.{key}"] = entry
-    save_index(index, path)
-    verify(model, checkpoint)
+    save_metadata(index, path)
+    compare_models(model, checkpoint)
 
 
 def test_layers_ahead_share_the_embedding_in_what_megatron_lm_writes(tmp_path: Path) -> None:
-    from isthmus.convert.torch_dist.dcp_metadata import load_index, save_index
+    from isthmus.convert.torch_dist.dcp_metadata import load_metadata, save_metadata
 
     model = build_model_folder(tmp_path / "hf", "deepseek_v3")
     full = _with_a_layer_ahead(model, tmp_path / "ahead")
     checkpoint = bare(full, tmp_path / "there")
     path = checkpoint / "release" / ".metadata"
-    index = load_index(path)
+    index = load_metadata(path)
     for name in ("embed_tokens", "output_layer"):
         del index.state_dict_metadata[f"mtp.layers.0.{name}.weight"]
-    save_index(index, path)
-    verify(full, checkpoint)
+    save_metadata(index, path)
+    compare_models(full, checkpoint)
 
 
 def _with_a_layer_ahead(model: Path, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Weights that are stored quantised, presented as the plain tensors that they stand for, slice by slice."""
+"""Presents quantised weights as plain tensors, dequantised slice by slice."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from isthmus.convert.coverage import told
-from isthmus.convert.weight_source import Meta, TensorMeta, WeightSource
+from isthmus.convert.coverage import describe_problems
+from isthmus.convert.weight_source import TensorMeta, TensorSpec, WeightSource
 from isthmus.errors import DataError
 from isthmus.hf.tensors.quantization import Quantization
 from isthmus.hf.tensors.safetensors_format import Bounds, bounds_of, steps_of
 
 _TILE_VALUES = 1 << 18
-"""So many values are dequantised at a time, which is what bounds the memory that it takes."""
+"""Values that are dequantised at a time, which bounds the memory."""
 
 
 class DequantizedWeights:
-    """The tensors of a source with codes and scales replaced by values; all others are as they were."""
+    """The tensors of a source with values in place of codes and scales; all others are unchanged."""
 
     def __init__(self, source: WeightSource, quantization: Quantization, dtype: torch.dtype) -> None:
-        """Find what belongs together; the values are presented in ``dtype``.
+        """Match codes with their scales; values are presented in ``dtype``.
 
         Raises:
-            DataError: scales are missing, or of a shape that does not fit their codes.
+            DataError: scales are missing, or their shape does not fit the codes.
         """
         self._source, self._quantization = source, quantization
         self._codes: dict[str, str] = {}
@@ -37,31 +37,31 @@ class DequantizedWeights:
                 self.tensors[stored] = meta
                 continue
             name = stored.removesuffix(quantization.codes_suffix)
-            scale = source.tensors.get(name + quantization.scales_suffix)
+            scale_name = name + quantization.scales_suffix
+            scale = source.tensors.get(scale_name)
             if scale is None:
-                missing.append(name + quantization.scales_suffix)
+                missing.append(scale_name)
             elif not quantization.fits(meta.shape, scale.shape, scale.dtype):
-                misshapen.append(f"{name + quantization.scales_suffix} is {list(scale.shape)} for {list(meta.shape)}")
+                misshapen.append(f"{scale_name} is {list(scale.shape)} for {list(meta.shape)}")
             else:
                 self._codes[name] = stored
-                self.tensors[name] = Meta(dtype, quantization.shape(meta.shape))
-                scales.add(name + quantization.scales_suffix)
-        if faults := told(missing=missing, misshapen=misshapen):
-            raise DataError(f"{source} is not {quantization}, as config.json says: {faults}. Fetch the whole model.")
+                self.tensors[name] = TensorSpec(dtype, quantization.shape(meta.shape))
+                scales.add(scale_name)
+        if problems := describe_problems(missing=missing, misshapen=misshapen):
+            raise DataError(f"{source} is not {quantization}, as config.json says: {problems}. Fetch the whole model.")
         for name in scales:
             del self.tensors[name]
 
     def __str__(self) -> str:
-        """Where they come from, for messages."""
         return str(self._source)
 
     @property
     def num_dequantized(self) -> int:
-        """How many of the tensors are stored in codes."""
+        """Number of quantised tensors."""
         return len(self._codes)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """See :class:`~isthmus.convert.weight_source.WeightSource`; only the codes and scales of the slice are read."""
+        """One slice; ``into``, if given, is filled and returned. Only codes and scales of the slice are read."""
         if name not in self._codes:
             return self._source.read(name, index, into=into)
         meta = self.tensors[name]
@@ -78,13 +78,13 @@ class DequantizedWeights:
             places = self._quantization.places(tile)
             codes, scales = (self._source.read(*place) for place in zip(stored, places, strict=True))
             here = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(tile, bounds, strict=True))
-            # Rounded first: the numbers are the same wherever they go.
+            # Rounded to the dtype first, so that the values do not depend on the target's dtype.
             target[here].copy_(self._quantization.values(codes, scales, tile).to(meta.dtype))
         return target
 
 
 def _tiles(bounds: Bounds, axis: int) -> Iterator[Bounds]:
-    """Cut a slice along its first dimension if it is one of matrices, and each of them along ``axis``."""
+    """Split a slice into its matrices if it has more than two dimensions, and each of them along ``axis``."""
     if len(bounds) > 2:
         (first, last), *rest = bounds
         yield from (((at, at + 1), *tile) for at in range(first, last) for tile in _tiles(tuple(rest), axis))

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder as its family names them, however the folder stores and names them itself."""
+"""Opens the weights of a Hugging Face folder under the names of its family: safetensors or .bin, plain or quantised."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 @dataclass(frozen=True, slots=True)
-class HfWeights:
-    """Weights, the model that they and the config make, and what was decided about them, a line each, for the user."""
+class OpenedHfWeights:
+    """Weights of a Hugging Face folder, the architecture, and notes for the user on how they were read."""
 
     source: WeightSource
     arch: Architecture
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
-def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> HfWeights:
-    """Open the weights of a folder; whether they are those of the family is for ``check_coverage`` to say.
+def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> OpenedHfWeights:
+    """Open the weights of a folder; ``check_coverage`` decides whether they are those of the family.
 
     Args:
         folder: the model.
-        family: what the tensors are called.
-        bin: read its ``pytorch_model*.bin`` instead of safetensors.
+        family: names of the tensors.
+        bin: read ``pytorch_model*.bin`` instead of safetensors.
 
     Raises:
-        UsageError: the weights are quantised in a way that is not read, or the model is not one that is built.
-        MissingInput, DataError, UnsafeInput: files are absent, damaged, or would run code.
+        UsageError: the quantisation or the model is not supported.
+        MissingInput, DataError, UnsafeInput: files are missing, damaged, or would run code.
     """
-    said: list[str] = []
+    notes: list[str] = []
     source: WeightSource = BinWeights(folder.path) if bin else folder
     if folder.quantization is not None:
-        quantization, dtype = quantization_of(folder.quantization), named_dtype(folder.config, torch.bfloat16)
+        quantization, dtype = quantization_of(folder.quantization), config_dtype(folder.config, torch.bfloat16)
         source = dequantized = DequantizedWeights(source, quantization, dtype)
         if dequantized.num_dequantized:
-            said.append(f"weights are {quantization}: dequantised to {str(dtype).removeprefix('torch.')}")
-    completed = _completed(source, family, folder.config)
-    if completed is not None:
-        source = completed
-        said.append(f"names of tensors lack '{completed.prefix}': taken as if they had it")
-    return HfWeights(source, family.to_architecture(folder.config, source.tensors or None), tuple(said))
+            notes.append(f"weights are {quantization}: dequantised to {str(dtype).removeprefix('torch.')}")
+    prefixed = _add_prefix(source, family, folder.config)
+    if prefixed is not None:
+        source = prefixed
+        notes.append(f"tensor names lack the prefix '{prefixed.prefix}', which is added")
+    return OpenedHfWeights(source, family.to_architecture(folder.config, source.tensors or None), tuple(notes))
 
 
 class PrefixedWeights:
-    """Tensors of which the base model was saved alone, under the names that they have in the whole model."""
+    """Tensors of a base model that was saved alone, under their names in the whole model."""
 
     def __init__(self, source: WeightSource, prefix: str, names: Container[str]) -> None:
-        """Names among ``names`` that begin with ``prefix`` are those of the tensors without it."""
+        """Add the prefix to the tensors whose name is in ``names`` with it."""
         self._source, self._names = source, names
         self.prefix = prefix
         self.tensors: dict[str, TensorMeta] = {
@@ -67,16 +67,15 @@ class PrefixedWeights:
         }
 
     def __str__(self) -> str:
-        """Where they come from, for messages."""
         return str(self._source)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """See :class:`~isthmus.convert.weight_source.WeightSource`."""
+        """One slice; ``into``, if given, is filled and returned."""
         return self._source.read(name.removeprefix(self.prefix) if name in self._names else name, index, into=into)
 
 
-def _completed(source: WeightSource, family: Family, config: Mapping[str, Any]) -> PrefixedWeights | None:
-    """The source with what the base model is called (``model.``) before its names, if all of the model is there so."""
+def _add_prefix(source: WeightSource, family: Family, config: Mapping[str, Any]) -> PrefixedWeights | None:
+    """The source with the base model's prefix (``model.``) on its names, if it has the whole model without it."""
     rule = next(rule for rule in family.rules if rule.canonical == "embedding.word_embeddings.weight")
     embedding, present = rule.parts[0].name, source.tensors
     base, _, rest = embedding.partition(".")
@@ -91,6 +90,6 @@ def _completed(source: WeightSource, family: Family, config: Mapping[str, Any]) 
     return PrefixedWeights(source, prefix, expected)
 
 
-def named_dtype(config: Mapping[str, Any], otherwise: torch.dtype) -> torch.dtype:
-    """What a config says that the model computes in, which is what its weights were saved in or quantised from."""
-    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), otherwise)
+def config_dtype(config: Mapping[str, Any], default: torch.dtype) -> torch.dtype:
+    """The dtype in a config, in which its weights were saved or from which they were quantised."""
+    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), default)

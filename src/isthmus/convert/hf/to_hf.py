@@ -1,4 +1,4 @@
-"""A Hugging Face folder, written tensor by tensor from Megatron-Core's."""
+"""Writes the tensors of a Hugging Face folder from Megatron-Core's, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isthmus.convert.canonical import own_placements
+from isthmus.convert.canonical import Destination, unique_placements
 from isthmus.convert.online import export_plan
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -16,37 +16,27 @@ from isthmus.families.rules.shard import pieces_of
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 
 
-class HfFiles:
-    """Safetensors files of at most 5 GB and their index."""
+class HfWriter(Destination):
+    """Safetensors files of at most 5 GB, and their index."""
 
     def __init__(self, folder: Path, family: Family, arch: Architecture, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Make the files in an existing folder.
-
-        Args:
-            folder: where.
-            family: the names.
-            arch: the shapes.
-            dtypes: of each tensor, by canonical name.
+        """Create the files in an existing folder; ``dtypes`` are by canonical name.
 
         Raises:
-            NoSpace, IOFailure: the disk has no room for them, or refuses.
+            NoSpace, IOFailure: there is no space for the files, or they cannot be written.
         """
-        self._arch, self._placements = arch, own_placements(family, arch)
+        self._arch, self._placements = arch, unique_placements(family, arch)
         by_name = {name: dtypes[placed.canonical] for placed in self._placements.values() for name in placed.hf}
         plan = export_plan(family, arch, by_name)
         plan.create(folder)
-        self._writer = SafetensorsWriter(plan, folder)
+        self._writer: SafetensorsWriter = SafetensorsWriter(plan, folder)
         self.total_bytes = plan.total_bytes
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
-        """See :class:`~isthmus.convert.canonical.Destination`."""
+        """Write these rows of a tensor; returns the bytes written."""
         placed = self._placements[canonical]
         here = (slice(0, rows.stop - rows.start),)
         return sum(
             self._writer.write(placed.hf[piece.part], piece.hf, piece.view(chunk))
             for piece in pieces_of(placed.rule, self._arch, (rows,), here, placed.expert)
         )
-
-    def close(self, *, sync: bool = True) -> None:
-        """See :class:`~isthmus.convert.canonical.Destination`."""
-        self._writer.close(sync=sync)

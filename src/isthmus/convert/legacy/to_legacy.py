@@ -1,4 +1,4 @@
-"""Megatron's legacy files, written tensor by tensor: each rank's file is laid out with holes that are then filled."""
+"""Writes Megatron's legacy files tensor by tensor: each rank's file is created with holes, which are then filled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from isthmus.convert.canonical import own_placements, spelling_of
+from isthmus.convert.canonical import Destination, spelling_of, unique_placements
 from isthmus.convert.legacy.from_legacy import FILE
-from isthmus.convert.legacy.legacy_layout import Cuts, Grid
-from isthmus.convert.legacy.torch_pickle import read_archive
-from isthmus.convert.torch_dist.to_torch_dist import save_without_data
+from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, ShardTable
+from isthmus.convert.torch_pickle import read_torch_pickle, save_without_data
 from isthmus.engine.checkpoint.checkpoint_names import is_linear, transformer_engine_name
 from isthmus.errors import disk_errors
 from isthmus.families.architecture import Architecture
@@ -24,11 +23,12 @@ from isthmus.hf.tensors.parallel_writer import TensorWriter
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 LiveSpelling = Literal["local", "te"]
-"""Whose names: of Megatron-Core's own layers, or of TransformerEngine's with fused norms and grouped experts."""
+"""Tensor names of Megatron-Core's own layers, or of TransformerEngine's with fused norms and grouped experts."""
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
-class LegacyFiles:
-    """One ``model_optim_rng.pt`` for each rank of the grid."""
+class LegacyWriter(Destination):
+    """One ``model_optim_rng.pt`` for each rank of the layout."""
 
     def __init__(
         self,
@@ -37,81 +37,72 @@ class LegacyFiles:
         arch: Architecture,
         dtypes: Mapping[str, torch.dtype],
         common: Mapping[str, Any],
-        grid: Grid,
+        layout: LegacyLayout,
         spelling: LiveSpelling,
     ) -> None:
-        """Lay the files out in an existing folder.
-
-        Args:
-            folder: where.
-            family: the names.
-            arch: the shapes.
-            dtypes: of each tensor, by canonical name.
-            common: what is no tensor, the same in each file.
-            grid: which ranks there are.
-            spelling: the names of norms and experts.
+        """Create the files in an existing folder; ``common`` is what is not a tensor, the same in each file.
 
         Raises:
-            NoSpace, IOFailure: the disk has no room for them, or refuses.
+            NoSpace, IOFailure: there is no space for the files, or they cannot be written.
         """
         self._writer = TensorWriter(folder)
+        self._arch, self._dtypes, self._common = arch, dtypes, common
+        self._layout, self._spelling = layout, spelling
+        self._shards = ShardTable(layout, arch)
         self._parts: dict[str, list[tuple[TensorInfo, list[tuple[Index, Index]]]]] = {
-            name: [] for name in own_placements(family, arch)
+            name: [] for name in unique_placements(family, arch)
         }
-        kinds, layers, cuts = spelling_of(arch), grid.layers_of(arch), Cuts(grid, arch)
-        stages: list[list[tuple[Placement, int, str]]] = [[] for _ in range(grid.pp)]
+        layers = layout.layers_of(arch)
+        stages: list[list[tuple[Placement, int, str]]] = [[] for _ in range(layout.pp)]
         for name, placed in family.placements(arch).items():
-            for stage, chunk, local in grid.place(name, arch, layers):
+            for stage, chunk, local in layout.place(name, arch, layers):
                 stages[stage].append((placed, chunk, local))
-        padded = padded_vocab_size(arch, grid)
-        for file in grid.files():
-            states: dict[str, dict[str, Any]] = {grid.chunk(number): {} for number in range(grid.vpp)}
-            filled: list[tuple[str, str, str, list[tuple[Index, Index]]]] = []
-            for placed, chunk, local in stages[file.pp]:
-                if (here := grid.on_rank(local, file, arch)) is None:
-                    continue
-                live = transformer_engine_name(here, kinds) if spelling == "te" else here
-                name = _EMBEDDING if placed.rule.alias else placed.canonical
-                shape, rectangles = cuts.of(placed.rule, file, padded)
-                states[grid.chunk(chunk)][live] = torch.empty(shape, dtype=dtypes[name])
-                if is_linear(placed.canonical) and not placed.rule.of_expert:
-                    states[grid.chunk(chunk)][f"{live.removesuffix('weight')}_extra_state"] = None
-                filled.append((grid.chunk(chunk), live, name, rectangles))
-            path = Path(grid.folder(file)) / FILE
-            with disk_errors(folder / path):
-                (folder / path).parent.mkdir()
-                save_without_data({**common, **states}, folder / path)
-            opened = read_archive(folder / path)
-            for chunk_name, live, name, rectangles in filled:
-                info = opened[chunk_name][live]
-                self._parts[name].append((TensorInfo(info.dtype, info.shape, path, info.offset), rectangles))
+        for file in layout.files():
+            self._create_file(folder, file, stages[file.pp])
         self.total_bytes = sum(
-            sum(_nbytes(info, here) for _, here in rectangles)
-            for parts in self._parts.values()
-            for info, rectangles in parts
+            sum(_nbytes(info, local) for _, local in slices) for parts in self._parts.values() for info, slices in parts
         )
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
-        """See :class:`~isthmus.convert.canonical.Destination`."""
+        """Write these rows of a tensor into every file that has some of them; returns the bytes written."""
         done = 0
-        for info, rectangles in self._parts[canonical]:
-            for mine, local in rectangles:
-                if (shared := overlap(mine, local, rows)) is not None:
+        for info, slices in self._parts[canonical]:
+            for whole, local in slices:
+                if (shared := overlap(whole, local, rows)) is not None:
                     here, there = shared
                     done += self._writer.write_at(info, there, chunk[here])
         return done
 
-    def close(self, *, sync: bool = True) -> None:
-        """See :class:`~isthmus.convert.canonical.Destination`."""
-        self._writer.close(sync=sync)
+    def _create_file(self, folder: Path, file: RankFile, tensors: list[tuple[Placement, int, str]]) -> None:
+        """Save a rank's file with holes for the tensors of its stage, and note the offset of each."""
+        layout, spelling = self._layout, spelling_of(self._arch)
+        padded = padded_vocab_size(self._arch, layout)
+        states: dict[str, dict[str, Any]] = {layout.chunk_key(number): {} for number in range(layout.vpp)}
+        added: list[tuple[str, str, str, list[tuple[Index, Index]]]] = []
+        for placed, number, local in tensors:
+            if (on_rank := layout.on_rank(local, file, self._arch)) is None:
+                continue
+            chunk = layout.chunk_key(number)
+            live = transformer_engine_name(on_rank, spelling) if self._spelling == "te" else on_rank
+            name = _EMBEDDING if placed.rule.alias else placed.canonical
+            shape, slices = self._shards.shard(placed.rule, file, padded)
+            states[chunk][live] = torch.empty(shape, dtype=self._dtypes[name])
+            if is_linear(placed.canonical) and not placed.rule.of_expert:
+                states[chunk][f"{live.removesuffix('weight')}_extra_state"] = None
+            added.append((chunk, live, name, slices))
+        path = Path(layout.folder(file)) / FILE
+        with disk_errors(folder / path):
+            (folder / path).parent.mkdir()
+            save_without_data({**self._common, **states}, folder / path)
+        opened = read_torch_pickle(folder / path)
+        for chunk, live, name, slices in added:
+            info = opened[chunk][live]
+            self._parts[name].append((TensorInfo(info.dtype, info.shape, path, info.offset), slices))
 
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-
-
-def padded_vocab_size(arch: Architecture, grid: Grid) -> int:
+def padded_vocab_size(arch: Architecture, layout: LegacyLayout) -> int:
     """Rows of the embedding over all ranks, each of which has the same number."""
-    return math.ceil(arch.vocab_size / grid.tp) * grid.tp
+    return math.ceil(arch.vocab_size / layout.tp) * layout.tp
 
 
 def _nbytes(info: TensorInfo, index: Index) -> int:

@@ -1,15 +1,13 @@
-"""The index (``.metadata``) of a ``torch_dist`` checkpoint, read and written without torch.distributed.
+"""The ``.metadata`` file of a ``torch_dist`` checkpoint, read and written without importing torch.distributed.
 
-It is a pickle of the dataclasses of ``torch.distributed.checkpoint``. The records here have their fields and stand in
-their place: nothing of torch's is called by a file that somebody else wrote, and the half second that importing it
-takes is saved. What else the pickle may name is listed here.
+It is a pickle of dataclasses of ``torch.distributed.checkpoint``. The classes here have the same names and fields and
+replace them, so that a file calls nothing in torch, and the import of torch.distributed (half a second) is saved.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -18,15 +16,15 @@ from typing import Any
 import torch
 import torch.serialization
 
-from isthmus.convert.legacy.torch_pickle import Opaque
+from isthmus.convert.torch_pickle import DTYPES_BY_NAME, UnknownObject
 from isthmus.errors import DataError, UnsafeInput
 
-NAME = ".metadata"
+METADATA_FILE = ".metadata"
 
 
 @dataclass
-class Chunk:
-    """A rectangle of a tensor that lies in one piece."""
+class ChunkStorageMetadata:
+    """A rectangle of a tensor that is stored contiguously."""
 
     offsets: torch.Size
     sizes: torch.Size
@@ -39,37 +37,36 @@ class _MemoryFormat(Enum):
 
 
 @dataclass
-class Properties:
-    """What a tensor is besides its size; torch keeps more, none of which is used any longer."""
+class TensorProperties:
+    """The dtype of a tensor; the other fields of torch's class are not used."""
 
     dtype: torch.dtype
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """Fields of torch's class: dtype, layout, requires_grad, memory_format, pin_memory."""
+        # torch's fields: dtype, layout, requires_grad, memory_format, pin_memory
         return self.dtype, torch.strided, False, _MemoryFormat.CONTIGUOUS, False
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Take the first."""
         self.dtype = state[0]
 
 
 @dataclass
-class TensorEntry:
-    """A tensor and the chunks that make it up."""
+class TensorStorageMetadata:
+    """A tensor and its chunks."""
 
-    properties: Properties
+    properties: TensorProperties
     size: torch.Size
-    chunks: list[Chunk]
+    chunks: list[ChunkStorageMetadata]
 
 
 @dataclass
-class ObjectEntry:
-    """Something that is no tensor."""
+class BytesStorageMetadata:
+    """An object that is not a tensor."""
 
 
 @dataclass(frozen=True)
-class ChunkKey:
-    """Names a chunk by its tensor and where it begins there, or an object."""
+class MetadataIndex:
+    """Key of a chunk: its tensor's name and its offset in the tensor; or of an object."""
 
     fqn: str
     offset: torch.Size | None = None
@@ -77,8 +74,8 @@ class ChunkKey:
 
 
 @dataclass
-class FilePart:
-    """Where the archive of a chunk lies, in bytes."""
+class StorageInfo:
+    """File, offset and length in bytes of a chunk's zip archive."""
 
     relative_path: str
     offset: int
@@ -87,93 +84,81 @@ class FilePart:
 
 
 @dataclass
-class Origin:
-    """Who saved it."""
+class StorageMeta:
+    """Ids of the save; not used."""
 
 
 @dataclass
-class Index:
-    """All of it."""
+class Metadata:
+    """Content of the file."""
 
-    state_dict_metadata: dict[str, TensorEntry | ObjectEntry]
-    storage_data: dict[ChunkKey, FilePart]
+    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]
+    storage_data: dict[MetadataIndex, StorageInfo]
     planner_data: Any = None
-    storage_meta: Origin | None = None
+    storage_meta: StorageMeta | None = None
     version: str | None = "1.0.0"
 
 
-_RECORDS: Mapping[tuple[str, str], type] = {
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Chunk,
+_CLASSES: dict[tuple[str, str], type] = {
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): TensorEntry,
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): ObjectEntry,
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): ChunkKey,
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"): Origin,
-    ("torch.distributed.checkpoint.metadata", "Metadata"): Index,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): FilePart,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
 }
-_PLAIN: Mapping[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
+for _class in (
+    *(ChunkStorageMetadata, TensorProperties, TensorStorageMetadata, BytesStorageMetadata),
+    *(MetadataIndex, StorageMeta, Metadata),
+):
+    _CLASSES["torch.distributed.checkpoint.metadata", _class.__name__] = _class
+_PLAIN_TYPES: dict[tuple[str, str], Any] = {
     ("torch", "strided"): torch.strided,
     ("torch", "contiguous_format"): torch.contiguous_format,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "dict"): dict,
-    ("builtins", "list"): list,
-    ("builtins", "set"): set,
-    ("builtins", "tuple"): tuple,
 }
+for _type in (dict, list, set, tuple, OrderedDict, torch.Size, torch.device):
+    _PLAIN_TYPES[_type.__module__, _type.__name__] = _type
 _PLANS = {
     ("torch.distributed.checkpoint.planner", name)
     for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
 }
-"""Megatron-LM keeps the plan that it wrote by, to write by it again; it is passed over."""
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+"""Megatron-LM stores its save plan to reuse it; it is ignored."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = _RECORDS.get((module, name)) or _PLAIN.get((module, name))
+        found = _CLASSES.get((module, name)) or _PLAIN_TYPES.get((module, name))
         if found is None and module == "torch":
-            found = _DTYPES.get(name)
+            found = DTYPES_BY_NAME.get(name)
         if (module, name) in _PLANS:
-            found = Opaque
+            found = UnknownObject
         if found is None:
             raise UnsafeInput(f"it names {module}.{name}, which no checkpoint needs")
         return found
 
 
-def load_index(path: Path) -> Index:
-    """Read an index.
+def load_metadata(path: Path) -> Metadata:
+    """Read a ``.metadata`` file.
 
     Raises:
-        UnsafeInput: it names anything but the classes that an index is made of; nothing of it was run.
-        DataError: it is cut short, no pickle, or of something else.
+        UnsafeInput: it names other classes than the ones above; no code of it was run.
+        DataError: it is cut short, not a pickle, or a pickle of something else.
     """
     try:
         with path.open("rb") as file:
             found = _Unpickler(file).load()
     except UnsafeInput as error:
-        raise UnsafeInput(f"{path} is not read: {error}. Do not use this checkpoint.") from None
-    except Exception as error:  # a damaged pickle can end in any exception
+        raise UnsafeInput(f"{path} is refused: {error}. Do not use this checkpoint.") from None
+    except Exception as error:  # a damaged pickle can cause any exception
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). Fetch it again.") from None
-    if not isinstance(found, Index):
-        raise DataError(f"{path} is not the index of a checkpoint but a {type(found).__name__}. Fetch it again.")
+    if not isinstance(found, Metadata):
+        raise DataError(f"{path} is not checkpoint metadata but a {type(found).__name__}. Fetch it again.")
     return found
 
 
-def save_index(index: Index, path: Path) -> None:
-    """Write an index that torch reads as one of its own.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    content = pickle.dumps(index, protocol=2)  # names classes in lines of text, which can be put right
-    for (module, name), record in _RECORDS.items():
-        ours = f"c{record.__module__}\n{record.__qualname__}\n".encode()
-        content = content.replace(ours, f"c{module}\n{name}\n".encode())
+def save_metadata(metadata: Metadata, path: Path) -> None:
+    """Write a ``.metadata`` file that names torch's own classes."""
+    content = pickle.dumps(metadata, protocol=2)  # names classes in lines of text, which are replaced below
+    for (module, name), ours in _CLASSES.items():
+        written = f"c{ours.__module__}\n{ours.__qualname__}\n".encode()
+        content = content.replace(written, f"c{module}\n{name}\n".encode())
     path.write_bytes(content)

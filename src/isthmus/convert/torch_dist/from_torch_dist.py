@@ -1,4 +1,4 @@
-"""Megatron's ``torch_dist`` checkpoints, read rows at a time without a model or a process group."""
+"""Reads ``torch_dist`` checkpoints a few rows at a time, without a model or a process group."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.convert.canonical import own_placements, spelling_of
-from isthmus.convert.coverage import told
-from isthmus.convert.legacy.torch_pickle import read_archive
-from isthmus.convert.torch_dist.dcp_metadata import NAME, Chunk, ChunkKey, FilePart, TensorEntry, load_index
-from isthmus.engine.checkpoint.checkpoint_names import TRACKER, Place, is_model_key
+from isthmus.convert.canonical import spelling_of, unique_placements
+from isthmus.convert.coverage import refuse_misfit
+from isthmus.convert.torch_dist import dcp_metadata as dcp
+from isthmus.convert.torch_pickle import read_torch_pickle
+from isthmus.engine.checkpoint.checkpoint_names import Place, is_model_key
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -24,69 +24,52 @@ from isthmus.hf.tensors.safetensors_format import TensorInfo
 from isthmus.hf.tensors.slice_reader import TensorReader
 
 
-def checkpoint_folder(path: Path) -> Path | None:
-    """The folder with the files: ``path`` itself, or the one that the tracker file in it names; None if neither is.
-
-    Raises:
-        DataError: the tracker file names a checkpoint that is not there.
-    """
-    if (path / NAME).is_file() or any(path.glob("mp_rank_*")):
-        return path
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        return None
-    word = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    folder = path / (f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else "release")
-    if (word != "release" and not word.isdigit()) or not folder.is_dir():
-        raise DataError(f"{tracker} says {word!r}, which is not a checkpoint in {path}. Name the folder itself.")
-    return folder
-
-
 class TorchDistFolder:
-    """The tensors of a checkpoint by their keys; whole in meaning, in chunks on the disk."""
+    """The tensors of a checkpoint by key, each put together from its chunks."""
 
     def __init__(self, path: Path) -> None:
-        """Read the index and see that every file is there and long enough, and that the chunks make up the tensors.
+        """Read the metadata, check the size of each file, and check that chunks cover the tensors exactly once.
 
         Raises:
-            MissingInput: there is no index.
-            UnsafeInput: the index runs code or names files elsewhere.
-            DataError: the index cannot be read or contradicts itself, or a file is missing or cut short.
+            MissingInput: there is no ``.metadata``.
+            UnsafeInput: the metadata would run code or names files outside of the folder.
+            DataError: the metadata is damaged or contradicts itself, or a file is missing or cut short.
         """
         self.path = path
-        if not (path / NAME).is_file():
-            raise MissingInput(
-                f"{path} holds no .metadata, so it is no torch_dist checkpoint. Choose a folder that is."
-            )
-        index = load_index(path / NAME)
+        if not (path / dcp.METADATA_FILE).is_file():
+            raise MissingInput(f"{path} has no .metadata, so it is not a torch_dist checkpoint. Give one that is.")
+        metadata = dcp.load_metadata(path / dcp.METADATA_FILE)
         try:
-            self.tensors: dict[str, TensorEntry] = {
-                key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorEntry)
+            self.tensors: dict[str, dcp.TensorStorageMetadata] = {
+                key: entry
+                for key, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, dcp.TensorStorageMetadata)
             }
-            self._stored: Mapping[ChunkKey, FilePart] = index.storage_data
+            self._storage: Mapping[dcp.MetadataIndex, dcp.StorageInfo] = metadata.storage_data
             self._check_files()
             for key, meta in self.tensors.items():
                 if is_model_key(key):
                     self._check_chunks(key, meta)
         except (AttributeError, TypeError, IndexError, ValueError) as error:
-            raise DataError(f"{path / NAME} is not the index of a checkpoint ({error}). Fetch it again.") from None
-        self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
-        self._infos: dict[ChunkKey, TensorInfo] = {}
+            raise DataError(
+                f"{path / dcp.METADATA_FILE} is not checkpoint metadata ({error}). Fetch it again."
+            ) from None
+        self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[dcp.ChunkStorageMetadata]]] = {}
+        self._infos: dict[dcp.MetadataIndex, TensorInfo] = {}
         self._reader = TensorReader()
 
     def __str__(self) -> str:
-        """The path, for messages."""
         return str(self.path)
 
     @property
     def args(self) -> dict[str, Any] | None:
-        """The arguments of the training that wrote it; None where it kept none.
+        """The args of the training that wrote the checkpoint; None if it has none.
 
         Raises:
             UnsafeInput, DataError: ``common.pt`` cannot be read.
         """
         path = self.path / "common.pt"
-        common = read_archive(path) if path.is_file() else {}
+        common = read_torch_pickle(path) if path.is_file() else {}
         args = common.get("args") if isinstance(common, dict) else None
         return None if args is None else dict(vars(args))
 
@@ -111,11 +94,11 @@ class TorchDistFolder:
             self._reader.read(self._info(place.key, chunk), index, into=target[(None,) * depth])
         return found
 
-    def _chunks_at(self, place: Place) -> list[Chunk]:
-        """The chunks of a tensor that hold something of it at the index of the place."""
+    def _chunks_at(self, place: Place) -> list[dcp.ChunkStorageMetadata]:
+        """The chunks of a tensor that overlap the index (layer, expert) of the place."""
         which = place.key, len(place.index)
         if which not in self._chunks:
-            found: dict[tuple[int, ...], list[Chunk]] = {}
+            found: dict[tuple[int, ...], list[dcp.ChunkStorageMetadata]] = {}
             for chunk in self.tensors[place.key].chunks:
                 axes = list(zip(chunk.offsets, chunk.sizes, strict=True))[: len(place.index)]
                 for index in itertools.product(*(range(start, start + size) for start, size in axes)):
@@ -123,38 +106,42 @@ class TorchDistFolder:
             self._chunks[which] = found
         return self._chunks[which][place.index]
 
-    def _info(self, key: str, chunk: Chunk) -> TensorInfo:
-        place = ChunkKey(key, chunk.offsets)
-        if place not in self._infos:
-            if place not in self._stored:
+    def _info(self, key: str, chunk: dcp.ChunkStorageMetadata) -> TensorInfo:
+        index = dcp.MetadataIndex(key, chunk.offsets)
+        if index not in self._infos:
+            if index not in self._storage:
                 raise DataError(f"{self}: a chunk of {key} is in none of its files. Fetch it again.")
-            entry = self._stored[place]
+            entry = self._storage[index]
             if getattr(entry, "transform_descriptors", None):
-                raise DataError(f"{self}: {key} is compressed, which is not read. Save it uncompressed.")
-            info = read_archive(self.path / entry.relative_path, entry.offset, entry.length)
-            wanted = (self.tensors[key].properties.dtype, tuple(chunk.sizes))
-            if not isinstance(info, TensorInfo) or (info.dtype, info.shape) != wanted:
-                raise DataError(f"{self}: a chunk of {key} is {info}, not {wanted} as promised. Fetch it again.")
-            self._infos[place] = info
-        return self._infos[place]
+                raise DataError(f"{self}: {key} is compressed, which is not supported. Save it uncompressed.")
+            info = read_torch_pickle(self.path / entry.relative_path, entry.offset, entry.length)
+            expected = (self.tensors[key].properties.dtype, tuple(chunk.sizes))
+            if not isinstance(info, TensorInfo) or (info.dtype, info.shape) != expected:
+                raise DataError(f"{self}: a chunk of {key} is {info}, but .metadata has {expected}. Fetch it again.")
+            self._infos[index] = info
+        return self._infos[index]
 
     def _check_files(self) -> None:
-        places: dict[str, list[tuple[int, int]]] = {}
-        for entry in self._stored.values():
-            places.setdefault(entry.relative_path, []).append((entry.offset, entry.offset + entry.length))
-        for name, spans in places.items():
+        spans_of: dict[str, list[tuple[int, int]]] = {}
+        for entry in self._storage.values():
+            spans_of.setdefault(entry.relative_path, []).append((entry.offset, entry.offset + entry.length))
+        for name, spans in spans_of.items():
             if not (self.path / name).resolve().is_relative_to(self.path.resolve()):
-                raise UnsafeInput(f"{self.path / NAME} names {name!r}, which lies outside. Do not use it.")
+                raise UnsafeInput(
+                    f"{self.path / dcp.METADATA_FILE} names {name!r}, outside of the folder. Do not use it."
+                )
             size = (self.path / name).stat().st_size if (self.path / name).is_file() else -1
             if size < (end := max(stop for _, stop in spans)):
                 found = "is missing" if size < 0 else f"has {size} bytes"
                 raise DataError(f"{self.path / name} {found}, {end} are needed. Fetch it again.")
             for (_, stop), (start, _) in itertools.pairwise(sorted(spans)):
                 if start < stop:
-                    raise DataError(f"{self.path / name}: two tensors overlap, one ends at {stop}, one is at {start}.")
+                    raise DataError(
+                        f"{self.path / name}: two tensors overlap, one ends at {stop}, one starts at {start}."
+                    )
 
-    def _check_chunks(self, key: str, meta: TensorEntry) -> None:
-        """Every element lies in one chunk: counted on the grid that the edges of all chunks draw."""
+    def _check_chunks(self, key: str, meta: dcp.TensorStorageMetadata) -> None:
+        """Check that each element is in exactly one chunk, counted per cell between the edges of all chunks."""
         if not isinstance(meta.properties.dtype, torch.dtype):
             raise TypeError(f"{key} is of type {meta.properties.dtype!r}")
         edges = [
@@ -163,33 +150,33 @@ class TorchDistFolder:
             )
             for axis, size in enumerate(meta.size)
         ]
-        places = [{edge: place for place, edge in enumerate(cuts)} for cuts in edges]
+        positions = [{edge: position for position, edge in enumerate(cuts)} for cuts in edges]
         cells = np.zeros([len(cuts) - 1 for cuts in edges], dtype=np.int32)
         for chunk in meta.chunks:
-            spans = zip(places, chunk.offsets, chunk.sizes, strict=True)
-            cells[tuple(slice(place[start], place[start + size]) for place, start, size in spans)] += 1
+            spans = zip(positions, chunk.offsets, chunk.sizes, strict=True)
+            cells[tuple(slice(at[start], at[start + size]) for at, start, size in spans)] += 1
         if (cells != 1).any():
-            held = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
+            stored = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
             raise DataError(
-                f"{self.path / NAME}: the chunks of {key} hold {held} elements of {math.prod(meta.size)}, "
-                "with gaps or twice. Fetch it again."
+                f"{self.path / dcp.METADATA_FILE}: the chunks of {key} hold {stored} elements of "
+                f"{math.prod(meta.size)}, with gaps or overlaps. Fetch it again."
             )
 
 
 class TorchDistWeights:
-    """The tensors of a model in a ``torch_dist`` checkpoint under canonical names."""
+    """The tensors of a model in a ``torch_dist`` checkpoint."""
 
     def __init__(self, folder: TorchDistFolder, family: Family, arch: Architecture) -> None:
-        """Find every tensor of the model; those that are there and belong to no model of this architecture fail.
+        """Find every tensor of the model.
 
         Raises:
-            DataError: tensors are missing, left over, or of another shape.
+            DataError: tensors are missing, unexpected, or of another shape.
         """
         self._folder = folder
         self._places: dict[str, Place] = {}
         spelling = spelling_of(arch)
         missing, misshapen, used = [], [], set()
-        for name, placed in own_placements(family, arch).items():
+        for name, placed in unique_placements(family, arch).items():
             possible = spelling.possible_places(name)
             present = [place for place in possible if place.key in folder.tensors]
             if not present:
@@ -199,33 +186,26 @@ class TorchDistWeights:
             used |= {place.key for place in present}
             size = tuple(folder.tensors[place.key].size)
             outer, found = size[: len(place.index)], size[len(place.index) :]
-            wanted = placed.rule.canonical_shape(arch)
+            expected = placed.rule.canonical_shape(arch)
             if outer != place.sizes:
                 counted = " and ".join(["layers", "experts"][: len(outer)] if spelling.alike else ["experts"])
                 misshapen.append(
                     f"{place.key} has {'x'.join(map(str, outer))} {counted}, not {'x'.join(map(str, place.sizes))}"
                 )
-            # The vocabulary may be padded; everything else is as it is.
-            padded = placed.rule.shard == "vocab" and found > wanted and found[1:] == wanted[1:]
-            if found != wanted and not padded:
-                misshapen.append(f"{place.key} is {list(found)}, not {list(wanted)}")
-        left = [key for key in folder.tensors if is_model_key(key) and key not in used]
-        misshapen = list(dict.fromkeys(misshapen))
-        if faults := told(missing=sorted(set(missing)), unexpected=left, misshapen=misshapen):
-            raise DataError(
-                f"{folder} is not the {family.name} model that its config describes: {faults}. "
-                "Give the config that fits (--hf-like DIR), or fetch the checkpoint again."
-            )
+            padded = placed.rule.shard == "vocab" and found > expected and found[1:] == expected[1:]
+            if found != expected and not padded:
+                misshapen.append(f"{place.key} is {list(found)}, not {list(expected)}")
+        unexpected = [key for key in folder.tensors if is_model_key(key) and key not in used]
+        refuse_misfit(folder, family, missing=sorted(set(missing)), unexpected=unexpected, misshapen=misshapen)
 
     def __str__(self) -> str:
-        """The path, for messages."""
         return str(self._folder)
 
     def dtype(self, canonical: str) -> torch.dtype:
-        """See :class:`~isthmus.convert.canonical.CanonicalWeights`."""
+        """Element type of a tensor."""
         dtype: torch.dtype = self._folder.tensors[self._places[canonical].key].properties.dtype
         return dtype
 
     def read(self, canonical: str, rows: slice) -> Tensor:
-        """See :class:`~isthmus.convert.canonical.CanonicalWeights`."""
+        """Rows of a whole tensor, without vocabulary padding."""
         return self._folder.read(self._places[canonical], rows)

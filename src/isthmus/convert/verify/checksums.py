@@ -1,4 +1,4 @@
-"""Checksums of what a conversion wrote, taken while it was written: of each tensor, whatever file it went into."""
+"""Checksums of a converted model (``checksums.json``): of each tensor, and of the small files."""
 
 from __future__ import annotations
 
@@ -17,42 +17,37 @@ FILE = "checksums.json"
 _ALGORITHM = "xxh3_64"
 
 
-class Digests:
-    """Sums of tensors whose rows come one chunk after the other; threads may share it, each with its own tensors."""
+class TensorChecksums:
+    """Checksums of tensors whose rows arrive in order; each tensor may be updated by another thread."""
 
     def __init__(self) -> None:
-        """Nothing was seen."""
-        self._open: dict[str, xxhash.xxh3_64] = {}
+        self._states: dict[str, xxhash.xxh3_64] = {}
         self._lock = threading.Lock()
 
     def update(self, canonical: str, chunk: Tensor) -> None:
-        """Take the next rows of a tensor into account."""
+        """Add the next rows of a tensor."""
         with self._lock:
-            state = self._open.setdefault(canonical, xxhash.xxh3_64())
+            state = self._states.setdefault(canonical, xxhash.xxh3_64())
         state.update(byte_view(chunk.contiguous()))
 
-    def found(self) -> dict[str, str]:
-        """The sums, by canonical name."""
-        return {name: state.hexdigest() for name, state in sorted(self._open.items())}
+    def result(self) -> dict[str, str]:
+        """The checksums by canonical name."""
+        return {name: state.hexdigest() for name, state in sorted(self._states.items())}
 
 
-def write_manifest(folder: Path, tensors: Mapping[str, str], small_files: Iterable[Path]) -> None:
-    """Keep the sums of tensors, and those of the files beside them, in the folder.
-
-    Raises:
-        OSError: the disk refuses; ``errors.disk_errors`` turns it into an error for the user.
-    """
-    files = {str(path.relative_to(folder)): file_digest(path) for path in sorted(small_files)}
+def write_checksums(folder: Path, tensors: Mapping[str, str], small_files: Iterable[Path]) -> None:
+    """Write the checksums of tensors, and those of the small files, into the folder."""
+    files = {str(path.relative_to(folder)): _file_checksum(path) for path in sorted(small_files)}
     content = {"algorithm": _ALGORITHM, "files": files, "tensors": dict(tensors)}
     (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> Mapping[str, str]:
-    """The sums of the tensors; empty where the folder has none. The files beside them are checked at once.
+def read_checksums(folder: Path) -> Mapping[str, str]:
+    """The checksums of the tensors, after a check of the small files; empty if the folder has no checksums.
 
     Raises:
-        DataError: the manifest cannot be read, or a file is not the one that was written.
-        UnsafeInput: it names a file outside of the folder.
+        DataError: the list cannot be read, or a small file has changed.
+        UnsafeInput: the list names a file outside of the folder.
     """
     path = folder / FILE
     if not path.is_file():
@@ -63,16 +58,15 @@ def read_manifest(folder: Path) -> Mapping[str, str]:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a list of checksums ({error}). Convert again, or remove it.") from None
     if algorithm != _ALGORITHM:
-        raise DataError(f"{path} has sums of the kind {algorithm!r}, {_ALGORITHM} is read. Convert again.")
-    for name, wanted in files.items():
+        raise DataError(f"{path} has checksums of type {algorithm!r}; {_ALGORITHM} is supported. Convert again.")
+    for name, expected in files.items():
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise UnsafeInput(f"{path} names {name!r}, which lies outside of the folder. Do not use this checkpoint.")
-        found = file_digest(folder / name) if (folder / name).is_file() else "nothing"
-        if found != wanted:
-            raise DataError(f"{folder / name} was written with the checksum {wanted} and has {found}. Convert again.")
+            raise UnsafeInput(f"{path} names {name!r}, outside of the folder. Do not use this checkpoint.")
+        found = _file_checksum(folder / name) if (folder / name).is_file() else "nothing"
+        if found != expected:
+            raise DataError(f"{folder / name} was written with the checksum {expected} and has {found}. Convert again.")
     return tensors
 
 
-def file_digest(path: Path) -> str:
-    """The sum of a small file."""
+def _file_checksum(path: Path) -> str:
     return xxhash.xxh3_64_hexdigest(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Runs a decoder and shows what each layer made of its input; if asked to, with the weights of one layer at a time."""
+"""Runs a decoder with hooks on its layers; on request with the weights of one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,38 +10,34 @@ from torch import Tensor, nn
 from isthmus.platforms.free_memory import give_back
 
 Seen = Callable[[int, Tensor], None]
-"""Told the number of layers passed and the hidden states [B * S, H] behind them."""
+"""Called with the number of layers passed and the hidden states [B * S, H] after them."""
 
 
 class Network(Protocol):
-    """A decoder, whoever built it."""
+    """A decoder of transformers or of Megatron-Core."""
 
     module: Any
     layers: Sequence[nn.Module]
 
     @property
     def parts(self) -> list[list[str]]:
-        """Names of parameters: those before the layers, those of each layer, those behind the layers."""
+        """Names of parameters: those before the layers, those of each layer, those after the layers."""
 
     def fill(self, names: Sequence[str]) -> None:
-        """Give memory and weights to these parameters."""
+        """Allocate and load these parameters."""
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Logits [B * S, V] of int64 [B, S]."""
 
     def hidden(self, states: Any) -> Tensor:
-        """Hidden states [B * S, H] in what a layer takes or returns."""
+        """Hidden states [B * S, H] from what a layer takes or returns."""
 
 
-def run(network: Network, input_ids: Tensor, seen: Seen, *, by_layer: bool) -> Tensor:
-    """Logits [B * S, V] of int64 [B, S].
+def run_layers(network: Network, input_ids: Tensor, seen: Seen, *, by_layer: bool) -> Tensor:
+    """Logits [B * S, V] of int64 [B, S]; ``seen`` gets the input of the first layer and the output of all layers.
 
-    Args:
-        network: built :func:`~isthmus.engine.meta_init.without_memory` if it runs layer by layer.
-        input_ids: the samples.
-        seen: told the input of the first layer and the output of all.
-        by_layer: a layer's parameters are filled before it runs and lose their memory behind it; so do those before
-            and behind the layers.
+    With ``by_layer``, the parameters of a layer, and those before and after the layers, are loaded before they are used
+    and released afterwards; the network is built on the meta device.
     """
     parts = network.parts if by_layer else [[] for _ in range(len(network.layers) + 2)]
     empty = {
@@ -55,31 +51,29 @@ def run(network: Network, input_ids: Tensor, seen: Seen, *, by_layer: bool) -> T
     def release(part: int) -> None:
         for name in parts[part]:
             if name in empty:
-                module, _, own = name.rpartition(".")
-                network.module.get_submodule(module).register_parameter(own, empty[name])
+                module, _, local = name.rpartition(".")
+                network.module.get_submodule(module).register_parameter(local, empty[name])
         if by_layer:
             give_back()
 
-    def before(number: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+    last = len(network.layers) - 1
+    handles = []
+    for number, layer in enumerate(network.layers):
+
+        def before(_module: nn.Module, args: Any, kwargs: Any, number: int = number) -> None:
             if number == 0:
                 seen(0, network.hidden(args[0] if args else kwargs["hidden_states"]))
                 release(0)
             fill(1 + number)
 
-        return hook
-
-    def behind(number: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        def after(_module: nn.Module, _args: Any, output: Any, number: int = number) -> None:
             release(1 + number)
             seen(1 + number, network.hidden(output))
-            if number == len(network.layers) - 1:
+            if number == last:
                 fill(-1)
 
-        return hook
-
-    handles = [layer.register_forward_pre_hook(before(n), with_kwargs=True) for n, layer in enumerate(network.layers)]
-    handles += [layer.register_forward_hook(behind(n)) for n, layer in enumerate(network.layers)]
+        handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(layer.register_forward_hook(after))
     try:
         fill(0)
         return network(input_ids)
@@ -90,6 +84,6 @@ def run(network: Network, input_ids: Tensor, seen: Seen, *, by_layer: bool) -> T
 
 
 def _is_parameter(network: Network, name: str) -> bool:
-    """Not a buffer: those are small, and keep what they were filled with."""
-    module, _, own = name.rpartition(".")
-    return own in network.module.get_submodule(module)._parameters
+    """False for buffers, which are small and stay loaded."""
+    module, _, local = name.rpartition(".")
+    return local in network.module.get_submodule(module)._parameters

@@ -1,4 +1,4 @@
-"""Opens a model on the disk for running: by transformers if it is a Hugging Face folder, else by Megatron-Core."""
+"""Prepares an opened model for running: in transformers if it is a Hugging Face folder, else in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from isthmus.convert.canonical import own_placements, row_slices
-from isthmus.convert.hf.from_hf import WovenWeights
-from isthmus.convert.open_model import Stored
+from isthmus.convert.canonical import row_slices, unique_placements
+from isthmus.convert.hf.from_hf import HfWeights
+from isthmus.convert.open_model import OpenedModel
 from isthmus.convert.verify.layerwise import Network
 from isthmus.engine.checkpoint.checkpoint_names import layer_of
 from isthmus.engine.meta_init import without_memory
@@ -20,24 +20,24 @@ from isthmus.platforms.free_memory import free_bytes
 
 
 @contextmanager
-def opened_network(side: Stored, *, by_layer: bool) -> Iterator[Network]:
-    """The model in float32, with its weights or, if it is to run layer by layer, with none yet.
+def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
+    """The model in float32; its weights are loaded now, or later if it runs layer by layer.
 
     Raises:
         UsageError: it cannot be run.
-        DataError: the weights are not what transformers wants.
+        DataError: the weights are not those that transformers expects.
     """
     empty = without_memory() if by_layer else nullcontext()
-    if isinstance(side.weights, WovenWeights) and side.like is not None:
+    if isinstance(side.weights, HfWeights) and side.hf_folder is not None:
         from isthmus.hf.transformers_model import HfNetwork
 
         with empty:
-            network = HfNetwork(side.like.config, side.weights.source, by_layer=by_layer)
+            network = HfNetwork(side.hf_folder.config, side.weights.source, by_layer=by_layer)
         yield network
         return
     from isthmus.engine.single_process_model import MegatronNetwork, alone
 
-    placements = own_placements(side.family, side.arch)
+    placements = unique_placements(side.family, side.arch)
 
     def read(name: str) -> Tensor:
         found = torch.empty(placements[name].rule.canonical_shape(side.arch))
@@ -51,27 +51,27 @@ def opened_network(side: Stored, *, by_layer: bool) -> Iterator[Network]:
         yield model
 
 
-def judges(a: Stored, b: Stored) -> str:
-    """Who runs the two, in words."""
+def runner_names(a: OpenedModel, b: OpenedModel) -> str:
+    """What runs the two models, in words."""
     one, other = ("transformers" if side.format == "hf" else "Megatron-Core" for side in (a, b))
     return f"both in {one}" if one == other else f"{one} and {other}"
 
 
-def float32_bytes(side: Stored) -> dict[int | None, int]:
-    """Size of each layer, and under None that of all else that runs."""
+def float32_bytes(side: OpenedModel) -> dict[int | None, int]:
+    """Size of each layer in bytes, and under None that of all other weights that run."""
     sizes: dict[int | None, int] = {}
-    for name, placed in own_placements(side.family, side.arch).items():
+    for name, placed in unique_placements(side.family, side.arch).items():
         if not name.startswith("mtp."):
             size = math.prod(placed.rule.canonical_shape(side.arch)) * torch.float32.itemsize
             sizes[layer_of(name)] = sizes.get(layer_of(name), 0) + size
     return sizes
 
 
-def memory_plan(a: Stored, b: Stored, *, by_layer: bool) -> tuple[bool, str]:
-    """Whether to run layer by layer, as asked for or because memory is short, and why, in words.
+def memory_plan(a: OpenedModel, b: OpenedModel, *, by_layer: bool) -> tuple[bool, str]:
+    """Whether to run layer by layer, on request or because memory is short, and the reason.
 
     Raises:
-        UsageError: there is no memory for a layer.
+        UsageError: the largest layer does not fit into memory.
     """
     sizes = [float32_bytes(side) for side in (a, b)]
     needed, free = max(sum(size.values()) for size in sizes), free_bytes()

@@ -1,4 +1,4 @@
-"""A small copy of a model, run by transformers and by Megatron-Core side by side."""
+"""Small random models of an architecture, run by transformers and by Megatron-Core."""
 
 from __future__ import annotations
 
@@ -18,89 +18,87 @@ from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.shrunken_model import copy_logits
 
 _LENGTHS = (37, 23)
-"""Tokens of the samples: more than any window and any original length of a copy."""
-_LEAST_EFFECT = 1e-3
-"""How much every tensor of a copy has to matter to its logits, or nothing would be proven about it."""
+"""Tokens of the samples: more than any window and any original context of a probe model."""
+_MIN_EFFECT = 1e-3
+"""The smallest change of the logits that shows a tensor to be used."""
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """A small model on the disk, and what transformers makes of some samples."""
+class ProbeModel:
+    """A small model on disk, samples of tokens, and the logits of transformers for them."""
 
     folder: ModelFolder
     samples: list[Tensor]
     logits: list[Tensor]
 
     @classmethod
-    def open(cls, path: Path) -> Copy:
-        """Run a saved copy."""
+    def open(cls, path: Path) -> ProbeModel:
+        """Run a saved model on random samples."""
         folder = ModelFolder.open(path)
         generator = torch.Generator().manual_seed(0)
-        vocabulary = folder.config["vocab_size"]
-        samples = [torch.randint(3, vocabulary, (length,), generator=generator) for length in _LENGTHS]
+        vocab_size = folder.config["vocab_size"]
+        samples = [torch.randint(3, vocab_size, (length,), generator=generator) for length in _LENGTHS]
         return cls(folder, samples, copy_logits(path, samples))
 
 
 @torch.no_grad()
-def difference(family: Family, copy: Copy) -> float:
-    """The largest difference between transformers' logits and those of a decoder that the family fills.
+def logits_difference(family: Family, probe: ProbeModel) -> float:
+    """The largest difference between the logits of transformers and those of a decoder loaded by the family.
 
     Raises:
-        IsthmusError, ValueError: the family does not fit the copy's tensors, or is no model that can be built.
+        IsthmusError, ValueError: the family does not fit the tensors, or the model cannot be built.
     """
-    return furthest(_logits(_filled(family, copy), copy), copy.logits)
+    return max_difference(_logits(_load(family, probe), probe), probe.logits)
 
 
-def _filled(family: Family, copy: Copy) -> Any:
+def _load(family: Family, probe: ProbeModel) -> Any:
     from isthmus.engine.megatron_model import build_model, live_tensors
     from isthmus.engine.model_config import transformer_config
 
-    arch = family.to_architecture(copy.folder.config)
+    arch = family.to_architecture(probe.folder.config)
     model = build_model(arch, transformer_config(arch, dtype=torch.float32)).eval()
     live = live_tensors(model)
-    if unread := sorted(family.placements(arch).keys() - live.keys() - {"output_layer.weight"}):
-        raise ValueError(f"{unread[0]} is no tensor of this decoder")
-    import_weights(live, family, arch, copy.folder, layout=whole(arch))
+    if unused := sorted(family.placements(arch).keys() - live.keys() - {"output_layer.weight"}):
+        raise ValueError(f"{unused[0]} is not a tensor of this decoder")
+    import_weights(live, family, arch, probe.folder, layout=whole(arch))
     return model
 
 
-def _logits(model: Any, copy: Copy) -> list[Tensor]:
+def _logits(model: Any, probe: ProbeModel) -> list[Tensor]:
     from isthmus.engine.layers.attention import Segments
 
     device = next(model.parameters()).device
-    line, lengths = torch.cat(copy.samples).to(device), [len(sample) for sample in copy.samples]
+    input_ids, lengths = torch.cat(probe.samples).to(device), [len(sample) for sample in probe.samples]
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    return list(model(line, positions, Segments(tuple(lengths))).float().cpu().split(lengths))
+    return list(model(input_ids, positions, Segments(tuple(lengths))).float().cpu().split(lengths))
 
 
-def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference between samples' logits; infinite where one is no number."""
-    apart = max((mine - other).abs().max().item() for mine, other in zip(ours, theirs, strict=True))
-    return apart if apart == apart else float("inf")
+def max_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest difference between the logits of all samples; infinite if it is NaN."""
+    difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+    return difference if difference == difference else float("inf")
 
 
 @torch.no_grad()
-def check_effects(family: Family, copy: Copy) -> None:
-    """Refuse a proof in which some tensor could be anything.
+def check_effects(family: Family, probe: ProbeModel) -> None:
+    """Refuse a mapping with a tensor that hardly affects the logits, whose place it therefore does not prove.
 
     Raises:
-        UsageError: a tensor hardly matters to the logits of the copy.
+        UsageError: names the tensor.
     """
     from isthmus.engine.megatron_model import live_tensors
 
-    model = _filled(family, copy)
+    model = _load(family, probe)
     effects: dict[str, float] = {}
     for name, tensor in live_tensors(model).items():
-        # An expert that no token of the samples visits is like the others of its layer, which stand for it.
+        # The experts of a layer count as one, since the samples may not be routed to all of them.
         alike = re.sub(r"local_experts\.\d+\.", "local_experts.*.", name)
-        if effects.get(alike, 0.0) >= _LEAST_EFFECT:
+        if effects.get(alike, 0.0) >= _MIN_EFFECT:
             continue
-        kept = tensor.clone()
+        original = tensor.clone()
         tensor.copy_(tensor.roll(1))
-        effects[alike] = max(effects.get(alike, 0.0), furthest(_logits(model, copy), copy.logits))
-        tensor.copy_(kept)
+        effects[alike] = max(effects.get(alike, 0.0), max_difference(_logits(model, probe), probe.logits))
+        tensor.copy_(original)
     for name, effect in effects.items():
-        if effect < _LEAST_EFFECT:
-            raise UsageError(
-                f"{name} changes the logits of a small copy by {effect:.1e} only, which proves nothing of it."
-            )
+        if effect < _MIN_EFFECT:
+            raise UsageError(f"{name} changes the logits of a probe model by only {effect:.1e}, which proves nothing.")

@@ -1,4 +1,4 @@
-"""Random tokens to run models on, long enough to reach what only shows later in a sequence where that is cheap."""
+"""Random tokens to run models on; long enough, where that is cheap, to reach beyond windows and original contexts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,10 @@ _CHEAP_BYTES = 1 << 28
 def sample_lengths(
     a: Architecture, b: Architecture, parameters: int, tokens: int | None
 ) -> tuple[tuple[int, int], str]:
-    """How long two samples are that both models can be run on.
+    """The lengths of two samples that both models can run, and in words what they do not reach.
 
-    Args:
-        a: one model.
-        b: the other.
-        parameters: of the larger one.
-        tokens: what the user wants; None is 64.
-
-    Returns:
-        The lengths, of which the second is beyond any window or original context if that is cheap, and in words what is
-        not reached.
-
-    Raises:
-        UsageError: there are fewer positions than that.
+    The second is longer than any attention window or original context, if that is cheap for a model with that many
+    ``parameters``. ``tokens`` is the length that the user asks for; None is 64.
     """
     limits = [arch.max_position_embeddings for arch in (a, b) if arch.position == "learned"]
     if limits and tokens is not None and tokens > min(limits):
@@ -46,7 +36,7 @@ def sample_lengths(
 
 
 def _span(arch: Architecture) -> int:
-    """Tokens after which attention, or the angle of positions, may no longer be what it was before."""
+    """The largest attention window or original context of the model."""
     windows = [window for layer in range(arch.num_layers) if (window := arch.window(layer)) is not None]
     scaling = arch.rope_scaling
     contexts = [scaling.original_max_position_embeddings] if scaling is not None and scaling.kind != "linear" else []
@@ -54,7 +44,7 @@ def _span(arch: Architecture) -> int:
 
 
 def random_samples(vocab_size: int, lengths: tuple[int, int]) -> list[Tensor]:
-    """Random tokens, int64 [B, S]; samples of one length go through the weights together."""
+    """Random tokens, int64 [B, S]; samples of equal length are one batch."""
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randint(0, vocab_size, (1, length), generator=generator) for length in lengths]
     return [torch.cat(samples)] if lengths[0] == lengths[1] else samples

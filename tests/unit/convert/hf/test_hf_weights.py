@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isthmus.config.schema import RunConfig
-from isthmus.convert.legacy.legacy_layout import Grid
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.online import import_weights
 from isthmus.convert.transfer import convert
-from isthmus.convert.verify.compare import verify
+from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import DataError, UsageError
 from isthmus.families.rules.shard import Layout, local_shape
-from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.session import blueprint
 from ranks.tiny import build_model_folder
 
 BLOCK = (24, 20)
@@ -81,9 +81,9 @@ def quantized(model: Path) -> Path:
 def test_a_quantised_model_becomes_a_plain_one(quantized: Path, tmp_path: Path) -> None:
     done = convert(quantized, tmp_path / "there")
     assert done.notes == ["weights are FP8 in blocks of 24x20: dequantised to bfloat16"]
-    assert verify(quantized, tmp_path / "there").formats == ("hf", "torch_dist")
-    convert(quantized, tmp_path / "legacy", "torch", grid=Grid(tp=2, pp=2))
-    verify(tmp_path / "there", tmp_path / "legacy")
+    assert compare_models(quantized, tmp_path / "there").formats == ("hf", "torch_dist")
+    convert(quantized, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2))
+    compare_models(tmp_path / "there", tmp_path / "legacy")
     convert(tmp_path / "there", tmp_path / "back")
     back, wanted = (
         load_file(tmp_path / "back" / "model.safetensors"),
@@ -120,8 +120,8 @@ def test_each_rank_dequantises_its_own_share(quantized: Path) -> None:
     config = RunConfig.model_validate(
         {"recipe": "pretrain", "out": "unused", "model": {"path": str(quantized)}, "data": {"files": ["unused"]}}
     )
-    plans = plan_model(config)
-    assert plans.weights.said == ("weights are FP8 in blocks of 24x20: dequantised to bfloat16",)
+    plans = blueprint(config)
+    assert plans.weights.notes == ("weights are FP8 in blocks of 24x20: dequantised to bfloat16",)
     arch, name = plans.architecture, "decoder.layers.1.mlp.linear_fc2.weight"
     whole = dequantize(load_file(quantized / "model.safetensors"))["model.layers.1.mlp.down_proj.weight"]
     for rank in range(2):
@@ -162,8 +162,8 @@ def test_names_without_their_prefix(tied: bool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
     convert(model, tmp_path / "wanted")
     rewrite(model, without("model."))
-    assert convert(model, tmp_path / "there").notes == ["names of tensors lack 'model.': taken as if they had it"]
-    assert verify(tmp_path / "wanted", tmp_path / "there").num_tensors == (4 * 12 + 2 + (not tied))
+    assert convert(model, tmp_path / "there").notes == ["tensor names lack the prefix 'model.', which is added"]
+    assert compare_models(tmp_path / "wanted", tmp_path / "there").num_tensors == (4 * 12 + 2 + (not tied))
 
 
 def test_quantised_and_without_the_prefix(quantized: Path, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_quantised_and_without_the_prefix(quantized: Path, tmp_path: Path) -> No
     rewrite(quantized, without("model."))
     notes = convert(quantized, tmp_path / "there").notes
     assert len(notes) == 2
-    verify(tmp_path / "wanted", tmp_path / "there")
+    compare_models(tmp_path / "wanted", tmp_path / "there")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which files a grid of ranks has and what lies in each, against Megatron's ranks counted one by one."""
+"""Which files a layout of ranks has and what lies in each, against Megatron's ranks counted one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.convert.legacy.legacy_layout import Cuts, Grid, RankFile
+from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, ShardTable
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.registry import family_for
@@ -47,17 +47,17 @@ def test_files_and_the_ranks_among_experts() -> None:
 
 
 def check_files_and_ranks(tp: int, ep: int, etp: int, pp: int) -> None:
-    grid, wanted = Grid(tp=tp, pp=pp, ep=ep, etp=etp), set(ranks(tp, pp, ep, etp))
+    layout, wanted = LegacyLayout(tp=tp, pp=pp, ep=ep, etp=etp), set(ranks(tp, pp, ep, etp))
     by_name: dict[tuple[int, int, int], set[int]] = {}
     for t, stage, e, within in wanted:
         by_name.setdefault((t, stage, e), set()).add(within)
     if any(len(different) > 1 for different in by_name.values()):
         with pytest.raises(UsageError, match="two ranks with different parts of an expert would share one"):
-            grid.files()
+            layout.files()
         return
-    files = grid.files()
+    files = layout.files()
     assert {(file.tp, file.pp, file.ep, file.etp) for file in files} == wanted and len(files) == len(wanted)
-    folders = {grid.folder(file) for file in files}
+    folders = {layout.folder(file) for file in files}
     assert len(folders) == len(files)
     for file in files:
         stage = f"_{file.pp:03d}" if pp > 1 else ""
@@ -77,17 +77,17 @@ def check_files_and_ranks(tp: int, ep: int, etp: int, pp: int) -> None:
 )
 def test_every_element_lies_in_some_file_and_the_same_ranks_hold_the_same(sizes: dict[str, int]) -> None:
     config = SIZES | EXPERTS
-    family, grid = family_for(config), Grid(**sizes)
+    family, layout = family_for(config), LegacyLayout(**sizes)
     arch = family.to_architecture(config)
-    grid.check(arch)
-    cuts, layers = Cuts(grid, arch), grid.layers_of(arch)
+    layout.check(arch)
+    table, layers = ShardTable(layout, arch), layout.layers_of(arch)
     for name, placed in family.placements(arch).items():
         shape = placed.rule.canonical_shape(arch)
         held: dict[RankFile, set[tuple[int, int]]] = {}
-        for stage, _, local in grid.place(name, arch, layers):
-            for file in grid.files():
-                if file.pp == stage and grid.on_rank(local, file, arch) is not None:
-                    _, rectangles = cuts.of(placed.rule, file, 80)
+        for stage, _, local in layout.place(name, arch, layers):
+            for file in layout.files():
+                if file.pp == stage and layout.on_rank(local, file, arch) is not None:
+                    _, rectangles = table.shard(placed.rule, file, 80)
                     cells = itertools.chain.from_iterable(
                         itertools.product(
                             *(range(*cut.indices(size)) for cut, size in zip(mine, shape[: len(mine)], strict=True))
@@ -106,21 +106,23 @@ def test_every_element_lies_in_some_file_and_the_same_ranks_hold_the_same(sizes:
 
 def test_layers_go_to_stages_and_chunks_in_turns() -> None:
     arch = architecture()
-    grid = Grid(pp=2, vpp=2)
-    layers = grid.layers_of(arch)
-    found = [grid.place(f"decoder.layers.{layer}.mlp.linear_fc2.weight", arch, layers)[0] for layer in range(8)]
+    layout = LegacyLayout(pp=2, vpp=2)
+    layers = layout.layers_of(arch)
+    found = [layout.place(f"decoder.layers.{layer}.mlp.linear_fc2.weight", arch, layers)[0] for layer in range(8)]
     assert [(stage, chunk, int(name.split(".")[2])) for stage, chunk, name in found] == [
         (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1),
     ]  # fmt: skip
-    assert grid.place("embedding.word_embeddings.weight", arch, layers) == [(0, 0, "embedding.word_embeddings.weight")]
-    assert grid.place("decoder.final_layernorm.weight", arch, layers)[0][:2] == (1, 1)
+    assert layout.place("embedding.word_embeddings.weight", arch, layers) == [
+        (0, 0, "embedding.word_embeddings.weight")
+    ]
+    assert layout.place("decoder.final_layernorm.weight", arch, layers)[0][:2] == (1, 1)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_tied_output_layer_is_there_only_where_there_are_stages(pp: int) -> None:
     arch = architecture(tie_word_embeddings=True)
-    grid = Grid(pp=pp)
-    assert len(grid.place("output_layer.weight", arch, grid.layers_of(arch))) == pp - 1
+    layout = LegacyLayout(pp=pp)
+    assert len(layout.place("output_layer.weight", arch, layout.layers_of(arch))) == pp - 1
 
 
 @pytest.mark.parametrize(
@@ -139,4 +141,4 @@ def test_a_tied_output_layer_is_there_only_where_there_are_stages(pp: int) -> No
 )
 def test_grids_that_cannot_be(config: dict[str, Any], sizes: dict[str, int], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        Grid(**sizes).check(architecture(**config))
+        LegacyLayout(**sizes).check(architecture(**config))

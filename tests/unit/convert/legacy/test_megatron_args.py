@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from isthmus.convert.family_matching import LAST_RESORT, fit
-from isthmus.convert.legacy.megatron_args import flags_to_give, megatron_args, without_switch
-from isthmus.convert.legacy.model_from_args import architecture_of
+from isthmus.convert.family_matching import LAST_RESORT, match_family
+from isthmus.convert.legacy.megatron_args import megatron_args
+from isthmus.convert.legacy.megatron_support import required_flags, unsupported_features
+from isthmus.convert.legacy.model_from_args import architecture_from_args
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
 from isthmus.families.registry import all_families
@@ -121,9 +122,9 @@ def tiny(family: str, **settings: Any) -> Architecture:
     ],
 )
 def test_what_is_said_is_read_again(arch: Architecture, flags: list[str]) -> None:
-    assert without_switch(arch) == []
-    assert sorted(flags_to_give(arch)) == sorted(flags)
-    assert architecture_of(said(arch)) == (replace(arch, family=""), [])
+    assert unsupported_features(arch) == []
+    assert sorted(required_flags(arch)) == sorted(flags)
+    assert architecture_from_args(said(arch)) == (replace(arch, family=""), [])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_what_is_said_is_read_again(arch: Architecture, flags: list[str]) -> Non
         (replace(PLAIN, form="sandwich"), "form 'sandwich'"),
         (replace(PLAIN, normalization="LayerNorm", norm_bias=False), "norms without a bias"),
         (replace(PLAIN, qk_norm=True, qk_norm_over="projection"), "all heads together"),
-        (replace(LATENT, norm_epsilon=1e-5), "another epsilon"),
+        (replace(LATENT, norm_epsilon=1e-5), "a different norm epsilon"),
         (replace(LATENT, rotary_interleaved=False), "pairs of halves"),
         (replace(PLAIN, rope_scaling=RopeScaling(kind="llama3", factor=32.0)), "rope scaling 'llama3'"),
         (replace(PLAIN, rope_scaling=RopeScaling(kind="linear", factor=2.0)), "rope scaling 'linear'"),
@@ -144,34 +145,37 @@ def test_what_is_said_is_read_again(arch: Architecture, flags: list[str]) -> Non
         (replace(PLAIN, attention_softcap=50.0), "attention_softcap=50"),
         (replace(PLAIN, mlp_bias=True), "biases"),
         (replace(PLAIN, activation="gelu_tanh"), "activation"),
-        (replace(PLAIN, moe=replace(MOE, expert_bias=True)), "choose experts"),
-        (replace(PLAIN, moe=replace(MOE, num_groups=2, group_top_k=2, normalize=False, group_score="max")), "choose"),
-        (replace(PLAIN, moe=replace(DEEPSEEK, normalize=False)), "choose experts"),
+        (replace(PLAIN, moe=replace(MOE, expert_bias=True)), "expert routing"),
+        (
+            replace(PLAIN, moe=replace(MOE, num_groups=2, group_top_k=2, normalize=False, group_score="max")),
+            "expert routing",
+        ),
+        (replace(PLAIN, moe=replace(DEEPSEEK, normalize=False)), "expert routing"),
         (replace(PLAIN, embedding_multiplier=2.0, residual_multiplier=0.5), "residual_multiplier=0.5"),
         (replace(PLAIN, logits_multiplier=0.5, logits_softcap=30.0), "logits_softcap=30"),
     ],
 )
 def test_what_megatron_lm_has_no_switch_for(arch: Architecture, words: str) -> None:
-    assert words in ", ".join(without_switch(arch))
+    assert words in ", ".join(unsupported_features(arch))
 
 
 def test_a_scale_that_is_the_usual_one_needs_no_switch() -> None:
-    assert without_switch(replace(PLAIN, attention_scale=0.25)) == []
-    assert without_switch(replace(PLAIN, attention_scale=0.125)) != []
+    assert unsupported_features(replace(PLAIN, attention_scale=0.25)) == []
+    assert unsupported_features(replace(PLAIN, attention_scale=0.125)) != []
 
 
 @pytest.mark.parametrize("family", sorted(all_families().keys() - {LAST_RESORT}))
 def test_every_family_that_megatron_lm_can_build_is_found_again(family: str) -> None:
     arch = tiny(family)
-    if lacks := without_switch(arch):
+    if lacks := unsupported_features(arch):
         # What is left of it is another model, and is never taken for this one.
         try:
-            found = fit(architecture_of(said(arch))[0])
+            found = match_family(architecture_from_args(said(arch))[0])
         except UsageError:
             return
         assert replace(found.arch, family=family) != arch, lacks
         return
-    found = fit(architecture_of(said(arch))[0])
+    found = match_family(architecture_from_args(said(arch))[0])
     assert family in (found.family.name, *found.others)
     assert replace(found.arch, family=family) == arch
 
@@ -190,19 +194,19 @@ def test_every_family_that_megatron_lm_can_build_is_found_again(family: str) -> 
     ],
 )
 def test_the_plainest_family_is_taken(settings: Mapping[str, Any], family: str, others: bool) -> None:
-    found = fit(replace(PLAIN, **settings))
+    found = match_family(replace(PLAIN, **settings))
     assert (found.family.name, bool(set(found.others) - {"isthmus"})) == (family, others)
     assert found.arch.family == family
 
 
 def test_another_family_is_taken_when_asked() -> None:
-    assert fit(PLAIN, first="mistral").family.name == "mistral"
-    assert fit(PLAIN, first="qwen3").family.name == "llama"
+    assert match_family(PLAIN, first="mistral").family.name == "mistral"
+    assert match_family(PLAIN, first="qwen3").family.name == "llama"
 
 
 def test_no_family_says_it() -> None:
-    with pytest.raises(UsageError, match=r"The nearest is \w+, but for .*=.* and not "):
-        fit(LATENT)
+    with pytest.raises(UsageError, match=r"The nearest is \w+, except for .*=.* and not "):
+        match_family(LATENT)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_no_family_says_it() -> None:
         ({"position_embedding_type": "none"}, "position_embedding_type='none'"),
         ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
         ({"rotary_seq_len_interpolation_factor": 4}, "rotary_seq_len_interpolation_factor=4"),
-        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "rope_scaling_factor=32.*rotates with 8"),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "rope_scaling_factor=32.*uses 8"),
         ({"window_size": (4, 4)}, r"window_size=\(4, 4\)"),
         ({"swiglu": False, "quick_geglu": True}, "quick_geglu=True"),
         ({"multi_latent_attention": True}, "qk_layernorm=False"),
@@ -228,7 +232,7 @@ def test_no_family_says_it() -> None:
 )
 def test_arithmetic_that_is_not_built_is_refused_by_name(changed: Mapping[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        architecture_of(said(PLAIN) | changed)
+        architecture_from_args(said(PLAIN) | changed)
 
 
 @pytest.mark.parametrize(
@@ -242,20 +246,20 @@ def test_arithmetic_that_is_not_built_is_refused_by_name(changed: Mapping[str, A
 )
 def test_arguments_that_make_no_sense(changed: Mapping[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        architecture_of(said(PLAIN) | changed)
+        architecture_from_args(said(PLAIN) | changed)
 
 
 def test_what_older_releases_said() -> None:
     args = said(replace(PLAIN, norm_epsilon=1e-6, norm_zero_centered=True))
     for newer in ("layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear", "moe_layer_freq"):
         args.pop(newer, None)
-    found, _ = architecture_of(args | {"disable_bias_linear": True})
+    found, _ = architecture_from_args(args | {"disable_bias_linear": True})
     assert found == replace(PLAIN, family="", norm_epsilon=1e-6, norm_zero_centered=True)
-    assert architecture_of(args)[0].mlp_bias
+    assert architecture_from_args(args)[0].mlp_bias
 
 
 def test_frequencies_in_place_of_patterns() -> None:
-    found, _ = architecture_of(
+    found, _ = architecture_from_args(
         said(replace(PLAIN, moe=MOE))
         | {"moe_layer_freq": 2, "no_rope_freq": 4, "window_size": (7, 0), "window_attn_skip_freq": 2}
     )
@@ -276,14 +280,14 @@ def test_frequencies_in_place_of_patterns() -> None:
 def test_the_vocabulary_is_told_or_kept_with_its_padding(
     told: Mapping[str, Any], asked: int | None, rows: int, notes: int
 ) -> None:
-    found, said_of_it = architecture_of(said(PLAIN) | told, asked)
+    found, said_of_it = architecture_from_args(said(PLAIN) | told, asked)
     assert (found.vocab_size, len(said_of_it)) == (rows, notes)
     with pytest.raises(UsageError, match="has 128 rows"):
-        architecture_of(said(PLAIN) | told, 129)
+        architecture_from_args(said(PLAIN) | told, 129)
 
 
 def test_another_yarn() -> None:
     args = said(replace(LATENT, rope_scaling=YARN)) | {"mscale": 0.5, "mscale_all_dim": 0.0}
-    scaling = architecture_of(args)[0].rope_scaling
+    scaling = architecture_from_args(args)[0].rope_scaling
     assert scaling is not None and scaling.mscale is None
     assert scaling.attention_factor == pytest.approx(0.05 * 3.688879454 + 1)

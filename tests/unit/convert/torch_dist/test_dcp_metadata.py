@@ -22,25 +22,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from isthmus.convert.torch_dist.dcp_metadata import (
-    Chunk,
-    ChunkKey,
-    FilePart,
-    Index,
-    ObjectEntry,
-    Properties,
-    TensorEntry,
-    load_index,
-    save_index,
-)
+from isthmus.convert.torch_dist import dcp_metadata as ours
+from isthmus.convert.torch_dist.dcp_metadata import load_metadata, save_metadata
 from isthmus.errors import DataError, UnsafeInput
 
 SIZE, AT = torch.Size((2, 3)), torch.Size((0, 0))
-OURS = Index(
-    {"decoder.a": TensorEntry(Properties(torch.bfloat16), SIZE, [Chunk(AT, SIZE)]), "decoder.b": ObjectEntry()},
+OURS = ours.Metadata(
     {
-        ChunkKey("decoder.a", AT): FilePart("__0_0.distcp", 0, 99),
-        ChunkKey("decoder.b"): FilePart("__0_1.distcp", 99, 1),
+        "decoder.a": ours.TensorStorageMetadata(
+            ours.TensorProperties(torch.bfloat16), SIZE, [ours.ChunkStorageMetadata(AT, SIZE)]
+        ),
+        "decoder.b": ours.BytesStorageMetadata(),
+    },
+    {
+        ours.MetadataIndex("decoder.a", AT): ours.StorageInfo("__0_0.distcp", 0, 99),
+        ours.MetadataIndex("decoder.b"): ours.StorageInfo("__0_1.distcp", 99, 1),
     },
 )
 THEIRS = Metadata(
@@ -57,17 +53,17 @@ THEIRS = Metadata(
 
 
 def test_what_is_written_is_torchs_own(tmp_path: Path) -> None:
-    save_index(OURS, tmp_path / ".metadata")
+    save_metadata(OURS, tmp_path / ".metadata")
     assert pickle.loads((tmp_path / ".metadata").read_bytes()) == THEIRS
     read = FileSystemReader(tmp_path).read_metadata()
     assert (read.state_dict_metadata, read.storage_data) == (THEIRS.state_dict_metadata, THEIRS.storage_data)
-    assert load_index(tmp_path / ".metadata") == OURS
+    assert load_metadata(tmp_path / ".metadata") == OURS
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_torchs_own_is_read(protocol: int, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(THEIRS, protocol))
-    assert load_index(tmp_path / ".metadata") == OURS
+    assert load_metadata(tmp_path / ".metadata") == OURS
 
 
 def test_what_torch_saves_is_read(tmp_path: Path) -> None:
@@ -75,10 +71,13 @@ def test_what_torch_saves_is_read(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    found = load_index(tmp_path / ".metadata")
+    found = load_metadata(tmp_path / ".metadata")
     entry = found.state_dict_metadata["decoder.a"]
-    assert isinstance(entry, TensorEntry) and (entry.properties.dtype, entry.size) == (torch.float32, SIZE)
-    assert ChunkKey("decoder.a", AT) in found.storage_data
+    assert isinstance(entry, ours.TensorStorageMetadata) and (entry.properties.dtype, entry.size) == (
+        torch.float32,
+        SIZE,
+    )
+    assert ours.MetadataIndex("decoder.a", AT) in found.storage_data
 
 
 @pytest.mark.processes
@@ -92,8 +91,8 @@ def test_nothing_of_torch_distributed_is_imported() -> None:
 @pytest.mark.parametrize("content", [THEIRS.state_dict_metadata, 3, StorageMeta()])
 def test_what_is_no_index(content: object, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(pickle.dumps(content))
-    with pytest.raises(DataError, match="is not the index"):
-        load_index(tmp_path / "x")
+    with pytest.raises(DataError, match="is not checkpoint metadata"):
+        load_metadata(tmp_path / "x")
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -101,4 +100,4 @@ def test_what_names_something_else_is_refused(protocol: int, tmp_path: Path) -> 
     for content in (eval, torch.load, subprocess.run, FileSystemReader):
         (tmp_path / "x").write_bytes(pickle.dumps({"a": content}, protocol))
         with pytest.raises(UnsafeInput, match="which no checkpoint needs"):
-            load_index(tmp_path / "x")
+            load_metadata(tmp_path / "x")

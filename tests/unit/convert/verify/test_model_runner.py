@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from isthmus.convert.open_model import Stored, open_stored
+from isthmus.convert.open_model import OpenedModel, open_model
 from isthmus.convert.verify import model_runner
-from isthmus.convert.verify.layerwise import run
-from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, opened_network
+from isthmus.convert.verify.layerwise import run_layers
+from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, open_network
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.transformers_model import HfNetwork
@@ -25,8 +25,8 @@ IDS = torch.arange(22).view(2, 11)
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    return open_stored(build_model_folder(tmp_path_factory.mktemp("qwen3") / "hf", "qwen3"))
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
+    return open_model(build_model_folder(tmp_path_factory.mktemp("qwen3") / "hf", "qwen3"))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -36,30 +36,30 @@ def test_transformers_says_the_same_layer_by_layer(family: str, tied: bool, tmp_
     folder = build_model_folder(tmp_path / "hf", family, dtype=torch.bfloat16, tie_word_embeddings=tied)
     wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(IDS)
     for by_layer in (False, True):
-        with opened_network(open_stored(folder), by_layer=by_layer) as network:
+        with open_network(open_model(folder), by_layer=by_layer) as network:
             for _ in range(2):  # the weights come back the second time
                 passed: list[int] = []
-                found = run(network, IDS, lambda number, _, to=passed: to.append(number), by_layer=by_layer)
+                found = run_layers(network, IDS, lambda number, _, to=passed: to.append(number), by_layer=by_layer)
             assert all(parameter.is_meta == by_layer for parameter in network.module.parameters())
         assert torch.equal(found, wanted.logits.flatten(0, 1))
         assert passed == [0, 1, 2, 3, 4]
 
 
-def test_weights_that_transformers_has_no_use_for_or_misses(qwen3: Stored, tmp_path: Path) -> None:
+def test_weights_that_transformers_has_no_use_for_or_misses(qwen3: OpenedModel, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "hf", "qwen3")
     tensors = load_file(folder / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if "k_norm" not in name}, folder / "model.safetensors")
     for by_layer in (False, True):
         with pytest.raises(DataError, match=r"finds no tensor for model\.layers\.0\.self_attn\.k_norm\.weight"):
-            HfNetwork(qwen3.like.config, ModelFolder.open(folder), by_layer=by_layer)
+            HfNetwork(qwen3.hf_folder.config, ModelFolder.open(folder), by_layer=by_layer)
 
 
-def test_a_model_that_transformers_does_not_know(qwen3: Stored) -> None:
+def test_a_model_that_transformers_does_not_know(qwen3: OpenedModel) -> None:
     with pytest.raises(UsageError, match="no model of type unheard-of"):
-        HfNetwork({"model_type": "unheard-of"}, qwen3.like, by_layer=False)
+        HfNetwork({"model_type": "unheard-of"}, qwen3.hf_folder, by_layer=False)
 
 
-def test_memory_decides(qwen3: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_decides(qwen3: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = float32_bytes(qwen3)
     needed, largest = sum(sizes.values()), max(sizes.values())
     assert needed == sum(tensor.nbytes for tensor in load_file(qwen3.path / "model.safetensors").values())
@@ -73,7 +73,7 @@ def test_memory_decides(qwen3: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-def test_verify_without_logits_imports_neither_transformers_nor_megatron(qwen3: Stored) -> None:
+def test_verify_without_logits_imports_neither_transformers_nor_megatron(qwen3: OpenedModel) -> None:
     code = (
         "import json, sys\n"
         "from isthmus.cli.main import main\n"

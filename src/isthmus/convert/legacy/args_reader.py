@@ -1,0 +1,85 @@
+"""Reads Megatron-LM's args by name, with checks of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from isthmus.errors import DataError, UsageError
+
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "squared_relu": (False,),
+    "use_legacy_models": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "attention_output_gate": (False,),
+    "qk_l2_norm": (False,),
+    "use_mup": (False,),
+    "spec": (),
+    "experimental_attention_variant": (),
+    "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_encoded_json": (),
+    "hybrid_override_pattern": (),
+    "is_hybrid_model": (False,),
+    "hybrid_attention_ratio": (0.0,),
+    "hybrid_mlp_ratio": (0.0,),
+    "moe_latent_size": (),
+    "moe_apply_probs_on_input": (False,),
+    "moe_router_force_load_balancing": (False,),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "softmax_type": ("vanilla", "learnable"),
+    "position_embedding_type": ("rope", "learned_absolute"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "rope_type": ("rope", "yarn"),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+}
+"""Arguments that change the arithmetic, with the supported values; None is always supported."""
+
+
+class ArgsReader:
+    """The args by name; None counts as missing, as in Megatron-LM's own loader."""
+
+    def __init__(self, args: Mapping[str, Any]) -> None:
+        self._args = args
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value, or the default if it is missing or None."""
+        value = self._args.get(name)
+        return default if value is None else value
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise DataError(f"Megatron-LM's args have {name}={value!r}, not a number above 0.")
+        return value
+
+    def epsilon(self) -> float:
+        """The epsilon of norms, whose name changed in 0.16."""
+        value = self.get("layernorm_epsilon", self.get("norm_epsilon"))
+        if not isinstance(value, float):
+            raise DataError("Megatron-LM's args have no norm_epsilon.")
+        return value
+
+    def check_supported(self) -> None:
+        """Refuse args that ask for arithmetic that is not supported."""
+        for name, supported in _SUPPORTED_VALUES.items():
+            if (value := self.get(name)) is not None and value not in supported:
+                raise not_supported(f"{name}={value!r}")
+        if "sinkhorn" in self.get("moe_router_load_balancing_type", ()):
+            raise not_supported("moe_router_load_balancing_type=sinkhorn")
+
+    def layers(self, name: str, num_layers: int, *, selected: Callable[[int, int], bool]) -> list[int]:
+        """Layers, from 0, that a list marks with 1; of a frequency, those with ``selected(layer + 1, frequency)``."""
+        frequency = self.get(name)
+        if frequency is None:
+            return []
+        if isinstance(frequency, int) and not isinstance(frequency, bool) and frequency > 0:
+            return [layer for layer in range(num_layers) if selected(layer + 1, frequency)]
+        if not isinstance(frequency, list) or len(frequency) != num_layers:
+            raise DataError(f"Megatron-LM's args have {name}={frequency!r}, which does not fit {num_layers} layers.")
+        return [layer for layer, mark in enumerate(frequency) if mark]
+
+
+def not_supported(what: str) -> UsageError:
+    """The error for args that no family can express."""
+    return UsageError(f"Megatron-LM's args have {what}, which no family can express.")

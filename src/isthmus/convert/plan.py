@@ -1,0 +1,112 @@
+"""Plans a conversion: the destination's format, and the dtype and shape of every tensor, before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from isthmus.convert.canonical import Destination, unique_placements
+from isthmus.convert.hf.to_hf import HfWriter
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
+from isthmus.convert.legacy.megatron_args import megatron_args
+from isthmus.convert.legacy.megatron_support import unsupported_features
+from isthmus.convert.legacy.to_legacy import LegacyWriter, LiveSpelling, padded_vocab_size
+from isthmus.convert.open_model import Format, OpenedModel
+from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter, common_content
+from isthmus.convert.weight_source import TensorSpec
+from isthmus.errors import UsageError, disk_errors
+from isthmus.families.family_transfer import restate
+from isthmus.families.registry import all_families
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DestinationOptions:
+    """What to write; the defaults are those of :func:`isthmus.convert.transfer.convert`."""
+
+    format: Format | None = None
+    dtype: torch.dtype | None = None
+    hf_family: str | None = None
+    layout: LegacyLayout | None = None
+    spelling: LiveSpelling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """A conversion that has passed all checks."""
+
+    model: OpenedModel
+    """The source, with the family and architecture to write."""
+    format: Format
+    tensors: dict[str, TensorSpec]
+    """Dtype and shape of each tensor to write, by canonical name."""
+    layout: LegacyLayout
+    spelling: LiveSpelling
+    unsupported: list[str]
+    """Features of the model that Megatron-LM has no option for; empty for Hugging Face folders."""
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The dtype of most tensors."""
+        dtypes = [spec.dtype for spec in self.tensors.values()]
+        return max(dict.fromkeys(dtypes), key=dtypes.count)
+
+    def create_files(self, folder: Path) -> Destination:
+        """Create the files of the destination in a folder, with space for all tensors.
+
+        Raises:
+            NoSpace, IOFailure: there is no space for the files, or they cannot be written.
+        """
+        family, arch = self.model.family, self.model.arch
+        dtypes = {name: spec.dtype for name, spec in self.tensors.items()}
+        if self.format == "hf":
+            return HfWriter(folder, family, arch, dtypes)
+        inner = folder / "release"
+        with disk_errors(inner):
+            inner.mkdir()
+        if self.format == "torch_dist":
+            return TorchDistWriter(inner, family, arch, dtypes, common_content(megatron_args(arch, self.main_dtype)))
+        rows = padded_vocab_size(arch, self.layout)
+        args = megatron_args(arch, self.main_dtype, layout=self.layout, padded_vocab_size=rows, spelling=self.spelling)
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+        return LegacyWriter(inner, family, arch, dtypes, common, self.layout, self.spelling)
+
+
+def plan_conversion(model: OpenedModel, options: DestinationOptions) -> ConversionPlan:
+    """Check the options against the model, and decide on the dtype of every tensor.
+
+    Raises:
+        UsageError: the options do not fit the destination's format or the model.
+    """
+    target = options.format or ("torch_dist" if model.format == "hf" else "hf")
+    if target != "torch" and (options.layout is not None or options.spelling is not None):
+        raise UsageError(
+            f"{target} has no layout and no spelling: any layout can read it. "
+            "Leave --tp, --pp, --vpp, --ep, --etp and --spelling out, or use --to torch."
+        )
+    if options.hf_family is not None:
+        if target != "hf":
+            raise UsageError(
+                f"--hf-family is for Hugging Face folders, and this writes {target}. Leave it out, or use --to hf."
+            )
+        model = _as_family(model, options.hf_family)
+    layout = options.layout or LegacyLayout()
+    layout.check(model.arch)
+    tensors = {
+        name: TensorSpec(
+            options.dtype if options.dtype is not None and placed.rule.dtype is None else model.weights.dtype(name),
+            placed.rule.canonical_shape(model.arch),
+        )
+        for name, placed in unique_placements(model.family, model.arch).items()
+    }
+    unsupported = unsupported_features(model.arch) if target != "hf" else []
+    return ConversionPlan(model, target, tensors, layout, options.spelling or "te", unsupported)
+
+
+def _as_family(model: OpenedModel, name: str) -> OpenedModel:
+    """The same model, to be written as a model of another family."""
+    families = all_families()
+    if name not in families:
+        raise UsageError(f"--hf-family {name} is not known. Known are {', '.join(families)}.")
+    return replace(model, family=families[name], arch=restate(model.arch, model.family, families[name]))
