@@ -1,4 +1,4 @@
-"""The birth certificate of a recorded number: where it was measured, with what, by which command."""
+"""The certificate of a recorded result: commit, machine, package versions, command and date."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ PACKAGES = ("torch", "megatron-core", "transformers", "trl", "accelerate", "data
 
 
 def certificate(arguments: Sequence[str]) -> dict[str, Any]:
-    """Everything that a figure depends on besides the code of the benchmark.
+    """Everything that a result depends on besides the benchmark's code.
 
-    Args:
-        arguments: the command line, script first. Folders outside of the checkout are left out of it: they say
-            something about a machine, not about a measurement.
+    ``arguments`` is the command line, script first. Folders outside of the checkout are removed from it.
     """
     cpu, flags = _cpu()
     return {
@@ -45,19 +43,19 @@ def certificate(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def result_path(benchmark: str, birth: dict[str, Any]) -> Path:
-    """``results/<date>_<benchmark>_<machine>.json``, the machine being its processor and its number of cores."""
-    machine = re.sub(r"[^a-z0-9]+", "-", birth["cpu"].lower()).strip("-") or "cpu"
-    name = f"{birth['date'][:10]}_{benchmark}_{machine}-{birth['cores']}-cores.json"
+def result_path(benchmark: str, certified: dict[str, Any]) -> Path:
+    """``results/<date>_<benchmark>_<processor>-<n>-cores.json``."""
+    machine = re.sub(r"[^a-z0-9]+", "-", certified["cpu"].lower()).strip("-") or "cpu"
+    name = f"{certified['date'][:10]}_{benchmark}_{machine}-{certified['cores']}-cores.json"
     return Path(__file__).resolve().parent / "results" / name
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result, readable by people and the same way each time; an earlier one of that name is replaced."""
+    """Write a result as indented JSON; an existing file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".tmp-{path.name}")
     staged.write_text(json.dumps(_rounded(result), indent=1) + "\n", encoding="utf-8")
@@ -65,7 +63,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """The same structure with floats cut to the digits that mean something."""
+    """The same structure with floats rounded to six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -74,7 +72,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _without_folders(argument: str) -> str:
-    """An absolute path as one relative to the checkout, or, outside of it, as its last name."""
+    """Replace an absolute path by one relative to the checkout, or, outside of it, by its last component."""
     name, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
     path = Path(value)
     if path.is_absolute():
@@ -98,7 +96,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> tuple[str, set[str]]:
-    """The processor's name and its feature flags, from /proc where there is one."""
+    """The processor's name and its feature flags, from /proc if it exists."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)

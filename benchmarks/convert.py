@@ -1,9 +1,10 @@
-"""Conversion between formats: Isthmus beside ``cp`` and ``sync`` of the same bytes, and beside transformers.
+"""Conversion between formats: Isthmus compared with ``cp`` and ``sync`` of the same bytes, and with transformers.
 
     python benchmarks/convert.py --record
 
-Each converts the same folders on the same disk in a process of its own, torch imported before the clock starts and the
-source in the page cache; they take turns and the medians count. The clock stops when all of it is on the disk.
+Each contestant converts the same folders on the same disk in a separate process, with torch imported and the source in
+the page cache before the clock starts. They run in alternation, and medians are reported. The clock stops when all
+bytes are on the disk.
 See README.md.
 """
 
@@ -24,7 +25,7 @@ from convert_turns.turn import SOURCES
 from rounds import median, run_turn, spread, take_turns
 
 CONTESTANTS = {
-    "cp": "cp -r of the Hugging Face folder, then sync: what the bytes alone cost",
+    "cp": "cp -r of the Hugging Face folder, then sync: the cost of the bytes alone",
     "hf-to-torch_dist": "isthmus convert HF OUT",
     "torch_dist-to-hf": "isthmus convert MEGATRON OUT",
     "hf-to-legacy-tp8": "isthmus convert HF OUT --to torch --tp 8",
@@ -39,19 +40,19 @@ MEMORY_WANTED_GIB = 1.0
 DEEPSEEK_V3 = {"tensors": 90_000, "bytes": 700e9}
 WORKERS = 16
 MOST_FOR_OTHERS = 0.15
-"""Share of the cores' time that others may have had in a turn; the kernel's threads that write pages are among them."""
+"""Largest share of CPU time that other processes may use in a run; it includes the kernel's writeback threads."""
 SHORTEST_JUDGED_S = 0.5
-"""Of a shorter turn, no share can be told: the system counts time in steps of 10 ms."""
+"""The share is not checked in shorter runs, since the system counts time in steps of 10 ms."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default=",".join(SHAPES), help="with commas (default: %(default)s)")
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="of each contestant (default: all cores)")
-    parser.add_argument("--work", type=Path, help="folder for 25 GB of files (default: the system's for such)")
-    parser.add_argument("--quick", action="store_true", help="tiny models, to see that all of it runs")
+    parser.add_argument("--work", type=Path, help="folder for 25 GB of files (default: the system's temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="tiny models, to check that the benchmark runs")
     parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
@@ -59,12 +60,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if unknown := (set(chosen.only) - CONTESTANTS.keys()) | (set(chosen.models) - SHAPES.keys()):
         parser.error(f"not known: {', '.join(sorted(unknown))}")
     if chosen.record and chosen.quick:
-        parser.error("--quick is no measurement and is not recorded")
+        parser.error("--quick is not a measurement and is not recorded")
     return chosen
 
 
 def measure(chosen: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Run everything and gather the result, without its certificate."""
+    """Run all contestants and return the result, without its certificate."""
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
     disturbed: list[str] = []
@@ -114,30 +115,30 @@ def _row(name: str, model: str, size: dict[str, Any], turns: list[dict[str, Any]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was wanted, what came out, and whether that holds."""
-    said: list[dict[str, Any]] = []
+    """Each claim with its limit, the measured value, and whether it holds."""
+    found: list[dict[str, Any]] = []
 
-    def say(claim: str, wanted: float, got: float) -> None:
-        said.append({"claim": claim, "wanted": f"<= {wanted}", "got": got, "holds": got <= wanted})
+    def add(claim: str, wanted: float, got: float) -> None:
+        found.append({"claim": claim, "wanted": f"<= {wanted}", "got": got, "holds": got <= wanted})
 
     for row in rows:
         name = f"{row['model']}: {row['contestant']}"
         if row["contestant"] in CONVERSIONS and row["model"] != MANY and "time_vs_cp" in row:
-            say(f"{name} / cp + sync, imports included", RATIO_WANTED, row["time_vs_cp"])
+            add(f"{name} / cp + sync, imports included", RATIO_WANTED, row["time_vs_cp"])
         if row["contestant"] in [*CONVERSIONS, "verify"]:
-            say(f"{name}, GiB of memory beyond torch", MEMORY_WANTED_GIB, row["memory_added_gib"])
-    return said
+            add(f"{name}, GiB of memory beyond torch", MEMORY_WANTED_GIB, row["memory_added_gib"])
+    return found
 
 
 def costs(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds for each tensor and for each GB, fitted to all models (imports left out), and what they foretell.
+    """Seconds per tensor and per GB, fitted to all models (without imports), and a projection from them.
 
-    The fit is ``time = a * tensors + b * bytes`` with the least squares of relative errors.
+    The fit is ``time = a * tensors + b * bytes`` with least squares of relative errors.
     """
     found: dict[str, Any] = {}
     for name in CONTESTANTS:
         mine = [row for row in rows if row["contestant"] == name]
-        if len(mine) < 3:  # as many as there are costs say nothing of how well they fit
+        if len(mine) < 3:  # two models fit exactly
             continue
         times = np.array([row["time_s"] - row["import_s"] for row in mine])
         sizes = np.array([[row["tensors"], row["bytes"]] for row in mine], dtype=np.float64)
@@ -155,7 +156,7 @@ def costs(rows: list[dict[str, Any]]) -> dict[str, Any]:
         }
     note = (
         f"projected, not measured: {DEEPSEEK_V3['tensors']} tensors, {DEEPSEEK_V3['bytes'] / 1e9:.0f} GB. One disk; "
-        f"or {WORKERS} workers that share the bytes evenly, each with such a disk and all of the cost of tensors."
+        f"or {WORKERS} workers that share the bytes evenly, each with such a disk and the full cost per tensor."
     )
     return {"projection": note} | found if found else {}
 
@@ -178,7 +179,7 @@ def show(result: dict[str, Any]) -> None:
             f"projected {one / 60:.1f} min on one disk, {many / 60:.1f} min with {WORKERS} workers"
         )
     if not result["quiet"]:
-        print(f"NOT QUIET, so no measurement: {'; '.join(result['disturbed_turns'])}")
+        print(f"NOT QUIET, not a valid measurement: {'; '.join(result['disturbed_turns'])}")
     for claim in result["claims"]:
         verdict = "holds" if claim["holds"] else "FAILS"
         print(f"{verdict}  {claim['claim']}: {claim['got']:.3f} (wanted {claim['wanted']})")
@@ -186,11 +187,11 @@ def show(result: dict[str, Any]) -> None:
 
 def main(arguments: list[str]) -> None:
     chosen = parse(arguments)
-    birth = certificate(["benchmarks/convert.py", *arguments])
+    certified = certificate(["benchmarks/convert.py", *arguments])
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-", dir=chosen.work) as folder:
-        result = {"benchmark": "convert", "certificate": birth} | measure(chosen, Path(folder))
+        result = {"benchmark": "convert", "certificate": certified} | measure(chosen, Path(folder))
     show(result)
-    out = result_path("convert", birth) if chosen.record else chosen.out
+    out = result_path("convert", certified) if chosen.record else chosen.out
     if out is not None:
         write_result(out, result)
         print(f"written to {out}")

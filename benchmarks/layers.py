@@ -1,9 +1,9 @@
-"""Layers of a decoder, forward and backward: Isthmus beside Megatron-Core's own local layers and transformers'.
+"""Layers of a decoder, forward and backward: Isthmus compared with Megatron-Core's local layers and transformers.
 
     python benchmarks/layers.py --record
 
-All have the same weights and the same tokens; contestants take turns in one process and the medians count. What each
-makes of the tokens is compared before the clock starts. See README.md.
+All have the same weights and the same tokens. Contestants run in alternation in one process, and medians are reported.
+Their outputs and gradients are compared before the clock starts. See README.md.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from certificate import certificate, cores, result_path, write_result
 from rounds import CpuWatch
 
 KINDS = {
-    "dense": "a decoder layer of Qwen3: grouped queries, norms of queries and keys, SwiGLU; one sample",
-    "dense-packed": "the same, eight samples: end to end here, a batch for the others",
-    "latent": "a decoder layer of DeepSeek-V3: latent attention, SwiGLU; one sample",
-    "loss": "the projection onto the vocabulary and its cross entropy",
+    "dense": "a decoder layer of Qwen3: GQA, QK norm, SwiGLU; one sample",
+    "dense-packed": "the same, eight samples: a packed sequence in Isthmus, a batch in the others",
+    "latent": "a decoder layer of DeepSeek-V3: multi-latent attention, SwiGLU; one sample",
+    "loss": "the output layer and its cross entropy",
 }
 CONTESTANTS = ("isthmus", "megatron-core", "transformers")
-"""megatron-core cannot build latent attention without TransformerEngine."""
+"""megatron-core cannot build multi-latent attention without TransformerEngine."""
 MOST_FOR_OTHERS = 0.05
-"""Share of the cores' time that other processes may have had; beyond it the figures are no measurement."""
+"""Largest share of CPU time that other processes may use; beyond it the result is not a valid measurement."""
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 32000}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
 SAMPLES = 8
 AGREEMENT = {"fp32": 1e-4, "bf16": 5e-2}
-"""Mean difference from what Isthmus makes, over the mean size, of outputs and of gradients of the input."""
+"""Mean difference from Isthmus, relative to the mean magnitude, of outputs and input gradients."""
 Step = Callable[[], Any]
 """Forward and backward; returns the output and the gradient of the input."""
 
@@ -42,10 +42,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
     parser.add_argument("--precision", default="fp32,bf16", help="default: %(default)s")
-    parser.add_argument("--tokens", default="512,2048", help="of a line (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: %(default)s)")
+    parser.add_argument("--tokens", default="512,2048", help="of a sequence (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="default: all cores")
-    parser.add_argument("--quick", action="store_true", help="tiny layers, to see that all of it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny layers, to check that the benchmark runs")
     parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
@@ -55,12 +55,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             parser.error(f"not known: {', '.join(sorted(unknown))}")
     chosen.tokens = [64] if chosen.quick else [int(tokens) for tokens in chosen.tokens.split(",")]
     if chosen.record and chosen.quick:
-        parser.error("--quick is no measurement and is not recorded")
+        parser.error("--quick is not a measurement and is not recorded")
     return chosen
 
 
 def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
-    """A layer of each contestant with the same weights, about to run on the same tokens."""
+    """The forward and backward step of each contestant's layer, with the same weights and tokens."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
@@ -146,7 +146,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
 
 
 def loss(dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
-    """The last projection and its loss; the weights' gradients are wanted as well."""
+    """The forward and backward step of the output layer and its loss, with weight gradients."""
     import torch
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -178,7 +178,7 @@ def loss(dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
 
 
 def _step(run: Callable[[Any], Any], hidden: Any, upstream: Any, module: Any, *, buffers: bool = False) -> Step:
-    """``buffers``: gradients are added to float32 buffers, as they are in a run; these are cleared here each time."""
+    """With ``buffers``, gradients are accumulated in float32 buffers, as in a run; they are zeroed in each step."""
     import torch
 
     for parameter in module.parameters() if buffers else ():
@@ -196,7 +196,7 @@ def _step(run: Callable[[Any], Any], hidden: Any, upstream: Any, module: Any, *,
 
 
 def measure(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and gather the result, without its certificate."""
+    """Run all contestants and return the result, without its certificate."""
     import torch
 
     torch.set_num_threads(chosen.threads)
@@ -232,7 +232,7 @@ def _turns(who: dict[str, Step], rounds: int, row: dict[str, Any]) -> list[dict[
             for a, b in zip(got, wanted, strict=True)
         )
         if far[name] > AGREEMENT[row["precision"]]:
-            raise SystemExit(f"{row}: {name} computes something else: {far[name]:.1e} away")
+            raise SystemExit(f"{row}: {name} differs from Isthmus by {far[name]:.1e}")
     times: dict[str, list[float]] = {name: [] for name in who}
     watch = CpuWatch()
     for _ in range(rounds):
@@ -262,9 +262,9 @@ def _turns(who: dict[str, Step], rounds: int, row: dict[str, Any]) -> list[dict[
 
 def main(arguments: list[str]) -> None:
     chosen = parse(arguments)
-    birth = certificate(["benchmarks/layers.py", *arguments])
-    result = {"benchmark": "layers", "certificate": birth} | measure(chosen)
-    out = result_path("layers", birth) if chosen.record else chosen.out
+    certified = certificate(["benchmarks/layers.py", *arguments])
+    result = {"benchmark": "layers", "certificate": certified} | measure(chosen)
+    out = result_path("layers", certified) if chosen.record else chosen.out
     if out is not None:
         write_result(out, result)
         print(f"written to {out}")

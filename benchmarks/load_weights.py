@@ -1,10 +1,10 @@
-"""From a Hugging Face folder to live weights: Isthmus beside ``cp`` of the file and transformers' ``from_pretrained``.
+"""From a Hugging Face folder to live weights: Isthmus compared with ``cp`` and transformers.
 
     python benchmarks/load_weights.py --record
 
-Each loads the same ~1 GB folder in a process of its own, libraries imported before the clock starts, pages of the file
-in the cache; they take turns and the medians count. The clock stops when every page of every weight has been read once,
-so that nothing can be put off until after it. See README.md.
+Each contestant loads the same ~1 GB folder in a separate process, with libraries imported and the file in the page
+cache before the clock starts. They run in alternation, and medians are reported. The clock stops when every page of
+every weight has been read once, so that no work is deferred. See README.md.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from load.model_folder import SHAPES, TINY, write_model
 from rounds import median, spread, take_turns
 
 CONTESTANTS = {
-    "cp": "the same file copied beside itself: what the bytes alone cost",
-    "isthmus-weights": "build the Megatron-Core model and fill it: what from_pretrained does",
-    "isthmus-training": "the same with the data-parallel buffers of training: float32 gradients beside the weights",
+    "cp": "a copy of the same file: the cost of the bytes alone",
+    "isthmus-weights": "build the Megatron-Core model and load its weights, as from_pretrained does",
+    "isthmus-training": "the same with the data-parallel buffers of training: with float32 gradients",
     "from-pretrained": "transformers' AutoModelForCausalLM.from_pretrained, dtype as in the file; maps the file",
-    "from-pretrained-own": "the same, then one write to each page, as the first update of the weights does",
+    "from-pretrained-own": "the same, then one write to each page, as the first weight update does",
 }
 
 BASES = ("cp", "from-pretrained", "from-pretrained-own")
@@ -36,10 +36,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--precision", default="bf16,fp32", help="of the file and the model (default: %(default)s)")
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="of each contestant (default: all cores)")
-    parser.add_argument("--work", type=Path, help="folder for the model files (default: the system's for such)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all of it runs")
+    parser.add_argument("--work", type=Path, help="folder for the model files (default: the system's temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to check that the benchmark runs")
     parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
@@ -47,12 +47,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if unknown := (set(chosen.only) - CONTESTANTS.keys()) | (set(chosen.precision) - SHAPES.keys()):
         parser.error(f"not known: {', '.join(sorted(unknown))}")
     if chosen.record and chosen.quick:
-        parser.error("--quick is no measurement and is not recorded")
+        parser.error("--quick is not a measurement and is not recorded")
     return chosen
 
 
 def measure(chosen: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Run everything and gather the result, without its certificate."""
+    """Run all contestants and return the result, without its certificate."""
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
     for precision in chosen.precision:
@@ -101,13 +101,13 @@ def main(arguments: list[str]) -> None:
     chosen = parse(arguments)
     if find_spec("transformers") is None:
         raise SystemExit("this benchmark needs transformers")
-    birth = certificate(["benchmarks/load_weights.py", *arguments])
+    certified = certificate(["benchmarks/load_weights.py", *arguments])
     if chosen.work is not None:
         chosen.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-", dir=chosen.work) as folder:
-        result = {"benchmark": "load-weights", "certificate": birth} | measure(chosen, Path(folder))
+        result = {"benchmark": "load-weights", "certificate": certified} | measure(chosen, Path(folder))
     show(result)
-    out = result_path("load-weights", birth) if chosen.record else chosen.out
+    out = result_path("load-weights", certified) if chosen.record else chosen.out
     if out is not None:
         write_result(out, result)
         print(f"written to {out}")

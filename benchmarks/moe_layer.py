@@ -1,12 +1,11 @@
-"""One layer of experts, forward and backward: Isthmus beside its own loop, Megatron-Core's experts and transformers'.
+"""One MoE layer, forward and backward: Isthmus compared with a loop over its experts, Megatron-Core and transformers.
 
     python benchmarks/moe_layer.py --record
 
-All have the same weights and the same tokens, and route them alike; contestants take turns in one process and the
-medians count. Gradients of weights are added up over micro batches: in float32 for the first three, in the weights' own
-type for transformers. What each makes of the tokens is compared before the clock starts. Beside them stand the bare
-matrix products of the experts, with nothing around them: no contestant can be faster than those by another arrangement
-of the same arithmetic. See README.md.
+All have the same weights, tokens and routing. Contestants run in alternation in one process, and medians are reported.
+Weight gradients are accumulated over micro batches: in float32 for the first three, in the dtype of the weights for
+transformers. Outputs and gradients are compared before the clock starts. The row of bare products is the time of the
+experts' matmuls alone, which is a lower bound for all contestants. See README.md.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from certificate import certificate, cores, result_path, write_result
 from rounds import CpuWatch
 
 CONTESTANTS = {
-    "isthmus": "all experts of the layer in one step of autograd",
-    "isthmus-loop": "the same routing and weights, one expert after the other through its own modules",
-    "megatron-core": "SequentialMLP and linear layers of megatron-core, unmodified, behind the same routing",
+    "isthmus": "all experts of the layer in one autograd function",
+    "isthmus-loop": "the same routing and weights, one expert after the other through its modules",
+    "megatron-core": "SequentialMLP and linear layers of megatron-core, unmodified, with the same routing",
     "transformers-eager": "the block of transformers, experts one after the other",
     "transformers-grouped": "the block of transformers, with torch's grouped_mm",
 }
 PRODUCTS = "bare products"
-"""The row of the floor: not a layer, computes nothing of use."""
+"""The row of the lower bound, which is not a layer."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 512, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192},
     "mixtral": {"hidden_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
@@ -42,9 +41,9 @@ TINY: dict[str, dict[str, Any]] = {
 }
 DTYPES = ("fp32", "bf16")
 MOST_FOR_OTHERS = 0.05
-"""Share of the cores' time that other processes may have had; beyond it the figures are no measurement."""
+"""Largest share of CPU time that other processes may use; beyond it the result is not a valid measurement."""
 AGREEMENT = {"fp32": 1e-5, "bf16": 5e-2}
-"""Mean difference from what Isthmus makes, over the mean size; in bfloat16 some tokens choose other experts."""
+"""Mean difference from Isthmus, relative to the mean magnitude; in bfloat16 some tokens go to other experts."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -53,9 +52,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(SHAPES), help="default: %(default)s")
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas (default: all)")
     parser.add_argument("--tokens", default="256,2048", help="of a micro batch (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="default: all cores")
-    parser.add_argument("--quick", action="store_true", help="tiny layers, to see that all of it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny layers, to check that the benchmark runs")
     parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
@@ -65,12 +64,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             parser.error(f"not known: {', '.join(sorted(unknown))}")
     chosen.tokens = [32] if chosen.quick else [int(tokens) for tokens in chosen.tokens.split(",")]
     if chosen.record and chosen.quick:
-        parser.error("--quick is no measurement and is not recorded")
+        parser.error("--quick is not a measurement and is not recorded")
     return chosen
 
 
 def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str, tuple[Callable[[Any], Any], Any]]:
-    """Each as (function of hidden states [T, H], module with its weights), weights alike."""
+    """For each contestant (function of hidden states [T, H], module with its weights); all weights are equal."""
     import torch
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -113,7 +112,9 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
 
     def of_core(hidden: Any, shares: Any, counts: Any) -> Any:
         sizes = counts.tolist()
-        turned = [torch.cat(each.split(sizes)[::-1]) for each in (hidden, shares)]  # it wants the first expert first
+        turned = [
+            torch.cat(each.split(sizes)[::-1]) for each in (hidden, shares)
+        ]  # Megatron-Core has the first expert first
         made, _ = own(turned[0], counts.flip(0), turned[1])
         return torch.cat(made.split(sizes[::-1])[::-1])
 
@@ -148,7 +149,7 @@ def _of_block(block: Any) -> Callable[[Any], Any]:
 
 
 def bare_products(block: Any, hidden: Any) -> Callable[[], None]:
-    """The six matrix products of each expert, forward and backward, on as many tokens as the router gives it."""
+    """The six matmuls of each expert, forward and backward, on its number of routed tokens."""
     import torch
 
     with torch.no_grad():
@@ -188,7 +189,7 @@ def _with_buffers(module: Any) -> None:
 
 
 def measure(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and gather the result, without its certificate."""
+    """Run all contestants and return the result, without its certificate."""
     import torch
 
     torch.set_num_threads(chosen.threads)
@@ -201,10 +202,10 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     shapes = TINY if chosen.quick else SHAPES
     for family in chosen.models:
         for precision in chosen.precision:
-            everybody = contestants(family, shapes[family], precision)
-            who = {name: everybody[name] for name in chosen.only}
+            built = contestants(family, shapes[family], precision)
+            who = {name: built[name] for name in chosen.only}
             for tokens in chosen.tokens:
-                rows += _turns(who, everybody["isthmus"], shapes[family], chosen.rounds, precision, tokens, family)
+                rows += _turns(who, built["isthmus"], shapes[family], chosen.rounds, precision, tokens, family)
     close_groups()
     disturbed = [row for row in rows if row["others_cpu_use"] > MOST_FOR_OTHERS]
     return {
@@ -237,7 +238,7 @@ def _turns(
         got = step(run)
         far = max(((a - b).abs().mean() / b.abs().mean()).item() for a, b in zip(got, wanted, strict=True))
         if far > AGREEMENT[precision]:
-            raise SystemExit(f"{name} computes something else: {far:.1e} away")
+            raise SystemExit(f"{name} differs from Isthmus by {far:.1e}")
         agreement[name] = far
     turns = {name: partial(step, run) for name, (run, _) in who.items()} | {PRODUCTS: bare_products(ours[1], hidden)}
     times: dict[str, list[float]] = {name: [] for name in turns}
@@ -262,7 +263,7 @@ def _turns(
         rows.append(row)
         print(
             f"{family:<10} {precision} {tokens:>5} {name:<22}{middle * 1e3:>9.2f} ms"
-            f"{row['cpu_time_s'] * 1e3:>9.2f} ms of processor time",
+            f"{row['cpu_time_s'] * 1e3:>9.2f} ms of CPU time",
             flush=True,
         )
     return rows
@@ -270,9 +271,9 @@ def _turns(
 
 def main(arguments: list[str]) -> None:
     chosen = parse(arguments)
-    birth = certificate(["benchmarks/moe_layer.py", *arguments])
-    result = {"benchmark": "moe-layer", "certificate": birth} | measure(chosen)
-    out = result_path("moe-layer", birth) if chosen.record else chosen.out
+    certified = certificate(["benchmarks/moe_layer.py", *arguments])
+    result = {"benchmark": "moe-layer", "certificate": certified} | measure(chosen)
+    out = result_path("moe-layer", certified) if chosen.record else chosen.out
     if out is not None:
         write_result(out, result)
         print(f"written to {out}")

@@ -1,8 +1,8 @@
-"""Tokenizing text and chats: ``isthmus prepare`` beside ``tokenizers`` alone, Megatron-LM's script and TRL.
+"""Tokenizing text and chats: ``isthmus prepare`` compared with ``tokenizers``, Megatron-LM and TRL.
 
     MEGATRON_LM=checkout python benchmarks/prepare.py --record
 
-All tokenize the same files with the same tokenizer on the same cores, and take turns in processes of their own. See
+All tokenize the same files with the same tokenizer on the same cores, in alternation and in separate processes. See
 README.md.
 """
 
@@ -20,11 +20,11 @@ from prepare_turns.corpus import write_chats, write_texts, write_tokenizer
 from rounds import median, run_turn, spread
 
 CONTESTANTS = {
-    "encode-batch": "tokenizers' encode_batch alone, of texts in memory, chat templates applied beforehand",
+    "encode-batch": "encode_batch of tokenizers alone, on texts in memory with chat templates already applied",
     "isthmus": "isthmus.recipes.data.prepare.prepare: files in, indexed files out",
-    "isthmus-command": "isthmus prepare, the start of Python and its imports included",
+    "isthmus-command": "isthmus prepare, with the start of Python and its imports",
     "megatron-lm": "tools/preprocess_data.py, likewise (text only)",
-    "trl": "SFTTrainer's preparation of a data set that was read before (chats only)",
+    "trl": "dataset preparation of SFTTrainer, on a dataset that is already loaded (chats only)",
 }
 NOT_FOR = {"text": {"trl"}, "chat": {"megatron-lm"}, "text-quarter": set(CONTESTANTS) - {"isthmus"}}
 SHARE_WANTED = 0.9
@@ -36,9 +36,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas (default: all)")
     parser.add_argument("--tokenizer", type=Path, help="folder of one (default: trained on the text, 32,000 tokens)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="cores of each contestant (default: all)")
-    parser.add_argument("--quick", action="store_true", help="little data, to see that all of it runs")
+    parser.add_argument("--quick", action="store_true", help="little data, to check that the benchmark runs")
     parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
@@ -50,12 +50,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             parser.error("megatron-lm needs a checkout of Megatron-LM. Name it in MEGATRON_LM.")
         chosen.only.remove("megatron-lm")
     if chosen.record and chosen.quick:
-        parser.error("--quick is no measurement and is not recorded")
+        parser.error("--quick is not a measurement and is not recorded")
     return chosen
 
 
 def measure(chosen: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Run everything and gather the result, without its certificate."""
+    """Run all contestants and return the result, without its certificate."""
     text_bytes, chats = (400_000, 200) if chosen.quick else (40_000_000, 50_000)
     files = {kind: work / f"{kind}.jsonl" for kind in ("text", "text-quarter", "chat")}
     data = {
@@ -103,15 +103,15 @@ def _row(kind: str, name: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was wanted, what came out, and whether that holds."""
+    """Each claim with its limit, the measured value, and whether it holds."""
     found = {(row["data"], row["contestant"]): row for row in rows}
-    said: list[dict[str, Any]] = []
+    checked: list[dict[str, Any]] = []
 
     def compare(kind: str, mine: str, other: str, wanted: float) -> None:
         if (kind, mine) in found and (kind, other) in found:
             got = found[kind, mine]["tokens_per_s"] / found[kind, other]["tokens_per_s"]
             claim = f"{kind}: tokens/s of {mine} / {other}"
-            said.append({"claim": claim, "wanted": f">= {wanted}", "got": got, "holds": got >= wanted})
+            checked.append({"claim": claim, "wanted": f">= {wanted}", "got": got, "holds": got >= wanted})
 
     for kind in ("text", "chat"):
         compare(kind, "isthmus", "encode-batch", SHARE_WANTED)
@@ -121,8 +121,8 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for key, who in (("peak_rss_gib", "the process"), ("largest_child_rss_gib", "a worker")):
             got = found["text", "isthmus"][key] / found["text-quarter", "isthmus"][key]
             claim = f"memory of {who}, four times the text / once"
-            said.append({"claim": claim, "wanted": f"<= {GROWTH_WANTED}", "got": got, "holds": got <= GROWTH_WANTED})
-    return said
+            checked.append({"claim": claim, "wanted": f"<= {GROWTH_WANTED}", "got": got, "holds": got <= GROWTH_WANTED})
+    return checked
 
 
 def show(result: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ def show(result: dict[str, Any]) -> None:
             f"{row['peak_rss_gib']:>8.3f}{row['largest_child_rss_gib']:>12.3f}"
         )
     if not result["quiet"]:
-        print(f"NOT QUIET, so no measurement: {'; '.join(result['disturbed_turns'])}")
+        print(f"NOT QUIET, not a valid measurement: {'; '.join(result['disturbed_turns'])}")
     for claim in result["claims"]:
         verdict = "holds" if claim["holds"] else "FAILS"
         print(f"{verdict}  {claim['claim']}: {claim['got']:.3f} (wanted {claim['wanted']})")
@@ -141,11 +141,11 @@ def show(result: dict[str, Any]) -> None:
 
 def main(arguments: list[str]) -> None:
     chosen = parse(arguments)
-    birth = certificate(["benchmarks/prepare.py", *arguments])
+    certified = certificate(["benchmarks/prepare.py", *arguments])
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
-        result = {"benchmark": "prepare", "certificate": birth} | measure(chosen, Path(folder))
+        result = {"benchmark": "prepare", "certificate": certified} | measure(chosen, Path(folder))
     show(result)
-    out = result_path("prepare", birth) if chosen.record else chosen.out
+    out = result_path("prepare", certified) if chosen.record else chosen.out
     if out is not None:
         write_result(out, result)
         print(f"written to {out}")

@@ -1,4 +1,4 @@
-"""Contestants take turns, each in a process of its own, so that a slow minute of the machine hits all of them."""
+"""Runs contestants in alternation, each in a separate process, so that noise on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HERE = Path(__file__).resolve().parent
 
 
 def run_turn(module: str, spec: dict[str, Any], *, threads: int, timeout_s: float = 3600.0) -> dict[str, Any]:
-    """Run ``python -m module SPEC RESULT`` with ``threads`` threads for everything and return what it wrote.
+    """Run ``python -m module SPEC RESULT`` with ``threads`` threads and return the result that it wrote.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: it failed; with the end of its stderr.
     """
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
-        asked, answer = Path(folder) / "spec.json", Path(folder) / "result.json"
-        asked.write_text(json.dumps(spec))
+        spec_file, result_file = Path(folder) / "spec.json", Path(folder) / "result.json"
+        spec_file.write_text(json.dumps(spec))
         paths = [str(HERE), str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(paths),
@@ -35,24 +35,24 @@ def run_turn(module: str, spec: dict[str, Any], *, threads: int, timeout_s: floa
             "HF_DATASETS_CACHE": folder,
         }
         done = subprocess.run(
-            [sys.executable, "-m", module, str(asked), str(answer)],
+            [sys.executable, "-m", module, str(spec_file), str(result_file)],
             env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout_s,
         )  # fmt: skip
-        if done.returncode or not answer.is_file():
+        if done.returncode or not result_file.is_file():
             raise RuntimeError(f"{module} {spec} failed with code {done.returncode}:\n{done.stderr[-4000:]}")
-        result: dict[str, Any] = json.loads(answer.read_text())
+        result: dict[str, Any] = json.loads(result_file.read_text())
         return result
 
 
 def take_turns(
     contestants: dict[str, tuple[str, dict[str, Any]]], *, rounds: int, threads: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Let every contestant run once a round, in the same order each time: A B C A B C.
+    """Run every contestant once per round, in the same order each time: A B C A B C.
 
     Args:
         contestants: name -> (module, its spec).
-        rounds: turns of each.
-        threads: of each.
+        rounds: number of rounds.
+        threads: of each contestant.
 
     Returns:
         name -> the result of each round.
@@ -69,7 +69,7 @@ def take_turns(
 
 
 def median(results: Sequence[dict[str, Any]], key: str) -> float:
-    """The middle value of ``key`` over the rounds."""
+    """The median of ``key`` over the rounds."""
     return statistics.median(float(result[key]) for result in results)
 
 
@@ -79,21 +79,20 @@ def spread(results: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 
 def turn_files() -> tuple[dict[str, Any], Path]:
-    """For the process of a turn: what it was asked, and where its result belongs."""
-    asked, answer = sys.argv[1:]
-    spec: dict[str, Any] = json.loads(Path(asked).read_text())
-    return spec, Path(answer)
+    """In a contestant's process: its spec, and the path for its result."""
+    spec_file, result_file = sys.argv[1:]
+    spec: dict[str, Any] = json.loads(Path(spec_file).read_text())
+    return spec, Path(result_file)
 
 
 class CpuWatch:
-    """Who had the processor since the watch began: this process and its children, or others and the hypervisor."""
+    """Measures the CPU time of this process and its children, and that of other processes and the hypervisor."""
 
     def __init__(self) -> None:
-        """Begin."""
         self._wall_s, self._own_s, self._all_s = time.perf_counter(), _own_cpu_s(), _machine_cpu_s()
 
     def shares(self) -> dict[str, float]:
-        """``cpu_use`` by this process and ``others_cpu_use`` by all else, both as a share of all cores' time."""
+        """``cpu_use`` by this process and ``others_cpu_use`` by all others, as shares of the time of all cores."""
         total_s = (time.perf_counter() - self._wall_s) * (os.cpu_count() or 1)
         own_s = _own_cpu_s() - self._own_s
         others_s = max(0.0, _machine_cpu_s() - self._all_s - own_s)
@@ -101,29 +100,29 @@ class CpuWatch:
 
 
 def _own_cpu_s() -> float:
-    """Processor time of this process and of the children it has waited for."""
+    """CPU time of this process and of the children it has waited for."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system
 
 
 def _machine_cpu_s() -> float:
-    """Time that all cores were not idle since the machine started, as /proc/stat counts it."""
+    """Non-idle time of all cores since boot, from /proc/stat."""
     user, nice, system, _idle, _wait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_rss_gib() -> float:
-    """Most memory this process has held so far, file pages it mapped included. GiB = 2^30 bytes."""
+    """Peak resident memory of this process, with mapped file pages, in GiB (2^30 bytes)."""
     return _status("VmHWM")
 
 
 def rss_gib() -> float:
-    """Memory this process holds now."""
+    """Resident memory of this process."""
     return _status("VmRSS")
 
 
 def anonymous_rss_gib() -> float:
-    """Memory this process holds now that is not a file's."""
+    """Resident memory of this process without file pages."""
     return _status("RssAnon")
 
 
@@ -131,4 +130,4 @@ def _status(field: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) / 2**20
-    raise RuntimeError(f"/proc/self/status has no {field}: this benchmark measures memory the Linux way")
+    raise RuntimeError(f"/proc/self/status has no {field}: this benchmark needs Linux to measure memory")

@@ -1,9 +1,10 @@
-"""Supervised fine-tuning on a CPU: Isthmus beside transformers' Trainer, TRL's SFTTrainer and the machine's ceiling.
+"""Supervised fine-tuning on a CPU: Isthmus compared with transformers' Trainer, TRL's SFTTrainer and peak matmul speed.
 
     python benchmarks/sft_cpu.py --data alpaca.json --tokenizer llama2-tokenizer --record
 
 Every contestant trains the same model from the same weights on the same tokens with the same loss mask, optimizer and
-gradient accumulation, in a process of its own with all cores; they take turns and the medians count. See README.md.
+gradient accumulation, in a separate process with all cores. They run in alternation, and medians are reported. See
+README.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sft.beside import RATES
 from sft.workload import TINY, Shape, Turn, make_workload
 
 CEILINGS = {"gflops": "of_ceiling", "own_shapes_gflops": "of_own_shapes_ceiling", "torch_mm_gflops": "of_torch_mm"}
-"""Rates that a step is measured by, and what the share of each is called."""
+"""Peak rates that a step is compared with, and the suffix of the share of each."""
 ISTHMUS, HUGGINGFACE, CEILING = "sft.isthmus_turn", "sft.huggingface_turn", "sft.ceiling"
 CONTESTANTS = {
     "isthmus": (ISTHMUS, "alone"),
@@ -36,20 +37,22 @@ CONTESTANTS = {
 }
 CEILING_WANTED = {"fp32": 0.85, "bf16": 0.60}
 MOST_FOR_OTHERS = 0.05
-"""Share of the cores' time that other processes may have had in a turn; beyond it, its figures are no measurement."""
+"""Largest share of CPU time that other processes may use in a run; beyond it the result is not a valid measurement."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, help="chat records (default: the documentation of this Python)")
-    parser.add_argument("--tokenizer", type=Path, help="folder of one (default: trained on the documentation)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: trained on the documentation)")
     parser.add_argument("--precision", default="fp32,bf16", help="default: %(default)s")
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas (default: all)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=96, help="a turn trains on them once (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=96, help="a run trains on them once (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="of each contestant (default: all cores)")
     parser.add_argument("--no-profile", dest="profile", action="store_false", help="leave the profile out")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two steps, to see that all of it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and two steps, to check that the benchmark runs"
+    )
     parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
@@ -57,15 +60,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if unknown := set(chosen.only) - CONTESTANTS.keys() or set(chosen.precision) - CEILING_WANTED.keys():
         parser.error(f"not known: {', '.join(sorted(unknown))}")
     if chosen.record and chosen.quick:
-        parser.error("--quick is no measurement and is not recorded")
+        parser.error("--quick is not a measurement and is not recorded")
     return chosen
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run everything and gather the result, without its certificate."""
+    """Run all contestants and return the result, without its certificate."""
     shape = TINY if chosen.quick else Shape()
     seq_length = 128 if chosen.quick else 512
-    print("making the model and the samples", flush=True)
+    print("creating the model and the samples", flush=True)
     workload = make_workload(
         folder,
         data=chosen.data,
@@ -106,7 +109,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )
         ceiling = results.pop("ceiling")
         ceilings[precision] = {
-            # The best, not the median: a disturbed round would lower the ceiling and flatter who is measured by it.
+            # The maximum, not the median: a disturbed round would lower the ceiling and raise the shares.
             **{rate: max(spread(ceiling, rate)) for rate in CEILINGS},
             "rounds": ceiling,
         }
@@ -158,13 +161,15 @@ def _row(name: str, precision: str, turns: list[dict[str, Any]], ceiling: dict[s
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is promised, what was found; only where both sides have run."""
+    """Each claim with its limit, the measured value, and whether it holds; only if both sides have run."""
     found = {(row["contestant"], row["precision"]): row for row in rows}
-    said: list[dict[str, Any]] = []
+    checked: list[dict[str, Any]] = []
 
-    def say(claim: str, wanted: float, got: float, *, at_most: bool = False) -> None:
+    def check(claim: str, wanted: float, got: float, *, at_most: bool = False) -> None:
         holds = got <= wanted if at_most else got >= wanted
-        said.append({"claim": claim, "wanted": ("<= " if at_most else ">= ") + str(wanted), "got": got, "holds": holds})
+        checked.append(
+            {"claim": claim, "wanted": ("<= " if at_most else ">= ") + str(wanted), "got": got, "holds": holds}
+        )
 
     for precision, share in CEILING_WANTED.items():
         rivals = [row for row in rows if row["precision"] == precision and not row["contestant"].startswith("isthmus")]
@@ -176,40 +181,42 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if trainers:
                 best = max(trainers, key=lambda row: row["tokens_per_s"])
                 text = f"{precision}: tokens/s of {name} / fastest Trainer ({best['contestant']})"
-                say(text, 1.3, ours["tokens_per_s"] / best["tokens_per_s"])
+                check(text, 1.3, ours["tokens_per_s"] / best["tokens_per_s"])
             packed = found.get(("trl-packed", precision))
             if packed is not None:
-                say(f"{precision}: tokens/s of {name} / trl-packed", 1.0, ours["tokens_per_s"] / packed["tokens_per_s"])
+                check(
+                    f"{precision}: tokens/s of {name} / trl-packed", 1.0, ours["tokens_per_s"] / packed["tokens_per_s"]
+                )
             text = f"{precision}: executed GFLOP/s of {name} / matrix-product ceiling"
-            say(f"{text} of torch.mm beside its steps", share, ours["executed_share_of_torch_mm_beside"])
-            say(f"{text} of the faster library beside its steps", share, ours["executed_share_of_faster_beside"])
-            say(f"{text}, the best repetition of the whole run", share, ours["executed_share_of_ceiling"])
+            check(f"{text} of torch.mm beside its steps", share, ours["executed_share_of_torch_mm_beside"])
+            check(f"{text} of the faster library beside its steps", share, ours["executed_share_of_faster_beside"])
+            check(f"{text}, the best repetition of the whole run", share, ours["executed_share_of_ceiling"])
             if rivals:
                 least = min(rivals, key=lambda row: row["peak_rss_gib"])
                 text = f"{precision}: peak memory of {name} / least of theirs ({least['contestant']})"
-                say(text, 1.0, ours["peak_rss_gib"] / least["peak_rss_gib"], at_most=True)
+                check(text, 1.0, ours["peak_rss_gib"] / least["peak_rss_gib"], at_most=True)
             if name == "isthmus-packed" and packed is not None:
                 text = f"{precision}: peak memory of {name} / trl-packed, which has as many tokens in a micro batch"
-                say(text, 1.0, ours["peak_rss_gib"] / packed["peak_rss_gib"], at_most=True)
-    return said
+                check(text, 1.0, ours["peak_rss_gib"] / packed["peak_rss_gib"], at_most=True)
+    return checked
 
 
 def show(result: dict[str, Any]) -> None:
     print(f"\n{'':<26}{'tokens/s':>10}{'peak GiB':>10}{'of torch.mm':>13}{'of faster':>11}{'first loss':>12}")
     for row in result["rows"]:
         shares = [row.get(f"executed_share_of_{name}_beside") for name in RATES]
-        told = ["" if share is None else f"{share:.1%}" for share in shares]
+        columns = ["" if share is None else f"{share:.1%}" for share in shares]
         print(
             f"{row['precision']} {row['contestant']:<21}{row['tokens_per_s']:>10.1f}{row['peak_rss_gib']:>10.2f}"
-            f"{told[0]:>13}{told[1]:>11}{row['first_loss']:>12.5f}"
+            f"{columns[0]:>13}{columns[1]:>11}{row['first_loss']:>12.5f}"
         )
     for precision, ceiling in result["ceiling"].items():
-        told = f"torch.mm {ceiling['torch_mm_gflops']:.0f}, own shapes {ceiling['own_shapes_gflops']:.0f}"
-        print(f"{precision} ceiling {ceiling['gflops']:.0f} GFLOP/s, {told}")
+        others = f"torch.mm {ceiling['torch_mm_gflops']:.0f}, own shapes {ceiling['own_shapes_gflops']:.0f}"
+        print(f"{precision} ceiling {ceiling['gflops']:.0f} GFLOP/s, {others}")
     for name, profile in result["profile"].items():
         print(f"{name}: " + ", ".join(f"{kind} {share:.1f}%" for kind, share in profile["percent"].items()))
     if not result["quiet"]:
-        print(f"NOT QUIET, so no measurement: {'; '.join(result['disturbed_turns'])}")
+        print(f"NOT QUIET, not a valid measurement: {'; '.join(result['disturbed_turns'])}")
     for claim in result["claims"]:
         verdict = "holds" if claim["holds"] else "FAILS"
         print(f"{verdict}  {claim['claim']}: {claim['got']:.3f} (wanted {claim['wanted']})")
@@ -220,11 +227,11 @@ def main(arguments: list[str]) -> None:
     missing = [name for name in ("trl", "accelerate", "datasets") if find_spec(name) is None]
     if missing and any(CONTESTANTS[name][0] == HUGGINGFACE for name in chosen.only):
         raise SystemExit(f"the other contestants need {', '.join(missing)}: pip install -e '.[bench]', or use --only")
-    birth = certificate(["benchmarks/sft_cpu.py", *arguments])
+    certified = certificate(["benchmarks/sft_cpu.py", *arguments])
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
-        result = {"benchmark": "sft-cpu", "certificate": birth} | measure(chosen, Path(folder))
+        result = {"benchmark": "sft-cpu", "certificate": certified} | measure(chosen, Path(folder))
     show(result)
-    out = result_path("sft-cpu", birth) if chosen.record else chosen.out
+    out = result_path("sft-cpu", certified) if chosen.record else chosen.out
     if out is not None:
         write_result(out, result)
         print(f"written to {out}")

@@ -1,4 +1,4 @@
-"""The model folders that are converted: Qwen3 with random weights of real shapes, written without building a model."""
+"""Writes the models of the conversion benchmark: Qwen3 with random weights, without building a model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPES = {
         head_dim=4, vocab_size=1024,
     ),
 }  # fmt: skip
-"""Two of real shapes, and one whose tensors of 1 KiB show what a tensor costs whatever its size."""
+"""Two realistic models, and one with tensors of 1 KiB, which shows the cost per tensor."""
 TINY = {
     name: Shape(
         num_hidden_layers=layers, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=8,
@@ -52,14 +52,14 @@ TINY = {
     )
     for name, layers, vocab in (("1.5gb", 2, 1024), ("6gb", 2, 4096), ("20000-tensors", 20, 64))
 }  # fmt: skip
-"""The same three for ``--quick``."""
+"""Small versions for ``--quick``."""
 
 
 def write_model(folder: Path, shape: Shape) -> dict[str, Any]:
-    """Write the folder in bfloat16 and in files of at most 5 GB, on the disk when this returns.
+    """Write the folder in bfloat16, in files of at most 5 GB, and sync it.
 
     Returns:
-        Its number of tensors, their bytes, and the bytes of all files.
+        The number of tensors, their bytes, and the bytes of all files.
     """
     config = {"model_type": "qwen3", "max_position_embeddings": 4096} | asdict(shape)
     family = family_for(config)
@@ -70,7 +70,7 @@ def write_model(folder: Path, shape: Shape) -> dict[str, Any]:
     shapes = family.hf_shapes(arch)
     plan = SafetensorsPlan((name, torch.bfloat16, size) for name, size in shapes.items())
     plan.create(folder)
-    # Drawn once, and taken from another place for each chunk: the disk cannot tell, and it takes seconds.
+    # Drawn once and reused from another offset for each chunk, since drawing takes seconds.
     pool = torch.empty(_POOL_ELEMENTS).normal_(std=0.02, generator=torch.Generator().manual_seed(0)).bfloat16()
     with SafetensorsWriter(plan, folder) as writer:
         at = 0

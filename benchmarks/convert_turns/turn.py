@@ -1,4 +1,4 @@
-"""One contestant's turn at converting a model folder."""
+"""Runs one contestant of the conversion benchmark."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SOURCES = {
     "verify": ("hf", "torch_dist"),
     "transformers": ("hf",),
 }
-"""Folders that each reads; they lie beside each other."""
+"""The folders that each contestant reads."""
 
 
 def copy(source: Path, target: Path) -> float:
-    """``cp -r``; no import."""
+    """``cp -r``; returns zero seconds of imports."""
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     return 0.0
 
 
 def isthmus_conversion(source: Path, target: Path, to: Any) -> float:
-    """What ``isthmus convert`` does; it syncs its files itself. Returns the seconds that its imports took."""
+    """``isthmus convert``, which syncs its files; returns the seconds of its imports."""
     started_s = time.perf_counter()
     from isthmus.convert.legacy.legacy_layout import LegacyLayout
     from isthmus.convert.transfer import convert
@@ -43,7 +43,7 @@ def isthmus_conversion(source: Path, target: Path, to: Any) -> float:
 
 
 def isthmus_verification(first: Path, second: Path) -> float:
-    """What ``isthmus verify`` does, the checksums of the checkpoint included."""
+    """``isthmus verify``, with the checksums of the checkpoint; returns the seconds of its imports."""
     started_s = time.perf_counter()
     from isthmus.convert.verify.compare import compare_models
 
@@ -53,7 +53,7 @@ def isthmus_verification(first: Path, second: Path) -> float:
 
 
 def transformers_copy(source: Path, target: Path) -> float:
-    """``from_pretrained``, then ``save_pretrained``: how a folder is rewritten with transformers."""
+    """``from_pretrained``, then ``save_pretrained``; returns the seconds of the imports."""
     started_s = time.perf_counter()
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401  # the class is imported lazily
 
@@ -64,17 +64,17 @@ def transformers_copy(source: Path, target: Path) -> float:
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """The turn that ``spec`` asks for; what it has written is removed afterwards, unless it is to be kept.
+    """Run the contestant of ``spec``; its output is removed afterwards, unless ``spec`` keeps it.
 
-    The clock starts with torch imported, nothing left to write to the disk, the sources in the page cache and the
-    memory for the pages of the target just used. It stops when everything is on the disk.
+    The clock starts with torch imported, no dirty pages, the sources in the page cache and memory for the target's
+    pages available. It stops when everything is on the disk.
     """
     folder, name = Path(spec["folder"]), spec["contestant"]
     sources, target = [folder / source for source in SOURCES[name]], folder / "written"
     num_bytes = sum(_read(source) for source in sources)
     _warm_memory(folder / "scratch", num_bytes)
     os.sync()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of importing torch
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which includes the import of torch
     torch_gib = rss_gib()
     watch, started_s = CpuWatch(), time.perf_counter()
     if name == "cp":
@@ -98,12 +98,12 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "import_s": import_s,
         "torch_rss_gib": torch_gib,
         "memory_added_gib": peak_gib - torch_gib,
-        "line": f"{time_s:7.2f} s, of which imports {import_s:.2f}; {peak_gib - torch_gib:.3f} GiB more than torch",
+        "line": f"{time_s:7.2f} s, of which imports {import_s:.2f}; {peak_gib - torch_gib:.3f} GiB beyond torch",
     }
 
 
 def _read(folder: Path) -> int:
-    """Read every file, so that its pages are in the cache; their bytes."""
+    """Read every file into the page cache; returns their bytes."""
     buffer, done = bytearray(1 << 22), 0
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -114,10 +114,10 @@ def _read(folder: Path) -> int:
 
 
 def _warm_memory(scratch: Path, num_bytes: int) -> None:
-    """Fill the page cache with more pages than the target will need, and let them go again.
+    """Fill the page cache with more pages than the target needs, and free them.
 
-    A virtual machine may have given its free memory back to its host. Having it again costs ten times a copy, and
-    without this, chance decides which contestant pays.
+    A virtual machine may have returned free memory to its host, and getting it back takes ten times as long as a copy.
+    Without this step, that cost would hit a random contestant.
     """
     block = bytes(1 << 20)
     with scratch.open("wb", buffering=0) as file:
@@ -127,5 +127,5 @@ def _warm_memory(scratch: Path, num_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    spec, answer = turn_files()
-    Path(answer).write_text(json.dumps(run(spec)))
+    spec, result_file = turn_files()
+    Path(result_file).write_text(json.dumps(run(spec)))

@@ -1,4 +1,4 @@
-"""The model folder that is loaded: Qwen3's smallest, with as many layers as make about 1 GB at each precision."""
+"""Writes the model of the loading benchmark: the smallest Qwen3, with enough layers for about 1 GB."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TINY = Shape(
 
 
 def write_model(folder: Path, shape: Shape, precision: str) -> dict[str, Any]:
-    """Write the folder with random weights and read its file once: its pages are on the disk and in the cache."""
+    """Write the folder with random weights, sync it and read it into the page cache."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def write_model(folder: Path, shape: Shape, precision: str) -> dict[str, Any]:
     model.save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
     with file.open("rb", buffering=0) as pages:
-        os.fsync(pages.fileno())  # or an early turn would share the disk with them
+        os.fsync(pages.fileno())  # otherwise writeback would slow the first run down
         while pages.read(1 << 24):
             pass
     return {"parameters": sum(p.numel() for p in model.parameters()), "file_bytes": file.stat().st_size}

@@ -1,4 +1,4 @@
-"""One contestant's turn at loading a model folder."""
+"""Runs one contestant of the loading benchmark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rounds import CpuWatch, anonymous_rss_gib, peak_rss_gib, rss_gib, turn_file
 
 
 def copy_file(folder: Path) -> dict[str, Any]:
-    """``cp`` of the weights to the same disk, without waiting for the disk; its own memory is not of interest."""
+    """``cp`` of the weights to the same disk, without a sync; its memory is not measured."""
     (file,) = folder.glob("*.safetensors")
     target = folder / "copy"
     before_gib = rss_gib()
@@ -27,8 +27,8 @@ def copy_file(folder: Path) -> dict[str, Any]:
 def transformers_model(folder: Path, *, own: bool) -> dict[str, Any]:
     """``from_pretrained`` as a user calls it.
 
-    On a CPU its weights are the file's own pages, mapped copy-on-write: nothing is copied until a weight is written.
-    With ``own`` each page is written once, so that the weights are the process's, as those of a trained model are.
+    On a CPU its weights are pages of the file, mapped copy-on-write: nothing is copied until a weight is written.
+    With ``own`` each page is written once, so that the process has its own copy, as in training.
     """
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401  # the class is imported lazily
 
@@ -40,7 +40,7 @@ def transformers_model(folder: Path, *, own: bool) -> dict[str, Any]:
 
 
 def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, Any]:
-    """What a recipe's session does between joining the ranks and making the optimizer."""
+    """The steps of a recipe between process groups and optimizer."""
     import torch
 
     from isthmus.config.schema import ParallelConfig
@@ -51,7 +51,7 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
     from isthmus.hf.model_folder import ModelFolder
     from isthmus.platforms.detect import detect
 
-    open_groups(ParallelConfig(), detect("cpu"), seed=0)  # first: it makes megatron.core importable without CUDA
+    open_groups(ParallelConfig(), detect("cpu"), seed=0)  # first, since it makes megatron.core importable without CUDA
     from isthmus.engine.megatron_model import build_model, live_tensors
     from isthmus.engine.model_config import padded_vocab_size, transformer_config
     from isthmus.engine.optim.optimizer import wrap_data_parallel
@@ -77,7 +77,7 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
 
 
 def touch(tensors: Iterable[Any], *, write: bool = False) -> int:
-    """Read (or write back) one element of every page of every tensor; returns their bytes."""
+    """Read (or write) one element in every page of every tensor; returns their bytes."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         if tensor.data_ptr() not in seen:  # a tied weight counts once
@@ -90,7 +90,7 @@ def touch(tensors: Iterable[Any], *, write: bool = False) -> int:
 
 
 def _result(time_s: float, before_gib: float, num_bytes: int) -> dict[str, Any]:
-    """``rss_added_gib`` is the peak above what the process held before the clock started."""
+    """``rss_added_gib`` is the peak above the memory before the clock started."""
     peak_gib = peak_rss_gib()
     return {
         "time_s": time_s,
@@ -103,7 +103,7 @@ def _result(time_s: float, before_gib: float, num_bytes: int) -> dict[str, Any]:
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """The turn that ``spec`` asks for."""
+    """Run the contestant of ``spec``."""
     folder = Path(spec["folder"])
     if spec["contestant"] == "cp":
         return copy_file(folder)
@@ -113,5 +113,5 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    spec, answer = turn_files()
-    Path(answer).write_text(json.dumps(run(spec)))
+    spec, result_file = turn_files()
+    Path(result_file).write_text(json.dumps(run(spec)))

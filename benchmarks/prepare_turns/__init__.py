@@ -1,1 +1,1 @@
-"""The parts of prepare.py."""
+"""The contestants of the tokenization benchmark."""

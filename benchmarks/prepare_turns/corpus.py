@@ -1,4 +1,4 @@
-"""Real text and chats that every machine has: the sources and docstrings of the installed Python and its packages."""
+"""Text and chats from the installed Python and its packages: their source files and docstrings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _sources() -> list[Path]:
 
 
 def write_texts(path: Path, num_bytes: int) -> dict[str, Any]:
-    """One source file a record, until there are ``num_bytes`` of text."""
+    """Write one source file per record, up to ``num_bytes`` of text."""
     size = records = 0
     with path.open("w", encoding="utf-8") as file:
         for source in _sources():
@@ -45,13 +45,13 @@ def write_texts(path: Path, num_bytes: int) -> dict[str, Any]:
 
 
 def write_chats(path: Path, count: int) -> dict[str, Any]:
-    """A question and the docstring that answers it, as the prompt and completion that TRL and Isthmus both read."""
+    """Write questions with docstrings as answers, as prompts and completions, which TRL and Isthmus both read."""
     size = records = 0
     with path.open("w", encoding="utf-8") as file:
         for name, doc in _docstrings():
-            asked = [{"role": "user", "content": f"What does `{name}` do?"}]
-            told = [{"role": "assistant", "content": doc}]
-            file.write(json.dumps({"prompt": asked, "completion": told}, ensure_ascii=False) + "\n")
+            prompt = [{"role": "user", "content": f"What does `{name}` do?"}]
+            completion = [{"role": "assistant", "content": doc}]
+            file.write(json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False) + "\n")
             size, records = size + len(doc.encode()), records + 1
             if records == count:
                 break
@@ -83,7 +83,7 @@ def _is_text(doc: str) -> bool:
 
 
 def write_tokenizer(folder: Path, texts: Path, vocab_size: int, documents: int) -> None:
-    """A byte-level BPE trained on the first documents, with ChatML."""
+    """Train a byte-level BPE tokenizer with ChatML on the first documents."""
     with texts.open(encoding="utf-8") as file:
         read = [json.loads(line)["text"] for _, line in zip(range(documents), file, strict=False)]
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``tools/preprocess_data.py``; where there is no Triton, without a module that wants it."""
+"""Runs ``tools/preprocess_data.py`` of Megatron-LM; without Triton, the module that needs it is replaced by a stub."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ if __name__ == "__main__":
         sys.modules[_KERNELS] = kernels
     sys.path.insert(0, str(Path(script).parents[1]))
     sys.argv = [script, *flags]
-    # In this module's own names: the processes that the script forks look for its classes in the main module.
+    # In this module's namespace, since processes that the script forks look for its classes in the main module.
     globals()["__file__"] = script
     exec(compile(Path(script).read_text(), script, "exec"), globals())

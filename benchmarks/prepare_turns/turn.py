@@ -1,4 +1,4 @@
-"""One contestant's turn at tokenizing a file."""
+"""Runs one contestant of the tokenization benchmark."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _AT_ONCE = 8192
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Tokenize; the clock stops when the result is in the caller's hands, or on the disk for those that write files.
+    """Tokenize. The clock stops when the result is returned, or on disk for contestants that write files.
 
-    It starts with all modules imported, but for the whole commands, whose start is part of them.
+    It starts with all modules imported, except for whole commands, whose start-up is measured too.
     """
     threads = int(spec["threads"])
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
@@ -40,7 +40,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encode_batch(spec: dict[str, Any], threads: int) -> Callable[[], int]:
-    """``tokenizers`` alone, on texts that are in memory, with templates applied to them before the clock starts."""
+    """``tokenizers`` alone, on texts in memory, with templates applied before the clock starts."""
     from tokenizers import Tokenizer
 
     from isthmus.data.chat.chat_records import parse_record
@@ -65,7 +65,7 @@ def _encode_batch(spec: dict[str, Any], threads: int) -> Callable[[], int]:
 
 
 def _isthmus(spec: dict[str, Any], threads: int) -> Callable[[], int]:
-    """``prepare``: files read, hashed and written, the tokenizer loaded, workers started."""
+    """``prepare``: reads, hashes and writes files, loads the tokenizer and starts workers."""
     from isthmus.recipes.data.prepare import prepare
 
     def run() -> int:
@@ -101,13 +101,13 @@ def _command(words: list[str], prefix: str) -> Callable[[], int]:
 
 
 def _trl(spec: dict[str, Any], threads: int) -> Callable[[], int]:
-    """What ``SFTTrainer`` does to a data set before it trains; the file is read into the data set before."""
+    """The dataset preparation of ``SFTTrainer``; the dataset is loaded before the clock starts."""
     from datasets import Dataset, disable_progress_bars
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     disable_progress_bars()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its own processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it uses processes instead
     tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"])
     data = Dataset.from_json(spec["data"], cache_dir=spec["out"])
     config = SFTConfig(
@@ -133,5 +133,5 @@ _CONTESTANTS = {
 }
 
 if __name__ == "__main__":
-    spec, answer = turn_files()
-    Path(answer).write_text(json.dumps(run(spec)))
+    spec, result_file = turn_files()
+    Path(result_file).write_text(json.dumps(run(spec)))

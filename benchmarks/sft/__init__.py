@@ -1,1 +1,1 @@
-"""The contestants of the fine-tuning benchmark, each a module that runs in a process of its own."""
+"""The contestants of the fine-tuning benchmark; each module runs in a separate process."""

@@ -1,7 +1,7 @@
-"""How fast the machine multiplies at this moment: a process beside a contestant, asked before and after each step.
+"""Measures the matmul speed of the machine before and after each step of a contestant, in a separate process.
 
-A shared machine's speed changes by a quarter within the hour, so a ceiling of another minute says little of a step. The
-process is one of its own, so that what it needs is not counted as the contestant's memory; it sleeps while steps run.
+The speed of a shared machine changes by a quarter within an hour, so a ceiling must be measured close to a step. The
+separate process keeps its memory out of the contestant's; it sleeps while steps run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from sft.ceiling import DTYPES, drawn, layouts, products, turns_s
 
 RATES = ("torch_mm", "faster")
-"""By ``torch.mm``, and by the library that Isthmus takes where that is faster."""
+"""With ``torch.mm``, and with the library that Isthmus uses if that is faster."""
 
 
 class Beside:
-    """The process, and what it said."""
+    """The measuring process and the sums of its results."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         """Start it; ``spec`` is that of :mod:`sft.ceiling`."""
@@ -32,14 +32,14 @@ class Beside:
     def _ask(self) -> dict[str, float]:
         assert self._process.stdin is not None and self._process.stdout is not None
         print("now", file=self._process.stdin, flush=True)
-        told = self._process.stdout.readline()
-        if not told:
-            raise RuntimeError("the process that measures the ceiling beside the steps has ended; its error is above")
-        rates: dict[str, float] = json.loads(told)
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process that measures the ceiling has ended; its error is above")
+        rates: dict[str, float] = json.loads(line)
         return rates
 
     def step_done(self, flops: float, took_s: float) -> None:
-        """A step of ``flops`` operations has taken ``took_s``: measure what the machine could have done."""
+        """Add a step of ``flops`` operations that took ``took_s``, and the operations possible in that time."""
         after = self._ask()
         self._flops += flops
         for name in RATES:
@@ -47,7 +47,7 @@ class Beside:
         self._before = after
 
     def close(self) -> dict[str, float]:
-        """End the process. Returns the operations of all steps over those that the ceilings beside them allowed."""
+        """End the process; returns the operations of all steps divided by those possible."""
         self._process.communicate()
         return {f"executed_share_of_{name}_beside": self._flops / possible for name, possible in self._possible.items()}
 
@@ -58,7 +58,7 @@ def measure(spec: dict[str, Any]) -> dict[str, float]:
     rates: dict[str, list[float]] = {name: [] for name in RATES}
     pairs = [(drawn(n, n, dtype), drawn(n, n, dtype)) for n in spec["squares"][:2]]
     for name, tokens, inputs, outputs, _ in products(spec):
-        if name != "head":  # no faster than the others, and takes as long as all of them
+        if name != "head":  # not faster than the others, and takes as long as all of them together
             pairs += layouts(tokens, inputs, outputs, dtype).values()
     for a, b in pairs:
         flops = 2.0 * a.size(0) * a.size(1) * b.size(1)
@@ -69,7 +69,7 @@ def measure(spec: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    measure(asked)  # libraries are loaded and shapes compiled
+    spec = json.loads(sys.argv[1])
+    measure(spec)  # warm-up
     for _ in sys.stdin:
-        print(json.dumps(measure(asked)), flush=True)
+        print(json.dumps(measure(spec)), flush=True)

@@ -1,10 +1,9 @@
-"""How fast this machine multiplies matrices: the ceiling of any training step on it.
+"""Measures the matmul speed of this machine, which is the ceiling of any training step.
 
-Three figures a precision. ``gflops`` is the best rate over square sizes and over the model's own shapes, of
-``torch.mm`` or of Isthmus' own choice of a library, whichever was faster. ``own_shapes_gflops`` is what a step would
-reach if it were nothing but the model's matrix products, each as fast as that product alone was: the model's small
-dimensions make it lower than the first. ``torch_mm_gflops`` is the best of ``torch.mm`` alone, which all others here
-multiply with.
+Three rates per precision. ``gflops`` is the best over square sizes and the model's shapes, of ``torch.mm`` or of the
+library that Isthmus chooses, whichever is faster. ``own_shapes_gflops`` is the rate of a step that consists of the
+model's matmuls alone, each at its best speed; it is lower, since the model's dimensions are small.
+``torch_mm_gflops`` is the best of ``torch.mm``, which all other contestants use.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def products(spec: dict[str, Any]) -> Iterator[tuple[str, int, int, int, float]]:
-    """(name, tokens, inputs, outputs, times in a step) of each projection, for one micro batch of full sequences."""
+    """(name, tokens, inputs, outputs, times per step) of each linear layer, for one micro batch of full sequences."""
     shape = spec["shape"]
     hidden, ffn, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     heads = shape["num_attention_heads"] * shape["head_dim"]
@@ -41,7 +40,7 @@ def products(spec: dict[str, Any]) -> Iterator[tuple[str, int, int, int, float]]
 
 
 def turns_s(a: Tensor, b: Tensor, budget_s: float) -> tuple[list[float], list[float]]:
-    """What ``a @ b`` takes by ``torch.mm``, and by Isthmus' choice of a library, in turns for about ``budget_s``."""
+    """Times of ``a @ b`` with ``torch.mm`` and with the library that Isthmus chooses, alternating for ``budget_s``."""
     out = torch.mm(a, b)
     ways = (lambda: torch.mm(a, b, out=out), lambda: product(a, b, out=out))
     times_s: tuple[list[float], list[float]] = ([], [])
@@ -55,14 +54,14 @@ def turns_s(a: Tensor, b: Tensor, budget_s: float) -> tuple[list[float], list[fl
 
 
 def best_gflops(a: Tensor, b: Tensor, budget_s: float) -> tuple[float, float]:
-    """The fastest of some repetitions of ``a @ b``, in 10^9 operations a second: by ``torch.mm``, and by either way."""
+    """The best rate of ``a @ b`` in 10^9 operations a second: with ``torch.mm``, and with the faster of both."""
     by_torch_s, by_choice_s = (min(times) for times in turns_s(a, b, budget_s))
     flops = 2.0 * a.size(0) * a.size(1) * b.size(1)
     return flops / by_torch_s / 1e9, flops / min(by_torch_s, by_choice_s) / 1e9
 
 
 def layouts(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-    """The three products of a projection: forward, gradient of the input, gradient of the weight."""
+    """The three matmuls of a linear layer: forward, gradient of the input, gradient of the weight."""
     x, weight, grad = drawn(tokens, inputs, dtype), drawn(outputs, inputs, dtype), drawn(tokens, outputs, dtype)
     return {"forward": (x, weight.t()), "grad_x": (grad, weight), "grad_w": (grad.t(), x)}
 
@@ -75,7 +74,7 @@ def drawn(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """The ceiling at one precision."""
     dtype, budget_s = DTYPES[spec["precision"]], float(spec["budget_s"])
-    detect("cpu").prepare_process()  # memory is kept for the next product, as it is in a run
+    detect("cpu").prepare_process()  # the allocator keeps memory, as in a run
     watch = CpuWatch()
     rates = {f"{n}x{n}x{n}": best_gflops(drawn(n, n, dtype), drawn(n, n, dtype), budget_s) for n in spec["squares"]}
     flops = seconds = 0.0
@@ -94,10 +93,10 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "own_shapes_gflops": own,
         "torch_mm_gflops": by_torch,
         "torch_mm_and_best_gflops": rates,
-        "line": f"{best:8.1f} GFLOP/s, torch.mm {by_torch:.1f}, the model's own shapes {own:.1f}  {others}",
+        "line": f"{best:8.1f} GFLOP/s, torch.mm {by_torch:.1f}, the model's shapes {own:.1f}  {others}",
     }
 
 
 if __name__ == "__main__":
-    spec, answer = turn_files()
-    Path(answer).write_text(json.dumps(measure(spec)))
+    spec, result_file = turn_files()
+    Path(result_file).write_text(json.dumps(measure(spec)))

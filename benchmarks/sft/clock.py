@@ -1,4 +1,4 @@
-"""Steady-state speed of a training loop: the first steps warm up, then every step is timed and its tokens counted."""
+"""Measures the steady-state speed of a training loop: times and tokens of all steps after the warm-up."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sft.workload import Turn
 
 
 class Clock:
-    """Told of every step's end; says when there is enough."""
+    """Times the steps of a run."""
 
     def __init__(self, turn: Turn) -> None:
-        """Note the memory held before training, with the libraries and the model in it."""
+        """Record the memory before training, which includes libraries and the model."""
         self._turn = turn
         self._rss_before_gib = rss_gib()
         self._steps = 0
@@ -25,7 +25,7 @@ class Clock:
         self.losses: list[float] = []
 
     def step_done(self, num_tokens: int) -> None:
-        """A step has ended in which ``num_tokens`` tokens, padding not counted, ran through the model."""
+        """End a step with ``num_tokens`` tokens, without padding."""
         now_s = time.perf_counter()
         self._steps += 1
         if self._steps > self._turn.warmup_steps:
@@ -35,17 +35,17 @@ class Clock:
             self._watch = CpuWatch()
         self._at_s = time.perf_counter()
 
-    def go_on(self) -> None:
-        """What happened since the last step's end is not part of the next."""
+    def restart(self) -> None:
+        """Exclude the time since the end of the last step from the next one."""
         self._at_s = time.perf_counter()
 
     @property
     def enough(self) -> bool:
-        """Whether as much has been timed as was asked for."""
+        """Whether enough steps and tokens have been timed."""
         return len(self.times_s) >= self._turn.timed_steps and sum(self.tokens) >= self._turn.timed_tokens
 
     def result(self) -> dict[str, Any]:
-        """The figures of one turn."""
+        """The result of the run."""
         speed = sum(self.tokens) / sum(self.times_s)
         cpu, peak_gib = self._watch.shares(), peak_rss_gib()
         others = f"others had {cpu['others_cpu_use']:.0%} of the cores"

@@ -1,10 +1,10 @@
-"""The turn of transformers' Trainer or of TRL's SFTTrainer, on the samples and masks that Isthmus made.
+"""Runs transformers' Trainer or TRL's SFTTrainer in the fine-tuning benchmark, on samples and masks from Isthmus.
 
-Styles of the Trainer: ``padded`` (to the longest sample of the micro batch), ``grouped`` (padded, samples of like
+Styles of the Trainer: ``padded`` (to the longest sample of the micro batch), ``grouped`` (padded, samples of similar
 length together), ``flattened`` (transformers' own padding-free collator). Styles of TRL: ``trl`` (padded),
 ``trl-flattened`` (its padding-free mode) and ``trl-packed`` (its best-fit-decreasing packing).
-What is not its default, and why: no gradient checkpointing, which costs time (TRL's default has it); PyTorch's SDPA,
-the fastest attention that both have on a CPU; fused AdamW; no evaluation, no checkpoints, no reports.
+Settings that differ from the defaults: no gradient checkpointing, which costs time (TRL's default has it); PyTorch's
+SDPA, the fastest attention that both have on a CPU; fused AdamW; no evaluation, checkpoints or reports.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from sft.workload import Turn
 IGNORED = -100
 
 
-class TellClock(TrainerCallback):
-    """Passes the ends of steps on to the clock and stops the training when it has enough."""
+class ClockCallback(TrainerCallback):
+    """Reports the end of each step to the clock, and stops the training when enough is timed."""
 
     def __init__(self, clock: Clock) -> None:
-        """Count into ``clock``."""
         self.clock = clock
         self.num_tokens = 0
 
@@ -52,15 +51,15 @@ class TellClock(TrainerCallback):
 
 
 def counting(trainer: type[Trainer]) -> type[Trainer]:
-    """The same trainer, counting the tokens of each micro batch that are no padding."""
+    """The same trainer, with a count of the tokens without padding."""
 
     class Counting(trainer):  # type: ignore[valid-type, misc]
-        tell: TellClock
+        callback: ClockCallback
 
         def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-            """Count, then do what the trainer does."""
+            """Count the tokens, then run the step."""
             mask = inputs.get("attention_mask")
-            self.tell.num_tokens += int(inputs["input_ids"].numel() if mask is None else mask.sum())
+            self.callback.num_tokens += int(inputs["input_ids"].numel() if mask is None else mask.sum())
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
             return loss
 
@@ -68,7 +67,7 @@ def counting(trainer: type[Trainer]) -> type[Trainer]:
 
 
 def pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A micro batch as long as its longest sample; padding is neither seen nor learned."""
+    """A micro batch padded to its longest sample; padding has no attention and no loss."""
     longest = max(len(sample["input_ids"]) for sample in samples)
 
     def rows(key: str, filler: int) -> torch.Tensor:
@@ -80,7 +79,7 @@ def pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def labelled_samples(turn: Turn) -> datasets.Dataset:
-    """The samples with labels as transformers wants them: not shifted, -100 where nothing is learned."""
+    """The samples with labels for transformers: not shifted, -100 for tokens without loss."""
     store = turn.samples()
     rows = []
     for index in range(len(store)):
@@ -91,7 +90,7 @@ def labelled_samples(turn: Turn) -> datasets.Dataset:
 
 
 def settings(turn: Turn) -> dict[str, Any]:
-    """Arguments that both trainers share."""
+    """Arguments of both trainers."""
     return {
         "output_dir": "out",
         "use_cpu": True,
@@ -148,20 +147,20 @@ def make_trainer(turn: Turn, model: Any) -> Trainer:
 
 
 def run(turn: Turn) -> dict[str, Any]:
-    """Train for one turn and return its figures."""
+    """Train and return the result of the run."""
     model = AutoModelForCausalLM.from_pretrained(turn.model, dtype=torch.float32, attn_implementation="sdpa")
     trainer: Any = make_trainer(turn, model)
     trainer.remove_callback(PrinterCallback)
-    tell = TellClock(Clock(turn))
-    trainer.tell = tell
-    trainer.add_callback(tell)
+    callback = ClockCallback(Clock(turn))
+    trainer.callback = callback
+    trainer.add_callback(callback)
     trainer.train()
     if model.is_gradient_checkpointing or next(model.parameters()).dtype != torch.float32:
-        raise RuntimeError("the contestant did not train with the settings it was given")
-    return tell.clock.result()
+        raise RuntimeError("the contestant did not train with the given settings")
+    return callback.clock.result()
 
 
 if __name__ == "__main__":
-    spec, answer = turn_files()
+    spec, result_file = turn_files()
     result = run(Turn(**spec))
-    Path(answer).write_text(json.dumps(result))
+    Path(result_file).write_text(json.dumps(result))

@@ -1,6 +1,6 @@
-"""Isthmus's turn: the recipe's own session, optimizer and stepper, fed by its own batches.
+"""Runs Isthmus in the fine-tuning benchmark: session, optimizer, stepper and batches of the sft recipe.
 
-Styles: ``alone`` takes ``micro_batch_size`` samples a micro batch, ``packed`` as many sequences of packed samples.
+Styles: ``alone`` has ``micro_batch_size`` samples per micro batch, ``packed`` as many packed sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sft.workload import Turn
 
 
 def run(turn: Turn) -> dict[str, Any]:
-    """Train for one turn and return its figures."""
+    """Train and return the result of the run."""
     config = RunConfig.model_validate(
         {
             "recipe": "sft",
@@ -70,10 +70,10 @@ def run(turn: Turn) -> dict[str, Any]:
                 beside.step_done(flops, clock.times_s[-1])
         elif step == turn.warmup_steps - 1 and turn.ceiling is not None:
             beside = Beside(turn.ceiling)
-        clock.go_on()
+        clock.restart()
         step += 1
     timed_s = sum(clock.times_s)
-    # Ended before the clock reads who had the processor: the time of a process that has been waited for is this one's.
+    # Closed before the clock reads CPU times: those of a child count as ours once it has been waited for.
     shares = {} if beside is None else beside.close()
     rates = {"executed_gflops": executed / timed_s / 1e9, "all_logits_gflops": model_flops / timed_s / 1e9}
     result = clock.result() | shares | rates
@@ -85,7 +85,7 @@ def run(turn: Turn) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    spec, answer = turn_files()
+    spec, result_file = turn_files()
     result = run(Turn(**spec))
-    Path(answer).write_text(json.dumps(result))
+    Path(result_file).write_text(json.dumps(result))
     close_groups()

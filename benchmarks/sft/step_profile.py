@@ -1,4 +1,4 @@
-"""Where a step's time goes, by kind of work, in percent of its wall time."""
+"""Profiles a step: the share of its wall time by kind of operation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-# The first kind with a mark in the operation's name takes it.
+# An operation belongs to the first kind with a matching part of its name.
 KINDS = (
     ("matrix products", ("::mm", "::addmm", "::bmm", "::baddbmm", "::matmul", "::linear")),
     ("attention", ("attention",)),
@@ -23,15 +23,15 @@ OPTIMIZER, OUTSIDE = "optimizer", "Python and everything else"
 
 
 def profile_step(step: Callable[[], Any], optimizer: Any) -> dict[str, Any]:
-    """Run ``step`` under torch's profiler and share its wall time out among kinds of work.
+    """Run ``step`` under torch's profiler and divide its wall time among kinds of operations.
 
     Args:
         step: one training step.
-        optimizer: its ``step`` is counted as one kind, whatever it consists of.
+        optimizer: its ``step`` counts as one kind.
 
     Returns:
-        ``percent`` by kind, ``operations`` with the largest shares, and the wall time of the step, which the profiler
-        itself lengthens.
+        ``percent`` by kind, ``operations`` with the largest shares, and the wall time of the step, with the profiler's
+        overhead.
     """
     update = optimizer.step
 

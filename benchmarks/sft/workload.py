@@ -1,4 +1,4 @@
-"""What all contestants of the fine-tuning benchmark are given: one model folder and one set of tokenized samples."""
+"""The model folder and the tokenized samples of the fine-tuning benchmark."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ TINY = Shape(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What one contestant is asked to do."""
+    """The spec of one run."""
 
     folder: str
     """Holds ``model`` (Hugging Face) and ``samples`` (a sample store)."""
     precision: Literal["fp32", "bf16"]
     style: str
-    """How it lays out its batches; the names are the contestant's own."""
+    """Batch layout; the names depend on the contestant."""
     seq_length: int = 512
     micro_batch_size: int = 4
     accumulation: int = 4
     warmup_steps: int = 1
     timed_tokens: int = 1
-    """Steps are timed until this many non-padding tokens have run: one pass over the samples, however arranged."""
+    """Steps are timed until this many tokens without padding have run: one pass over the samples."""
     timed_steps: int = 1
-    """And at least as many steps as this."""
+    """Minimum number of timed steps."""
     lr: float = 1e-4
     ceiling: dict[str, Any] | None = None
-    """Measure it beside each timed step, as ``sft.beside`` does; only Isthmus does."""
+    """Spec of the ceiling that ``sft.beside`` measures at each timed step; only for Isthmus."""
     profile: bool = False
-    """After the timed steps, run one more and say where its time goes; only Isthmus does."""
+    """Profile one more step after the timed ones; only for Isthmus."""
 
     @property
     def model(self) -> Path:
@@ -72,11 +72,11 @@ class Turn:
         return Path(self.folder) / "model"
 
     def samples(self) -> SampleStore:
-        """The tokenized samples with their masks, in the order in which unpacked batches take them."""
+        """The tokenized samples with their masks, in the order of unpacked batches."""
         return SampleStore.open(Path(self.folder) / "samples")
 
     def spec(self) -> dict[str, Any]:
-        """As JSON takes it; ``Turn(**spec)`` is the way back."""
+        """For JSON; ``Turn(**spec)`` is the inverse."""
         return asdict(self)
 
 
@@ -86,8 +86,8 @@ def make_workload(
     """Write model and samples into ``folder`` and describe them.
 
     Without ``data`` the chats are the documentation of the installed Python; without ``tokenizer`` one is trained on
-    the data. Samples hold at most ``seq_length`` tokens. ``num_samples`` of them are drawn, in an order in which
-    contestants that neither pack nor sort all take them.
+    the data. Samples have at most ``seq_length`` tokens. ``num_samples`` of them are drawn, in the order in which
+    contestants that neither pack nor sort read them.
     """
     import numpy as np
 
@@ -104,7 +104,7 @@ def make_workload(
     store = store.select(np.random.default_rng(0).permutation(len(store))[:num_samples])
     store.save(folder / "samples")
     parameters = _write_model(folder / "model", shape)
-    chosen.save(folder / "model")  # TRL asks for one, although the samples are tokens already
+    chosen.save(folder / "model")  # TRL needs one, although the samples are tokenized
     return {
         "model": {"family": "qwen3", "parameters": parameters, **asdict(shape)},
         "data": {
