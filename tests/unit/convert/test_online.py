@@ -189,7 +189,7 @@ def test_live_tensors_must_be_those_of_the_table(tmp_path: Path) -> None:
     layout = Layout(padded_vocab_size=80)
     for live, message in [
         ({"decoder.layers.2.input_layernorm.weight": torch.zeros(32)}, "has no rule"),
-        ({"decoder.final_layernorm.weight": torch.zeros(31)}, r"is \(31,\), family llama wants \(32,\)"),
+        ({"decoder.final_layernorm.weight": torch.zeros(31)}, r"is \(31,\), family llama has \(32,\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             import_weights(live, family, arch, RandomWeights(family, arch, seed=0), layout=layout)

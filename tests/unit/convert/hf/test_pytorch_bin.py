@@ -194,7 +194,7 @@ def test_an_index_that_lies(model: Path, tmp_path: Path) -> None:
         (str(tmp_path / "away.bin"), UnsafeInput, "outside of the folder"),
         ("link.bin", UnsafeInput, "a link out of the folder"),
         ("none.bin", DataError, "which is not there"),
-        (second, DataError, "which does not hold it"),
+        (second, DataError, "which does not have it"),
     ):
         lies = {name: file if where == first else where for name, where in truth.items()}
         index.write_text(json.dumps({"weight_map": lies}))
