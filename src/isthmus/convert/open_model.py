@@ -46,17 +46,12 @@ class OpenedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """How to open a model."""
+    """How to open a model, with the meaning and defaults of :func:`isthmus.convert.transfer.convert`."""
 
     hf_like: Path | None = None
-    """Hugging Face folder (weights are not needed) or ``preset:NAME`` whose config describes a checkpoint that has
-    no config; without it, the args of the training that wrote the checkpoint are used."""
     bin: bool = False
-    """Read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors."""
     vocab_size: int | None = None
-    """Embedding rows without padding, for a checkpoint described by its args alone."""
     family: Family | None = None
-    """Family of a Hugging Face folder, if it was learned; None selects it by config.json."""
 
 
 def open_model(path: Path, options: SourceOptions | None = None, *, alike: OpenedModel | None = None) -> OpenedModel:

@@ -75,12 +75,14 @@ def convert(
         destination: the folder to create; it must not exist.
         to: ``hf``, ``torch_dist`` or ``torch`` (legacy); None is ``torch_dist`` for a Hugging Face folder, else ``hf``.
         dtype: of the tensors; None keeps the dtype of each.
-        hf_like, bin, vocab_size: see :class:`~isthmus.convert.open_model.SourceOptions`.
+        hf_like: Hugging Face folder or ``preset:NAME`` whose config describes a checkpoint that has no config.
         hf_family: family of the Hugging Face folder to write; None is that of the source. ``isthmus`` can express any
             supported model except latent attention, and includes its modelling files.
         layout: parallel sizes of a legacy checkpoint; other formats have none.
         spelling: tensor names in a legacy checkpoint; None is ``te``, the default of Megatron-LM.
-        family: see :class:`~isthmus.convert.open_model.SourceOptions`; a checkpoint includes it as ``family.json``.
+        bin: read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors.
+        vocab_size: embedding rows without padding, for a checkpoint that only its args describe.
+        family: learned family of a Hugging Face folder; a checkpoint includes it as ``family.json``.
         progress: called with the bytes done and the total bytes.
 
     Raises:
