@@ -22,8 +22,8 @@ from isthmus.convert.learn import prove
 from isthmus.data.batching.batches import Batches, MicroBatch
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.layers.attention import Segments
-from isthmus.families.registry import KEPT, family_for
-from isthmus.families.rules.shard import weave
+from isthmus.families.registry import FAMILIES_ENV, family_for
+from isthmus.families.rules.shard import assemble
 from isthmus.hf.shrunken_model import effective_config
 from isthmus.recipes.setup.load_model import load_model, model_logits
 from ranks.tasks import CLIP_GRAD
@@ -57,9 +57,9 @@ def learned(*, models: list[str], lengths: list[int], vocab_size: int) -> list[d
     done = commands(lines=[["convert", m, f"{m}-there", "--learn", "--keep", f"{m}-families"] for m in models])
     for model, result in zip(models, done, strict=True):
         if result["code"] == 0:
-            os.environ[KEPT] = f"{model}-families"
+            os.environ[FAMILIES_ENV] = f"{model}-families"
             result |= logits(model=model, other=None, lengths=lengths, vocab_size=vocab_size)
-            del os.environ[KEPT]
+            del os.environ[FAMILIES_ENV]
     return done
 
 
@@ -123,7 +123,7 @@ def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
         if ours.requires_grad:
             placed = placements[name]
             read = lambda part, index, names=placed.hf: theirs[names[part]][index]  # noqa: E731
-            wanted = weave(placed.rule, decoder.architecture, read, placed.expert)
+            wanted = assemble(placed.rule, decoder.architecture, read, placed.expert)
             assert ours.grad is not None, name
             result[name] = ((ours.grad - wanted).abs().max() / wanted.abs().max()).item()
     return result

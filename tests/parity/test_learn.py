@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from isthmus.cli.main import main
-from isthmus.families.registry import KEPT, all_families
+from isthmus.families.registry import FAMILIES_ENV, all_families
 from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
 
@@ -33,8 +33,8 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a square of relu": ("arcee", {}, "in the feed-forward block the nearest is"),
     "norms behind the rotation": ("hunyuan_v1_dense", {}, "in the attention the nearest is"),
-    "a bias at the end": ("phi", {"head_dim": 8}, "lm_head.bias [101] has no place"),
-    "norms without weights": ("olmo", {"eos_token_id": 1}, "one last norm with weights was wanted"),
+    "a bias at the end": ("phi", {"head_dim": 8}, "lm_head.bias [101] has no role"),
+    "norms without weights": ("olmo", {"eos_token_id": 1}, "expected one final norm with weights"),
     "a number nobody knows": ("phimoe", WITH_EXPERTS, "router_jitter_noise=0.01 changes the logits"),
     "two kinds of attention": ("qwen3_next", {"num_hidden_layers": 4}, "layer_types has linear_attention"),
 }
@@ -75,7 +75,7 @@ def test_learned_family_round_trip(
     assert _meaning(back) == _meaning(model)
     assert main(["verify", str(model), there]) == 2
     assert "isthmus convert --learn" in capsys.readouterr().err
-    monkeypatch.setenv(KEPT, f"{model}-families")
+    monkeypatch.setenv(FAMILIES_ENV, f"{model}-families")
     assert main(["verify", str(model), there]) == 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from isthmus.convert.verify.probe_models import ProbeModel, logits_difference
 from isthmus.errors import IsthmusError, UsageError
-from isthmus.families.discover.candidates import Guesses, Picks, Stage
+from isthmus.families.discover.candidates import Candidates, Choices, SearchStage
 from isthmus.families.discover.json_family import read_family
 from isthmus.hf.shrunken_model import silenced
 
@@ -20,19 +20,19 @@ Log = Callable[[str], None]
 class CandidateSearch:
     """Depth-first search over the stages of the candidates."""
 
-    def __init__(self, guesses: Guesses, probe: ProbeModel, scratch: Path, log: Log) -> None:
-        self.guesses, self._log = guesses, log
+    def __init__(self, candidates: Candidates, probe: ProbeModel, scratch: Path, log: Log) -> None:
+        self.candidates, self._log = candidates, log
         self._probes = [
-            ProbeModel.open(silenced(probe.folder.path, guesses.silent(stage), scratch / f"stage-{number}"))
-            if stage.silent
+            ProbeModel.open(silenced(probe.folder.path, candidates.is_zeroed(stage), scratch / f"stage-{number}"))
+            if stage.zeroed
             else probe
-            for number, stage in enumerate(guesses.stages)
+            for number, stage in enumerate(candidates.stages)
         ]
         self.tried = 0
         self._nearest: dict[int, float] = {}
         self._errors: dict[int, str] = {}
 
-    def run(self) -> tuple[Picks, float]:
+    def run(self) -> tuple[Choices, float]:
         """The first candidate that agrees in every stage, and the largest difference in the last stage.
 
         Raises:
@@ -43,8 +43,8 @@ class CandidateSearch:
             raise UsageError(self._failure())
         return found
 
-    def _search(self, number: int, picks: Picks) -> Iterator[tuple[Picks, float]]:
-        stage: Stage = self.guesses.stages[number]
+    def _search(self, number: int, picks: Choices) -> Iterator[tuple[Choices, float]]:
+        stage: SearchStage = self.candidates.stages[number]
         for option in stage.options(picks):
             if self.tried >= MAX_CANDIDATES:
                 return
@@ -53,19 +53,19 @@ class CandidateSearch:
             self._nearest[number] = min(self._nearest.get(number, difference), difference)
             if not difference <= TOLERANCE:
                 continue
-            for line in self.guesses.told(option):
+            for line in self.candidates.describe(option):
                 self._log(f"{stage.name}: {line}")
             self._log(f"{stage.name}: agrees to {difference:.1e} ({self.tried} candidates tried)")
-            if number + 1 == len(self.guesses.stages):
+            if number + 1 == len(self.candidates.stages):
                 yield candidate, difference
             else:
                 yield from self._search(number + 1, candidate)
                 self._log(f"{stage.name}: no candidate of the next stage agrees, trying the next one")
 
-    def _difference(self, picks: Picks, number: int) -> float:
+    def _difference(self, picks: Choices, number: int) -> float:
         self.tried += 1
         try:
-            return logits_difference(read_family(self.guesses.data(picks)), self._probes[number])
+            return logits_difference(read_family(self.candidates.family_data(picks)), self._probes[number])
         except (IsthmusError, ValueError, AssertionError, RuntimeError) as error:
             self._errors[number] = str(error)
             return float("inf")
@@ -73,11 +73,11 @@ class CandidateSearch:
     def _failure(self) -> str:
         """What did not agree, in the last stage that was reached."""
         number = max(self._nearest)
-        stage, nearest = self.guesses.stages[number].name, self._nearest[number]
+        stage, nearest = self.candidates.stages[number].name, self._nearest[number]
         count = f"{self.tried} mappings{' (the maximum)' if self.tried >= MAX_CANDIDATES else ''}"
         if nearest == float("inf"):
             return f"none of {count} can be built in the {stage}: {self._errors[number]}"
-        settings = self.guesses.settings
+        settings = self.candidates.settings
         named = [key for key in (settings.activation, settings.epsilon) if key is not None]
         values = ", ".join(f"{key}={settings.effective[key]}" for key in named)
         return (

@@ -19,11 +19,11 @@ from isthmus.convert.open_model import checkpoint_folder
 from isthmus.convert.verify.probe_models import ProbeModel, check_effects, logits_difference, max_difference
 from isthmus.engine.parallel.process_groups import open_groups
 from isthmus.errors import NoSpace, UsageError, disk_errors
-from isthmus.families.discover.candidates import Guesses
-from isthmus.families.discover.config_inference import Settings
+from isthmus.families.discover.candidates import Candidates
+from isthmus.families.discover.config_inference import ConfigInference
 from isthmus.families.discover.json_family import read_family, write_family
-from isthmus.families.discover.probe_config import FIRST, SECOND, Shrunken
-from isthmus.families.discover.tensor_matching import Structure, recognise
+from isthmus.families.discover.probe_config import FIRST, SECOND, ProbeSizes
+from isthmus.families.discover.tensor_matching import DecoderStructure, match_tensors
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 from isthmus.hf.model_folder import ModelFolder
@@ -81,20 +81,20 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
     """Infer the family of a model with this config, even if the model type has a family already."""
     architecture = architecture_of(config)
     effective = effective_config(config)
-    settings = Settings(effective, effective_config({"model_type": config["model_type"]}))
+    settings = ConfigInference(effective, effective_config({"model_type": config["model_type"]}))
     log(f"{config['model_type']} is {architecture} of transformers {VERSION}")
     with tempfile.TemporaryDirectory(prefix="isthmus-learn-") as scratch:
         probe, sizes = _build(Path(scratch, "first"), settings, FIRST)
         shapes = {name: tuple(info.shape) for name, info in probe.folder.tensors.items()}
-        structure = _recognise(settings, shapes, settings.symbols(sizes))
+        structure = _match_tensors(settings, shapes, settings.symbols(sizes))
         log(f"a probe model has {len(shapes)} tensors, those of the layers in {structure.layers}*")
         live = _effective_numbers(settings, probe)
         settings.check_meanings(live)
         log(f"numbers in the config that change the logits: {', '.join(sorted(live)) or 'sizes only'}")
         open_groups(ParallelConfig(), detect(), seed=0)
-        search = CandidateSearch(Guesses(settings, structure, live, architecture), probe, Path(scratch), log)
+        search = CandidateSearch(Candidates(settings, structure, live, architecture), probe, Path(scratch), log)
         picks, first = search.run()
-        data = search.guesses.data(picks)
+        data = search.candidates.family_data(picks)
         other, _ = _build(Path(scratch, "second"), settings, SECOND)
         second = logits_difference(read_family(data), other)
         if not second <= TOLERANCE:
@@ -113,13 +113,13 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
     return family
 
 
-def _build(folder: Path, settings: Settings, choices: tuple[Shrunken, ...]) -> tuple[ProbeModel, Shrunken]:
+def _build(folder: Path, settings: ConfigInference, choices: tuple[ProbeSizes, ...]) -> tuple[ProbeModel, ProbeSizes]:
     """A probe model of the first of these sizes with which it can be built and run."""
     failure = None
     for number, sizes in enumerate(choices):
         path = folder.with_name(f"{folder.name}-{number}")
         try:
-            build_copy(path, settings.shrunken(sizes), seed=number + 1)
+            build_copy(path, settings.probe_config(sizes), seed=number + 1)
             return ProbeModel.open(path), sizes
         except UsageError as error:
             failure = error
@@ -127,7 +127,7 @@ def _build(folder: Path, settings: Settings, choices: tuple[Shrunken, ...]) -> t
     raise failure
 
 
-def _recognise(settings: Settings, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]) -> Structure:
+def _match_tensors(settings: ConfigInference, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]) -> DecoderStructure:
     """The structure of a probe model with the sizes in its config; if these do not fit, with the usual ones."""
     heads, hidden = sizes["N"], sizes["H"]
     usual = ((sizes["G"], 1, heads), (sizes["D"], hidden // heads), (sizes["F"], 4 * hidden))
@@ -135,7 +135,7 @@ def _recognise(settings: Settings, shapes: Mapping[str, tuple[int, ...]], sizes:
     for groups, width, wide in itertools.product(*usual):
         found = {**sizes, "G": groups, "D": width, "F": wide}
         try:
-            structure = recognise(shapes, found)
+            structure = match_tensors(shapes, found)
         except UsageError as error:
             failure = failure or error
             continue
@@ -145,7 +145,7 @@ def _recognise(settings: Settings, shapes: Mapping[str, tuple[int, ...]], sizes:
     raise failure
 
 
-def _effective_numbers(settings: Settings, probe: ProbeModel) -> set[str]:
+def _effective_numbers(settings: ConfigInference, probe: ProbeModel) -> set[str]:
     """The numbers in the config that change the logits in transformers, or with no value that can be run."""
     found = set()
     for name in settings.numbers():

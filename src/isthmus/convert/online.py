@@ -15,7 +15,7 @@ from isthmus.convert.weight_source import WeightSource
 from isthmus.engine.parallel.sharded_params import gathered, whole_to_fill
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
-from isthmus.families.rules.shard import Layout, local_shape, pieces
+from isthmus.families.rules.shard import Layout, local_shape, tensor_slices
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
 
 
@@ -54,7 +54,7 @@ def import_weights(
     for placement in sorted(_placed(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
         filled = 0
         with whole_to_fill(live[placement.canonical].detach()) as tensor:
-            for piece in pieces(placement.rule, arch, layout, placement.expert):
+            for piece in tensor_slices(placement.rule, arch, layout, placement.expert):
                 name, target = placement.hf[piece.part], piece.view(tensor)
                 source.read(name, piece.hf, into=target)
                 filled += target.numel()
@@ -112,9 +112,9 @@ def export_weights(
         with SafetensorsWriter(plan, folder) as writer:
             for placement in placements:
                 rule, tensor = placement.rule, gathered(live[placement.canonical])
-                if not writes or rule.alias or (rule.shard == "whole" and layout.place(rule)[0]):
+                if not writes or rule.alias or (rule.shard == "whole" and layout.rank_and_size(rule)[0]):
                     continue
-                for piece in pieces(rule, arch, layout, placement.expert):
+                for piece in tensor_slices(rule, arch, layout, placement.expert):
                     num_bytes += writer.write(placement.hf[piece.part], piece.hf, piece.view(tensor))
                 num_tensors += 1
     finally:

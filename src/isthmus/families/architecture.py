@@ -1,4 +1,4 @@
-"""The shape of a decoder, in the words of Megatron-Core, with no Megatron in sight."""
+"""Description of a decoder-only model in Megatron-Core's terms, independent of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
-"""Where the norms of a layer stand, ``f`` being attention or the feed-forward block:
+"""Placement of the norms in a layer; ``f`` is attention or the feed-forward block:
 
 ``pre``: x + f(norm(x)); ``post``: x + norm(f(x)); ``sandwich``: x + norm(f(norm(x)));
 ``parallel``: x + attention(norm(x)) + mlp(norm(x)) with one norm, ``parallel_two_norms`` with one for each.
@@ -16,13 +16,13 @@ Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the length a model was first trained on.
+    """Scaling of rotary frequencies for contexts longer than the original training length.
 
     ``llama3`` divides the frequencies whose wavelength exceeds ``original_max_position_embeddings /
-    low_freq_factor`` by ``factor``, keeps those below ``... / high_freq_factor`` and blends in between;
-    ``linear`` divides all of them; ``yarn`` (arXiv 2309.00071) blends between the dimensions that turn ``beta_fast``
-    and ``beta_slow`` times within the original length, and scales cosines and sines; ``longrope`` (arXiv 2402.13753)
-    divides each by its own factor, one list up to the original length and one beyond it.
+    low_freq_factor`` by ``factor``, keeps those below ``... / high_freq_factor`` and interpolates in between;
+    ``linear`` divides all of them; ``yarn`` (arXiv 2309.00071) interpolates between the dimensions that rotate
+    ``beta_fast`` and ``beta_slow`` times within the original length, and scales cosines and sines; ``longrope`` (arXiv
+    2402.13753) divides each by its own factor, with one list up to the original length and another beyond it.
     """
 
     kind: Literal["llama3", "linear", "yarn", "longrope"]
@@ -33,81 +33,81 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """YaRN: whether the bounds of the blend are rounded to whole dimensions."""
+    """YaRN: whether the bounds of the interpolation are rounded to whole dimensions."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
-    """What cosines and sines are multiplied by; None derives it from the factor."""
+    """Multiplier of cosines and sines; None: derived from the factor."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mla:
-    """Multi-head latent attention (arXiv 2405.04434): keys and values from one narrow vector a token."""
+    """Multi-head latent attention (arXiv 2405.04434): low-rank projections of queries, keys and values."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None = None
-    """Width of the vector that queries come from; None projects them directly."""
+    """None: queries have no low-rank projection."""
     norm_epsilon: float = 1e-6
-    """Of the norms of those narrow vectors."""
+    """Epsilon of the norms of the low-rank vectors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moe:
-    """Feed-forward blocks that are mixtures of experts, and how their tokens find them."""
+    """Mixture-of-experts blocks and their router."""
 
     num_experts: int
     top_k: int
     ffn_hidden_size: int
     """Width of one expert."""
     shared_ffn_hidden_size: int = 0
-    """Width of the experts that every token visits, all together."""
+    """Total width of the shared experts; 0: none."""
     shared_gate: bool = False
-    """The shared experts are weighted by a sigmoid of their own."""
+    """The output of the shared experts is multiplied by a sigmoid gate."""
     dense_layers: tuple[int, ...] = ()
-    """Layers, counted from 0, that have an ordinary feed-forward block."""
+    """Layers, counted from 0, with a dense feed-forward block."""
     score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
-    """What logits become; the last is taken over the chosen experts alone, the others before the choice."""
+    """Score function; ``softmax_of_chosen`` is applied after top-k selection, to the selected logits only."""
     normalize: bool = False
-    """The weights of the chosen experts are divided by their sum."""
+    """The weights of the selected experts are divided by their sum."""
     normalize_min: float = 1e-20
-    """The least that they are divided by."""
+    """Lower bound of the divisor."""
     scaling_factor: float = 1.0
-    """What the weights are multiplied by in the end."""
+    """Multiplier of the final weights."""
     expert_bias: bool = False
-    """A float32 bias that decides which experts are chosen and not what they weigh (arXiv 2408.15664)."""
+    """A float32 bias that affects the selection of experts but not their weights (arXiv 2408.15664)."""
     num_groups: int = 1
     group_top_k: int = 1
-    """Experts are chosen among the best so many of ``num_groups`` groups."""
+    """Experts are selected from the best ``group_top_k`` of ``num_groups`` groups."""
     group_score: Literal["max", "top2"] = "top2"
-    """What a group is judged by: its best expert, or the sum of its two best."""
+    """Score of a group: its best expert, or the sum of its two best."""
     router_bias: bool = False
-    """The router adds a learned bias to its logits."""
+    """The router's projection has a bias."""
     router_float32: bool = False
-    """The router's weights are float32 whatever the model's type is."""
+    """The router's weights are always float32."""
     expert_mlp_bias: bool = False
 
-    def misfit(self) -> str | None:
-        """Why these numbers make no router; None if they do."""
+    def invalid_reason(self) -> str | None:
+        """Why these numbers are inconsistent; None if they are not."""
         if self.num_experts % self.num_groups:
             return f"{self.num_groups} groups do not divide {self.num_experts} experts"
         in_group = self.num_experts // self.num_groups
         if self.group_top_k > self.num_groups:
-            return f"the best {self.group_top_k} of {self.num_groups} groups cannot be chosen"
+            return f"group_top_k={self.group_top_k} is more than the {self.num_groups} groups"
         if self.num_groups > 1 and self.group_score == "top2" and in_group < 2:
-            return f"groups of {in_group} have no two best experts"
+            return f"groups of {in_group} experts have no two best experts"
         if self.top_k > self.group_top_k * in_group:
-            return f"{self.top_k} experts cannot be chosen among {self.group_top_k * in_group}"
+            return f"top_k={self.top_k} is more than the {self.group_top_k * in_group} experts to select from"
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """Everything that decides the shapes and the arithmetic of one decoder-only model."""
+    """Everything that determines the tensors and the computation of a decoder-only model."""
 
     family: str
     num_layers: int
@@ -119,7 +119,7 @@ class Architecture:
     kv_channels: int
     """Width of one head (``head_dim`` in Hugging Face configs)."""
     vocab_size: int
-    """Rows of the embedding, without the padding that tensor parallelism adds."""
+    """Rows of the embedding, without tensor-parallel padding."""
     max_position_embeddings: int
     norm_epsilon: float
 
@@ -128,18 +128,18 @@ class Architecture:
     rotary_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_percent: float = 1.0
-    """Share of a head's channels, the first ones, that are rotated."""
+    """Fraction of a head's channels that are rotated: the first ones."""
     rotary_interleaved: bool = False
-    """A pair is two neighbouring channels; else one of each half."""
+    """Rotary pairs are adjacent channels; otherwise one channel of each half."""
     unrotated_layers: tuple[int, ...] = ()
-    """Layers, counted from 0, without positions."""
+    """Layers, counted from 0, without rotary embedding."""
 
     # Norms.
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     norm_bias: bool = True
-    """LayerNorm has a bias; RMSNorm never has one."""
+    """LayerNorms have a bias."""
     norm_zero_centered: bool = False
-    """A norm multiplies by one plus its weight."""
+    """Norms multiply by one plus their weight."""
     form: Form = "pre"
 
     # Attention.
@@ -148,19 +148,19 @@ class Architecture:
     """The output projection of attention has a bias."""
     qk_norm: bool = False
     qk_norm_over: Literal["head", "projection"] = "head"
-    """Each head is normalised by itself, or all heads of queries (of keys) together."""
+    """Over which axis queries and keys are normalized: each head, or the whole projection."""
     sliding_window: int | None = None
-    """Number of keys a query sees, itself included; None means all that precede it."""
+    """Number of keys a query attends to, including its own; None: all preceding keys."""
     full_attention_layers: tuple[int, ...] = ()
     """Layers, counted from 0, to which the window does not apply."""
     window_rotary_base: float | None = None
-    """Base of the layers with a window, whose frequencies are not stretched; None if theirs are those of the rest."""
+    """Rotary base of sliding-window layers, which have no rope scaling; None: the same as in other layers."""
     attention_scale: float | None = None
-    """What scores are multiplied by; None is one over the root of a head's width."""
+    """Multiplier of attention scores; None: 1/sqrt(head dim)."""
     attention_softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
     attention_sinks: bool = False
-    """Each head has a learned logit that takes part in the softmax and has no value."""
+    """Each head has a learned logit in the softmax that has no value."""
     mla: Mla | None = None
 
     # Feed-forward block.
@@ -169,27 +169,27 @@ class Architecture:
     mlp_bias: bool = False
     moe: Moe | None = None
     mtp_layers: int = 0
-    """Layers behind the last that predict the token after the next (arXiv 2412.19437)."""
+    """Multi-token prediction layers (arXiv 2412.19437)."""
 
     # Ends.
     tie_embeddings: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """What attention and feed-forward block add to the residual stream is multiplied by it."""
+    """Multiplier of the outputs of attention and feed-forward block."""
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        """Settings that have no effect have one spelling, so that equal models compare equal."""
+        """Reset fields without effect, so that equal models compare equal."""
         if self.sliding_window is None:
             object.__setattr__(self, "full_attention_layers", ())
             object.__setattr__(self, "window_rotary_base", None)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether the layer (from 0) is a mixture of experts; the layers behind the last, which predict ahead, are."""
+        """Whether the layer, counted from 0, has experts. MTP layers follow the last layer and do."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     def window(self, layer: int) -> int | None:
-        """Keys that a query sees in this layer, itself included; None for all before it."""
+        """Sliding window of this layer; None: full attention."""
         return None if layer in self.full_attention_layers else self.sliding_window

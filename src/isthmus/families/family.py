@@ -1,4 +1,4 @@
-"""A family: the tensors and the config of one Hugging Face architecture in Megatron-Core's words, as data."""
+"""A family: how the config and the tensors of one Hugging Face architecture map to Megatron-Core, as data."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, field_of
 from isthmus.families.rules.sliding_window import Window, read_window, write_window
 
+IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
+"""Suffixes of buffers that old checkpoints contain."""
 _REQUIRED = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting of ``config.json``: its name, its type, and what its absence (or null) means to transformers."""
+    """A key of ``config.json``: its name, its type, and what transformers assumes if it is absent or null."""
 
     hf: str
     kind: type = int
     default: Any = _REQUIRED
     null: Callable[[Mapping[str, Any]], Any] | None = None
     choices: Mapping[Any, Any] | None = None
-    """For words and switches: what each of them means here; of two with one meaning the first is written."""
+    """The field's value for each supported setting; of several settings with one value, the first is written."""
     least: int = 1
-    """For whole numbers."""
+    """Smallest value of an integer."""
     optional: bool = False
-    """Null is a value of its own: None."""
+    """Null means None instead of the default."""
     aliases: tuple[str, ...] = ()
-    """Other names under which configs have it."""
+    """Other names of the key."""
     decode: Callable[[Any, Mapping[str, Any]], Any] | None = None
-    """The field of the Architecture from the setting and the config around it, where they are not the same."""
+    """Computes the field of the Architecture from the setting and the whole config, if they differ."""
     encode: Callable[[Any, Architecture], Any] | None = None
-    """The other way round."""
+    """The inverse of ``decode``."""
 
     def read(self, hf: Mapping[str, Any]) -> Any:
-        """The value, checked.
+        """The field's value.
 
         Raises:
-            DataError: absent though required, of the wrong type, or a number that is too small.
-            UsageError: a word whose meaning is not built.
+            DataError: the key is missing and required, has the wrong type, or is too small.
+            UsageError: the setting is not supported.
         """
-        said = next((name for name in (self.hf, *self.aliases) if name in hf), self.hf)
-        value = hf.get(said, None if self.default is _REQUIRED else self.default)
+        name = next((name for name in (self.hf, *self.aliases) if name in hf), self.hf)
+        value = hf.get(name, None if self.default is _REQUIRED else self.default)
         if value is None and self.null is not None:
             value = self.null(hf)
         if value is None and self.optional:
@@ -62,8 +64,8 @@ class Key:
         if self.kind in (int, float) and fits:
             fits = not isinstance(value, bool) and value >= (self.least if self.kind is int else 0)
         if not fits:
-            words = _TYPE_WORDS[self.kind] if self.least else "whole number that is not negative"
-            raise DataError(f"config.json: {self.hf} must be a {words}, got {value!r}.")
+            wanted = _TYPE_NAMES[self.kind] if self.least else "non-negative integer"
+            raise DataError(f"config.json: {self.hf} must be a {wanted}, got {value!r}.")
         value = self.kind(value)
         try:
             return value if self.decode is None else self.decode(value, hf)
@@ -71,32 +73,36 @@ class Key:
             raise DataError(f"config.json: {self.hf} must not be 0.") from None
 
     def write(self, value: Any, arch: Architecture) -> Any:
-        """What the config says for ``value``."""
+        """The setting for a field's value.
+
+        Raises:
+            UsageError: no setting means this value.
+        """
         if self.choices is not None:
-            words = [word for word, meaning in self.choices.items() if meaning == value]
-            if not words:
-                raise UsageError(f"config.json has no word for {value} under {self.hf}; {_either(self.choices)} is.")
-            return words[0]
+            settings = [setting for setting, meaning in self.choices.items() if meaning == value]
+            if not settings:
+                raise UsageError(f"config.json cannot express {value} as {self.hf}; it can be {_either(self.choices)}.")
+            return settings[0]
         return value if self.encode is None or value is None else self.encode(value, arch)
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The values a setting may have (absence and null count as the first), and why no other will do."""
+    """The supported values of a setting, and why others are rejected. If absent or null it has the first value."""
 
     allowed: tuple[Any, ...]
     why: str
     training: bool = False
-    """It has no bearing on tensors and logits, and is refused only of a model that is to be trained."""
+    """It does not change tensors or logits; other values are rejected only for training."""
     absent: Any = None
-    """What absence means, where it does not mean the first."""
+    """The value if the key is absent, if not the first one."""
     strict: bool = False
-    """Null is a value like any other, and allowed only if it is listed."""
+    """Null is supported only if it is listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A field of the Architecture that no single setting says."""
+    """A field of the Architecture that depends on several settings."""
 
     read: Callable[[Mapping[str, Any]], Any]
     write: Callable[[Any, Architecture], Mapping[str, Any]]
@@ -104,59 +110,58 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A rule at work in one layer: the canonical tensor, and the Hugging Face tensors of its parts by name."""
+    """A rule applied to one layer and expert: the names of the canonical tensor and of the Hugging Face tensors."""
 
     canonical: str
     rule: Rule
     hf: tuple[str, ...]
-    """Name of the tensor that each part lies in."""
+    """Name of each part's tensor."""
     expert: int = 0
     """Number of the expert in its layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Everything that is particular to one ``model_type``. Both directions are read off the same fields."""
+    """Everything specific to one ``model_type``. Import and export use the same fields."""
 
     name: str
     """The ``model_type`` of the Hugging Face config."""
     hf_architecture: str
     keys: Mapping[str, Key]
-    """Fields of the Architecture, ``moe.top_k`` being one of its Moe, by their Hugging Face keys."""
+    """Hugging Face key of each field of the Architecture; ``moe.top_k`` is a field of its Moe."""
     rules: tuple[Rule, ...]
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
     traits: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the Architecture that every model of the family has and no config mentions."""
+    """Fields of the Architecture that are the same for every model of the family and are not in its configs."""
     derived: Mapping[str, Derived] = field(default_factory=dict)
-    """Fields that several settings together say."""
     sliding_window: Window = "never"
     sliding_window_default: int | None = None
     sliding_window_pattern: int | None = None
-    """Of so many layers one has no window, where the config lists none."""
+    """Every nth layer has full attention, unless the config lists the layers."""
     rope_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Rotary settings of a config that says nothing of them."""
+    """Defaults of the rotary settings."""
     rope_names: Mapping[str, str] = field(default_factory=dict)
-    """What the family calls ``rope_theta`` and ``partial_rotary_factor``, where it does not call them so."""
-    ignorable: tuple[str, ...] = ()
-    """Endings of Hugging Face names that may be present and are not weights."""
+    """The family's names of ``rope_theta`` and ``partial_rotary_factor``, if they differ."""
+    ignorable: tuple[str, ...] = IGNORABLE
+    """Suffixes of Hugging Face tensors that are not weights and may be present."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
-    """Classes that travel with an export as files, where transformers has none of its own."""
+    """The ``auto_map`` of an export with modelling files, for families that transformers does not have."""
     data: Mapping[str, Any] | None = None
-    """The file that it was read from, see ``families/discover/json_family.py``; None for a module of this package."""
+    """The contents of its file if it was inferred (``families/discover/json_family.py``)."""
 
     def to_architecture(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Architecture:
         """Read a Hugging Face config.
 
         Args:
             hf: the config.
-            tensors: names of those that are there, if that is known. A config counts layers that predict ahead even
-                where there are none, as in what transformers saves: those without any tensor are left out.
+            tensors: names of the checkpoint's tensors, if known. MTP layers without tensors are not counted: configs
+                saved by transformers count MTP layers that the checkpoint does not have.
 
         Raises:
-            DataError: a setting is missing, has the wrong type, or the numbers do not fit together.
-            UsageError: a setting asks for something that is not built, with the reason.
+            DataError: a setting is missing or has the wrong type, or settings contradict each other.
+            UsageError: a setting is not supported, with the reason.
         """
-        self._refuse(hf, training=False)
+        self._check_fixed(hf, training=False)
         values = dict(self.traits) | {name: key.read(hf) for name, key in self.keys.items()}
         values |= {name: derived.read(hf) for name, derived in self.derived.items()}
         heads, groups = values["num_attention_heads"], values["num_query_groups"]
@@ -171,28 +176,27 @@ class Family:
             inner = {path: values.pop(path) for path in list(values) if path.startswith(f"{name}.")}
             if inner:
                 values[name] = kind(**{path.removeprefix(f"{name}."): value for path, value in inner.items()})
-        if (moe := values.get("moe")) is not None and (why := moe.misfit()) is not None:
+        if (moe := values.get("moe")) is not None and (why := moe.invalid_reason()) is not None:
             raise DataError(f"config.json: {why}.")
         arch = Architecture(family=self.name, **values)
         if tensors is None or not arch.mtp_layers:
             return arch
-        placed = self.placements(arch).values()
-        there = {
-            place.canonical.split(".")[2]
-            for place in placed
-            if _axis(place.rule) == "{ahead}" and place.hf[0] in tensors
+        present = {
+            placed.canonical.split(".")[2]
+            for placed in self.placements(arch).values()
+            if _layer_axis(placed.rule) == "{mtp}" and placed.hf[0] in tensors
         }
-        return replace(arch, mtp_layers=len(there))
+        return replace(arch, mtp_layers=len(present))
 
     def check_training(self, hf: Mapping[str, Any]) -> None:
-        """Refuse to train a model whose config asks for what training does not do.
+        """Check the settings that only matter for training, such as dropout.
 
         Raises:
-            UsageError: naming the setting, with the reason.
+            UsageError: a setting is not supported for training, with the reason.
         """
-        self._refuse(hf, training=True)
+        self._check_fixed(hf, training=True)
 
-    def _refuse(self, hf: Mapping[str, Any], *, training: bool) -> None:
+    def _check_fixed(self, hf: Mapping[str, Any], *, training: bool) -> None:
         for key, fixed in self.fixed.items():
             value = hf.get(key, fixed.absent)
             if fixed.training != training or (value is None and not fixed.strict):
@@ -208,18 +212,20 @@ class Family:
     def to_hf_config(
         self, arch: Architecture, base: Mapping[str, Any] | None = None, *, dtype: str | None = None
     ) -> dict[str, Any]:
-        """Write a Hugging Face config of ``arch``.
+        """The Hugging Face config of ``arch``.
 
-        What ``base`` (the config a model came with) says already in its own way is left as it is, down to the keys it
-        leaves out; whatever else it holds is carried along, of another family's config what all of them have alike.
-        ``dtype`` is a torch name such as ``bfloat16``; None keeps that of ``base``.
+        Args:
+            arch: the model.
+            base: the config that the model came with. Its settings and absent keys are kept if they mean the same; its
+                other keys are copied, from another family's config only the token ids and the dtype.
+            dtype: a torch name such as ``bfloat16``; None keeps that of ``base``.
         """
         known = dict(base or {})
-        # Remote code is not carried along: the tensors are those of the plain architecture.
+        # Remote code is not copied: the export has the tensors of the family's own class.
         known.pop("auto_map", None)
         config = known | {"architectures": [self.hf_architecture], "model_type": self.name}
         if known.get("model_type", self.name) != self.name:
-            config = {key: value for key, value in config.items() if key in _ALIKE}
+            config = {key: value for key, value in config.items() if key in _SHARED_KEYS}
             known = {}
         for name, key in self.keys.items():
             value = field_of(arch, name)
@@ -244,32 +250,28 @@ class Family:
         return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}
 
     def placements(self, arch: Architecture) -> dict[str, Placement]:
-        """Every tensor of the whole model by canonical name, in the order of the rules, layer after layer."""
+        """Every tensor of the model by canonical name, in the order of the rules, layer after layer."""
         found: dict[str, Placement] = {}
-        held = (rule for rule in self.rules if rule.holds(arch))
-        for axis, group in itertools.groupby(held, key=_axis):
-            rules = list(group)
-            layers = {"{layer}": arch.num_layers, "{ahead}": arch.mtp_layers}.get(axis, 1)
-            for layer in range(layers):
-                behind = arch.num_layers + layer
-                moe = arch.is_moe(behind if axis == "{ahead}" else layer)
-                here = [rule for rule in rules if rule.layers == "all" or rule.layers == ("moe" if moe else "dense")]
-                for of_expert, same in itertools.groupby(here, key=lambda rule: rule.of_expert):
-                    alike = list(same)
-                    experts = arch.moe.num_experts if of_expert and arch.moe is not None else 1
-                    for expert in range(experts):
-                        for rule in alike:
-                            numbers = {"layer": layer, "expert": expert, "ahead": layer}
-                            name = rule.canonical.format(**numbers)
-                            numbers["ahead"] = behind
-                            hf = tuple(part.name.format(**numbers) for part in rule.parts)
-                            found[name] = Placement(name, rule, hf, expert)
+        rules = (rule for rule in self.rules if rule.applies(arch))
+        for axis, group in itertools.groupby(rules, key=_layer_axis):
+            of_axis = list(group)
+            for layer in range({"{layer}": arch.num_layers, "{mtp}": arch.mtp_layers}.get(axis, 1)):
+                # MTP layers are numbered from 0 in canonical names, and after the last layer in Hugging Face names.
+                hf_layer = arch.num_layers + layer
+                kind = "moe" if arch.is_moe(hf_layer if axis == "{mtp}" else layer) else "dense"
+                of_layer = [rule for rule in of_axis if rule.layers in ("all", kind)]
+                for is_expert, same in itertools.groupby(of_layer, key=lambda rule: rule.is_expert):
+                    experts = range(arch.moe.num_experts if is_expert and arch.moe is not None else 1)
+                    for expert, rule in itertools.product(experts, list(same)):
+                        name = rule.canonical.format(layer=layer, expert=expert, mtp=layer)
+                        hf = tuple(part.name.format(layer=layer, expert=expert, mtp=hf_layer) for part in rule.parts)
+                        found[name] = Placement(name, rule, hf, expert)
         return found
 
     def hf_shapes(self, arch: Architecture) -> dict[str, Shape]:
         """Name and shape of every tensor in the Hugging Face model, in the order of the rules."""
         found: dict[str, Shape] = {}
-        shapes_of: dict[int, dict[str, Shape]] = {}  # one rule speaks for thousands of tensors
+        shapes_of: dict[int, dict[str, Shape]] = {}  # thousands of tensors have the same rule
         for placement in self.placements(arch).values():
             if id(placement.rule) not in shapes_of:
                 shapes_of[id(placement.rule)] = placement.rule.hf_shapes(arch)
@@ -279,18 +281,18 @@ class Family:
         return found
 
 
-_TYPE_WORDS = {int: "positive whole number", float: "number that is not negative", bool: "boolean"}
-_ALIKE = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+_TYPE_NAMES = {int: "positive integer", float: "non-negative number", bool: "boolean"}
+_SHARED_KEYS = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 _INNER: Mapping[str, Callable[..., Any]] = {"moe": Moe, "mla": Mla}
 
 
-def _axis(rule: Rule) -> str:
-    """The number in the rule's names that counts layers, if one does."""
-    return next((axis for axis in ("{layer}", "{ahead}") if axis in rule.canonical), "")
+def _layer_axis(rule: Rule) -> str:
+    """The placeholder in the rule's names that numbers layers; empty if there is none."""
+    return next((axis for axis in ("{layer}", "{mtp}") if axis in rule.canonical), "")
 
 
-def _either(words: Iterable[Any]) -> str:
-    return " or ".join(map(str, words))
+def _either(values: Iterable[Any]) -> str:
+    return " or ".join(map(str, values))
 
 
 def _short(value: Any) -> str:

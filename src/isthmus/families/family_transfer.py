@@ -1,4 +1,4 @@
-"""A model in the words of another family, where these say all of it."""
+"""Expressing a model of one family as a model of another, if that family supports it."""
 
 from __future__ import annotations
 
@@ -9,46 +9,44 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 
 
-def restate(arch: Architecture, source: Family, target: Family) -> Architecture:
-    """The same model as one of ``target``.
+def transfer_architecture(arch: Architecture, source: Family, target: Family) -> Architecture:
+    """The same model as a model of ``target``.
 
-    What a family can say is what it reads again in a config of its own: a field that it has no key for, a new one too,
-    comes back as something else.
+    Which fields a family supports is tested by a round trip through its config: a field without a key comes back with
+    another value.
 
     Raises:
-        UsageError: its configs cannot say this architecture, or it has other tensors; names both.
+        UsageError: a config of ``target`` cannot express the architecture, or ``target`` has other tensors.
     """
     if source.name == target.name:
         return arch
     wanted = replace(arch, family=target.name)
-    why = _unsaid(wanted, target) or _without_home(wanted, source, target)
+    why = _config_mismatch(wanted, target) or _tensor_mismatch(wanted, source, target)
     if why is not None:
         raise UsageError(f"this {source.name} model cannot be exported as {target.name}: {why}.")
     return wanted
 
 
-def _unsaid(wanted: Architecture, target: Family) -> str | None:
-    """What a config of the family does not say."""
+def _config_mismatch(wanted: Architecture, target: Family) -> str | None:
     try:
         found = target.to_architecture(target.to_hf_config(wanted))
     except (DataError, UsageError) as error:
         return str(error).removesuffix(".")
     lost = [
-        f"{field.name}={getattr(wanted, field.name)} (it would be {getattr(found, field.name)})"
+        f"{field.name}={getattr(wanted, field.name)} (it would become {getattr(found, field.name)})"
         for field in fields(Architecture)
         if getattr(wanted, field.name) != getattr(found, field.name)
     ]
-    return f"its config.json has no words for {', '.join(lost)}" if lost else None
+    return f"its config.json cannot express {', '.join(lost)}" if lost else None
 
 
-def _without_home(wanted: Architecture, source: Family, target: Family) -> str | None:
-    """Tensors that only one of the families has."""
-    had, has = (
+def _tensor_mismatch(wanted: Architecture, source: Family, target: Family) -> str | None:
+    ours, theirs = (
         {name: placed.rule.canonical_shape(wanted) for name, placed in family.placements(wanted).items()}
         for family in (source, target)
     )
-    if strange := had.items() - has.items():
-        return f"{len(strange)} tensors have no place in it, {min(strange)[0]} for one"
-    if missing := has.items() - had.items():
-        return f"it needs {len(missing)} more tensors, {min(missing)[0]} for one"
+    if extra := ours.items() - theirs.items():
+        return f"it does not have {len(extra)} of the tensors, for example {min(extra)[0]}"
+    if missing := theirs.items() - ours.items():
+        return f"it needs {len(missing)} more tensors, for example {min(missing)[0]}"
     return None

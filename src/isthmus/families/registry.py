@@ -1,6 +1,6 @@
-"""Finds the families: each module of this package that defines ``FAMILY`` is one; nothing has to be registered.
+"""Finds families: the modules of ``models/`` that define ``FAMILY``, and files of inferred families.
 
-Learned ones (``isthmus convert --learn``) are files of data, beside a checkpoint or in a folder of the user's.
+``isthmus convert --learn`` writes inferred families as JSON, next to a checkpoint or in a folder of the user.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families import models
-from isthmus.families.discover.config_inference import refuse_unseen
+from isthmus.families.discover.config_inference import check_known_settings
 from isthmus.families.discover.json_family import load_family
 from isthmus.families.family import Family
 
-KEPT = "ISTHMUS_FAMILIES"
-"""The environment's name for a folder of learned families, ``<model_type>.json`` each."""
+FAMILIES_ENV = "ISTHMUS_FAMILIES"
+"""Environment variable: a folder of inferred families, ``<model_type>.json``."""
 
 
 @cache
@@ -39,33 +39,32 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
 
     Args:
         hf_config: the config.
-        beside: a learned family that a checkpoint was converted with, which goes before all others.
+        beside: file of the inferred family that a checkpoint was converted with; it has precedence.
 
     Raises:
-        UsageError: the ``model_type`` is not among the known ones, or a learned family knows of no such model.
-        DataError: the file of a learned family cannot be understood, or is another's.
+        UsageError: no family has this ``model_type``, or the inferred family does not support the config.
+        DataError: the file of the inferred family cannot be parsed, or is of another ``model_type``.
     """
     model_type = hf_config.get("model_type")
     name = model_type if isinstance(model_type, str) else ""
     if beside is None and name in all_families():
         return all_families()[name]
-    path = beside or _kept(name)
+    path = beside or _user_file(name)
     if path is None:
         known = ", ".join(all_families())
         raise UsageError(
-            f"config.json: model_type {model_type!r} is not a known family. Known are {known}. "
-            "For another, isthmus convert --learn tries to find out how its tensors lie."
+            f"config.json: no family has the model_type {model_type!r}. Families: {known}. "
+            "isthmus convert --learn can infer the weight mapping of an unsupported model type."
         )
     family = load_family(path)
     if family.name != name:
-        raise DataError(f"{path} is the family of {family.name}, and config.json says {model_type!r}.")
-    refuse_unseen(family.data or {}, hf_config)
+        raise DataError(f"{path} is the family of {family.name}, but config.json has model_type {model_type!r}.")
+    check_known_settings(family.data or {}, hf_config)
     return family
 
 
-def _kept(model_type: str) -> Path | None:
-    """The user's file for a model type, if there is one."""
-    folder = os.environ.get(KEPT)
+def _user_file(model_type: str) -> Path | None:
+    folder = os.environ.get(FAMILIES_ENV)
     if not folder or not model_type.replace("-", "_").isidentifier():
         return None
     path = Path(folder, f"{model_type}.json")

@@ -14,7 +14,7 @@ from isthmus.config.model_file import laid_over, read_model
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.errors import UsageError
 from isthmus.families.registry import family_for
-from isthmus.families.rules.known_keys import WITHOUT_BEARING, is_about_else, keys_read
+from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.hf.shrunken_model import effective_config
 
 PUBLISHED = {
@@ -60,8 +60,8 @@ def test_a_model_means_the_same_there_and_back(name: str) -> None:
     if arch.num_layers * (arch.moe.num_experts if arch.moe else 1) < 10_000:  # else all layers say the same slowly
         assert sum(map(math.prod, family.hf_shapes(arch).values())) == PUBLISHED[name]
     of_transformers = set() if family.auto_map else set(effective_config({"model_type": family.name}))
-    known = keys_read(family, config) | of_transformers | {*WITHOUT_BEARING}
-    assert [key for key in config if key not in known and not is_about_else(key)] == []
+    known = keys_read(family, config) | of_transformers | {*IGNORED_KEYS}
+    assert [key for key in config if key not in known and not is_metadata(key)] == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

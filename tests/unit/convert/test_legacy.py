@@ -58,7 +58,7 @@ def test_there_and_back(layout: LegacyLayout, tied: bool, tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_archetypes(family: str, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "hf", family, tie_word_embeddings=False)
-    has_experts = any(rule.of_expert for rule in all_families()[family].rules)
+    has_experts = any(rule.is_expert for rule in all_families()[family].rules)
     layout = LegacyLayout(tp=2, pp=2, ep=2, etp=1) if has_experts else LegacyLayout(tp=2, pp=2)
     for spelling in ("te", "local"):
         convert(source, tmp_path / spelling, "torch", layout=layout, spelling=spelling)  # type: ignore[arg-type]

@@ -368,7 +368,7 @@ def test_layers_ahead_are_those_that_have_tensors() -> None:
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func=softmax"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
-        ("deepseek-v3", {"num_key_value_heads": 8}, "num_key_value_heads=8: with latent attention"),
+        ("deepseek-v3", {"num_key_value_heads": 8}, "num_key_value_heads=8 must equal"),
         ("ernie-4.5-21b-a3b", {"use_bias": True}, "use_bias=True"),
         ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
     ],
@@ -389,11 +389,11 @@ def test_noise_is_refused_in_training_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("mixtral-8x7b", {"num_experts_per_tok": 9}, "9 experts cannot be chosen among 8"),
+        ("mixtral-8x7b", {"num_experts_per_tok": 9}, "top_k=9 is more than the 8 experts"),
         ("deepseek-v3", {"n_group": 7}, "7 groups do not divide 256 experts"),
         ("deepseek-v3", {"head_dim": 128}, "head_dim=128 is not qk_rope_head_dim=64"),
-        ("ernie-4.5-21b-a3b", {"moe_num_experts": [64, 64]}, "moe_num_experts must be a positive whole number"),
-        ("ernie-4.5-21b-a3b", {"moe_layer_start_index": [1, 1]}, "moe_layer_start_index must be a whole number"),
+        ("ernie-4.5-21b-a3b", {"moe_num_experts": [64, 64]}, "moe_num_experts must be a positive integer"),
+        ("ernie-4.5-21b-a3b", {"moe_layer_start_index": [1, 1]}, "moe_layer_start_index must be an integer"),
         ("qwen3-30b-a3b", {"mlp_only_layers": 3}, "mlp_only_layers must be a list"),
     ],
 )
@@ -405,5 +405,5 @@ def test_broken_numbers_are_named(name: str, change: dict[str, Any], message: st
 def test_a_config_that_has_no_words_for_it() -> None:
     family = family_for(CONFIGS["deepseek-v3"])
     odd = architecture("qwen3-30b-a3b", mlp_only_layers=[5])
-    with pytest.raises(UsageError, match=r"no words for these dense layers: \[5\]"):
+    with pytest.raises(UsageError, match=r"cannot express these dense layers: \[5\]"):
         family.keys["moe.dense_layers"].write((5,), odd)

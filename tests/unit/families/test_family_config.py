@@ -246,7 +246,7 @@ def test_llama3_scaling_keeps_any_factor() -> None:
 
 
 def test_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"'t5' is not a known family\. Known are cohere, .*, llama, mistral"):
+    with pytest.raises(UsageError, match=r"no family has the model_type 't5'\. Families: cohere, .*, llama, mistral"):
         family_for({"model_type": "t5"})
     with pytest.raises(UsageError, match="None"):
         family_for({})
@@ -261,9 +261,15 @@ def test_unknown_family_lists_the_known_ones() -> None:
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
-        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, "3 of 3 layers slide, but no window"),
-        ({"model_type": "gemma2", "sliding_window": None}, "2 of 3 layers slide, but no window is given"),
-        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, "chunked_attention is not built"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3},
+            "3 of 3 layers have sliding_attention, but",
+        ),
+        (
+            {"model_type": "gemma2", "sliding_window": None},
+            "2 of 3 layers have sliding_attention, but",
+        ),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, "chunked_attention is not supported"),
         ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"model_type": "starcoder2", "hidden_act": "relu"}, "hidden_act=relu is not supported; gelu"),
         ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm=True"),
@@ -272,7 +278,7 @@ def test_unknown_family_lists_the_known_ones() -> None:
         ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is not a kind of layer"),
         (
             {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
-            "layers with a window are not stretched",
+            "rope scaling is not supported in sliding_attention layers",
         ),
     ],
 )
@@ -286,8 +292,8 @@ def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], message: s
     ("change", "message"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": "64"}, "hidden_size must be a positive whole number, got '64'"),
-        ({"vocab_size": 0}, "vocab_size must be a positive whole number, got 0"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a positive"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be a boolean"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=8"),
@@ -301,12 +307,12 @@ def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], message: s
         ({"model_type": "gemma3_text", "rope_local_base_freq": 0}, "rope_local_base_freq must be a positive number"),
         (
             {"model_type": "gpt_neox", "rotary_pct": 0.1},
-            "partial_rotary_factor=0.1 of 8 channels is no number of pairs",
+            "partial_rotary_factor=0.1 of head_dim 8 must be an even number",
         ),
         ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "'longrope' needs a positive short_factor, got None"),
         (
             {"model_type": "phi3", "rope_scaling": LONGROPE | {"short_factor": [1.0]}},
-            "short_factor needs 4 numbers, got 1",
+            "short_factor must have 4 numbers, got 1",
         ),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling must not be 0"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must list all 3 layers"),

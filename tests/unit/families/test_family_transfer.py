@@ -10,7 +10,7 @@ import pytest
 from isthmus.errors import UsageError
 from isthmus.families import family_transfer as module
 from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
-from isthmus.families.family_transfer import restate
+from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.registry import all_families
 from isthmus.families.rules.rule import copy
 
@@ -57,9 +57,9 @@ def test_the_isthmus_family_says_all_of_it(changed: dict[str, Any]) -> None:
 
 def test_families_with_the_same_words_exchange_models() -> None:
     llama = replace(PLAIN, family="llama", rotary_base=5e5, tie_embeddings=True)
-    there = restate(llama, FAMILIES["llama"], FAMILIES["mistral"])
+    there = transfer_architecture(llama, FAMILIES["llama"], FAMILIES["mistral"])
     assert there == replace(llama, family="mistral")
-    assert restate(there, FAMILIES["mistral"], FAMILIES["llama"]) == llama
+    assert transfer_architecture(there, FAMILIES["mistral"], FAMILIES["llama"]) == llama
 
 
 LATENT = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
@@ -68,20 +68,20 @@ LATENT = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=
 @pytest.mark.parametrize(
     ("source", "changed", "target", "told"),
     [
-        ("deepseek_v3", {"mla": LATENT, "moe": MOE}, "isthmus", "no words for mla=Mla"),
-        ("deepseek_v3", {"mtp_layers": 1, "moe": MOE}, "isthmus", "no words for mtp_layers=1 .it would be 0."),
-        ("isthmus", {"form": "post"}, "llama", "no words for form=post .it would be pre."),
-        ("isthmus", {"qk_norm": True}, "llama", "no words for qk_norm=True"),
-        ("isthmus", {"activation": "clamped_swiglu"}, "starcoder2", "no word for clamped_swiglu under hidden_act"),
-        ("isthmus", {"rope_scaling": YARN, "rotary_percent": 0.5}, "llama", "no words for rotary_percent=0.5"),
-        ("isthmus", {"moe": MOE}, "llama", "no words for moe=Moe"),
+        ("deepseek_v3", {"mla": LATENT, "moe": MOE}, "isthmus", "cannot express mla=Mla"),
+        ("deepseek_v3", {"mtp_layers": 1, "moe": MOE}, "isthmus", "cannot express mtp_layers=1 .it would become 0."),
+        ("isthmus", {"form": "post"}, "llama", "cannot express form=post .it would become pre."),
+        ("isthmus", {"qk_norm": True}, "llama", "cannot express qk_norm=True"),
+        ("isthmus", {"activation": "clamped_swiglu"}, "starcoder2", "cannot express clamped_swiglu as hidden_act"),
+        ("isthmus", {"rope_scaling": YARN, "rotary_percent": 0.5}, "llama", "cannot express rotary_percent=0.5"),
+        ("isthmus", {"moe": MOE}, "llama", "cannot express moe=Moe"),
         ("isthmus", {}, "mixtral", "intermediate_size is missing"),
     ],
 )  # fmt: skip
 def test_what_a_family_cannot_say_is_refused(source: str, changed: dict[str, Any], target: str, told: str) -> None:
     arch = replace(PLAIN, family=source, **changed)
     with pytest.raises(UsageError, match=f"this {source} model cannot be exported as {target}: .*{told}"):
-        restate(arch, FAMILIES[source], FAMILIES[target])
+        transfer_architecture(arch, FAMILIES[source], FAMILIES[target])
 
 
 def test_tensors_without_a_home_are_refused() -> None:
@@ -89,10 +89,12 @@ def test_tensors_without_a_home_are_refused() -> None:
     more = replace(
         llama, name="more", rules=(*llama.rules, copy("decoder.layers.{layer}.dream.weight", "dream.{layer}", "H"))
     )
-    with pytest.raises(UsageError, match=r"4 tensors have no place in it, decoder.layers.0.dream.weight for one"):
-        restate(PLAIN, more, llama)
-    with pytest.raises(UsageError, match=r"it needs 4 more tensors, decoder.layers.0.dream.weight for one"):
-        restate(PLAIN, llama, more)
+    with pytest.raises(
+        UsageError, match=r"it does not have 4 of the tensors, for example decoder.layers.0.dream.weight"
+    ):
+        transfer_architecture(PLAIN, more, llama)
+    with pytest.raises(UsageError, match=r"it needs 4 more tensors, for example decoder.layers.0.dream.weight"):
+        transfer_architecture(PLAIN, llama, more)
 
 
 def test_a_field_that_is_new_is_refused_until_the_family_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +109,10 @@ def test_a_field_that_is_new_is_refused_until_the_family_says_it(monkeypatch: py
         reads = {"to_architecture": lambda hf: Newer(**{**values, "family": "isthmus"})}
         target = _Reading(ISTHMUS, **reads)
         if dreams:
-            with pytest.raises(UsageError, match=r"no words for dreams=True \(it would be False\)"):
-                restate(newer, FAMILIES["llama"], target)  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match=r"cannot express dreams=True \(it would become False\)"):
+                transfer_architecture(newer, FAMILIES["llama"], target)  # type: ignore[arg-type]
         else:
-            restate(newer, FAMILIES["llama"], target)  # type: ignore[arg-type]
+            transfer_architecture(newer, FAMILIES["llama"], target)  # type: ignore[arg-type]
 
 
 class _Reading:

@@ -14,7 +14,7 @@ from isthmus.families.architecture import Architecture, Mla, Moe
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 from isthmus.families.rules.rule import Rule, gate_up, qkv
-from isthmus.families.rules.shard import Layout, check_tp_size, held, local_shape, pieces, weave
+from isthmus.families.rules.shard import Layout, assemble, check_tp_size, local_shape, owned_slices, tensor_slices
 
 ARCH = Architecture(
     family="llama",
@@ -55,9 +55,9 @@ def rules() -> Iterator[tuple[str, Architecture, Rule]]:
                     names = [part.name for part in rule.parts]
                     sections = tuple(names.index(name) for name in names)
                     symbols = tuple(part.symbols for part in rule.parts)
-                    how = (rule.shard, rule.strands, rule.interleaved, rule.transposed, rule.stacked, rule.of_expert)
+                    how = (rule.shard, rule.strands, rule.interleaved, rule.transposed, rule.stacked, rule.is_expert)
                     kind = (symbols, sections, how, groups if rule.shard == "heads" else 0)
-                    if rule.holds(arch) and kind not in seen:
+                    if rule.applies(arch) and kind not in seen:
                         seen.add(kind)
                         yield f"{family.name}-{rule.canonical}-g{groups}", arch, rule
 
@@ -81,13 +81,13 @@ def hf_tensors(rule: Rule, arch: Architecture) -> dict[str, torch.Tensor]:
 
 
 def woven_of(rule: Rule, arch: Architecture, tensors: dict[str, torch.Tensor], expert: int = 0) -> torch.Tensor:
-    return weave(rule, arch, lambda part, index: tensors[rule.parts[part].name][index], expert)
+    return assemble(rule, arch, lambda part, index: tensors[rule.parts[part].name][index], expert)
 
 
 @pytest.mark.parametrize(("arch", "rule"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_a_weave_takes_every_element_once(arch: Architecture, rule: Rule) -> None:
     tensors = hf_tensors(rule, arch)
-    experts = range(arch.moe.num_experts if rule.stacked and rule.of_expert and arch.moe is not None else 1)
+    experts = range(arch.moe.num_experts if rule.stacked and rule.is_expert and arch.moe is not None else 1)
     woven = [woven_of(rule, arch, tensors, expert) for expert in experts]
     assert all(tuple(tensor.shape) == rule.canonical_shape(arch) for tensor in woven)
     everything = torch.cat([tensor.flatten() for tensor in woven]).sort().values
@@ -99,7 +99,7 @@ def test_a_weave_takes_every_element_once(arch: Architecture, rule: Rule) -> Non
 def test_ranks_together_hold_every_element(arch: Architecture, rule: Rule, tp: int) -> None:
     tensors = hf_tensors(rule, arch)
     parts = [tensors[part.name] for part in rule.parts]
-    expert = 1 if rule.stacked and rule.of_expert else 0
+    expert = 1 if rule.stacked and rule.is_expert else 0
     whole = woven_of(rule, arch, tensors, expert)
     padded = 80
     back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -108,13 +108,13 @@ def test_ranks_together_hold_every_element(arch: Architecture, rule: Rule, tp: i
     for rank in range(tp):
         layout = Layout(tp_rank=rank, tp_size=tp, etp_rank=rank, etp_size=tp, padded_vocab_size=padded)
         local = torch.zeros(local_shape(rule, arch, layout), dtype=torch.float64)
-        for piece in pieces(rule, arch, layout, expert):
+        for piece in tensor_slices(rule, arch, layout, expert):
             name = rule.parts[piece.part].name
             piece.view(local).copy_(parts[piece.part][piece.hf])
             back[name][piece.hf] = piece.view(local)
             written[name][piece.hf] += 1
         shares = torch.zeros_like(local)
-        for mine, here in held(rule, arch, layout):
+        for mine, here in owned_slices(rule, arch, layout):
             shares[here] = whole[mine]
         assert torch.equal(shares, local)
         ranks.append(local)
@@ -169,10 +169,10 @@ def test_padding_may_fill_whole_ranks() -> None:
     rule = next(rule for rule in all_families()["llama"].rules if rule.shard == "vocab")
     arch = dataclasses.replace(ARCH, vocab_size=5)
     rows = [
-        [piece.hf[0] for piece in pieces(rule, arch, Layout(tp_rank=rank, tp_size=4, padded_vocab_size=16))]
+        [piece.hf[0] for piece in tensor_slices(rule, arch, Layout(tp_rank=rank, tp_size=4, padded_vocab_size=16))]
         for rank in range(4)
     ]
-    assert rows == [[slice(0, 4)], [slice(4, 5)], [], []]
+    assert rows == [[slice(0, 4, 1)], [slice(4, 5, 1)], [], []]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from isthmus.convert.weight_source import WeightSource
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
-from isthmus.families.rules.shard import pieces_of
+from isthmus.families.rules.shard import hf_slices
 
 
 class HfWeights:
@@ -49,6 +49,6 @@ class HfWeights:
         dtypes = [self.source.tensors[name].dtype for name in placed.hf]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         found = torch.empty((height, *placed.rule.canonical_shape(self._arch)[1:]), dtype=widest)
-        for piece in pieces_of(placed.rule, self._arch, (rows,), (slice(0, height),), placed.expert):
+        for piece in hf_slices(placed.rule, self._arch, (rows,), (slice(0, height),), placed.expert):
             self.source.read(placed.hf[piece.part], piece.hf, into=piece.view(found))
         return found

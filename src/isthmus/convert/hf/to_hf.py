@@ -12,7 +12,7 @@ from isthmus.convert.canonical import Destination, unique_placements
 from isthmus.convert.online import export_plan
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
-from isthmus.families.rules.shard import pieces_of
+from isthmus.families.rules.shard import hf_slices
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 
 
@@ -38,5 +38,5 @@ class HfWriter(Destination):
         here = (slice(0, rows.stop - rows.start),)
         return sum(
             self._writer.write(placed.hf[piece.part], piece.hf, piece.view(chunk))
-            for piece in pieces_of(placed.rule, self._arch, (rows,), here, placed.expert)
+            for piece in hf_slices(placed.rule, self._arch, (rows,), here, placed.expert)
         )

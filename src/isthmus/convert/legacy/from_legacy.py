@@ -18,7 +18,7 @@ from isthmus.engine.checkpoint.checkpoint_names import live_names
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
-from isthmus.families.rules.shard import Index, overlap
+from isthmus.families.rules.shard import Index, intersect_rows
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 from isthmus.hf.tensors.slice_reader import TensorReader
 
@@ -148,7 +148,7 @@ class LegacyWeights:
         for tensor, slices in self._parts[canonical]:
             for whole, local in slices:
                 where = tuple((cut.start, cut.stop) for cut in whole)
-                if where in seen or (shared := overlap(whole, local, rows)) is None:
+                if where in seen or (shared := intersect_rows(whole, local, rows)) is None:
                     continue  # another rank has the same values
                 seen.add(where)
                 here, there = shared

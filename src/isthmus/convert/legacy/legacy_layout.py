@@ -10,7 +10,7 @@ from isthmus.engine.checkpoint.checkpoint_names import expert_of, layer_of, renu
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.rules.rule import Rule, Shape
-from isthmus.families.rules.shard import Index, Layout, check_expert_sizes, check_tp_size, held, local_shape
+from isthmus.families.rules.shard import Index, Layout, check_expert_sizes, check_tp_size, local_shape, owned_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,5 +146,5 @@ class ShardTable:
                 etp_size=self._layout.expert_tp,
                 padded_vocab_size=padded_vocab_size,
             )
-            self._known[which] = local_shape(rule, self._arch, layout), held(rule, self._arch, layout)
+            self._known[which] = local_shape(rule, self._arch, layout), owned_slices(rule, self._arch, layout)
         return self._known[which]

@@ -18,7 +18,7 @@ from isthmus.engine.checkpoint.checkpoint_names import is_linear, transformer_en
 from isthmus.errors import disk_errors
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
-from isthmus.families.rules.shard import Index, overlap
+from isthmus.families.rules.shard import Index, intersect_rows
 from isthmus.hf.tensors.parallel_writer import TensorWriter
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
@@ -68,7 +68,7 @@ class LegacyWriter(Destination):
         done = 0
         for info, slices in self._parts[canonical]:
             for whole, local in slices:
-                if (shared := overlap(whole, local, rows)) is not None:
+                if (shared := intersect_rows(whole, local, rows)) is not None:
                     here, there = shared
                     done += self._writer.write_at(info, there, chunk[here])
         return done
@@ -87,7 +87,7 @@ class LegacyWriter(Destination):
             name = _EMBEDDING if placed.rule.alias else placed.canonical
             shape, slices = self._shards.shard(placed.rule, file, padded)
             states[chunk][live] = torch.empty(shape, dtype=self._dtypes[name])
-            if is_linear(placed.canonical) and not placed.rule.of_expert:
+            if is_linear(placed.canonical) and not placed.rule.is_expert:
                 states[chunk][f"{live.removesuffix('weight')}_extra_state"] = None
             added.append((chunk, live, name, slices))
         path = Path(layout.folder(file)) / FILE

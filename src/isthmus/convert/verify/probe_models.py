@@ -13,7 +13,7 @@ from torch import Tensor
 from isthmus.convert.online import import_weights
 from isthmus.errors import UsageError
 from isthmus.families.family import Family
-from isthmus.families.rules.shard import whole
+from isthmus.families.rules.shard import unsharded
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.shrunken_model import copy_logits
 
@@ -60,7 +60,7 @@ def _load(family: Family, probe: ProbeModel) -> Any:
     live = live_tensors(model)
     if unused := sorted(family.placements(arch).keys() - live.keys() - {"output_layer.weight"}):
         raise ValueError(f"{unused[0]} is not a tensor of this decoder")
-    import_weights(live, family, arch, probe.folder, layout=whole(arch))
+    import_weights(live, family, arch, probe.folder, layout=unsharded(arch))
     return model
 
 

@@ -1,4 +1,4 @@
-"""The rules of a guessed family, as ``families/discover/json_family.py`` reads them, from what was chosen."""
+"""The rules of a candidate family, in the format of ``families/discover/json_family.py``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from isthmus.families.discover.expert_matching import Experts
-from isthmus.families.discover.matrix_matching import Matrices
-from isthmus.families.discover.tensor_matching import Structure
+from isthmus.families.discover.expert_matching import ExpertTensors
+from isthmus.families.discover.matrix_matching import MatrixRoles
+from isthmus.families.discover.tensor_matching import DecoderStructure
 
-TURNS = "in turns"
-"""Gate and up lie row by row in one tensor."""
+ALTERNATING = "alternating rows"
+"""Gate and up projection have alternating rows of one tensor."""
 QKV, FEED_FORWARD = ("q", "k", "v", "qkv"), ("gate", "up", "gate_up", "fc1", "fc2")
 _LAYER = "decoder.layers.{layer}."
 _SELF = _LAYER + "self_attention."
@@ -19,17 +19,17 @@ _MLP = _LAYER + "mlp."
 Data = dict[str, Any]
 
 
-def biased(structure: Structure, modules: Mapping[Any, str], roles: Sequence[str]) -> bool:
-    """Whether these have biases; some with and some without make no model, which shows as a tensor too many."""
+def has_biases(structure: DecoderStructure, modules: Mapping[Any, str], roles: Sequence[str]) -> bool:
+    """Whether any of these modules has a bias. If only some have one, the family fails later on an unused tensor."""
     return any(modules[role] in structure.biases for role in roles if role in modules)
 
 
-def rules_of(structure: Structure, chosen: Mapping[str, Any]) -> list[Data]:
+def candidate_rules(structure: DecoderStructure, chosen: Mapping[str, Any]) -> list[Data]:
     """All rules, in the order of a model's tensors.
 
     Args:
-        structure: what was recognised.
-        chosen: every choice of :class:`isthmus.families.discover.candidates.Guesses` by name.
+        structure: the inferred structure.
+        chosen: every choice of :class:`isthmus.families.discover.candidates.Candidates` by name.
     """
     hf = f"{structure.layers}{{layer}}."
     rules = [_copy("embedding.word_embeddings.weight", structure.embedding, "V", "H", shard="vocab")]
@@ -49,20 +49,20 @@ def rules_of(structure: Structure, chosen: Mapping[str, Any]) -> list[Data]:
     return [*rules, _copy("output_layer.weight", output, "V", "H", shard="vocab", **tied)]
 
 
-def _norm(structure: Structure, canonical: str, module: str) -> list[Data]:
+def _norm(structure: DecoderStructure, canonical: str, module: str) -> list[Data]:
     rules = [_copy(f"{canonical}.weight", f"{module}.weight", "H", init="ones")]
     if structure.norm_bias:
         rules.append(_copy(f"{canonical}.bias", f"{module}.bias", "H", init="zeros"))
     return rules
 
 
-def _attention(structure: Structure, chosen: Mapping[str, Any], hf: str) -> list[Data]:
-    matrices: Matrices = chosen["attention"]
+def _attention(structure: DecoderStructure, chosen: Mapping[str, Any], hf: str) -> list[Data]:
+    matrices: MatrixRoles = chosen["attention"]
     modules: Mapping[Any, str] = matrices.modules
-    turned = {"transposed": True} if matrices.transposed else {}
+    transposed = {"transposed": True} if matrices.transposed else {}
     rules: list[Data] = []
-    for end, tail, how in (("weight", ["H"], turned), ("bias", [], {"init": "zeros"})):
-        if end == "bias" and not biased(structure, modules, QKV):
+    for end, tail, fields in (("weight", ["H"], transposed), ("bias", [], {"init": "zeros"})):
+        if end == "bias" and not has_biases(structure, modules, QKV):
             continue
         names = [f"{hf}{modules.get(role, modules.get('qkv'))}.{end}" for role in ("q", "k", "v")]
         parts = [[name, size, *tail] for name, size in zip(names, ("N*D", "G*D", "G*D"), strict=True)]
@@ -70,8 +70,10 @@ def _attention(structure: Structure, chosen: Mapping[str, Any], hf: str) -> list
         if chosen["queries, keys and values"] == "by group":
             parts, strands = [[names[0], "W", *tail]], {}
         canonical = f"{_SELF}linear_qkv.{end}"
-        rules.append({"canonical": canonical, "parts": parts, "shard": "heads", **strands, **how})
-    rules.append(_copy(f"{_SELF}linear_proj.weight", f"{hf}{modules['o']}.weight", "H", "N*D", shard="cols", **turned))
+        rules.append({"canonical": canonical, "parts": parts, "shard": "heads", **strands, **fields})
+    rules.append(
+        _copy(f"{_SELF}linear_proj.weight", f"{hf}{modules['o']}.weight", "H", "N*D", shard="cols", **transposed)
+    )
     if modules["o"] in structure.biases:
         rules.append(_copy(f"{_SELF}linear_proj.bias", f"{hf}{modules['o']}.bias", "H", init="zeros"))
     if structure.qk_norm is not None:
@@ -84,27 +86,27 @@ def _attention(structure: Structure, chosen: Mapping[str, Any], hf: str) -> list
     return rules
 
 
-def _feed_forward(structure: Structure, chosen: Mapping[str, Any], hf: str, where: Data) -> list[Data]:
-    matrices: Matrices = chosen["feed-forward"]
+def _feed_forward(structure: DecoderStructure, chosen: Mapping[str, Any], hf: str, where: Data) -> list[Data]:
+    matrices: MatrixRoles = chosen["feed-forward"]
     rules = _two_matrices(_MLP, hf, matrices, ".weight", "F", chosen["gate and up"], **where)
-    if biased(structure, matrices.modules, FEED_FORWARD):
-        unturned = replace(matrices, transposed=False)
-        rules += _two_matrices(_MLP, hf, unturned, ".bias", "F", chosen["gate and up"], **where)
+    if has_biases(structure, matrices.modules, FEED_FORWARD):
+        untransposed = replace(matrices, transposed=False)
+        rules += _two_matrices(_MLP, hf, untransposed, ".bias", "F", chosen["gate and up"], **where)
     return rules
 
 
-def _experts(experts: Experts, chosen: Mapping[str, Any], hf: str) -> list[Data]:
+def _experts(experts: ExpertTensors, chosen: Mapping[str, Any], hf: str) -> list[Data]:
     where: Data = {"layers": "moe"}
     rules = [_copy(f"{_MLP}router.weight", hf + experts.router, "E", "H", **where)]
     if experts.router_bias is not None:
         rules.append(_copy(f"{_MLP}router.bias", hf + experts.router_bias, "E", init="zeros", **where))
     if experts.expert_bias is not None:
         name, stacked = experts.expert_bias
-        how = {"init": "zeros", "dtype": "float32", **where, **({"stacked": True} if stacked else {})}
-        rules.append(_copy(f"{_MLP}router.expert_bias", hf + name, "E", **how))
+        fields = {"init": "zeros", "dtype": "float32", **where, **({"stacked": True} if stacked else {})}
+        rules.append(_copy(f"{_MLP}router.expert_bias", hf + name, "E", **fields))
     each = f"{_MLP}experts.local_experts.{{expert}}."
-    lying = {"stacked": True, **where} if experts.stacked else where
-    rules += _two_matrices(each, hf, chosen["experts"], "", "X", chosen["experts' gate and up"], **lying)
+    location = {"stacked": True, **where} if experts.stacked else where
+    rules += _two_matrices(each, hf, chosen["experts"], "", "X", chosen["experts' gate and up"], **location)
     if chosen["shared experts"] is not None:
         shared = f"{_MLP}shared_experts."
         rules += _two_matrices(shared, hf, chosen["shared experts"], ".weight", "S", None, **where)
@@ -114,20 +116,20 @@ def _experts(experts: Experts, chosen: Mapping[str, Any], hf: str) -> list[Data]
 
 
 def _two_matrices(
-    canonical: str, hf: str, matrices: Matrices, end: str, width: str, order: str | None, **how: Any
+    canonical: str, hf: str, matrices: MatrixRoles, end: str, width: str, order: str | None, **fields: Any
 ) -> list[Data]:
-    """The rules of the matrices of a feed-forward block, or of their biases (``end``), behind ``canonical`` names."""
+    """The rules of a feed-forward block's matrices, or of their biases if ``end`` is ``.bias``."""
     modules: Mapping[Any, str] = matrices.modules
     bias = end == ".bias"
-    how |= ({"transposed": True} if matrices.transposed else {}) | ({"init": "zeros"} if bias else {})
+    fields |= ({"transposed": True} if matrices.transposed else {}) | ({"init": "zeros"} if bias else {})
     names = [modules[role] for role in ("gate", "up", "fc1", "gate_up", "gate_up") if role in modules]
     kind, inner, outer = ("bias", [], []) if bias else ("weight", ["H"], [width])
     first: Data = {"canonical": f"{canonical}linear_fc1.{kind}", "shard": "rows" if "fc1" in modules else "gate_up"}
-    first |= {"parts": [[f"{hf}{name}{end}", width, *inner] for name in names], **how}
-    first |= {"interleaved": True} if order == TURNS else {}
+    first |= {"parts": [[f"{hf}{name}{end}", width, *inner] for name in names], **fields}
+    first |= {"interleaved": True} if order == ALTERNATING else {}
     cut = {} if bias else {"shard": "cols"}
-    return [first, _copy(f"{canonical}linear_fc2.{kind}", f"{hf}{modules['fc2']}{end}", "H", *outer, **cut, **how)]
+    return [first, _copy(f"{canonical}linear_fc2.{kind}", f"{hf}{modules['fc2']}{end}", "H", *outer, **cut, **fields)]
 
 
-def _copy(canonical: str, hf: str, *symbols: str, **how: Any) -> Data:
-    return {"canonical": canonical, "parts": [[hf, *symbols]], **how}
+def _copy(canonical: str, hf: str, *symbols: str, **fields: Any) -> Data:
+    return {"canonical": canonical, "parts": [[hf, *symbols]], **fields}

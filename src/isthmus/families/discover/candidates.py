@@ -1,7 +1,7 @@
-"""Families that an unknown decoder could be: what its structure leaves open is enumerated, the likeliest first.
+"""Candidate families of an unsupported decoder: all combinations of the open choices, the likeliest first.
 
-The open choices come in stages, since a copy of the model in which attention, or both blocks of a layer, add nothing
-decides some of them alone.
+The choices are searched in stages. With the output of attention, or of both blocks of a layer, set to zero, the logits
+depend on some of the choices only.
 """
 
 from __future__ import annotations
@@ -12,60 +12,62 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isthmus.families.discover.candidate_rules import FEED_FORWARD, QKV, TURNS, biased, rules_of
-from isthmus.families.discover.config_inference import Settings
-from isthmus.families.discover.expert_matching import Experts
+from isthmus.families.discover.candidate_rules import ALTERNATING, FEED_FORWARD, QKV, candidate_rules, has_biases
+from isthmus.families.discover.config_inference import ConfigInference
+from isthmus.families.discover.expert_matching import ExpertTensors
 from isthmus.families.discover.json_family import FORMAT
-from isthmus.families.discover.matrix_matching import Matrices, Role
-from isthmus.families.discover.tensor_matching import Norms, Structure
+from isthmus.families.discover.matrix_matching import MatrixRoles, Role
+from isthmus.families.discover.tensor_matching import DecoderStructure, NormPlacement
 
-Picks = Mapping[str, Any]
-"""What has been chosen so far, by the name of the choice."""
+Choices = Mapping[str, Any]
+"""The value of each choice by name."""
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Choices that one copy of the model decides."""
+class SearchStage:
+    """Choices that are tested on one variant of the probe model."""
 
     name: str
-    silent: tuple[Role, ...]
-    """Blocks that add nothing in this copy, by the role of their last matrix."""
-    options: Callable[[Picks], Iterator[Picks]]
-    """Given what is chosen, all ways to choose the rest of this stage."""
+    zeroed: tuple[Role, ...]
+    """Matrices that are zero in this variant, by role."""
+    options: Callable[[Choices], Iterator[Choices]]
+    """All combinations of this stage's choices, given those of earlier stages."""
 
 
-class Guesses:
-    """The families that fit what is known of a model."""
+class Candidates:
+    """The families that fit an inferred structure and config."""
 
-    def __init__(self, settings: Settings, structure: Structure, live: Container[str], architecture: str) -> None:
-        """Take what was recognised.
+    def __init__(
+        self, settings: ConfigInference, structure: DecoderStructure, live: Container[str], architecture: str
+    ) -> None:
+        """Prepare the search.
 
         Args:
-            settings: of the config.
-            structure: of the tensors.
+            settings: the config.
+            structure: the structure of the tensors.
             live: numbers of the config that change the logits.
             architecture: name of the class in transformers.
         """
         self.settings, self.structure, self.live, self.architecture = settings, structure, live, architecture
         self.stages = (
-            Stage("embedding, last norm and output layer", ("o", "fc2"), self._ends),
-            Stage("feed-forward block", ("o",), self._feed_forward),
-            Stage("attention", (), self._attention),
+            SearchStage("embedding, last norm and output layer", ("o", "fc2"), self._ends),
+            SearchStage("feed-forward block", ("o",), self._feed_forward),
+            SearchStage("attention", (), self._attention),
         )
 
-    def silent(self, stage: Stage) -> Callable[[str], bool]:
-        """Which tensors are zero in the stage's copy, by name."""
+    def is_zeroed(self, stage: SearchStage) -> Callable[[str], bool]:
+        """Tests by name whether a tensor is zero in the stage's variant of the probe."""
         experts = self.structure.experts
         seen = [self.structure.matrices, *((experts.matrices, experts.shared) if experts else ())]
-        modules = [ways[0].modules[role] for ways in seen for role in stage.silent if ways and role in ways[0].modules]
+        modules = [ways[0].modules[role] for ways in seen for role in stage.zeroed if ways and role in ways[0].modules]
         names = "|".join(re.escape(module).replace(r"\{expert\}", r"\d+") for module in modules)
         pattern = re.compile(rf"{re.escape(self.structure.layers)}\d+\.({names})(\.weight|\.bias)?")
         return lambda name: pattern.fullmatch(name) is not None
 
-    def data(self, picks: Picks) -> dict[str, Any]:
-        """The family, as ``families/discover/json_family.py`` reads it; what is not chosen yet is as likely as not."""
+    def family_data(self, picks: Choices) -> dict[str, Any]:
+        """The family in the format of ``families/discover/json_family.py``; open choices have the likeliest value."""
         chosen = {**self._likeliest(), **picks}
         keys = self.settings.keys(self.live)
         traits = self._traits(chosen)
@@ -86,19 +88,19 @@ class Guesses:
             "derived": derived,
             "traits": traits,
             "fixed": self.settings.fixed(self.live),
-            "without_bearing": self.settings.without_bearing(self.live),
+            "without_bearing": self.settings.irrelevant_numbers(self.live),
             "window": window,
             "rope": {"defaults": {} if self.structure.positions else self.settings.rope_defaults(), "names": {}},
-            "rules": rules_of(self.structure, chosen),
+            "rules": candidate_rules(self.structure, chosen),
         }
 
-    def told(self, picks: Picks) -> list[str]:
-        """The choices of a stage in words, a line each."""
+    def describe(self, picks: Choices) -> list[str]:
+        """One line of text for each choice."""
         lines = []
         for name, value in picks.items():
-            if isinstance(value, Norms):
-                value = f"{value.form}: " + ", ".join(f"{place} = {module}" for place, module in value.modules.items())
-            elif isinstance(value, Matrices):
+            if isinstance(value, NormPlacement):
+                value = f"{value.form}: " + ", ".join(f"{norm} = {module}" for norm, module in value.modules.items())
+            elif isinstance(value, MatrixRoles):
                 value = ", ".join(f"{role} = {module}" for role, module in value.modules.items())
                 value += " as [in, out]" if picks[name].transposed else ""
             elif value is None:
@@ -112,7 +114,7 @@ class Guesses:
             found |= next(options(found))
         return found
 
-    def _ends(self, _picks: Picks) -> Iterator[Picks]:
+    def _ends(self, _picks: Choices) -> Iterator[Choices]:
         kinds = ["LayerNorm", "LayerNorm of one plus its weight"]
         if not self.structure.norm_bias:
             kinds = ["RMSNorm", "RMSNorm of one plus its weight", *kinds]
@@ -122,39 +124,39 @@ class Guesses:
             scales = ["embedding_multiplier"]
         yield from _product({"norm": kinds, "epsilon": epsilons, "embedding scale": scales})
 
-    def _feed_forward(self, _picks: Picks) -> Iterator[Picks]:
-        said = self.settings.effective.get(self.settings.activation or "")
-        activations = list(dict.fromkeys([_ACTIVATIONS.get(str(said), "silu"), "silu", "gelu", "gelu_tanh"]))
-        for matrices in _parts(self.structure.matrices, FEED_FORWARD):
+    def _feed_forward(self, _picks: Choices) -> Iterator[Choices]:
+        configured = self.settings.effective.get(self.settings.activation or "")
+        activations = list(dict.fromkeys([_ACTIVATIONS.get(str(configured), "silu"), "silu", "gelu", "gelu_tanh"]))
+        for matrices in _of_roles(self.structure.matrices, FEED_FORWARD):
             choices = {"norms": self.structure.norms, "activation": activations, "gate and up": _orders(matrices)}
             if self.structure.experts is not None:
                 choices = self._expert_choices(self.structure.experts) | choices
             for picks in _product(choices):
                 yield {"feed-forward": matrices, **picks}
 
-    def _expert_choices(self, experts: Experts) -> dict[str, Sequence[Any]]:
+    def _expert_choices(self, experts: ExpertTensors) -> dict[str, Sequence[Any]]:
         scores = ["softmax", "sigmoid", "softmax_of_chosen"]
         if experts.expert_bias is not None:
             scores = ["sigmoid", "softmax"]
-        said = bool(self.settings.effective.get("norm_topk_prob"))
+        normalized = bool(self.settings.effective.get("norm_topk_prob"))
         return {
             "groups of experts": ["top2", "max"] if "moe.num_groups" in self.settings.sizes else [None],
             "scores of experts": scores,
-            "weights are normalised": [said, not said],
+            "weights are normalized": [normalized, not normalized],
             "experts": experts.matrices,
             "experts' gate and up": _orders(experts.matrices[0]),
             "shared experts": experts.shared or [None],
         }
 
-    def _attention(self, picks: Picks) -> Iterator[Picks]:
-        chosen: Matrices = picks["feed-forward"]
-        for matrices in _parts(self.structure.matrices, (*QKV, "o")):
+    def _attention(self, picks: Choices) -> Iterator[Choices]:
+        chosen: MatrixRoles = picks["feed-forward"]
+        for matrices in _of_roles(self.structure.matrices, (*QKV, "o")):
             if matrices.transposed != chosen.transposed or {*matrices.modules.values()} & {*chosen.modules.values()}:
                 continue
             fused = "qkv" in matrices.modules
             rotary = [None] if self.structure.positions else ["halves", "neighbours"]
             choices = {
-                "queries, keys and values": ["by group", "one after the other"] if fused else [None],
+                "queries, keys and values": ["by group", "concatenated"] if fused else [None],
                 "rotary pairs": rotary,
                 "scale of scores": [None] if "attention_scale" in self.settings.keys(self.live) else [None, 1.0],
                 "window": self._windows(),
@@ -168,7 +170,7 @@ class Guesses:
             return ["never"]
         return ["pattern"] if "sliding_attention" in self.settings.layer_types else ["always"]
 
-    def _traits(self, chosen: Picks) -> dict[str, Any]:
+    def _traits(self, chosen: Choices) -> dict[str, Any]:
         structure, norms = self.structure, chosen["norms"]
         attention, feed_forward = chosen["attention"].modules, chosen["feed-forward"].modules
         layer_norm = chosen["norm"].startswith("LayerNorm")
@@ -178,9 +180,9 @@ class Guesses:
             "form": norms.form,
             "activation": chosen["activation"],
             "gated": "fc1" not in feed_forward,
-            "qkv_bias": biased(structure, attention, QKV),
-            "proj_bias": biased(structure, attention, ("o",)),
-            "mlp_bias": biased(structure, feed_forward, FEED_FORWARD),
+            "qkv_bias": has_biases(structure, attention, QKV),
+            "proj_bias": has_biases(structure, attention, ("o",)),
+            "mlp_bias": has_biases(structure, feed_forward, FEED_FORWARD),
             "tie_embeddings": structure.head is None,
         }
         if layer_norm:
@@ -191,7 +193,7 @@ class Guesses:
         if structure.sinks is not None:
             found["attention_sinks"] = True
         if structure.experts is not None:
-            found |= {"moe.score": chosen["scores of experts"], "moe.normalize": chosen["weights are normalised"]}
+            found |= {"moe.score": chosen["scores of experts"], "moe.normalize": chosen["weights are normalized"]}
             found |= {"moe.expert_bias": structure.experts.expert_bias is not None}
             found |= {"moe.router_bias": structure.experts.router_bias is not None}
             found |= {"moe.shared_gate": structure.experts.shared_gate is not None}
@@ -206,16 +208,18 @@ class Guesses:
         return found
 
 
-def _orders(matrices: Matrices) -> list[str | None]:
-    """How gate and up can lie in one tensor."""
-    return ["gate above up", TURNS] if "gate_up" in matrices.modules else [None]
+def _orders(matrices: MatrixRoles) -> list[str | None]:
+    """How gate and up projection can be arranged in one tensor."""
+    return ["concatenated", ALTERNATING] if "gate_up" in matrices.modules else [None]
 
 
-def _parts(all_of_them: Sequence[Matrices], roles: Sequence[str]) -> Iterator[Matrices]:
-    """The ways to see the matrices of one block, each once."""
-    seen: list[Matrices] = []
-    for matrices in all_of_them:
-        part = Matrices({role: name for role, name in matrices.modules.items() if role in roles}, matrices.transposed)
+def _of_roles(found: Sequence[MatrixRoles], roles: Sequence[str]) -> Iterator[MatrixRoles]:
+    """The distinct assignments of the given roles."""
+    seen: list[MatrixRoles] = []
+    for matrices in found:
+        part = MatrixRoles(
+            {role: name for role, name in matrices.modules.items() if role in roles}, matrices.transposed
+        )
         if part not in seen:
             seen.append(part)
             yield part

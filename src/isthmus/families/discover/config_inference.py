@@ -1,4 +1,4 @@
-"""What the settings of an unknown decoder's config mean: its sizes, its multipliers, and what has to stay as it is."""
+"""Inferring the meaning of an unsupported decoder's settings: sizes, multipliers, and settings to keep fixed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.discover.json_family import WHY, formula
-from isthmus.families.discover.probe_config import SHARED, Shrunken, shrunken_rotary
+from isthmus.families.discover.json_family import WHY, parse_formula
+from isthmus.families.discover.probe_config import NUM_SHARED_EXPERTS, ProbeSizes, probe_rotary
 
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -36,7 +36,7 @@ _NEUTRAL: Mapping[str, int] = {
     "moe.dense_layers": 0,
     "moe.shared_ffn_hidden_size": 0,
 }
-"""Where a config says this, the setting turns nothing on."""
+"""Values that disable the feature."""
 _OFF = {word: value for name, value in _NEUTRAL.items() for word in _EXPERT_SIZES[name]} | {"decoder_sparse_step": 1}
 _EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _MULTIPLIERS: Mapping[str, tuple[str, str | None]] = {
@@ -50,45 +50,42 @@ _MULTIPLIERS: Mapping[str, tuple[str, str | None]] = {
     "final_logit_softcapping": ("logits_softcap", None),
     "routed_scaling_factor": ("moe.scaling_factor", None),
 }
-"""Field of the Architecture that a setting says, and how."""
+"""Field of the Architecture that a setting sets, and the conversion between them."""
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
 _FORMULAS = {"num_query_groups": "{num_attention_heads}", "kv_channels": "{hidden_size}/{num_attention_heads}"}
-ABOUT_ELSE = re.compile(
+METADATA = re.compile(
     r"architectures|model_type|torch_dtype|dtype|transformers_version|auto_map|_.*|use_cache|.*_token_id|id2label|"
     r"label2id|return_dict|output_(?:attentions|hidden_states|router_logits|scores)|problem_type|tokenizer_class|chunk_size_feed_forward|task_specific_params|"
     r"is_encoder_decoder|max_length|summary_.*"
 )
-"""Settings that are about something else than tensors and logits."""
+"""Settings that do not concern tensors and logits."""
 _DROPOUT = re.compile(r".*drop.*")
 WINDOW = ("sliding_window", "layer_types")
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 _INIT = ("initializer_range", "init_std")
 _KINDS = {"full_attention", "sliding_attention"}
+_MIN_LAYERS, _MAX_LAYERS = 4, 16
 
 
-_LAYERS = 4
-_MOST_LAYERS = 16
-
-
-class Settings:
-    """A config, and which of its settings says what."""
+class ConfigInference:
+    """A config and the inferred meaning of its settings."""
 
     def __init__(self, effective: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Find the sizes.
 
         Args:
-            effective: the config with everything that transformers adds where it is silent.
-            defaults: what transformers has for a config that says nothing at all.
+            effective: the config with all defaults of transformers filled in.
+            defaults: the defaults of transformers.
 
         Raises:
-            UsageError: a size has no name that is known, or the config is not that of a plain decoder.
+            UsageError: a size is not found under any known name, or the config is not that of a plain decoder.
         """
         self.effective, self.defaults = effective, defaults
         if effective.get("is_encoder_decoder"):
-            raise UsageError("it has an encoder; only decoders are built.")
+            raise UsageError("the model has an encoder; only decoders are supported.")
         for name, value in effective.items():
-            if isinstance(value, Mapping) and value and not ABOUT_ELSE.fullmatch(name) and name not in ROPE:
-                raise UsageError(f"config.json: {name} is an object with settings of its own, which is not understood.")
+            if isinstance(value, Mapping) and value and not METADATA.fullmatch(name) and name not in ROPE:
+                raise UsageError(f"config.json: {name} is an object; nested settings are not supported.")
         self.sizes = {name: found for name, words in _SIZES.items() if (found := self._first(words)) is not None}
         self.one_group = False
         self.shared: str | None = None
@@ -98,97 +95,96 @@ class Settings:
         self.activation = self._first(_ACTIVATION)
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
             if name not in self.sizes:
-                raise UsageError(f"config.json has no word for {name} that is known: {' or '.join(_SIZES[name])}.")
-        if strange := {str(kind) for kind in self.layer_types} - _KINDS:
-            raise UsageError(f"config.json: layer_types has {', '.join(sorted(strange))}, which is not built.")
+                raise UsageError(f"config.json has no known key for {name}: {' or '.join(_SIZES[name])}.")
+        if unknown := {str(kind) for kind in self.layer_types} - _KINDS:
+            raise UsageError(f"config.json: layer_types has {', '.join(sorted(unknown))}, which is not supported.")
         for name in self._layer_lists():
             if name != "layer_types" and len({str(each) for each in effective[name]}) > 1:
-                raise UsageError(f"config.json: {name} differs by layer, and what it means is not known.")
+                raise UsageError(f"config.json: {name} differs by layer, and its meaning is not known.")
 
     def _find_experts(self) -> None:
-        """The sizes of mixtures of experts."""
         for name, words in _EXPERT_SIZES.items():
             found = next((word for word in words if self.effective.get(word) is not None), None)
             if found is not None and self.effective[found] != _NEUTRAL.get(name):
                 self.sizes[name] = found
         if "moe.top_k" not in self.sizes:
-            told = " or ".join(_EXPERT_SIZES["moe.top_k"])
-            raise UsageError(f"config.json has no word that is known for the experts of a token: {told}.")
+            known = " or ".join(_EXPERT_SIZES["moe.top_k"])
+            raise UsageError(f"config.json has no known key for the number of experts per token: {known}.")
         counted = [name for name in _NUMBER_OF_SHARED if self.effective.get(name)]
         if counted and "moe.shared_ffn_hidden_size" not in self.sizes:
             self.shared = counted[0]
 
     @property
     def num_layers(self) -> int:
-        """Of the whole model."""
+        """Number of layers of the model."""
         return int(self.effective[self.sizes["num_layers"]])
 
     @property
     def layer_types(self) -> list[str]:
-        """Kinds of attention by layer; empty where the config has none."""
+        """The kind of attention of each layer; empty if the config has no list."""
         return list(self.effective.get("layer_types") or ())
 
     @property
     def rotary(self) -> Mapping[str, Any]:
-        """The rotary settings; empty where there are none."""
+        """The rotary settings; empty if there are none."""
         return self.effective.get("rope_parameters") or {}
 
-    def shrunken(self, small: Shrunken) -> dict[str, Any]:
-        """The config of a small copy of the model: everything that is no number with a known meaning stays."""
+    def probe_config(self, probe: ProbeSizes) -> dict[str, Any]:
+        """The config of a probe model: numbers with a known meaning are replaced, everything else is kept."""
         config = dict(self.effective)
-        layers = self._enough_layers() + small.more_layers
+        layers = self._min_layers() + probe.more_layers
         for name in self._layer_lists():
             config[name] = (list(config[name]) * layers)[:layers]
         for name, key in self.sizes.items():
             if name == "num_layers":
                 config[key] = layers
-            elif name in small.experts:
-                config[key] = small.experts[name]
+            elif name in probe.experts:
+                config[key] = probe.experts[name]
             elif config[key] is not None or name in ("ffn_hidden_size", "kv_channels"):
-                config[key] = getattr(small, name)
+                config[key] = getattr(probe, name)
         if self.shared is not None:
-            config[self.shared] = SHARED
+            config[self.shared] = NUM_SHARED_EXPERTS
         if self.epsilon is not None:
-            config[self.epsilon] = small.numbers["epsilon"]
+            config[self.epsilon] = probe.numbers["epsilon"]
         if config.get("sliding_window") is not None:
-            config["sliding_window"] = small.sliding_window
+            config["sliding_window"] = probe.sliding_window
         for name in _MULTIPLIERS:
             if config.get(name) is not None:
-                config[name] = small.numbers[name]
+                config[name] = probe.numbers[name]
         if self.rotary:
-            config["rope_parameters"] = shrunken_rotary(self.rotary, small)
+            config["rope_parameters"] = probe_rotary(self.rotary, probe)
         for name in ("rope_scaling", "rope_theta"):
             config.pop(name, None)
         config |= {name: None if name.startswith("pad") else 1 for name in config if name.endswith("_token_id")}
         return config
 
     def numbers(self) -> list[str]:
-        """Settings that are numbers and no sizes, whose bearing on the logits can be tried."""
+        """Settings that are numbers but not sizes, whose effect on the logits can be tested."""
         known = {*self.sizes.values(), self.shared, *ROPE, *_INIT}
         return [
             name
             for name, value in self.effective.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and value != 0
-            and name not in known and not ABOUT_ELSE.fullmatch(name) and not _DROPOUT.fullmatch(name)
+            and name not in known and not METADATA.fullmatch(name) and not _DROPOUT.fullmatch(name)
         ]  # fmt: skip
 
     def check_meanings(self, live: Container[str]) -> None:
-        """Refuse a config in which a number changes the logits and nobody knows how.
+        """Check that the meaning of every number that changes the logits is known.
 
         Args:
-            live: the settings among :meth:`numbers` that change them.
+            live: the settings among :meth:`numbers` that change the logits.
 
         Raises:
-            UsageError: naming them.
+            UsageError: it is not; names the settings.
         """
         off = [name for name, value in _OFF.items() if self.effective.get(name) == value]
         known = {*_MULTIPLIERS, *WINDOW, *off, self.epsilon}
-        if strange := [name for name in self.numbers() if name in live and name not in known]:
-            told = ", ".join(f"{name}={self.effective[name]}" for name in strange)
-            raise UsageError(f"config.json: {told} changes the logits, and what it means is not known.")
+        if unknown := [name for name in self.numbers() if name in live and name not in known]:
+            settings = ", ".join(f"{name}={self.effective[name]}" for name in unknown)
+            raise UsageError(f"config.json: {settings} changes the logits, and its meaning is not known.")
 
     def keys(self, live: Container[str]) -> dict[str, Any]:
-        """The fields of the Architecture that single settings say, as ``families/discover/json_family.py`` has them."""
+        """The ``keys`` of the family file: fields of the Architecture that correspond to one setting."""
         found: dict[str, Any] = {}
         for name, key in self.sizes.items():
             found[name] = {"hf": key} | self._absence(name, key)
@@ -214,51 +210,52 @@ class Settings:
         return found
 
     def correct(self, sizes: Mapping[str, int], found: Mapping[str, int]) -> None:
-        """Some sizes of a copy are not what its config says: the setting of that name is a number as any other then.
+        """Drop the sizes for which the config of a probe and its tensors disagree; their settings mean something else.
 
         Args:
             sizes: from :meth:`symbols`.
-            found: what its tensors say.
+            found: the sizes of the tensors.
         """
         for symbol, name in (("G", "num_query_groups"), ("D", "kv_channels"), ("F", "ffn_hidden_size")):
             if sizes[symbol] != found[symbol]:
                 self.sizes.pop(name, None)
         self.one_group = found["G"] == 1
 
-    def symbols(self, small: Shrunken) -> dict[str, int]:
-        """The sizes of a small copy by symbol, see :func:`isthmus.families.rules.rule.dims`."""
-        config = self.shrunken(small)
-        said = {name: config.get(key) for name, key in self.sizes.items()}
-        heads, hidden = small.num_attention_heads, small.hidden_size
+    def symbols(self, probe: ProbeSizes) -> dict[str, int]:
+        """The sizes of a probe by symbol, see :func:`isthmus.families.rules.rule.symbol_sizes`."""
+        config = self.probe_config(probe)
+        configured = {name: config.get(key) for name, key in self.sizes.items()}
+        heads, hidden = probe.num_attention_heads, probe.hidden_size
         found = {
-            "V": small.vocab_size,
+            "V": probe.vocab_size,
             "H": hidden,
-            "F": said.get("ffn_hidden_size") or 4 * hidden,
-            "P": small.max_position_embeddings,
+            "F": configured.get("ffn_hidden_size") or 4 * hidden,
+            "P": probe.max_position_embeddings,
             "N": heads,
-            "G": said.get("num_query_groups") or heads,
-            "D": said.get("kv_channels") or hidden // heads,
+            "G": configured.get("num_query_groups") or heads,
+            "D": configured.get("kv_channels") or hidden // heads,
         }
-        if (number := said.get("moe.num_experts")) is not None:
-            width = said.get("moe.ffn_hidden_size") or found["F"]
-            shared = said.get("moe.shared_ffn_hidden_size") or (SHARED * width if self.shared is not None else 0)
+        if (number := configured.get("moe.num_experts")) is not None:
+            width = configured.get("moe.ffn_hidden_size") or found["F"]
+            shared = configured.get("moe.shared_ffn_hidden_size") or (
+                NUM_SHARED_EXPERTS * width if self.shared is not None else 0
+            )
             found |= {"E": number, "X": width} | ({"S": shared} if shared else {})
         return found
 
     def derived(self) -> dict[str, str]:
-        """The sizes that no setting says, from those that do."""
+        """Formulas of the sizes that no setting gives."""
         formulas = _FORMULAS | {"ffn_hidden_size": "4*{hidden_size}"}
         found = {name: text.format(**self.sizes) for name, text in formulas.items() if name not in self.sizes}
         return found | {"num_query_groups": "1"} if self.one_group else found
 
     def fixed(self, live: Container[str]) -> dict[str, Any]:
-        """Everything else that the config says, which holds for models that say the same."""
-        keyed = {told["hf"] for told in self.keys(live).values()}
-        handled = {*keyed, *ROPE, *WINDOW, "sliding_window_pattern"}
-        dead = self.without_bearing(live)
+        """All other settings of the config. The family only supports models with the same values."""
+        keyed = {key["hf"] for key in self.keys(live).values()}
+        handled = {*keyed, *ROPE, *WINDOW, "sliding_window_pattern", *self.irrelevant_numbers(live)}
         found: dict[str, Any] = {}
         for name, value in sorted(self.effective.items()):
-            if name in handled or name in dead or ABOUT_ELSE.fullmatch(name) or isinstance(value, Mapping):
+            if name in handled or METADATA.fullmatch(name) or isinstance(value, Mapping):
                 continue
             absent = self.defaults.get(name)
             if name in self._layer_lists():
@@ -270,40 +267,40 @@ class Settings:
                 found[name] = {"is": 0.0, "absent": absent, "training": True}
         return found
 
-    def without_bearing(self, live: Container[str]) -> list[str]:
-        """Numbers that the config has and that change nothing."""
+    def irrelevant_numbers(self, live: Container[str]) -> list[str]:
+        """Numbers of the config that do not change the logits."""
         return sorted(name for name in self.numbers() if name not in live)
 
     def window(self, style: str) -> dict[str, Any]:
-        """How the config says which layers see how far."""
+        """The sliding-window entry of the family file."""
         every = next((n for n in range(1, self.num_layers + 2) if self.layer_types == _every(n, self.num_layers)), None)
         default = self.defaults.get("sliding_window")
         return {"style": style, "default": default, "every": every}
 
     def rope_defaults(self) -> dict[str, Any]:
-        """Rotary settings of a config that says nothing of them."""
-        told = self.defaults.get("rope_parameters") or {}
-        if any(isinstance(value, Mapping) for value in told.values()):
-            full, windowed = told.get("full_attention") or {}, told.get("sliding_attention") or {}
+        """The defaults of the rotary settings."""
+        defaults = self.defaults.get("rope_parameters") or {}
+        if any(isinstance(value, Mapping) for value in defaults.values()):
+            full, windowed = defaults.get("full_attention") or {}, defaults.get("sliding_attention") or {}
             return {"rope_theta": full.get("rope_theta"), "rope_local_base_freq": windowed.get("rope_theta")}
-        found = {"rope_theta": told.get("rope_theta", 10000.0)}
-        if told.get("rope_type", "default") != "default":
-            found["rope_parameters"] = dict(told)
+        found = {"rope_theta": defaults.get("rope_theta", 10000.0)}
+        if defaults.get("rope_type", "default") != "default":
+            found["rope_parameters"] = dict(defaults)
         if self.rotary.get("partial_rotary_factor") is not None:
-            found["partial_rotary_factor"] = told.get("partial_rotary_factor", 1.0)
+            found["partial_rotary_factor"] = defaults.get("partial_rotary_factor", 1.0)
         return found
 
     def _absence(self, name: str, key: str) -> dict[str, Any]:
-        """What it means that a size is absent or null."""
+        """The default of a size, and its value if it is null."""
         text = _FORMULAS.get(name) or ("4*{hidden_size}" if name == "ffn_hidden_size" else None)
         if text is not None:
             meant = text.format(**self.sizes)
             default = self.defaults.get(key)
-            return {"default": None if default == formula(meant, {})(self.defaults) else default, "null": meant}
+            return {"default": None if default == parse_formula(meant, {})(self.defaults) else default, "null": meant}
         return {"default": self.defaults[key]} if self.defaults.get(key) is not None else {}
 
     def _first(self, names: tuple[str, ...]) -> str | None:
-        """The one of these names that the config has; a name of the class's own goes before what somebody added."""
+        """The first of these keys that the config has; keys of the transformers class have precedence."""
         present = [name for name in names if name in self.effective]
         return next((name for name in present if name in self.defaults), next(iter(present), None))
 
@@ -311,31 +308,30 @@ class Settings:
         return [
             name
             for name, value in self.effective.items()
-            if isinstance(value, list) and len(value) == self.num_layers and not ABOUT_ELSE.fullmatch(name)
+            if isinstance(value, list) and len(value) == self.num_layers and not METADATA.fullmatch(name)
         ]
 
-    def _enough_layers(self) -> int:
-        """So many that every kind of layer is among them."""
+    def _min_layers(self) -> int:
+        """The smallest number of layers that contains every kind of attention."""
         kinds = self.layer_types
-        return next(
-            (count for count in range(_LAYERS, _MOST_LAYERS) if {*(kinds * count)[:count]} == {*kinds}), _MOST_LAYERS
-        )
+        counts = range(_MIN_LAYERS, _MAX_LAYERS)
+        return next((count for count in counts if {*(kinds * count)[:count]} == {*kinds}), _MAX_LAYERS)
 
 
-def refuse_unseen(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Refuse a config with settings that were not there when the family was learned, so that nobody knows of them.
+def check_known_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Check that a config only has settings that were present when the family was inferred.
 
     Args:
-        data: the family, see ``families/discover/json_family.py``.
-        config: of another model, perhaps.
+        data: the contents of the family's file.
+        config: the config of a model of this family.
 
     Raises:
-        UsageError: naming them.
+        UsageError: it has others; names them.
     """
-    seen = {told["hf"] for told in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
-    handled = {*ROPE, *WINDOW, "sliding_window_pattern"}
-    if unseen := [key for key in config if key not in seen | handled and not ABOUT_ELSE.fullmatch(key)]:
-        raise UsageError(f"config.json: {', '.join(unseen)} is not supported for {data['name']}: {WHY}.")
+    known = {key["hf"] for key in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
+    known |= {*ROPE, *WINDOW, "sliding_window_pattern"}
+    if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
+        raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")
 
 
 def _every(number: int, layers: int) -> list[str]:

@@ -1,7 +1,7 @@
-"""A family as a file of data: what ``isthmus convert --learn`` found and proved, read back without running anything.
+"""A family as a JSON file, as ``isthmus convert --learn`` writes it. Reading it runs no code.
 
-It says what a module of this package says, in JSON: keys, traits, rules. What a module says by a function is said here
-by a word out of a closed list, or by a formula of two settings such as ``hidden_size/num_attention_heads``.
+It has the fields of a :class:`Family`. In place of functions it has names from a fixed list, and formulas of two
+settings such as ``hidden_size/num_attention_heads``.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any, get_args
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.family import Derived, Family, Fixed, Key
-from isthmus.families.rules import expert_tensors
-from isthmus.families.rules.rule import Init, Layers, Part, Rule, Shard
+from isthmus.families.rules import decoder, expert_tensors
+from isthmus.families.rules.rule import HfPart, Init, Layers, Rule, Shard
 from isthmus.families.rules.sliding_window import Window, read_window
 
 FORMAT = 1
 FILE = "family.json"
-"""What it is called beside a checkpoint, for the way back."""
+"""Its name next to a checkpoint; conversion back to Hugging Face reads it."""
 _FORMULA = re.compile(r"(\w+)(?:([*/])(\w+))?(\*\*0\.5)?")
 _NAME = re.compile(r"(?:[\w.-]|\{layer\}|\{expert\})+")
 _SYMBOLS = re.compile(r"[VHFPNGDWEXS12](?:\*[VHFPNGDWEXS12])*")
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool}
-_MEANINGS: Mapping[str, Callable[[Any], float]] = {
+_DECODE: Mapping[str, Callable[[Any], float]] = {
     "inverse": lambda value: 1 / value,
     "inverse_root": lambda value: value**-0.5,
 }
-_BACK: Mapping[str, Callable[[Any], float]] = {
+_ENCODE: Mapping[str, Callable[[Any], float]] = {
     "inverse": lambda value: 1 / value,
     "inverse_root": lambda value: value**-2,
 }
-_WORDS: Mapping[str, tuple[Any, ...]] = {
+_RULE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "shard": get_args(Shard),
     "init": get_args(Init),
     "layers": get_args(Layers),
@@ -50,39 +50,39 @@ _WORDS: Mapping[str, tuple[Any, ...]] = {
     "unless": ("tie_embeddings",),
 }
 _FIELDS = {field.name for field in fields(Architecture)} | {f"moe.{field.name}" for field in fields(Moe)}
-WHY = "the family was learned from a config that says otherwise; learn it for this model (isthmus convert --learn)"
+WHY = "the family was inferred from a config with another value; infer it for this model (isthmus convert --learn)"
 
 
 def load_family(path: Path) -> Family:
-    """The family in a file.
+    """Read a family from a file.
 
     Raises:
-        DataError: it is not one, or says something that is not known.
+        DataError: the file is not valid, or contains something unknown.
     """
     try:
         return _parsed(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not text: {error}.") from None
+        raise DataError(f"{path} is not UTF-8 text: {error}.") from None
     except DataError as error:
-        raise DataError(f"{path} is no family that is understood: {error} Learn it again.") from None
+        raise DataError(f"{path} is not a valid family: {error} Infer it again (isthmus convert --learn).") from None
 
 
 @cache
 def _parsed(text: str) -> Family:
-    """The same family for the same text, so that two models of it are seen to be of one family."""
+    """Parse a file once, so that two models with the same file have the same family object."""
     try:
         return read_family(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"it is not JSON: {error}.") from None
+        raise DataError(f"not JSON: {error}.") from None
 
 
 def write_family(family: Family) -> str:
-    """The text of the file that :func:`load_family` reads, a line for each entry; of a family that came from data."""
+    """The file of an inferred family, one line per entry."""
     assert family.data is not None
-    return "{\n" + ",\n".join(f" {json.dumps(key)}: {_laid_out(value)}" for key, value in family.data.items()) + "\n}\n"
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {_format(value)}" for key, value in family.data.items()) + "\n}\n"
 
 
-def _laid_out(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, dict) and value:
         lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
         return "{\n" + ",\n".join(lines) + "\n }"
@@ -92,36 +92,36 @@ def _laid_out(value: Any) -> str:
 
 
 def read_family(data: Mapping[str, Any]) -> Family:
-    """A family from its data.
+    """Parse a family.
 
     Raises:
-        DataError: something in it is missing, not known, or of another kind than it should be.
+        DataError: a field is missing, unknown or of the wrong type.
     """
     try:
         if data["format"] != FORMAT:
-            raise DataError(f"its format is {data['format']!r}, {FORMAT} is read.")
+            raise DataError(f"format {data['format']!r} is not supported, only {FORMAT}.")
         known = {"format", "name", "hf_architecture", "keys", "derived", "traits", "fixed", "window", "rope", "rules"}
         known |= {"without_bearing"}
         if unknown := sorted(data.keys() - known - {"ignorable", "proof"}):
-            raise DataError(f"{', '.join(unknown)} is not known.")
+            raise DataError(f"unknown fields: {', '.join(unknown)}.")
         window = dict(data["window"])
         for name in data["without_bearing"]:
             _text(name)
         style = _one_of(window.get("style"), get_args(Window))
-        absent = {told["hf"]: told.get("default") for told in data["keys"].values()}
+        absent = {key["hf"]: key.get("default") for key in data["keys"].values()}
         derived = {
-            _field(name): Derived(formula(text, absent), lambda _value, _arch: {})
+            _field(name): Derived(parse_formula(text, absent), lambda _value, _arch: {})
             for name, text in data["derived"].items()
         }
         if window.get("unrotated") == "full_attention":
-            layers = formula(data["keys"]["num_layers"]["hf"], absent)
+            layers = parse_formula(data["keys"]["num_layers"]["hf"], absent)
             derived["unrotated_layers"] = Derived(_without_window(style, window, layers), lambda _layers, _arch: {})
         return Family(
             name=_text(data["name"]),
             hf_architecture=_text(data["hf_architecture"]),
-            keys={_field(name): _key(told, absent) for name, told in data["keys"].items()},
-            rules=tuple(_rule(told) for told in data["rules"]),
-            fixed={name: _fixed(told) for name, told in data["fixed"].items()},
+            keys={_field(name): _key(key, absent) for name, key in data["keys"].items()},
+            rules=tuple(map(_rule, data["rules"])),
+            fixed={name: _fixed(fixed) for name, fixed in data["fixed"].items()},
             traits={_field(name): tuple(value) if isinstance(value, list) else value
                     for name, value in data["traits"].items()},
             derived=derived,
@@ -137,19 +137,19 @@ def read_family(data: Mapping[str, Any]) -> Family:
         raise DataError(f"{type(error).__name__}: {error}.") from None
 
 
-def formula(text: str, absent: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """``a``, ``a*b``, ``a/b`` (whole) of settings and whole numbers, or the root of one (``a**0.5``).
+def parse_formula(text: str, absent: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """A function of the config: ``a``, ``a*b`` or ``a//b`` (written ``a/b``) of settings and integers, or ``a**0.5``.
 
     Args:
         text: the formula.
-        absent: what settings are that a config leaves out.
+        absent: defaults of the settings.
 
     Raises:
-        DataError: it is no formula; what is returned raises it where a setting is no number.
+        DataError: the formula is not valid. The function raises it if a setting is not a number.
     """
     found = _FORMULA.fullmatch(text)
     if found is None:
-        raise DataError(f"{text!r} is no formula.")
+        raise DataError(f"{text!r} is not a formula.")
     left, sign, right, root = found.groups()
 
     def term(word: str, hf: Mapping[str, Any]) -> Any:
@@ -169,26 +169,26 @@ def formula(text: str, absent: Mapping[str, Any]) -> Callable[[Mapping[str, Any]
     return value
 
 
-def _key(told: Mapping[str, Any], absent: Mapping[str, Any]) -> Key:
-    if unknown := sorted(told.keys() - {"hf", "kind", "default", "null", "optional", "as", "of"}):
-        raise DataError(f"{', '.join(unknown)} of a key is not known.")
-    given = {name: told[name] for name in ("default", "optional") if name in told}
-    meaning = told.get("as")
+def _key(entry: Mapping[str, Any], absent: Mapping[str, Any]) -> Key:
+    if unknown := sorted(entry.keys() - {"hf", "kind", "default", "null", "optional", "as", "of"}):
+        raise DataError(f"{', '.join(unknown)} is not a field of a key.")
+    given = {name: entry[name] for name in ("default", "optional") if name in entry}
+    meaning = entry.get("as")
     if meaning == "first_dense":
-        layers = formula(_text(told["of"]), absent)
-        dense = expert_tensors.first_dense(default=told.get("default", 0))
-        return replace(dense, hf=_text(told["hf"]), decode=lambda number, hf: tuple(range(min(number, layers(hf)))))
+        layers = parse_formula(_text(entry["of"]), absent)
+        dense = expert_tensors.first_dense(default=entry.get("default", 0))
+        return replace(dense, hf=_text(entry["hf"]), decode=lambda number, hf: tuple(range(min(number, layers(hf)))))
     if meaning == "number_of_experts":
-        width = formula(_text(told["of"]), absent)
-        shared = expert_tensors.shared_width(_text(told["hf"]), default=told.get("default", 0))
+        width = parse_formula(_text(entry["of"]), absent)
+        shared = expert_tensors.shared_width(_text(entry["hf"]), default=entry.get("default", 0))
         return replace(shared, decode=lambda number, hf: number * width(hf))
     if meaning is not None:
-        _one_of(meaning, tuple(_MEANINGS))
-        given["decode"] = lambda value, _hf: _MEANINGS[meaning](value)
-        given["encode"] = lambda value, _arch: _BACK[meaning](value)
-    if "null" in told:
-        given["null"] = formula(told["null"], absent)
-    return Key(_text(told["hf"]), kind=_KINDS[told.get("kind", "int")], **given)
+        _one_of(meaning, tuple(_DECODE))
+        given["decode"] = lambda value, _hf: _DECODE[meaning](value)
+        given["encode"] = lambda value, _arch: _ENCODE[meaning](value)
+    if "null" in entry:
+        given["null"] = parse_formula(entry["null"], absent)
+    return Key(_text(entry["hf"]), kind=_KINDS[entry.get("kind", "int")], **given)
 
 
 def _without_window(
@@ -198,56 +198,55 @@ def _without_window(
 
 
 class _Each(tuple[Any, ...]):
-    """Contains lists, one element for each layer, that are all alike."""
+    """Contains all lists whose elements equal its first element."""
 
     def __contains__(self, value: Any) -> bool:
-        """Whether all elements are the first of this."""
         return isinstance(value, list) and all(each == self[0] for each in value)
 
 
-def _fixed(told: Mapping[str, Any]) -> Fixed:
-    if unknown := sorted(told.keys() - {"is", "each", "absent", "training"}):
-        raise DataError(f"{', '.join(unknown)} of a fixed setting is not known.")
-    if "each" in told:
-        return Fixed(_Each((told["each"],)), WHY, absent=told["absent"], strict=True)
-    if told.get("training", False):
-        return Fixed((told["is"],), "training runs without dropout; set it to 0", training=True, absent=told["absent"])
-    return Fixed((told["is"],), WHY, absent=told["absent"], strict=True)
+def _fixed(entry: Mapping[str, Any]) -> Fixed:
+    if unknown := sorted(entry.keys() - {"is", "each", "absent", "training"}):
+        raise DataError(f"{', '.join(unknown)} is not a field of a fixed setting.")
+    if "each" in entry:
+        return Fixed(_Each((entry["each"],)), WHY, absent=entry["absent"], strict=True)
+    if entry.get("training", False):
+        return replace(decoder.NO_DROPOUT, allowed=(entry["is"],), absent=entry["absent"])
+    return Fixed((entry["is"],), WHY, absent=entry["absent"], strict=True)
 
 
-def _rule(told: Mapping[str, Any]) -> Rule:
-    how = {name: value for name, value in told.items() if name not in ("canonical", "parts")}
-    for name, value in how.items():
-        _one_of(value, _WORDS[name])
-    parts = tuple(Part(_name(name), tuple(map(_symbol, symbols))) for name, *symbols in told["parts"])
-    return Rule(canonical=_name(told["canonical"]), parts=parts, **how)
+def _rule(entry: Mapping[str, Any]) -> Rule:
+    options = {name: value for name, value in entry.items() if name not in ("canonical", "parts")}
+    for name, value in options.items():
+        _one_of(value, _RULE_VALUES[name])
+    parts = tuple(HfPart(_name(name), tuple(map(_symbol, symbols))) for name, *symbols in entry["parts"])
+    return Rule(canonical=_name(entry["canonical"]), parts=parts, **options)
 
 
 def _name(text: str) -> str:
     if not _NAME.fullmatch(text):
-        raise DataError(f"{text!r} is no name of a tensor.")
+        raise DataError(f"{text!r} is not a tensor name.")
     return text
 
 
 def _symbol(text: str) -> str:
     if not _SYMBOLS.fullmatch(text):
-        raise DataError(f"{text!r} is no size.")
+        raise DataError(f"{text!r} is not a size.")
     return text
 
 
 def _field(name: str) -> str:
     if name not in _FIELDS:
-        raise DataError(f"{name!r} is no field of an architecture.")
+        raise DataError(f"{name!r} is not a field of the Architecture.")
     return name
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise DataError(f"a text was wanted, got {value!r}.")
+        raise DataError(f"expected a non-empty string, got {value!r}.")
     return value
 
 
-def _one_of(value: Any, words: tuple[Any, ...]) -> Any:
-    if value not in words:
-        raise DataError(f"{value!r} is none of {', '.join(map(str, words))}.")
+def _one_of(value: Any, choices: tuple[Any, ...]) -> Any:
+    if value not in choices:
+        raise DataError(f"{value!r} is not one of {', '.join(map(str, choices))}.")
     return value

@@ -1,4 +1,4 @@
-"""The matrices of a layer of an unknown decoder: the roles that their shapes leave them, the likeliest names first."""
+"""Assigning the matrices of a layer to roles by their shapes, the likeliest names first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from isthmus.families.rules.rule import Shape, product
+from isthmus.families.rules.rule import Shape, symbol_size
 
 Role = Literal["q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "fc1", "fc2"]
 _SHAPES: Mapping[Role, tuple[str, str]] = {
@@ -41,8 +41,8 @@ _NAMES: Mapping[Role, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
-    """One way to see the matrices of a layer: the module of each role, and whether they lie as [in, out]."""
+class MatrixRoles:
+    """A possible assignment of a layer's matrices: the module of each role, and whether weights are [in, out]."""
 
     modules: Mapping[Role, str]
     transposed: bool
@@ -52,12 +52,12 @@ def assignments(
     matrices: Mapping[str, Shape],
     biases: Mapping[str, Shape],
     sizes: Mapping[str, int],
-    ways: Sequence[tuple[tuple[Role, ...], ...]],
-) -> Iterator[Matrices]:
-    """All ways to give each matrix a role that fits its shape and its bias, the likeliest names first."""
-    found: list[tuple[int, Matrices]] = []
-    for transposed, way in itertools.product((False, True), ways):
-        roles = tuple(itertools.chain(*way))
+    role_sets: Sequence[tuple[tuple[Role, ...], ...]],
+) -> Iterator[MatrixRoles]:
+    """All assignments that fit the shapes of the matrices and their biases, the likeliest names first."""
+    found: list[tuple[int, MatrixRoles]] = []
+    for transposed, role_set in itertools.product((False, True), role_sets):
+        roles = tuple(itertools.chain(*role_set))
         if len(roles) != len(matrices):
             continue
         fits = [
@@ -67,18 +67,17 @@ def assignments(
         for modules in itertools.product(*fits):
             if len(set(modules)) == len(modules):
                 given = dict(zip(roles, modules, strict=True))
-                unlikely = sum(not re.search(_NAMES[role], _last(module)) for role, module in given.items())
-                found.append((unlikely, Matrices(given, transposed)))
+                mismatches = sum(not re.search(_NAMES[role], _last(module)) for role, module in given.items())
+                found.append((mismatches, MatrixRoles(given, transposed)))
     yield from (matrices for _, matrices in sorted(found, key=lambda pair: pair[0]))
 
 
 def _fits(role: Role, shape: Shape, bias: Shape | None, sizes: Mapping[str, int], transposed: bool) -> bool:
-    wanted = tuple(product(symbol, sizes) for symbol in _SHAPES[role])
+    wanted = tuple(symbol_size(symbol, sizes) for symbol in _SHAPES[role])
     return shape == (wanted[::-1] if transposed else wanted) and bias in (None, wanted[:1])
 
 
 def _last(module: str) -> str:
-    """The piece of a name that tells the matrix from others."""
     return module.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -88,5 +87,5 @@ def module_of(name: str) -> str:
 
 
 def ends_in(name: str, end: str) -> bool:
-    """Whether the last piece of a name is ``end``."""
+    """Whether the last component of a dotted name is ``end``."""
     return name.rpartition(".")[2] == end

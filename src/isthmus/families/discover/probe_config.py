@@ -1,4 +1,4 @@
-"""Sizes of small copies of an unknown model, and numbers that show in their logits."""
+"""Sizes and settings of the small probe models on which mappings are tested."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Shrunken:
-    """Sizes of a small copy; no two of them are alike, and none is one that a config has by default."""
+class ProbeSizes:
+    """Sizes of a probe model. They are all different, and none is a default of a config."""
 
     hidden_size: int
     num_attention_heads: int
@@ -21,9 +21,9 @@ class Shrunken:
     more_layers: int
     sliding_window: int
     experts: Mapping[str, int]
-    """Of mixtures of experts."""
+    """Sizes of mixtures of experts, by field of the Architecture."""
     numbers: Mapping[str, float]
-    """Of epsilon, theta and multipliers: values that show in the logits."""
+    """Values of epsilon, theta and multipliers that change the logits visibly."""
 
 
 _FIRST = {"epsilon": 1e-2, "rope_theta": 1000.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.6}
@@ -35,32 +35,31 @@ _FEW = {"moe.num_experts": 6, "moe.top_k": 2, "moe.ffn_hidden_size": 20, "moe.sh
 _FEW |= {"moe.num_groups": 2, "moe.group_top_k": 1, "moe.dense_layers": 1}
 _MORE = {"moe.num_experts": 8, "moe.top_k": 3, "moe.ffn_hidden_size": 28, "moe.shared_ffn_hidden_size": 36}
 _MORE |= {"moe.num_groups": 4, "moe.group_top_k": 2, "moe.dense_layers": 2}
-SHARED = 2
-"""Shared experts of a copy, where they are counted."""
+NUM_SHARED_EXPERTS = 2
 FIRST = (
-    Shrunken(64, 4, 2, 24, 88, 101, 96, 0, 7, _FEW, _FIRST),
-    Shrunken(64, 4, 2, 16, 88, 101, 96, 0, 7, _FEW, _FIRST),
-    Shrunken(64, 4, 4, 16, 88, 101, 96, 0, 7, _FEW, _FIRST),
+    ProbeSizes(64, 4, 2, 24, 88, 101, 96, 0, 7, _FEW, _FIRST),
+    ProbeSizes(64, 4, 2, 16, 88, 101, 96, 0, 7, _FEW, _FIRST),
+    ProbeSizes(64, 4, 4, 16, 88, 101, 96, 0, 7, _FEW, _FIRST),
 )
-"""The copy that mappings are tried on: heads with a width of their own if the model can have them, groups if it can."""
+"""The probe for the search: with an independent head dim and query groups if the model supports them."""
 SECOND = (
-    Shrunken(96, 6, 3, 32, 136, 83, 112, 1, 5, _MORE, _SECOND),
-    Shrunken(96, 6, 3, 16, 136, 83, 112, 1, 5, _MORE, _SECOND),
-    Shrunken(96, 6, 6, 16, 136, 83, 112, 1, 5, _MORE, _SECOND),
+    ProbeSizes(96, 6, 3, 32, 136, 83, 112, 1, 5, _MORE, _SECOND),
+    ProbeSizes(96, 6, 3, 16, 136, 83, 112, 1, 5, _MORE, _SECOND),
+    ProbeSizes(96, 6, 6, 16, 136, 83, 112, 1, 5, _MORE, _SECOND),
 )
-"""The other one, on which the mapping that was found has to hold as well."""
+"""The probe of other sizes that verifies the mapping."""
 
 
-def shrunken_rotary(told: Mapping[str, Any], small: Shrunken) -> dict[str, Any]:
-    """Frequencies that differ from those of any default, and lengths that a short sample exceeds."""
+def probe_rotary(settings: Mapping[str, Any], probe: ProbeSizes) -> dict[str, Any]:
+    """Rotary settings with non-default frequencies, and with an original length that a short sample exceeds."""
     found: dict[str, Any] = {
-        name: shrunken_rotary(value, small) if isinstance(value, Mapping) else value for name, value in told.items()
+        name: probe_rotary(value, probe) if isinstance(value, Mapping) else value for name, value in settings.items()
     }
     if found.get("rope_theta") is not None:
-        found["rope_theta"] = small.numbers["rope_theta"] * (1.0 if found["rope_theta"] < 1e5 else 1.5)
+        found["rope_theta"] = probe.numbers["rope_theta"] * (1.0 if found["rope_theta"] < 1e5 else 1.5)
     if found.get("original_max_position_embeddings") is not None:
         found["original_max_position_embeddings"] = 16
-    pairs = int(small.kv_channels * found.get("partial_rotary_factor", 1.0)) // 2
+    pairs = int(probe.kv_channels * found.get("partial_rotary_factor", 1.0)) // 2
     for name in ("short_factor", "long_factor"):
         if name in found:
             found[name] = list(found[name])[:pairs]

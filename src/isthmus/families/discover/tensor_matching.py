@@ -1,7 +1,7 @@
-"""Which tensor of an unknown decoder is what: by its shape first, by its name where shapes leave a choice.
+"""Matching the tensors of an unsupported decoder to roles, by their shapes and then by their names.
 
-The model is a small copy whose sizes are all different, so that a shape is nearly a role. What stays open is said as
-several assignments, the likeliest first; which of them is right is for a proof to say.
+The model is a small probe whose sizes are all different, so that shapes nearly determine roles. The remaining choices
+are returned as several assignments, the likeliest first; comparing logits decides between them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from dataclasses import dataclass
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Form
-from isthmus.families.discover.expert_matching import Experts, read_experts, tensors_of_experts
-from isthmus.families.discover.matrix_matching import ATTENTION, FEED_FORWARD, Matrices, assignments, ends_in, module_of
-from isthmus.families.rules.rule import Shape, product
+from isthmus.families.discover.expert_matching import ExpertTensors, match_experts, select_expert_tensors
+from isthmus.families.discover.matrix_matching import (
+    ATTENTION,
+    FEED_FORWARD,
+    MatrixRoles,
+    assignments,
+    ends_in,
+    module_of,
+)
+from isthmus.families.rules.rule import Shape, symbol_size
 
 _LAYER_NUMBER = re.compile(r"(.+?\.)(\d+)\.(.+)")
 _OF_QUERIES, _OF_KEYS = re.compile(r"(?:^|[._])q(?:uery)?(?:[._]|$)"), re.compile(r"(?:^|[._])k(?:ey)?(?:[._]|$)")
@@ -40,105 +47,135 @@ _FOUR_NORMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Norms:
-    """One way to see the norms of a layer: where they stand, and the module of each place."""
+class NormPlacement:
+    """A possible reading of a layer's norms: the form of the layer, and the module of each norm."""
 
     form: Form
     modules: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
-    """The tensors of a decoder whose layers are alike, but for some of them having experts."""
+class DecoderStructure:
+    """The tensors of a decoder. Its layers are alike, except that some may have experts."""
 
     layers: str
-    """What the names of layers begin with, up to the number: ``model.layers.``."""
+    """Prefix of the layers' names, up to the number: ``model.layers.``."""
     embedding: str
     head: str | None
-    """None where the output layer is the embedding."""
+    """None if the output layer is tied to the embedding."""
     positions: str | None
     final_norm: str
     norm_bias: bool
     biases: frozenset[str]
-    """The modules of a layer that have one."""
-    matrices: tuple[Matrices, ...]
-    norms: tuple[Norms, ...]
+    """The modules of a layer that have a bias."""
+    matrices: tuple[MatrixRoles, ...]
+    norms: tuple[NormPlacement, ...]
     qk_norm: tuple[str, str] | None
-    """Modules that normalise queries and keys."""
+    """Modules that normalize queries and keys."""
     qk_norm_symbols: tuple[str, str]
     sinks: str | None
-    experts: Experts | None
+    experts: ExpertTensors | None
     dense_layers: tuple[int, ...]
-    """Those without experts, where others have some."""
+    """Layers without experts, if others have experts."""
 
 
-def recognise(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Structure:
-    """Read the structure off names and shapes.
+@dataclass(frozen=True, slots=True)
+class _LayerTensors:
+    """The tensors of one layer without its experts, by module, with their shapes."""
+
+    norms: Mapping[str, int]
+    """Length of each norm's weight, QK norms excluded."""
+    qk_norms: Mapping[str, int]
+    matrices: Mapping[str, Shape]
+    biases: Mapping[str, Shape]
+    sinks: str | None
+
+
+def match_tensors(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> DecoderStructure:
+    """Infer the structure of a decoder from the names and shapes of its tensors.
 
     Args:
-        tensors: all of a model.
-        sizes: numbers of its symbols, see :func:`isthmus.families.rules.rule.dims`: V, H, F, P, N, G, D.
+        tensors: shapes of all tensors of a model.
+        sizes: values of the symbols V, H, F, P, N, G, D, see :func:`isthmus.families.rules.rule.symbol_sizes`.
 
     Raises:
-        UsageError: a tensor has no role in any decoder that is built.
+        UsageError: a tensor has no role in any supported decoder.
     """
     prefix, layers, outer = _split(tensors)
     sizes = {**sizes, "W": (sizes["N"] + 2 * sizes["G"]) * sizes["D"], "2": 2, "1": 1}
-    of_experts = {number: tensors_of_experts(layer, sizes) for number, layer in layers.items()}
-    plain_layers = {number: _without(layer, of_experts[number]) for number, layer in layers.items()}
-    dense = tuple(number for number in sorted(layers) if not of_experts[number])
-    with_experts = [number for number in sorted(layers) if of_experts[number]]
-    _check_alike(of_experts, with_experts)
-    _check_alike(plain_layers, list(dense))
-    _check_alike(plain_layers, with_experts)
-    experts = read_experts(of_experts[with_experts[0]], sizes) if with_experts else None
-    layer = plain_layers[dense[0] if dense else with_experts[0]]
-    vectors = {
-        module_of(name): shape[0] for name, shape in layer.items() if len(shape) == 1 and ends_in(name, "weight")
-    }
-    matrices = {module_of(name): shape for name, shape in layer.items() if len(shape) == 2 and ends_in(name, "weight")}
-    biases = {module_of(name): shape for name, shape in layer.items() if len(shape) == 1 and ends_in(name, "bias")}
-    sinks = [name for name, shape in layer.items() if name.endswith("sinks") and shape == (sizes["N"],)]
-    placed = {f"{module}.weight" for module in vectors | matrices}
-    placed |= {f"{module}.bias" for module in biases if module in vectors or module in matrices} | set(sinks)
-    if strange := sorted(layer.keys() - placed):
-        raise UsageError(f"{prefix}*.{strange[0]} {list(layer[strange[0]])} has no place in a decoder that is built.")
-    heads = {module: size for module, size in vectors.items() if _OF_QUERIES.search(module) or _OF_KEYS.search(module)}
-    qk_norm, symbols = _qk_norm(heads, sizes)
-    plain = {module: size for module, size in vectors.items() if module not in heads}
-    if wrong := sorted(module for module, size in plain.items() if size != sizes["H"]):
-        raise UsageError(f"{prefix}*.{wrong[0]}.weight [{plain[wrong[0]]}] is a norm over something that is not built.")
-    embedding, head, positions, final = _outer(outer, sizes)
-    with_bias = {module in biases for module in plain} | {f"{final}.bias" in outer}
+    layer, experts, dense = _merge_layers(layers, sizes)
+    found = _classify(layer, prefix, sizes)
+    embedding, head, positions, final_norm = _match_outer(outer, sizes)
+    with_bias = {module in found.biases for module in found.norms} | {f"{final_norm}.bias" in outer}
     if len(with_bias) > 1:
-        raise UsageError("some norms have a bias and some have none, which is not built.")
-    if any(module in biases for module in heads):
-        raise UsageError(f"{sorted(heads)[0]}: norms of queries and keys with a bias are not built.")
-    blocks = FEED_FORWARD if dense else ((),)
-    ways = tuple(assignments(matrices, biases, sizes, tuple(itertools.product(ATTENTION, blocks))))
-    if not ways:
-        told = ", ".join(f"{module} {list(shape)}" for module, shape in matrices.items())
-        raise UsageError(f"the matrices of a layer are not those of attention and a feed-forward block: {told}.")
-    return Structure(
+        raise UsageError("some norms have a bias and others have none, which is not supported.")
+    qk_norm, symbols = _match_qk_norm(found.qk_norms, sizes)
+    has_dense_block = experts is None or bool(dense)
+    blocks = tuple(itertools.product(ATTENTION, FEED_FORWARD if has_dense_block else ((),)))
+    matrices = tuple(assignments(found.matrices, found.biases, sizes, blocks))
+    if not matrices:
+        shapes = ", ".join(f"{module} {list(shape)}" for module, shape in found.matrices.items())
+        raise UsageError(f"the matrices of a layer are not those of attention and a feed-forward block: {shapes}.")
+    return DecoderStructure(
         layers=prefix,
         embedding=embedding,
         head=head,
         positions=positions,
-        final_norm=final,
+        final_norm=final_norm,
         norm_bias=with_bias == {True},
-        biases=frozenset(module for module in biases if module in matrices),
-        matrices=ways,
-        norms=tuple(_norms(sorted(plain))),
+        biases=frozenset(module for module in found.biases if module in found.matrices),
+        matrices=matrices,
+        norms=tuple(_norm_placements(sorted(found.norms))),
         qk_norm=qk_norm,
         qk_norm_symbols=symbols,
-        sinks=sinks[0] if sinks else None,
+        sinks=found.sinks,
         experts=experts,
-        dense_layers=dense if experts is not None else (),
+        dense_layers=dense,
     )
 
 
+def _merge_layers(
+    layers: Mapping[int, Mapping[str, Shape]], sizes: Mapping[str, int]
+) -> tuple[dict[str, Shape], ExpertTensors | None, tuple[int, ...]]:
+    """The tensors of one layer for all, those of its experts, and the layers without experts if others have some."""
+    of_experts = {number: select_expert_tensors(layer, sizes) for number, layer in sorted(layers.items())}
+    others = {
+        number: {name: shape for name, shape in layer.items() if name not in of_experts[number]}
+        for number, layer in layers.items()
+    }
+    dense = [number for number, experts in of_experts.items() if not experts]
+    with_experts = [number for number, experts in of_experts.items() if experts]
+    _check_alike(of_experts, with_experts)
+    _check_alike(others, dense)
+    _check_alike(others, with_experts)
+    layer = others[(dense or with_experts)[0]]
+    if not with_experts:
+        return layer, None, ()
+    return layer, match_experts(of_experts[with_experts[0]], sizes), tuple(dense)
+
+
+def _classify(layer: Mapping[str, Shape], prefix: str, sizes: Mapping[str, int]) -> _LayerTensors:
+    vectors, matrices, biases = (
+        {module_of(name): shape for name, shape in layer.items() if len(shape) == axes and ends_in(name, end)}
+        for axes, end in ((1, "weight"), (2, "weight"), (1, "bias"))
+    )
+    sinks = [name for name, shape in layer.items() if name.endswith("sinks") and shape == (sizes["N"],)]
+    known = {f"{module}.weight" for module in vectors | matrices} | set(sinks)
+    known |= {f"{module}.bias" for module in biases if module in vectors or module in matrices}
+    if unknown := sorted(layer.keys() - known):
+        raise UsageError(f"{prefix}*.{unknown[0]} {list(layer[unknown[0]])} has no role in a supported decoder.")
+    lengths = {module: shape[0] for module, shape in vectors.items()}
+    qk_norms = {name: size for name, size in lengths.items() if _OF_QUERIES.search(name) or _OF_KEYS.search(name)}
+    norms = {module: size for module, size in lengths.items() if module not in qk_norms}
+    if wrong := sorted(module for module, size in norms.items() if size != sizes["H"]):
+        raise UsageError(f"{prefix}*.{wrong[0]}.weight [{norms[wrong[0]]}] is not a norm over the hidden size.")
+    if any(module in biases for module in qk_norms):
+        raise UsageError(f"{sorted(qk_norms)[0]}: QK norms with a bias are not supported.")
+    return _LayerTensors(norms, qk_norms, matrices, biases, sinks[0] if sinks else None)
+
+
 def _split(tensors: Mapping[str, Shape]) -> tuple[str, dict[int, dict[str, Shape]], dict[str, Shape]]:
-    """What layers are called, the tensors of each, and those outside."""
+    """The prefix of the layers' names, the tensors of each layer, and the tensors outside of layers."""
     layers: dict[int, dict[str, Shape]] = {}
     outer: dict[str, Shape] = {}
     prefixes: set[str] = set()
@@ -150,7 +187,7 @@ def _split(tensors: Mapping[str, Shape]) -> tuple[str, dict[int, dict[str, Shape
         prefixes.add(found[1])
         layers.setdefault(int(found[2]), {})[found[3]] = shape
     if len(prefixes) != 1:
-        raise UsageError(f"layers go by {len(prefixes)} names ({', '.join(sorted(prefixes))}), one was wanted.")
+        raise UsageError(f"expected one prefix of layers, found: {', '.join(sorted(prefixes)) or 'none'}.")
     return prefixes.pop(), layers, outer
 
 
@@ -158,58 +195,57 @@ def _check_alike(layers: Mapping[int, Mapping[str, Shape]], numbers: Sequence[in
     for number in numbers:
         if layers[number] != layers[numbers[0]]:
             other = sorted(dict(layers[number].items() ^ layers[numbers[0]].items()))[0]
-            raise UsageError(f"layer {number} has other tensors than layer {numbers[0]} ({other}), which is not built.")
+            raise UsageError(
+                f"layers {numbers[0]} and {number} differ in their tensors ({other}), which is not supported."
+            )
 
 
-def _without(layer: Mapping[str, Shape], left_out: Mapping[str, Shape]) -> dict[str, Shape]:
-    return {name: shape for name, shape in layer.items() if name not in left_out}
-
-
-def _outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[str, str | None, str | None, str]:
-    """Embedding, output layer, learned positions, last norm."""
+def _match_outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[str, str | None, str | None, str]:
+    """The embedding, output layer, position embedding and final norm."""
     wide = [name for name, shape in outer.items() if shape == (sizes["V"], sizes["H"])]
     heads = [name for name in wide if re.search(r"head|out", name)] if len(wide) > 1 else []
     embeddings = [name for name in wide if name not in heads]
     positions = [name for name, shape in outer.items() if shape == (sizes["P"], sizes["H"])]
     norms = [module_of(name) for name, shape in outer.items() if shape == (sizes["H"],) and ends_in(name, "weight")]
     known = {*wide, *positions} | {f"{norm}.{end}" for norm in norms for end in ("weight", "bias")}
-    if strange := sorted(outer.keys() - known):
-        raise UsageError(f"{strange[0]} {list(outer[strange[0]])} has no place in a decoder that is built.")
-    for what, found, most in (("embedding", embeddings, 1), ("last norm", norms, 1)):
-        if len(found) != most:
-            raise UsageError(f"one {what} with weights was wanted, found {', '.join(found) or 'none'}.")
+    if unknown := sorted(outer.keys() - known):
+        raise UsageError(f"{unknown[0]} {list(outer[unknown[0]])} has no role in a supported decoder.")
+    for role, found in (("embedding", embeddings), ("final norm", norms)):
+        if len(found) != 1:
+            raise UsageError(f"expected one {role} with weights, found {', '.join(found) or 'none'}.")
     if len(heads) > 1 or len(positions) > 1:
-        raise UsageError(f"more than one output layer or table of positions: {', '.join([*heads, *positions])}.")
+        raise UsageError(f"more than one output layer or position embedding: {', '.join([*heads, *positions])}.")
     return embeddings[0], next(iter(heads), None), next(iter(positions), None), norms[0]
 
 
-def _qk_norm(heads: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[tuple[str, str] | None, tuple[str, str]]:
+def _match_qk_norm(
+    norms: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[tuple[str, str] | None, tuple[str, str]]:
     """The norms of queries and keys, and their sizes as symbols."""
-    if not heads:
+    if not norms:
         return None, ("D", "D")
-    queries = [module for module in heads if _OF_QUERIES.search(module)]
-    keys = [module for module in heads if _OF_KEYS.search(module)]
-    if len(queries) == len(keys) == 1 and len(heads) == 2:
-        found = (heads[queries[0]], heads[keys[0]])
+    queries = [module for module in norms if _OF_QUERIES.search(module)]
+    keys = [module for module in norms if _OF_KEYS.search(module)]
+    if len(queries) == len(keys) == 1 and len(norms) == 2:
+        found = (norms[queries[0]], norms[keys[0]])
         for symbols in (("D", "D"), ("N*D", "G*D")):
-            if found == tuple(product(symbol, sizes) for symbol in symbols):
+            if found == tuple(symbol_size(symbol, sizes) for symbol in symbols):
                 return (queries[0], keys[0]), symbols
-    told = ", ".join(f"{module} [{size}]" for module, size in heads.items())
-    raise UsageError(f"norms of queries and keys of this kind are not built: {told}.")
+    shapes = ", ".join(f"{module} [{size}]" for module, size in norms.items())
+    raise UsageError(f"these QK norms are not supported: {shapes}.")
 
 
-def _norms(modules: Sequence[str]) -> Iterator[Norms]:
-    """All ways in which a layer's norms can stand, in the order of their names first."""
+def _norm_placements(modules: Sequence[str]) -> Iterator[NormPlacement]:
+    """All possible placements of a layer's norms, the likeliest by their names first."""
     if len(modules) not in _FORMS:
-        told = f"{len(modules)} ({', '.join(modules)})" if modules else "none with weights"
-        raise UsageError(f"norms in a layer: {told}; layers with 1, 2 or 4 are built.")
-    orders = sorted(itertools.permutations(modules), key=_unlikely)
-    for order in orders:
-        for form, places in _FORMS[len(modules)]:
-            yield Norms(form, dict(zip(places, order, strict=True)))
+        found = f"{len(modules)} norms ({', '.join(modules)})" if modules else "no norms with weights"
+        raise UsageError(f"a layer has {found}; layers with 1, 2 or 4 norms are supported.")
+    for order in sorted(itertools.permutations(modules), key=_mismatches):
+        for form, roles in _FORMS[len(modules)]:
+            yield NormPlacement(form, dict(zip(roles, order, strict=True)))
 
 
-def _unlikely(order: Sequence[str]) -> int:
-    """How badly names fit the places they would stand at."""
+def _mismatches(order: Sequence[str]) -> int:
+    """How many names do not match the usual name of their position."""
     hints = _FOUR_NORMS if len(order) == len(NORM_ROLES) else _TWO_NORMS
     return sum(not re.search(hint, name) for hint, name in zip(hints, order, strict=False))

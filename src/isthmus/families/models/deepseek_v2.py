@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, a dense first layer, shared experts, softmax routing."""
+"""DeepSeek-V2 and V2-Lite: multi-head latent attention, dense first layers, shared experts, softmax routing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from isthmus.errors import UsageError
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import decoder, expert_tensors, mla
+from isthmus.families.rules.decoder import number
 
 _GROUPS = "group_limited_greedy"
 
@@ -27,14 +28,14 @@ FAMILY = Family(
         "moe.top_k": Key("num_experts_per_tok"),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1407),
         "moe.shared_ffn_hidden_size": expert_tensors.shared_width("n_shared_experts", default=2),
-        "moe.scaling_factor": Key("routed_scaling_factor", kind=float, default=1.0),
+        "moe.scaling_factor": number("routed_scaling_factor", 1.0),
         "moe.dense_layers": expert_tensors.first_dense(default=0),
     },
     fixed=mla.FIXED
     | {
-        "mlp_bias": Fixed((False,), "MLPs are built without biases"),
-        "scoring_func": Fixed(("softmax",), "that is how the router of this family scores"),
-        "norm_topk_prob": Fixed((False,), "transformers passes over it for this family, others do not"),
+        "mlp_bias": Fixed((False,), "MLP biases are not supported"),
+        "scoring_func": Fixed(("softmax",), "the only score function of this family"),
+        "norm_topk_prob": Fixed((False,), "transformers ignores it for this family, other implementations do not"),
     },
     traits={"rotary_interleaved": True, "moe.group_score": "max"},
     derived=mla.DERIVED
@@ -45,16 +46,5 @@ FAMILY = Family(
         ),
         "moe.group_top_k": Derived(read=lambda hf: _groups(hf, "topk_group"), write=lambda n, arch: {"topk_group": n}),
     },
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *mla.ATTENTION,
-        *expert_tensors.NORM,
-        *expert_tensors.DENSE,
-        *expert_tensors.ROUTER,
-        *expert_tensors.EXPERTS,
-        *expert_tensors.SHARED_EXPERTS,
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=(*decoder.EMBEDDING, *decoder.INPUT_NORM, *mla.ATTENTION, *expert_tensors.MLP, *decoder.HEAD),
 )

@@ -1,11 +1,10 @@
-"""ERNIE 4.5 with experts: float32 softmax routing with a bias for the choice, neighbours rotated in pairs."""
+"""ERNIE 4.5 with experts: float32 softmax routing with an expert bias, interleaved rotary embedding."""
+
+from dataclasses import replace
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder, expert_tensors
-from isthmus.families.rules.rule import copy
-
-_ROUTER = "decoder.layers.{layer}.mlp.router."
-_HF_MLP = "model.layers.{layer}.mlp."
+from isthmus.families.rules.decoder import flag, in_layer, number
 
 FAMILY = Family(
     name="ernie4_5_moe",
@@ -14,33 +13,28 @@ FAMILY = Family(
     | {
         "num_query_groups": decoder.kv_heads(default=4),
         "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": Key("rms_norm_eps", kind=float, default=1e-5),
-        "tie_embeddings": Key("tie_word_embeddings", kind=bool, default=True),
+        "norm_epsilon": number("rms_norm_eps", 1e-5),
+        "tie_embeddings": flag("tie_word_embeddings", default=True),
         "moe.num_experts": Key("moe_num_experts", default=64),
         "moe.top_k": Key("moe_k", default=6),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1536),
         "moe.shared_ffn_hidden_size": expert_tensors.shared_width("moe_num_shared_experts", default=2),
-        "moe.normalize_min": Key("moe_norm_min", kind=float, default=1e-12),
+        "moe.normalize_min": number("moe_norm_min", 1e-12),
     },
-    fixed=decoder.FIXED | {"use_bias": Fixed((False,), "linear layers are built without biases")},
-    traits={
-        "rotary_interleaved": True,
-        "moe.normalize": True,
-        "moe.expert_bias": True,
-        "moe.router_float32": True,
-    },
+    fixed=decoder.FIXED | {"use_bias": Fixed((False,), "biases of linear layers are not supported")},
+    traits={"rotary_interleaved": True, "moe.normalize": True, "moe.expert_bias": True, "moe.router_float32": True},
     derived={"moe.dense_layers": expert_tensors.INTERVAL},
     rope_defaults={"rope_theta": 500000.0},
     rules=(
         *decoder.EMBEDDING,
         *decoder.INPUT_NORM,
         *decoder.ATTENTION,
-        *expert_tensors.NORM,
+        *decoder.MLP_NORM,
         *expert_tensors.DENSE,
-        copy(_ROUTER + "weight", _HF_MLP + "gate.weight", "E", "H", layers="moe", dtype="float32"),
-        copy(
-            _ROUTER + "expert_bias",
-            _HF_MLP + "moe_statics.e_score_correction_bias",
+        replace(expert_tensors.ROUTER[0], dtype="float32"),
+        in_layer(
+            "mlp.router.expert_bias",
+            "mlp.moe_statics.e_score_correction_bias",
             "E",
             layers="moe",
             stacked=True,
@@ -51,5 +45,4 @@ FAMILY = Family(
         *expert_tensors.SHARED_EXPERTS,
         *decoder.HEAD,
     ),
-    ignorable=decoder.IGNORABLE,
 )

@@ -1,18 +1,20 @@
-"""Gemma: norms that add one to their weight, embeddings scaled up, a gated GELU."""
+"""Gemma: norms that multiply by one plus their weight, scaled embeddings, a gated GELU."""
 
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag
 
 EMBEDDING_SCALE = Derived(lambda hf: hf["hidden_size"] ** 0.5, lambda _scale, _arch: {})
-CAUSAL = Fixed((None, False), "only causal attention is built")
-KEYS = decoder.KEYS | {
-    "kv_channels": Key("head_dim", default=256),
-    "max_position_embeddings": Key("max_position_embeddings", default=8192),
-    "qkv_bias": flag("attention_bias"),
-    "proj_bias": flag("attention_bias"),
-    "tie_embeddings": flag("tie_word_embeddings", default=True),
-}
+CAUSAL = Fixed((None, False), "only causal attention is supported")
+KEYS = (
+    decoder.KEYS
+    | decoder.ATTENTION_BIAS
+    | {
+        "kv_channels": Key("head_dim", default=256),
+        "max_position_embeddings": Key("max_position_embeddings", default=8192),
+        "tie_embeddings": flag("tie_word_embeddings", default=True),
+    }
+)
 
 FAMILY = Family(
     name="gemma",
@@ -20,7 +22,7 @@ FAMILY = Family(
     keys=KEYS
     | {
         "num_query_groups": decoder.kv_heads(default=16),
-        # Releases say gelu and mean its approximation; so does transformers.
+        # Published configs have gelu, but mean its tanh approximation, as transformers does.
         "activation": Key(
             "hidden_act",
             default="gelu_pytorch_tanh",
@@ -30,14 +32,5 @@ FAMILY = Family(
     derived={"embedding_multiplier": EMBEDDING_SCALE},
     fixed=decoder.PLAIN_FIXED | {"use_bidirectional_attention": CAUSAL},
     traits={"norm_zero_centered": True},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *decoder.PROJ_BIAS,
-        *decoder.GATED_MLP,
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=decoder.RULES,
 )

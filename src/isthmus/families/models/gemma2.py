@@ -1,11 +1,9 @@
-"""Gemma 2: norms on both sides of attention and MLP, scores and logits capped, a window in every other layer."""
+"""Gemma 2: norms before and after attention and MLP, soft-capped scores and logits, alternating sliding window."""
 
 from isthmus.families.family import Family, Key
 from isthmus.families.models import gemma
 from isthmus.families.rules import decoder
-from isthmus.families.rules.rule import copy
-
-_LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+from isthmus.families.rules.decoder import layer_norm, number
 
 KEYS = gemma.KEYS | {
     "num_query_groups": decoder.kv_heads(default=4),
@@ -18,10 +16,15 @@ KEYS = gemma.KEYS | {
         encode=lambda scale, _: round(scale**-2),
     ),
 }
-NORMS = (
-    copy(_LAYER + "post_self_attn_layernorm.weight", _HF + "post_attention_layernorm.weight", "H", init="ones"),
-    copy(_LAYER + "pre_mlp_layernorm.weight", _HF + "pre_feedforward_layernorm.weight", "H", init="ones"),
-    copy(_LAYER + "post_mlp_layernorm.weight", _HF + "post_feedforward_layernorm.weight", "H", init="ones"),
+RULES = (
+    *decoder.EMBEDDING,
+    *decoder.INPUT_NORM,
+    *decoder.ATTENTION,
+    *layer_norm("post_self_attn_layernorm", "post_attention_layernorm"),
+    *layer_norm("pre_mlp_layernorm", "pre_feedforward_layernorm"),
+    *layer_norm("post_mlp_layernorm", "post_feedforward_layernorm"),
+    *decoder.MLP,
+    *decoder.HEAD,
 )
 
 FAMILY = Family(
@@ -29,8 +32,8 @@ FAMILY = Family(
     hf_architecture="Gemma2ForCausalLM",
     keys=KEYS
     | {
-        "attention_softcap": Key("attn_logit_softcapping", kind=float, default=50.0, optional=True),
-        "logits_softcap": Key("final_logit_softcapping", kind=float, default=30.0, optional=True),
+        "attention_softcap": number("attn_logit_softcapping", 50.0, optional=True),
+        "logits_softcap": number("final_logit_softcapping", 30.0, optional=True),
     },
     derived={"embedding_multiplier": gemma.EMBEDDING_SCALE},
     fixed=decoder.PLAIN_FIXED | {"use_bidirectional_attention": gemma.CAUSAL},
@@ -38,15 +41,5 @@ FAMILY = Family(
     sliding_window="pattern",
     sliding_window_default=4096,
     sliding_window_pattern=2,
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *decoder.PROJ_BIAS,
-        *NORMS,
-        *decoder.GATED_MLP[1:],
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=RULES,
 )

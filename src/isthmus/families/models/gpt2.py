@@ -1,13 +1,22 @@
 """GPT-2: learned positions, LayerNorms, biases everywhere, weights stored as [in, out]."""
 
+from dataclasses import replace
+
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import flag
-from isthmus.families.rules.rule import copy, qkv
+from isthmus.families.rules.decoder import flag, number
+from isthmus.families.rules.rule import copy, qkv, renamed
 
-_LAYER, _HF = "decoder.layers.{layer}.", "transformer.h.{layer}."
-_ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF + "attn."
-_QKV = _HF_ATTENTION + "c_attn"
+_ATTENTION, _HF_ATTENTION = decoder.LAYER + "self_attention.", "transformer.h.{layer}.attn."
+_MLP, _HF_MLP = decoder.LAYER + "mlp.", "transformer.h.{layer}.mlp."
+_NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.layers": "transformer.h",
+    "post_attention_layernorm": "ln_2",
+    "input_layernorm": "ln_1",
+    "self_attn.o_proj": "attn.c_proj",
+    "model.norm": "transformer.ln_f",
+}
 _DROPOUT = Fixed(decoder.NO_DROPOUT.allowed, decoder.NO_DROPOUT.why, training=True, absent=0.1)
 
 FAMILY = Family(
@@ -21,10 +30,10 @@ FAMILY = Family(
         "num_query_groups": Key("n_head"),
         "vocab_size": Key("vocab_size"),
         "max_position_embeddings": Key("n_positions", default=1024),
-        "norm_epsilon": Key("layer_norm_epsilon", kind=float, default=1e-5),
+        "norm_epsilon": number("layer_norm_epsilon", 1e-5),
         "activation": decoder.activation("activation_function", default="gelu_new"),
         "tie_embeddings": flag("tie_word_embeddings", default=True),
-        "init_std": Key("initializer_range", kind=float, default=0.02),
+        "init_std": number("initializer_range", 0.02),
     },
     derived={"kv_channels": Derived(lambda hf: hf["n_embd"] // hf["n_head"], lambda _width, _arch: {})},
     traits={
@@ -46,28 +55,18 @@ FAMILY = Family(
         "pruned_heads": decoder.FIXED["pruned_heads"],
     },
     rules=(
-        copy("embedding.word_embeddings.weight", "transformer.wte.weight", "V", "H", shard="vocab"),
+        *renamed(decoder.EMBEDDING, _NAMES),
         copy("embedding.position_embeddings.weight", "transformer.wpe.weight", "P", "H"),
-        *decoder.norm(_LAYER + "input_layernorm", _HF + "ln_1"),
-        qkv(_ATTENTION + "linear_qkv.weight", *(_QKV + ".weight",) * 3, "H", transposed=True),
-        qkv(_ATTENTION + "linear_qkv.bias", *(_QKV + ".bias",) * 3, init="zeros"),
-        copy(
-            _ATTENTION + "linear_proj.weight",
-            _HF_ATTENTION + "c_proj.weight",
-            "H",
-            "N*D",
-            shard="cols",
-            transposed=True,
-        ),
-        copy(_ATTENTION + "linear_proj.bias", _HF_ATTENTION + "c_proj.bias", "H", init="zeros"),
-        *decoder.norm(_LAYER + "pre_mlp_layernorm", _HF + "ln_2"),
-        copy(_LAYER + "mlp.linear_fc1.weight", _HF + "mlp.c_fc.weight", "F", "H", shard="rows", transposed=True),
-        copy(_LAYER + "mlp.linear_fc1.bias", _HF + "mlp.c_fc.bias", "F", shard="rows", init="zeros"),
-        copy(_LAYER + "mlp.linear_fc2.weight", _HF + "mlp.c_proj.weight", "H", "F", shard="cols", transposed=True),
-        copy(_LAYER + "mlp.linear_fc2.bias", _HF + "mlp.c_proj.bias", "H", init="zeros"),
-        *decoder.norm("decoder.final_layernorm", "transformer.ln_f"),
-        copy("output_layer.weight", "lm_head.weight", "V", "H", shard="vocab", unless="tie_embeddings"),
-        decoder.tied_output("transformer.wte.weight"),
+        *renamed(decoder.INPUT_NORM, _NAMES),
+        qkv(_ATTENTION + "linear_qkv.weight", *(_HF_ATTENTION + "c_attn.weight",) * 3, "H", transposed=True),
+        qkv(_ATTENTION + "linear_qkv.bias", *(_HF_ATTENTION + "c_attn.bias",) * 3, init="zeros"),
+        replace(renamed((decoder.PROJECTION,), _NAMES)[0], transposed=True),
+        *renamed((decoder.PROJECTION_BIAS, *decoder.MLP_NORM), _NAMES),
+        copy(_MLP + "linear_fc1.weight", _HF_MLP + "c_fc.weight", "F", "H", shard="rows", transposed=True),
+        copy(_MLP + "linear_fc1.bias", _HF_MLP + "c_fc.bias", "F", shard="rows", init="zeros"),
+        copy(_MLP + "linear_fc2.weight", _HF_MLP + "c_proj.weight", "H", "F", shard="cols", transposed=True),
+        copy(_MLP + "linear_fc2.bias", _HF_MLP + "c_proj.bias", "H", init="zeros"),
+        *renamed(decoder.HEAD, _NAMES),
     ),
     ignorable=("attn.bias", "attn.masked_bias"),
 )

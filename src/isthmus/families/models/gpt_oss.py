@@ -2,8 +2,8 @@
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import flag
-from isthmus.families.rules.rule import Part, Rule, copy
+from isthmus.families.rules.decoder import flag, number
+from isthmus.families.rules.rule import HfPart, Rule, copy
 
 _LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 _EXPERT, _HF_EXPERTS = _LAYER + "mlp.experts.local_experts.{expert}.", _HF_LAYER + "mlp.experts."
@@ -13,7 +13,7 @@ _DOWN = _HF_EXPERTS + "down_proj"
 EXPERTS = (
     Rule(
         canonical=_EXPERT + "linear_fc1.weight",
-        parts=(Part(_GATE_UP, ("X", "H")), Part(_GATE_UP, ("X", "H"))),
+        parts=(HfPart(_GATE_UP, ("X", "H")), HfPart(_GATE_UP, ("X", "H"))),
         shard="gate_up",
         interleaved=True,
         transposed=True,
@@ -21,7 +21,7 @@ EXPERTS = (
     ),
     Rule(
         canonical=_EXPERT + "linear_fc1.bias",
-        parts=(Part(_GATE_UP + "_bias", ("X",)), Part(_GATE_UP + "_bias", ("X",))),
+        parts=(HfPart(_GATE_UP + "_bias", ("X",)), HfPart(_GATE_UP + "_bias", ("X",))),
         shard="gate_up",
         interleaved=True,
         stacked=True,
@@ -40,7 +40,7 @@ FAMILY = Family(
         "num_query_groups": decoder.kv_heads(default=8),
         "kv_channels": Key("head_dim", default=64),
         "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": Key("rms_norm_eps", kind=float, default=1e-5),
+        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "qkv_bias": flag("attention_bias", default=True),
         "proj_bias": flag("attention_bias", default=True),
         "moe.ffn_hidden_size": Key("intermediate_size"),
@@ -77,14 +77,11 @@ FAMILY = Family(
         *decoder.EMBEDDING,
         *decoder.INPUT_NORM,
         *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *decoder.PROJ_BIAS,
         copy(_LAYER + "self_attention.core_attention.softmax_offset", _HF_LAYER + "self_attn.sinks", "N", shard="rows"),
-        decoder.GATED_MLP[0],
+        *decoder.MLP_NORM,
         copy(_LAYER + "mlp.router.weight", _HF_LAYER + "mlp.router.weight", "E", "H"),
         copy(_LAYER + "mlp.router.bias", _HF_LAYER + "mlp.router.bias", "E", init="zeros"),
         *EXPERTS,
         *decoder.HEAD,
     ),
-    ignorable=decoder.IGNORABLE,
 )

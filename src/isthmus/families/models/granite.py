@@ -2,20 +2,19 @@
 
 from isthmus.families.family import Family, Key
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import flag
+from isthmus.families.rules.decoder import flag, number
 
 FAMILY = Family(
     name="granite",
     hf_architecture="GraniteForCausalLM",
     keys=decoder.KEYS
+    | decoder.ATTENTION_BIAS
     | {
         "max_position_embeddings": Key("max_position_embeddings", default=2048),
-        "qkv_bias": flag("attention_bias"),
-        "proj_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
-        "embedding_multiplier": Key("embedding_multiplier", kind=float, default=1.0),
-        "residual_multiplier": Key("residual_multiplier", kind=float, default=1.0),
-        "attention_scale": Key("attention_multiplier", kind=float, default=1.0),
+        "embedding_multiplier": number("embedding_multiplier", 1.0),
+        "residual_multiplier": number("residual_multiplier", 1.0),
+        "attention_scale": number("attention_multiplier", 1.0),
         "logits_multiplier": Key(
             "logits_scaling",
             kind=float,
@@ -25,15 +24,5 @@ FAMILY = Family(
         ),
     },
     fixed=decoder.FIXED,
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *decoder.PROJ_BIAS,
-        *decoder.GATED_MLP,
-        *decoder.MLP_BIAS,
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=decoder.RULES,
 )

@@ -8,22 +8,11 @@ FAMILY = Family(
     name="llama",
     hf_architecture="LlamaForCausalLM",
     keys=decoder.KEYS
+    | decoder.ATTENTION_BIAS
     | {
         "max_position_embeddings": Key("max_position_embeddings", default=2048),
-        "qkv_bias": flag("attention_bias"),
-        "proj_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
     },
     fixed=decoder.FIXED,
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *decoder.PROJ_BIAS,
-        *decoder.GATED_MLP,
-        *decoder.MLP_BIAS,
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=decoder.RULES,
 )

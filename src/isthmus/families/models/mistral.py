@@ -14,12 +14,5 @@ FAMILY = Family(
     fixed=decoder.FIXED | {"layer_types": Fixed((None,), "Mistral has one kind of attention in all layers")},
     sliding_window="always",
     sliding_window_default=4096,
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.GATED_MLP,
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=decoder.RULES,
 )

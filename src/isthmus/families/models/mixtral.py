@@ -1,8 +1,9 @@
-"""Mixtral 8x7B and 8x22B: Mistral's attention, eight experts in every layer."""
+"""Mixtral 8x7B and 8x22B: Mistral's attention, experts in every layer."""
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder, expert_tensors
-from isthmus.families.rules.rule import under
+from isthmus.families.rules.decoder import number
+from isthmus.families.rules.rule import renamed
 
 _NAMES = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -13,7 +14,7 @@ FAMILY = Family(
     | {
         "num_query_groups": decoder.kv_heads(default=8),
         "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": Key("rms_norm_eps", kind=float, default=1e-5),
+        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "moe.ffn_hidden_size": Key("intermediate_size"),
         "moe.num_experts": Key("num_local_experts", default=8),
         "moe.top_k": Key("num_experts_per_tok", default=2),
@@ -27,9 +28,8 @@ FAMILY = Family(
         *decoder.EMBEDDING,
         *decoder.INPUT_NORM,
         *decoder.ATTENTION,
-        *expert_tensors.NORM,
-        *under((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), _NAMES),
+        *decoder.MLP_NORM,
+        *renamed((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), _NAMES),
         *decoder.HEAD,
     ),
-    ignorable=decoder.IGNORABLE,
 )

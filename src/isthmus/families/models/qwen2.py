@@ -15,13 +15,5 @@ FAMILY = Family(
     traits={"qkv_bias": True},
     sliding_window="by_layer",
     sliding_window_default=4096,
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *decoder.GATED_MLP,
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=decoder.RULES,
 )

@@ -1,9 +1,9 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: shared experts that a gate of their own weighs."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: shared experts with a sigmoid gate."""
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag
-from isthmus.families.rules.rule import copy, under
+from isthmus.families.rules.rule import renamed
 
 FAMILY = Family(
     name="qwen2_moe",
@@ -19,27 +19,19 @@ FAMILY = Family(
         "moe.shared_ffn_hidden_size": Key("shared_expert_intermediate_size", default=5632),
         "moe.normalize": flag("norm_topk_prob"),
     },
-    fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "windows are not built for this family")},
+    fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "sliding windows are not supported for this family")},
     traits={"moe.shared_gate": True},
     derived={"moe.dense_layers": expert_tensors.SPARSE_STEP},
     rules=(
         *decoder.EMBEDDING,
         *decoder.INPUT_NORM,
         *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *expert_tensors.NORM,
+        *decoder.MLP_NORM,
         *expert_tensors.DENSE,
         *expert_tensors.ROUTER,
         *expert_tensors.EXPERTS,
-        *under(expert_tensors.SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
-        copy(
-            "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
-            "model.layers.{layer}.mlp.shared_expert_gate.weight",
-            "1",
-            "H",
-            layers="moe",
-        ),
+        *renamed(expert_tensors.SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
+        expert_tensors.SHARED_GATE,
         *decoder.HEAD,
     ),
-    ignorable=decoder.IGNORABLE,
 )

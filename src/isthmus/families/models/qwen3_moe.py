@@ -1,4 +1,4 @@
-"""Qwen3 with experts (30B-A3B, 235B-A22B): norms on queries and keys, experts in all layers but those named."""
+"""Qwen3 with experts (30B-A3B, 235B-A22B): QK norms, experts in all layers except those listed."""
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder, expert_tensors
@@ -8,34 +8,17 @@ FAMILY = Family(
     name="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",
     keys=decoder.KEYS
+    | decoder.ATTENTION_BIAS
     | {
         "num_query_groups": decoder.kv_heads(default=4),
         "max_position_embeddings": Key("max_position_embeddings", default=32768),
-        "qkv_bias": flag("attention_bias"),
-        "proj_bias": flag("attention_bias"),
         "moe.num_experts": Key("num_experts", default=128, aliases=("num_local_experts",)),
         "moe.top_k": Key("num_experts_per_tok", default=8),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=768),
         "moe.normalize": flag("norm_topk_prob"),
     },
-    fixed=decoder.FIXED
-    | {
-        "use_sliding_window": Fixed((False,), "windows are not built for this family"),
-    },
+    fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "sliding windows are not supported for this family")},
     traits={"qk_norm": True},
     derived={"moe.dense_layers": expert_tensors.SPARSE_STEP},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *decoder.PROJ_BIAS,
-        *decoder.QK_NORM,
-        *expert_tensors.NORM,
-        *expert_tensors.DENSE,
-        *expert_tensors.ROUTER,
-        *expert_tensors.EXPERTS,
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=expert_tensors.RULES,
 )

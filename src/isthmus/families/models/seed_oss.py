@@ -19,15 +19,5 @@ FAMILY = Family(
         "mlp_bias": flag("mlp_bias"),
     },
     fixed=decoder.FIXED | {"attention_dropout": _DROPOUT, "residual_dropout": _DROPOUT},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *decoder.PROJ_BIAS,
-        *decoder.GATED_MLP,
-        *decoder.MLP_BIAS,
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=decoder.RULES,
 )

@@ -28,26 +28,15 @@ FAMILY = Family(
     name="smollm3",
     hf_architecture="SmolLM3ForCausalLM",
     keys=decoder.KEYS
+    | decoder.ATTENTION_BIAS
     | {
         "num_query_groups": decoder.kv_heads(default=4),
         "max_position_embeddings": Key("max_position_embeddings", default=32768),
-        "qkv_bias": flag("attention_bias"),
-        "proj_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
         "tie_embeddings": flag("tie_word_embeddings", default=True),
     },
     derived={"unrotated_layers": Derived(_unrotated, _listed)},
     fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "its layers are built without a window")},
     rope_defaults={"rope_theta": 2000000.0},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.QKV_BIAS,
-        *decoder.PROJ_BIAS,
-        *decoder.GATED_MLP,
-        *decoder.MLP_BIAS,
-        *decoder.HEAD,
-    ),
-    ignorable=decoder.IGNORABLE,
+    rules=decoder.RULES,
 )

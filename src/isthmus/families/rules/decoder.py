@@ -1,100 +1,125 @@
-"""What the dense decoders of the Llama line share; a family adds or replaces what is its own."""
+"""Rules and config keys shared by decoder-only families. A family adds or replaces what differs.
+
+A rule with a condition (``when``) only applies to models for which the condition is true, so families whose models have
+no biases and no QK norms use the same rules as families whose models do.
+"""
 
 from __future__ import annotations
 
-from isthmus.families.family import Fixed, Key
-from isthmus.families.rules.rule import Rule, copy, gate_up, qkv
+from typing import Any
 
-_LAYER = "decoder.layers.{layer}."
-_HF_LAYER = "model.layers.{layer}."
-_ATTENTION = _LAYER + "self_attention."
-_HF_ATTENTION = _HF_LAYER + "self_attn."
+from isthmus.families.family import Fixed, Key
+from isthmus.families.rules.rule import Rule, copy, gate_up, qkv, where
+
+LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
+_ATTENTION, _HF_ATTENTION = LAYER + "self_attention.", HF_LAYER + "self_attn."
 _HAS_BIAS = "normalization=LayerNorm and norm_bias"
 
 
+def in_layer(canonical: str, hf: str, *symbols: str, **fields: Any) -> Rule:
+    """A :func:`copy` of a tensor of a layer; both names are relative to the layer (``model.layers.N.``)."""
+    return copy(LAYER + canonical, HF_LAYER + hf, *symbols, **fields)
+
+
 def norm(canonical: str, hf: str, *symbols: str) -> tuple[Rule, ...]:
-    """Weight and, of a LayerNorm that has one, bias of a norm."""
+    """The weight of a norm and, for a LayerNorm with bias, its bias."""
     return (
         copy(f"{canonical}.weight", f"{hf}.weight", *(symbols or ("H",)), init="ones"),
         copy(f"{canonical}.bias", f"{hf}.bias", *(symbols or ("H",)), init="zeros", when=_HAS_BIAS),
     )
 
 
-def tied_output(embedding: str) -> Rule:
-    """The last pipeline stage of a tied model holds its own copy of the embedding."""
-    return copy("output_layer.weight", embedding, "V", "H", shard="vocab", when="tie_embeddings", alias=True)
+def layer_norm(canonical: str, hf: str | None = None) -> tuple[Rule, ...]:
+    """A norm of a layer; both names are relative to the layer, and equal unless ``hf`` is given."""
+    return norm(LAYER + canonical, HF_LAYER + (hf or canonical))
+
+
+def _qk_norm(which: str, heads: str) -> tuple[Rule, ...]:
+    canonical, hf = f"{_ATTENTION}{which}_layernorm", f"{_HF_ATTENTION}{which}_norm"
+    per_projection = copy(f"{canonical}.weight", f"{hf}.weight", f"{heads}*D", init="ones")
+    return (
+        *where("qk_norm and qk_norm_over=head", *norm(canonical, hf, "D")),
+        *where("qk_norm and qk_norm_over=projection", per_projection),
+    )
+
+
+def mlp(canonical: str, hf: str, width: str, *, bias: str | None = None, **fields: Any) -> tuple[Rule, ...]:
+    """A feed-forward block, dense or of one expert, with or without a gate.
+
+    Args:
+        canonical: prefix of the canonical names.
+        hf: prefix of the Hugging Face names.
+        width: symbol of its width.
+        bias: field of the Architecture that is true if it has biases; None if it never has.
+        fields: further fields of the rules.
+    """
+    fc1, fc2 = canonical + "linear_fc1.", canonical + "linear_fc2."
+    gate, up, down = hf + "gate_proj.", hf + "up_proj.", hf + "down_proj."
+    weights = (
+        *where("gated", gate_up(fc1 + "weight", gate + "weight", up + "weight", "H", width=width, **fields)),
+        copy(fc1 + "weight", up + "weight", width, "H", shard="rows", unless="gated", **fields),
+        copy(fc2 + "weight", down + "weight", "H", width, shard="cols", **fields),
+    )
+    if bias is None:
+        return weights
+    fields["init"] = "zeros"
+    return weights + where(
+        bias,
+        *where("gated", gate_up(fc1 + "bias", gate + "bias", up + "bias", width=width, **fields)),
+        copy(fc1 + "bias", up + "bias", width, shard="rows", unless="gated", **fields),
+        copy(fc2 + "bias", down + "bias", "H", **fields),
+    )
 
 
 EMBEDDING = (copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V", "H", shard="vocab"),)
-INPUT_NORM = (copy(_LAYER + "input_layernorm.weight", _HF_LAYER + "input_layernorm.weight", "H", init="ones"),)
+INPUT_NORM = layer_norm("input_layernorm")
+PROJECTION = in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "H", "N*D", shard="cols")
+PROJECTION_BIAS = in_layer(
+    "self_attention.linear_proj.bias", "self_attn.o_proj.bias", "H", init="zeros", when="proj_bias"
+)
 ATTENTION = (
-    qkv(
-        _ATTENTION + "linear_qkv.weight",
-        _HF_ATTENTION + "q_proj.weight",
-        _HF_ATTENTION + "k_proj.weight",
-        _HF_ATTENTION + "v_proj.weight",
-        "H",
+    qkv(f"{_ATTENTION}linear_qkv.weight", *(f"{_HF_ATTENTION}{name}_proj.weight" for name in "qkv"), "H"),
+    PROJECTION,
+    *where(
+        "qkv_bias",
+        qkv(f"{_ATTENTION}linear_qkv.bias", *(f"{_HF_ATTENTION}{name}_proj.bias" for name in "qkv"), init="zeros"),
     ),
-    copy(_ATTENTION + "linear_proj.weight", _HF_ATTENTION + "o_proj.weight", "H", "N*D", shard="cols"),
+    PROJECTION_BIAS,
+    *_qk_norm("q", "N"),
+    *_qk_norm("k", "G"),
 )
-# Of these a family has those that its configs or its traits ask for.
-QKV_BIAS = (
-    qkv(
-        _ATTENTION + "linear_qkv.bias",
-        _HF_ATTENTION + "q_proj.bias",
-        _HF_ATTENTION + "k_proj.bias",
-        _HF_ATTENTION + "v_proj.bias",
-        init="zeros",
-        when="qkv_bias",
-    ),
+MLP_NORM = layer_norm("pre_mlp_layernorm", "post_attention_layernorm")
+MLP = mlp(LAYER + "mlp.", HF_LAYER + "mlp.", "F", bias="mlp_bias")
+FUSED_MLP = (
+    gate_up(LAYER + "mlp.linear_fc1.weight", *(HF_LAYER + "mlp.gate_up_proj.weight",) * 2, "H"),
+    in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "H", "F", shard="cols"),
 )
-PROJ_BIAS = (copy(_ATTENTION + "linear_proj.bias", _HF_ATTENTION + "o_proj.bias", "H", init="zeros", when="proj_bias"),)
-MLP_BIAS = (
-    gate_up(
-        _LAYER + "mlp.linear_fc1.bias",
-        _HF_LAYER + "mlp.gate_proj.bias",
-        _HF_LAYER + "mlp.up_proj.bias",
-        init="zeros",
-        when="mlp_bias",
-    ),
-    copy(_LAYER + "mlp.linear_fc2.bias", _HF_LAYER + "mlp.down_proj.bias", "H", init="zeros", when="mlp_bias"),
-)
-QK_NORM = (
-    copy(_ATTENTION + "q_layernorm.weight", _HF_ATTENTION + "q_norm.weight", "D", init="ones"),
-    copy(_ATTENTION + "k_layernorm.weight", _HF_ATTENTION + "k_norm.weight", "D", init="ones"),
-)
-GATED_MLP = (
-    copy(_LAYER + "pre_mlp_layernorm.weight", _HF_LAYER + "post_attention_layernorm.weight", "H", init="ones"),
-    gate_up(
-        _LAYER + "mlp.linear_fc1.weight", _HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight", "H"
-    ),
-    copy(_LAYER + "mlp.linear_fc2.weight", _HF_LAYER + "mlp.down_proj.weight", "H", "F", shard="cols"),
-)
-FUSED_GATED_MLP = (
-    GATED_MLP[0],
-    gate_up(
-        _LAYER + "mlp.linear_fc1.weight",
-        _HF_LAYER + "mlp.gate_up_proj.weight",
-        _HF_LAYER + "mlp.gate_up_proj.weight",
-        "H",
-    ),
-    GATED_MLP[2],
-)
+"""Gate and up projection in one Hugging Face tensor, the gate first."""
 HEAD = (
-    copy("decoder.final_layernorm.weight", "model.norm.weight", "H", init="ones"),
+    *norm("decoder.final_layernorm", "model.norm"),
     copy("output_layer.weight", "lm_head.weight", "V", "H", shard="vocab", unless="tie_embeddings"),
-    tied_output("model.embed_tokens.weight"),
+    # In a tied model the last pipeline stage has its own copy of the embedding.
+    copy(
+        "output_layer.weight", "model.embed_tokens.weight", "V", "H", shard="vocab", when="tie_embeddings", alias=True
+    ),
 )
+RULES = (*EMBEDDING, *INPUT_NORM, *ATTENTION, *MLP_NORM, *MLP, *HEAD)
+"""The rules of a dense pre-norm decoder with Llama's names."""
 
 
 def kv_heads(default: int | None) -> Key:
-    """Key/value heads: as many as query heads where the config says null, ``default`` where it says nothing."""
+    """``num_key_value_heads``: null means as many as query heads, absence means ``default``."""
     return Key("num_key_value_heads", default=default, null=lambda hf: hf["num_attention_heads"])
 
 
 def flag(name: str, default: bool = False) -> Key:
-    """A switch."""
+    """A boolean key."""
     return Key(name, kind=bool, default=default)
+
+
+def number(name: str, default: float | None, *, optional: bool = False) -> Key:
+    """A float key; with ``optional`` or the default None, null means None."""
+    return Key(name, kind=float, default=default, optional=optional or default is None)
 
 
 KEYS = {
@@ -106,31 +131,30 @@ KEYS = {
     "kv_channels": Key("head_dim", null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
     "vocab_size": Key("vocab_size"),
     "max_position_embeddings": Key("max_position_embeddings"),
-    "norm_epsilon": Key("rms_norm_eps", kind=float, default=1e-6),
-    "tie_embeddings": Key("tie_word_embeddings", kind=bool, default=False),
-    "init_std": Key("initializer_range", kind=float, default=0.02),
+    "norm_epsilon": number("rms_norm_eps", 1e-6),
+    "tie_embeddings": flag("tie_word_embeddings"),
+    "init_std": number("initializer_range", 0.02),
 }
-"""Fields of the Architecture under their Hugging Face names, with what transformers takes where a name is absent."""
+"""Fields of the Architecture by Hugging Face key, with the defaults of transformers."""
+ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "proj_bias": flag("attention_bias")}
+"""One key for the biases of all attention projections."""
 
 _GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def activation(name: str, default: str) -> Key:
-    """The activation of an MLP, which a family does not have fixed; of words with one meaning it writes its own."""
+    """The activation of the MLP. Of several names for one activation, ``default`` is written."""
     words = {"silu": "silu", "swish": "silu"} | _GELUS
     return Key(name, default=default, choices={default: words[default]} | words)
 
 
 NO_DROPOUT = Fixed((0.0,), "training runs without dropout; set it to 0", training=True)
 FIXED = {
-    "hidden_act": Fixed(("silu", "swish"), "only the gated SiLU MLP is built for this family"),
+    "hidden_act": Fixed(("silu", "swish"), "only the gated SiLU MLP is supported for this family"),
     "attention_dropout": NO_DROPOUT,
-    "pruned_heads": Fixed((None, {}), "heads of unequal number cannot be cut evenly"),
+    "pruned_heads": Fixed((None, {}), "models with pruned heads are not supported"),
 }
-"""Hugging Face settings that have one meaning here; any other value is refused with the reason."""
+"""Hugging Face settings with one supported value; every other value is rejected with the reason."""
 
 PLAIN_FIXED = {name: fixed for name, fixed in FIXED.items() if name != "hidden_act"}
-"""The same for a family with a choice of activations."""
-
-IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
-"""Endings of tensors that old files carry and that are computed, not learned."""
+"""The same for families that support several activations."""

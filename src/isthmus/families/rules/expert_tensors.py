@@ -1,4 +1,4 @@
-"""What families with experts share: the tensors of a mixture of experts, and the settings that say where they are."""
+"""Rules and config keys shared by mixture-of-experts families."""
 
 from __future__ import annotations
 
@@ -10,142 +10,130 @@ from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Key
 from isthmus.families.rules import decoder
-from isthmus.families.rules.rule import copy, gate_up
+from isthmus.families.rules.decoder import HF_LAYER, LAYER, in_layer
+from isthmus.families.rules.rule import where
 
-_MLP = "decoder.layers.{layer}.mlp."
-_HF_MLP = "model.layers.{layer}.mlp."
-_EXPERT = _MLP + "experts.local_experts.{expert}."
-_HF_EXPERT = _HF_MLP + "experts.{expert}."
-_SHARED = _MLP + "shared_experts."
-_HF_SHARED = _HF_MLP + "shared_experts."
-
-NORM = decoder.GATED_MLP[:1]
-DENSE = tuple(replace(rule, layers="dense") for rule in decoder.GATED_MLP[1:])
-"""The feed-forward block of the layers that have no experts."""
-ROUTER = (copy(_MLP + "router.weight", _HF_MLP + "gate.weight", "E", "H", layers="moe"),)
-EXPERT_BIAS = (
-    copy(
-        _MLP + "router.expert_bias",
-        _HF_MLP + "gate.e_score_correction_bias",
+DENSE = tuple(replace(rule, layers="dense") for rule in decoder.MLP)
+"""The feed-forward block of layers without experts."""
+ROUTER = (in_layer("mlp.router.weight", "mlp.gate.weight", "E", "H", layers="moe"),)
+EXPERT_BIAS = where(
+    "moe.expert_bias",
+    in_layer(
+        "mlp.router.expert_bias",
+        "mlp.gate.e_score_correction_bias",
         "E",
         layers="moe",
         init="zeros",
         dtype="float32",
     ),
 )
-EXPERTS = (
-    gate_up(
-        _EXPERT + "linear_fc1.weight",
-        _HF_EXPERT + "gate_proj.weight",
-        _HF_EXPERT + "up_proj.weight",
-        "H",
-        width="X",
-        layers="moe",
-    ),
-    copy(_EXPERT + "linear_fc2.weight", _HF_EXPERT + "down_proj.weight", "H", "X", shard="cols", layers="moe"),
+EXPERTS = decoder.mlp(
+    LAYER + "mlp.experts.local_experts.{expert}.",
+    HF_LAYER + "mlp.experts.{expert}.",
+    "X",
+    bias="moe.expert_mlp_bias",
+    layers="moe",
 )
-SHARED_EXPERTS = (
-    gate_up(
-        _SHARED + "linear_fc1.weight",
-        _HF_SHARED + "gate_proj.weight",
-        _HF_SHARED + "up_proj.weight",
-        "H",
-        width="S",
-        layers="moe",
-        when="moe.shared_ffn_hidden_size",
-    ),
-    copy(
-        _SHARED + "linear_fc2.weight",
-        _HF_SHARED + "down_proj.weight",
-        "H",
-        "S",
-        shard="cols",
-        layers="moe",
-        when="moe.shared_ffn_hidden_size",
-    ),
+SHARED_EXPERTS = where(
+    "moe.shared_ffn_hidden_size",
+    *decoder.mlp(LAYER + "mlp.shared_experts.", HF_LAYER + "mlp.shared_experts.", "S", layers="moe"),
 )
+SHARED_GATE = in_layer(
+    "mlp.shared_experts.gate_weight",
+    "mlp.shared_expert_gate.weight",
+    "1",
+    "H",
+    layers="moe",
+    when="moe.shared_ffn_hidden_size and moe.shared_gate",
+)
+MLP = (*decoder.MLP_NORM, *DENSE, *ROUTER, *EXPERT_BIAS, *EXPERTS, *SHARED_EXPERTS)
+RULES = (*decoder.EMBEDDING, *decoder.INPUT_NORM, *decoder.ATTENTION, *MLP, *decoder.HEAD)
+"""The rules of a pre-norm MoE decoder with the names of Llama, Qwen and DeepSeek."""
 
 
-def _times(total: int, arch: Architecture) -> int:
+def _num_shared(total: int, arch: Architecture) -> int:
     assert arch.moe is not None
     number, rest = divmod(total, arch.moe.ffn_hidden_size)
     if rest:
-        raise UsageError(f"shared experts {total} wide are no whole number of experts {arch.moe.ffn_hidden_size} wide.")
+        raise UsageError(
+            f"{arch.family}: the shared experts' width {total} is not a multiple of the experts' width "
+            f"{arch.moe.ffn_hidden_size}, so config.json cannot express it."
+        )
     return number
 
 
 def shared_width(key: str, *, default: int) -> Key:
-    """The shared experts, of which ``key`` is the number and each is as wide as the others."""
+    """The total width of the shared experts, where ``key`` is their number and each is as wide as a routed expert."""
     return Key(
         key,
         least=0,
         default=default,
         null=lambda hf: 0,
-        decode=lambda number, hf: number * _whole(hf, "moe_intermediate_size"),
-        encode=_times,
+        decode=lambda number, hf: number * _int(hf, "moe_intermediate_size"),
+        encode=_num_shared,
     )
 
 
-def _first_dense(dense: Sequence[int], arch: Architecture) -> int:
+def _num_first_dense(dense: Sequence[int], arch: Architecture) -> int:
     if tuple(dense) != tuple(range(len(dense))):
-        raise _unspeakable(dense, arch)
+        raise _not_expressible(dense, arch)
     return len(dense)
 
 
 def first_dense(*, default: int) -> Key:
-    """The first layers are dense, so many of them."""
+    """``first_k_dense_replace``: the number of dense layers before the first layer with experts."""
     return Key(
         "first_k_dense_replace",
         least=0,
         default=default,
-        decode=lambda number, hf: tuple(range(min(number, _whole(hf, "num_hidden_layers")))),
-        encode=_first_dense,
+        decode=lambda number, hf: tuple(range(min(number, _int(hf, "num_hidden_layers")))),
+        encode=_num_first_dense,
     )
 
 
 def _read_sparse_step(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    named, step = hf.get("mlp_only_layers") or (), _whole(hf, "decoder_sparse_step", 1)
-    if not isinstance(named, list | tuple) or step < 1:
-        raise DataError("config.json: mlp_only_layers must be a list and decoder_sparse_step a positive whole number.")
-    return tuple(layer for layer in range(_whole(hf, "num_hidden_layers")) if layer in named or (layer + 1) % step)
+    listed, step = hf.get("mlp_only_layers") or (), _int(hf, "decoder_sparse_step", 1)
+    if not isinstance(listed, list | tuple) or step < 1:
+        raise DataError("config.json: mlp_only_layers must be a list and decoder_sparse_step a positive integer.")
+    return tuple(layer for layer in range(_int(hf, "num_hidden_layers")) if layer in listed or (layer + 1) % step)
 
 
 SPARSE_STEP = Derived(
     read=_read_sparse_step,
     write=lambda dense, arch: {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)},
 )
-"""Every nth layer has experts, except those that are named."""
+"""Every nth layer has experts, except the listed ones."""
 
 
 def _read_interval(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    layers, last = _whole(hf, "num_hidden_layers"), _whole(hf, "moe_layer_end_index", -1)
-    first, step = _whole(hf, "moe_layer_start_index", 1), _whole(hf, "moe_layer_interval", 1)
+    layers, last = _int(hf, "num_hidden_layers"), _int(hf, "moe_layer_end_index", -1)
+    first, step = _int(hf, "moe_layer_start_index", 1), _int(hf, "moe_layer_interval", 1)
     if step < 1:
-        raise DataError(f"config.json: moe_layer_interval must be a positive whole number, got {step}.")
+        raise DataError(f"config.json: moe_layer_interval must be a positive integer, got {step}.")
     last = layers - 1 if last == -1 else last
     return tuple(layer for layer in range(layers) if not first <= layer <= last or (layer + 1) % step)
 
 
 def _write_interval(dense: Sequence[int], arch: Architecture) -> dict[str, Any]:
     moe = [layer for layer in range(arch.num_layers) if layer not in dense]
-    said = {"num_hidden_layers": arch.num_layers, "moe_layer_start_index": moe[0], "moe_layer_end_index": moe[-1]}
+    keys = {"num_hidden_layers": arch.num_layers, "moe_layer_start_index": moe[0], "moe_layer_end_index": moe[-1]}
     for step in range(1, arch.num_layers + 1):
-        if _read_interval(said | {"moe_layer_interval": step}) == tuple(dense):
-            return {**said, "moe_layer_interval": step}
-    raise _unspeakable(dense, arch)
+        if _read_interval(keys | {"moe_layer_interval": step}) == tuple(dense):
+            return {**keys, "moe_layer_interval": step}
+    raise _not_expressible(dense, arch)
 
 
 INTERVAL = Derived(read=_read_interval, write=_write_interval)
 """Every nth layer between a first and a last one has experts."""
 
 
-def _unspeakable(dense: Sequence[int], arch: Architecture) -> UsageError:
-    return UsageError(f"{arch.family}: its config.json has no words for these dense layers: {list(dense)}.")
+def _not_expressible(dense: Sequence[int], arch: Architecture) -> UsageError:
+    return UsageError(f"{arch.family}: config.json cannot express these dense layers: {list(dense)}.")
 
 
-def _whole(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _int(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = hf.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool):
-        raise DataError(f"config.json: {key} must be a whole number, got {value!r}.")
+        raise DataError(f"config.json: {key} must be an integer, got {value!r}.")
     return value

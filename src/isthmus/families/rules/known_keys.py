@@ -1,50 +1,50 @@
-"""Which keys of a config a family looks at: what it says there counts, and a key beside them may be a slip."""
+"""Which keys of a config a family reads. Any other key may be a typo."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.families.discover.config_inference import ABOUT_ELSE, ROPE, WINDOW
+from isthmus.families.discover.config_inference import METADATA, ROPE, WINDOW
 from isthmus.families.family import Family
 
-WITHOUT_BEARING = ("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_window_layers")
-"""Keys that configs on the Hub have and that no family reads: of training, or of a window that is switched off."""
+IGNORED_KEYS = ("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_window_layers")
+"""Keys of published configs that no family reads: training settings, and settings of a disabled sliding window."""
 
 
-class _Watched(dict[str, Any]):
-    """A config that remembers what it was asked for."""
+class _RecordingDict(dict[str, Any]):
+    """A config that records which keys are read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.asked: set[str] = set()
+        self.read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
+        self.read.add(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
+        self.read.add(str(key))
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Like that of a dict."""
-        self.asked.add(key)
+        """``dict.get``."""
+        self.read.add(key)
         return super().get(key, default)
 
 
 def keys_read(family: Family, hf: Mapping[str, Any]) -> set[str]:
-    """All keys that ``family`` takes into account when it reads this config, those that are absent too.
+    """All keys that ``family`` reads of this config, present or absent.
 
     Raises:
-        DataError, UsageError: it is not one of the family's, see :meth:`Family.to_architecture`.
+        DataError, UsageError: as :meth:`Family.to_architecture`.
     """
-    watched = _Watched(hf)
-    family.to_architecture(watched)
-    # Rotary settings are read from a copy.
-    return watched.asked | family.fixed.keys() | {*ROPE, *WINDOW, *family.rope_names.values()}
+    recorded = _RecordingDict(hf)
+    family.to_architecture(recorded)
+    # Rotary settings are read from a copy, so they are not recorded.
+    return recorded.read | family.fixed.keys() | {*ROPE, *WINDOW, *family.rope_names.values()}
 
 
-def is_about_else(key: str) -> bool:
-    """Whether a key says something that is no matter of tensors and logits, such as the tokens that end a text."""
-    return ABOUT_ELSE.fullmatch(key) is not None
+def is_metadata(key: str) -> bool:
+    """Whether a key does not concern tensors and logits, such as the token ids."""
+    return METADATA.fullmatch(key) is not None

@@ -1,4 +1,4 @@
-"""What families with multi-head latent attention share; see :class:`isthmus.families.architecture.Mla`."""
+"""Rules and config keys shared by families with multi-head latent attention (MLA, arXiv 2405.04434)."""
 
 from __future__ import annotations
 
@@ -6,45 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Fixed, Key
 from isthmus.families.rules import decoder
-from isthmus.families.rules.rule import copy
+from isthmus.families.rules.decoder import in_layer
+from isthmus.families.rules.rule import Rule, where
 
-_ATTENTION = "decoder.layers.{layer}.self_attention."
-_HF_ATTENTION = "model.layers.{layer}.self_attn."
+
+def _projection(canonical: str, hf: str, *symbols: str, **fields: Any) -> Rule:
+    return in_layer(f"self_attention.{canonical}.weight", f"self_attn.{hf}.weight", *symbols, **fields)
+
 
 ATTENTION = (
-    copy(
-        _ATTENTION + "linear_q_proj.weight",
-        _HF_ATTENTION + "q_proj.weight",
-        "N*Qh",
-        "H",
-        shard="rows",
-        unless="mla.q_lora_rank",
+    _projection("linear_q_proj", "q_proj", "N*Qh", "H", shard="rows", unless="mla.q_lora_rank"),
+    *where(
+        "mla.q_lora_rank",
+        _projection("linear_q_down_proj", "q_a_proj", "Rq", "H"),
+        _projection("q_layernorm", "q_a_layernorm", "Rq", init="ones"),
+        _projection("linear_q_up_proj", "q_b_proj", "N*Qh", "Rq", shard="rows"),
     ),
-    copy(
-        _ATTENTION + "linear_q_down_proj.weight", _HF_ATTENTION + "q_a_proj.weight", "Rq", "H", when="mla.q_lora_rank"
-    ),
-    copy(
-        _ATTENTION + "q_layernorm.weight",
-        _HF_ATTENTION + "q_a_layernorm.weight",
-        "Rq",
-        init="ones",
-        when="mla.q_lora_rank",
-    ),
-    copy(
-        _ATTENTION + "linear_q_up_proj.weight",
-        _HF_ATTENTION + "q_b_proj.weight",
-        "N*Qh",
-        "Rq",
-        shard="rows",
-        when="mla.q_lora_rank",
-    ),
-    copy(_ATTENTION + "linear_kv_down_proj.weight", _HF_ATTENTION + "kv_a_proj_with_mqa.weight", "Kd", "H"),
-    copy(_ATTENTION + "kv_layernorm.weight", _HF_ATTENTION + "kv_a_layernorm.weight", "Rk", init="ones"),
-    copy(_ATTENTION + "linear_kv_up_proj.weight", _HF_ATTENTION + "kv_b_proj.weight", "N*Kv", "Rk", shard="rows"),
-    copy(_ATTENTION + "linear_proj.weight", _HF_ATTENTION + "o_proj.weight", "H", "N*Vh", shard="cols"),
+    _projection("linear_kv_down_proj", "kv_a_proj_with_mqa", "Kd", "H"),
+    _projection("kv_layernorm", "kv_a_layernorm", "Rk", init="ones"),
+    _projection("linear_kv_up_proj", "kv_b_proj", "N*Kv", "Rk", shard="rows"),
+    _projection("linear_proj", "o_proj", "H", "N*Vh", shard="cols"),
 )
 
 KEYS = {name: key for name, key in decoder.KEYS.items() if name not in ("num_query_groups", "kv_channels")} | {
@@ -56,24 +39,23 @@ KEYS = {name: key for name, key in decoder.KEYS.items() if name not in ("num_que
 }
 
 FIXED = decoder.FIXED | {
-    "attention_bias": Fixed((False,), "the projections of latent attention are built without biases"),
-    "pretraining_tp": Fixed((1,), "it cuts the projections into several products"),
-    "moe_layer_freq": Fixed((1,), "every layer behind the first dense ones has experts"),
-    "ep_size": Fixed((1,), "how experts are spread is not a model's to say"),
+    "attention_bias": Fixed((False,), "biases of latent attention are not supported"),
+    "pretraining_tp": Fixed((1,), "split projections are not supported"),
+    "moe_layer_freq": Fixed((1,), "every layer after the first dense ones has experts"),
+    "ep_size": Fixed((1,), "expert parallelism is set by parallel.ep"),
 }
 
 
 def _heads(hf: Mapping[str, Any]) -> int:
-    """Key/value heads: as many as there are of queries."""
     heads: int = hf["num_attention_heads"]
-    said = hf.get("num_key_value_heads")
-    if said not in (None, heads):
-        raise UsageError(f"num_key_value_heads={said}: with latent attention there are as many as num_attention_heads.")
+    groups = hf.get("num_key_value_heads")
+    if groups not in (None, heads):
+        raise UsageError(f"num_key_value_heads={groups} must equal num_attention_heads={heads} with latent attention.")
     return heads
 
 
 def _width(hf: Mapping[str, Any]) -> int:
-    """Of a head's queries: with the rotated channels, which are all that ``head_dim`` counts."""
+    """Width of a head's queries. ``head_dim`` counts the rotary channels only."""
     rotated = KEYS["mla.qk_rope_head_dim"].read(hf)
     if hf.get("head_dim") not in (None, rotated):
         raise DataError(f"config.json: head_dim={hf['head_dim']} is not qk_rope_head_dim={rotated}. Leave it out.")
@@ -81,11 +63,7 @@ def _width(hf: Mapping[str, Any]) -> int:
     return plain + int(rotated)
 
 
-def _nothing(_value: Any, _arch: Architecture) -> dict[str, Any]:
-    return {}
-
-
 DERIVED = {
     "num_query_groups": Derived(read=_heads, write=lambda heads, arch: {"num_key_value_heads": heads}),
-    "kv_channels": Derived(read=_width, write=_nothing),
+    "kv_channels": Derived(read=_width, write=lambda width, arch: {}),
 }

@@ -1,7 +1,7 @@
-"""Rotary settings of a Hugging Face config: the ``rope_parameters`` of transformers 5 and the keys that came before.
+"""Rotary settings of a Hugging Face config: ``rope_parameters`` of transformers 5, and the older keys.
 
-An export carries both spellings: older readers know only ``rope_theta`` and ``rope_scaling`` and would take a theta of
-10000 in silence, newer ones read either.
+An export has both: older readers only know ``rope_theta`` and ``rope_scaling``; without them they silently use a theta
+of 10000.
 """
 
 from __future__ import annotations
@@ -39,46 +39,45 @@ _WINDOW_THETA = "rope_local_base_freq"
 def read_rotary(
     hf: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str], head_width: int
 ) -> dict[str, Any]:
-    """The fields of the Architecture that say how heads are rotated.
+    """The rotary fields of the Architecture.
 
     Args:
         hf: the config.
-        defaults: settings of a config that says nothing of them. With ``rope_local_base_freq`` among them the layers
-            with a window have a base of their own.
-        names: what the family calls ``rope_theta`` and ``partial_rotary_factor``, where it does not call them so.
-        head_width: channels of a head.
+        defaults: default settings. If ``rope_local_base_freq`` is among them, sliding-window layers have another base.
+        names: the family's names of ``rope_theta`` and ``partial_rotary_factor``, if they differ.
+        head_width: head dim.
 
     Raises:
-        UsageError: a kind of scaling that is not known, or heads rotated in part in a family that rotates them whole.
-        DataError: a number is missing, is not positive, or does not fit a head.
+        UsageError: a type of scaling is not supported, or the family does not support partial rotary embedding.
+        DataError: a number is missing, not positive, or inconsistent with the head dim.
     """
-    hf = {**hf, **{plain: hf[own] for plain, own in names.items() if hf.get(own) is not None}}
-    own: dict[str, Any] = {}
+    hf = {**hf, **{plain: hf[name] for plain, name in names.items() if hf.get(name) is not None}}
+    window: dict[str, Any] = {}
     if _WINDOW_THETA in defaults:
-        hf, own["window_rotary_base"] = _by_layer(hf, defaults)
+        hf, window["window_rotary_base"] = _by_layer(hf, defaults)
     base, scaling = read_rope(hf, defaults)
-    share = _first(_said(hf, defaults).get(_SHARE), hf.get(_SHARE), defaults.get(_SHARE), 1.0)
+    share = _first(_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE), defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
-        raise UsageError(f"{_SHARE}={share}: heads of this family are rotated whole.")
+        raise UsageError(f"{_SHARE}={share} is not supported for this family; it must be 1.")
     width = int(head_width * share) if isinstance(share, int | float) else 0
     if not 0 < width <= head_width or width % 2:
-        raise DataError(f"config.json: {_SHARE}={share!r} of {head_width} channels is no number of pairs.")
+        raise DataError(f"config.json: {_SHARE}={share!r} of head_dim {head_width} must be an even number of channels.")
     for name in _LISTS:
         if scaling is not None and (factors := getattr(scaling, name)) and len(factors) != width // 2:
-            raise DataError(f"config.json: {name} needs {width // 2} numbers, got {len(factors)}.")
-    return {"rotary_base": base, "rope_scaling": scaling, "rotary_percent": float(share), **own}
+            raise DataError(f"config.json: {name} must have {width // 2} numbers, got {len(factors)}.")
+    return {"rotary_base": base, "rope_scaling": scaling, "rotary_percent": float(share), **window}
 
 
 def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """The config with the settings of layers without window alone, and the base of those with one."""
+    """The config with the rotary settings of full-attention layers only, and the base of sliding-window layers."""
     nested = hf.get("rope_parameters") or {}
-    if strange := [key for key in nested if key not in _LAYERED]:
-        raise UsageError(f"rope_parameters: {', '.join(strange)} is not a kind of layer; {' and '.join(_LAYERED)} are.")
+    if unknown := [key for key in nested if key not in _LAYERED]:
+        raise UsageError(f"rope_parameters: {', '.join(unknown)} is not a kind of layer; {' and '.join(_LAYERED)} are.")
     full, windowed = (dict(nested.get(kind) or {}) for kind in _LAYERED)
     theta = _first(windowed.pop("rope_theta", None), hf.get(_WINDOW_THETA), defaults[_WINDOW_THETA])
     if windowed.pop("rope_type", "default") != "default" or windowed:
         raise UsageError(
-            "rope_parameters: the frequencies of layers with a window are not stretched; make them default."
+            "rope_parameters: rope scaling is not supported in sliding_attention layers; use rope_type default."
         )
     if not isinstance(theta, int | float) or theta <= 0:
         raise DataError(f"config.json: {_WINDOW_THETA} must be a positive number, got {theta!r}.")
@@ -86,90 +85,90 @@ def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[
 
 
 def read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> tuple[float, RopeScaling | None]:
-    """Return ``(rotary_base, scaling)``; ``defaults`` are the settings of a config that says nothing of them.
+    """The rotary base and scaling.
 
     Raises:
-        UsageError: a kind of scaling other than those of ``_NEEDED``.
-        DataError: theta, or a number that its kind of scaling needs, is missing or not positive.
+        UsageError: the rope type is not supported.
+        DataError: theta, or a number that the rope type needs, is missing or not positive.
     """
     defaults = defaults or {}
-    said = _said(hf, defaults)
-    theta = _first(said.get("rope_theta"), hf.get("rope_theta"), defaults.get("rope_theta"), _DEFAULT_THETA)
+    settings = _flat_settings(hf, defaults)
+    theta = _first(settings.get("rope_theta"), hf.get("rope_theta"), defaults.get("rope_theta"), _DEFAULT_THETA)
     if not isinstance(theta, int | float) or theta <= 0:
         raise DataError(f"config.json: rope_theta must be a positive number, got {theta!r}.")
-    said.pop(_SHARE, None)
-    kind = said.get("rope_type", said.get("type", "default"))
+    settings.pop(_SHARE, None)
+    kind = settings.get("rope_type", settings.get("type", "default"))
     kind = _ALIASES.get(kind, kind)
     if kind not in _NEEDED:
-        raise UsageError(f"rope type '{kind}' is not supported; known are {', '.join(_NEEDED)}.")
+        raise UsageError(f"rope type '{kind}' is not supported; supported are {', '.join(_NEEDED)}.")
     if kind == "default":
-        said.pop("factor", None)
-    if unknown := sorted(said.keys() - _KNOWN):
-        raise UsageError(f"rope settings {', '.join(unknown)} are not known for rope type '{kind}'.")
+        settings.pop("factor", None)
+    if unknown := sorted(settings.keys() - _KNOWN):
+        raise UsageError(f"unknown rope settings for rope type '{kind}': {', '.join(unknown)}.")
     if kind == "default":
         return float(theta), None
     context = hf.get("max_position_embeddings")
-    said[_CONTEXT] = _first(hf.get(_CONTEXT), defaults.get(_CONTEXT), said.get(_CONTEXT), context)
-    if kind in ("yarn", "longrope") and said.get("factor") is None and context and said[_CONTEXT]:
-        said["factor"] = context / said[_CONTEXT]
+    settings[_CONTEXT] = _first(hf.get(_CONTEXT), defaults.get(_CONTEXT), settings.get(_CONTEXT), context)
+    if kind in ("yarn", "longrope") and settings.get("factor") is None and context and settings[_CONTEXT]:
+        settings["factor"] = context / settings[_CONTEXT]
     for key in _NEEDED[kind]:
-        given = said.get(key)
+        given = settings.get(key)
         numbers = given if key in _LISTS and isinstance(given, Sequence) and given else [given]
         if not all(isinstance(number, int | float) and number > 0 for number in numbers):
             raise DataError(f"config.json: rope type '{kind}' needs a positive {key}, got {given!r}.")
-    chosen = [*_NEEDED[kind], *(key for key in _OPTIONAL.get(kind, ()) if said.get(key) is not None)]
-    values: dict[str, Any] = {key: _TYPES.get(key, float)(said[key]) for key in chosen}
+    chosen = [*_NEEDED[kind], *(key for key in _OPTIONAL.get(kind, ()) if settings.get(key) is not None)]
+    values: dict[str, Any] = {key: _TYPES.get(key, float)(settings[key]) for key in chosen}
     return float(theta), RopeScaling(kind=kind, **values)
 
 
 def write_rotary(
     arch: Architecture, base: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Both spellings of the architecture's rotary settings; words of ``base`` with the same meaning are kept."""
+    """The config keys for the rotary settings; equivalent settings of ``base`` are kept."""
     plain = {**base, **{plain: base[own] for plain, own in names.items() if base.get(own) is not None}}
     if _WINDOW_THETA in defaults:
         plain = _by_layer(plain, defaults)[0]
-    said = write_rope(arch, plain, defaults)
+    settings = write_rope(arch, plain, defaults)
     if _SHARE in defaults:
-        said["rope_parameters"][_SHARE] = arch.rotary_percent
+        settings["rope_parameters"][_SHARE] = arch.rotary_percent
         if arch.rotary_percent != _first(plain.get(_SHARE), defaults[_SHARE]):
-            said[_SHARE] = arch.rotary_percent
+            settings[_SHARE] = arch.rotary_percent
     if _CONTEXT in defaults and arch.rope_scaling is not None:
-        said[_CONTEXT] = arch.rope_scaling.original_max_position_embeddings
+        settings[_CONTEXT] = arch.rope_scaling.original_max_position_embeddings
     if _WINDOW_THETA in defaults:
         theta = _first(arch.window_rotary_base, defaults[_WINDOW_THETA])
         windowed = {"rope_type": "default", "rope_theta": theta}
-        said["rope_parameters"] = dict(zip(_LAYERED, (said["rope_parameters"], windowed), strict=True))
-        said[_WINDOW_THETA] = theta
-    return {names.get(key, key): value for key, value in said.items()}
+        settings["rope_parameters"] = dict(zip(_LAYERED, (settings["rope_parameters"], windowed), strict=True))
+        settings[_WINDOW_THETA] = theta
+    return {names.get(key, key): value for key, value in settings.items()}
 
 
 def write_rope(
     arch: Architecture, base: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What :func:`read_rope` reads, in both spellings."""
+    """The keys that :func:`read_rope` reads, old and new."""
     scaling: dict[str, Any] | None = None
     if (found := arch.rope_scaling) is not None:
-        scaling = _said(base, {}) if read_rope(base, defaults) == (arch.rotary_base, found) else {}
+        scaling = _flat_settings(base, {}) if read_rope(base, defaults) == (arch.rotary_base, found) else {}
         for key in ("rope_theta", _SHARE):
             scaling.pop(key, None)
         if not scaling:
-            said = [key for key in _OPTIONAL.get(found.kind, ()) if getattr(found, key) != _DEFAULTS[key]]
-            values = {key: getattr(found, key) for key in (*_NEEDED[found.kind], *said)}
+            settings = [key for key in _OPTIONAL.get(found.kind, ()) if getattr(found, key) != _DEFAULTS[key]]
+            values = {key: getattr(found, key) for key in (*_NEEDED[found.kind], *settings)}
             scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         scaling |= {"rope_type": found.kind}
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": arch.rotary_base}
     return {"rope_parameters": parameters, "rope_theta": arch.rotary_base, "rope_scaling": scaling}
 
 
-def _said(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings as one flat dict; like transformers, the older key wins where both are given."""
-    said = hf.get("rope_scaling") or hf.get("rope_parameters") or defaults.get("rope_parameters") or {}
-    if not isinstance(said, Mapping):
-        raise DataError(f"config.json: rope settings must be an object, got {said!r}.")
-    if nested := [key for key, value in said.items() if isinstance(value, Mapping)]:
+def _flat_settings(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings as a flat dict; ``rope_scaling`` has precedence over ``rope_parameters``."""
+    settings = hf.get("rope_scaling") or hf.get("rope_parameters") or defaults.get("rope_parameters") or {}
+    if not isinstance(settings, Mapping):
+        raise DataError(f"config.json: rope settings must be an object, got {settings!r}.")
+    if nested := [key for key, value in settings.items() if isinstance(value, Mapping)]:
         raise UsageError(f"rope settings that differ by layer ({', '.join(nested)}) are not supported.")
-    return dict(said)
+    return dict(settings)
 
 
 def _first(*values: Any) -> Any:

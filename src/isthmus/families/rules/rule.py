@@ -1,15 +1,15 @@
-"""A rule: how some tensors of a Hugging Face model lie in one tensor of Megatron-Core; pure data, both directions.
+"""A rule: an invertible mapping between Hugging Face tensors and one Megatron-Core tensor, as data.
 
-Every arrangement used here is a *weave*: each part is cut along its rows into the same number of strands, and the
-strands are laid in turn. One strand is plain concatenation (a copy, or gate above up); one strand for each query
-group is Megatron's fused QKV, ``q q k v | q q k v | ...``. A weave only moves blocks of rows, so its inverse is the
-same list of blocks read the other way, and cutting it for tensor parallelism is an intersection of intervals.
+Each part is split along its rows into the same number of strands, and the strands of all parts are concatenated in
+turn. With one strand this is plain concatenation (a copy, or gate and up projection). With one strand per query group
+it is Megatron's fused QKV, ``q q k v | q q k v | ...``. A rule only moves blocks of rows, so its inverse is the same
+list of blocks with source and destination swapped, and a tensor-parallel shard is an intersection of row ranges.
 
-What the Hugging Face side does differently is said on the rule: parts of the same name lie in one tensor, one after
-the other (or row by row in turns, ``interleaved``); ``transposed`` tensors are [in, out]; ``stacked`` ones have all
-experts of a layer along an axis before the others.
+Differences on the Hugging Face side are fields of the rule: parts with the same name are sections of one tensor, one
+after the other (or with alternating rows, ``interleaved``); ``transposed`` tensors are [in, out]; ``stacked`` tensors
+have the experts of a layer as their first axis.
 
-Shapes are tuples of symbols, see :func:`dims`; ``N*D`` is a product.
+Shapes are tuples of symbols, see :func:`symbol_sizes`; ``N*D`` is a product.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """``length`` rows at ``at`` of the canonical tensor, and where they lie in the tensor of part number ``part``.
+class RowBlock:
+    """``length`` rows of the canonical tensor from row ``at``.
 
-    There they start at ``start`` and are ``step`` rows apart.
+    In the Hugging Face tensor of part number ``part`` they start at row ``start`` and are ``step`` rows apart.
     """
 
     part: int
@@ -43,11 +43,11 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One Hugging Face tensor or, where several parts have the same name, one section of it.
+class HfPart:
+    """A Hugging Face tensor or, if several parts have the same name, a section of it.
 
-    ``{layer}``, ``{expert}`` and ``{ahead}`` in the name stand for numbers: ``{ahead}`` for the layers behind the last.
-    The symbols are the section's shape as Megatron-Core has it, neither transposed nor stacked.
+    ``{layer}``, ``{expert}`` and ``{mtp}`` in the name are placeholders for numbers; ``{mtp}`` numbers the MTP layers,
+    which follow the last layer. ``symbols`` is the shape on the Megatron-Core side, neither transposed nor stacked.
     """
 
     name: str
@@ -56,68 +56,68 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How ``parts`` are woven into the tensor ``canonical``, and how that tensor is cut over tensor-parallel ranks."""
+    """How ``parts`` form the tensor ``canonical``, and how that tensor is sharded over tensor-parallel ranks."""
 
     canonical: str
-    """Megatron-Core's unfused name, with the numbers of layers and experts counted over the whole model."""
-    parts: tuple[Part, ...]
+    """Megatron-Core's unfused name; layers and experts are numbered over the whole model."""
+    parts: tuple[HfPart, ...]
     shard: Shard = "whole"
     strands: str = "1"
-    """Number of strands each part is cut into, as a symbol."""
+    """Number of strands each part is split into, as a symbol."""
     interleaved: bool = False
-    """Parts of the same name take turns row by row."""
+    """The rows of parts with the same name alternate."""
     transposed: bool = False
-    """The Hugging Face tensor is [in, out], and so is not what a Linear layer keeps."""
+    """The Hugging Face tensor is [in, out], the transpose of a Linear layer's weight."""
     stacked: bool = False
-    """The Hugging Face tensor has one axis more, before the others: the layer's experts, or 1 for what is of none."""
+    """The Hugging Face tensor has an extra first axis: the layer's experts, or length 1 if it belongs to no expert."""
     init: Init = "normal"
-    """What a model that starts from nothing puts here; ``ones`` is a gain of one, whatever its norm adds to it."""
+    """Random initialization; ``ones`` is a gain of one, also for zero-centered norms."""
     dtype: Literal["float32"] | None = None
-    """Kept in this type by Megatron-Core whatever the model's is."""
+    """The type in Megatron-Core, if it does not follow the model's."""
     when: str | None = None
-    """The rule holds only where this is so, see :func:`is_so`."""
+    """The rule applies only if this condition is true, see :func:`is_true`."""
     unless: str | None = None
-    """The rule holds only where this is not so."""
+    """The rule applies only if this condition is false."""
     layers: Layers = "all"
-    """The rule holds only in layers of this kind."""
+    """The rule applies only in layers of this kind."""
     alias: bool = False
-    """The parts belong to another rule already: fill this tensor from them, but do not export it."""
+    """Another rule exports the parts: this tensor is read from them and not exported."""
 
-    def holds(self, arch: Architecture) -> bool:
+    def applies(self, arch: Architecture) -> bool:
         """Whether a model of this architecture has the tensor."""
         if self.layers == "moe" and arch.moe is None:
             return False
-        return (self.when is None or is_so(arch, self.when)) and (self.unless is None or not is_so(arch, self.unless))
+        return (not self.when or is_true(arch, self.when)) and not (self.unless and is_true(arch, self.unless))
 
     @property
-    def of_expert(self) -> bool:
-        """Whether the tensor belongs to one expert of many, and so is cut by expert tensor parallelism."""
+    def is_expert(self) -> bool:
+        """Whether the tensor belongs to one routed expert; such tensors are sharded by expert tensor parallelism."""
         return "{expert}" in self.canonical
 
     def part_shapes(self, arch: Architecture) -> list[Shape]:
-        """The shape of each part, in numbers."""
-        sizes = dims(arch)
-        return [tuple(product(symbol, sizes) for symbol in part.symbols) for part in self.parts]
+        """The shape of each part on the Megatron-Core side."""
+        sizes = symbol_sizes(arch)
+        return [tuple(symbol_size(symbol, sizes) for symbol in part.symbols) for part in self.parts]
 
     def canonical_shape(self, arch: Architecture) -> Shape:
-        """Shape of the whole woven tensor, without vocabulary padding: the rows of the parts added up."""
+        """The unsharded shape without vocabulary padding: the sum of the parts' rows."""
         shapes = self.part_shapes(arch)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def hf_shapes(self, arch: Architecture) -> dict[str, Shape]:
-        """The Hugging Face tensors by name, numbers not filled in, with their shapes as they lie in the file."""
+        """The Hugging Face tensors by name, placeholders not filled in, with their shapes in the file."""
         found: dict[str, Shape] = {}
         for part, (rows, *tail) in zip(self.parts, self.part_shapes(arch), strict=True):
             found[part.name] = (found[part.name][0] + rows if part.name in found else rows, *tail)
         if self.transposed:
             found = {name: shape[::-1] for name, shape in found.items()}
         if self.stacked:
-            found = {name: (dims(arch)["E"] if self.of_expert else 1, *shape) for name, shape in found.items()}
+            found = {name: (symbol_sizes(arch)["E"] if self.is_expert else 1, *shape) for name, shape in found.items()}
         return found
 
-    def blocks(self, arch: Architecture) -> list[Block]:
-        """Where every row of every part lies, in canonical order; together the blocks cover both sides exactly once."""
-        strands = product(self.strands, dims(arch))
+    def blocks(self, arch: Architecture) -> list[RowBlock]:
+        """All rows in canonical order. Together the blocks cover both sides exactly once."""
+        strands = symbol_size(self.strands, symbol_sizes(arch))
         rows = [shape[0] for shape in self.part_shapes(arch)]
         names = [part.name for part in self.parts]
         step = len(self.parts) if self.interleaved else 1
@@ -127,18 +127,18 @@ class Rule:
                 length = total // strands
                 before = sum(rows[other] for other in range(part) if names[other] == names[part])
                 start = part if self.interleaved else before
-                blocks.append(Block(part, start + strand * length * step, at, length, step))
+                blocks.append(RowBlock(part, start + strand * length * step, at, length, step))
                 at += length
         return blocks
 
 
-def dims(arch: Architecture) -> dict[str, int]:
-    """The numbers behind the symbols.
+def symbol_sizes(arch: Architecture) -> dict[str, int]:
+    """The value of each symbol.
 
-    V vocabulary, H hidden, F feed-forward, P learned positions, N heads, G query groups, D head width, W the rows of
-    queries, keys and values together; E experts, X width of one, S width of the shared ones. Of latent attention: Rq
-    and Rk are the widths that queries and keys with values come from, Kd the latter with the rotated channels, Qh and
-    Vh a head's queries and values, Kv a head's unrotated keys and values.
+    V vocabulary, H hidden size, F feed-forward width, P learned positions, N heads, G query groups, D head dim, W rows
+    of query, key and value together; E experts, X width of an expert, S width of the shared experts. Multi-head latent
+    attention: Rq and Rk are the LoRA ranks of queries and of keys and values, Kd is Rk plus the rotary dim, Qh and Vh
+    are the head dims of queries and values, Kv is a head's non-rotary key dim plus its value dim.
     """
     sizes = {
         "V": arch.vocab_size,
@@ -166,58 +166,56 @@ def dims(arch: Architecture) -> dict[str, int]:
     return sizes
 
 
-def product(symbol: str, sizes: Mapping[str, int]) -> int:
-    """``N*D`` -> the number of heads times their width."""
+def symbol_size(symbol: str, sizes: Mapping[str, int]) -> int:
+    """The value of a symbol or a product of symbols such as ``N*D``."""
     return math.prod(sizes[factor] for factor in symbol.split("*"))
 
 
 def field_of(arch: Architecture, path: str) -> Any:
-    """``moe.top_k`` -> the field of a field; None where the outer one is None."""
+    """A field by its dotted path, such as ``moe.top_k``; None if the outer field is None."""
     return reduce(lambda value, name: None if value is None else getattr(value, name), path.split("."), arch)
 
 
-def is_so(arch: Architecture, condition: str) -> bool:
-    """Whether a condition on fields of the Architecture holds, such as ``mlp_bias and form=post|sandwich``.
+def is_true(arch: Architecture, condition: str) -> bool:
+    """Evaluate a condition on fields of the Architecture, such as ``mlp_bias and form=post|sandwich``.
 
-    A field alone must be true, one with words behind it must be one of these; ``moe.shared_gate`` looks inside.
+    A field without values must be true; with values it must be one of them.
     """
 
     def holds(term: str) -> bool:
-        path, _, words = term.partition("=")
+        path, _, values = term.partition("=")
         value = field_of(arch, path)
-        return value in words.split("|") if words else bool(value)
+        return value in values.split("|") if values else bool(value)
 
-    return all(holds(term) for term in condition.split(" and "))
-
-
-def copy(canonical: str, hf: str, *symbols: str, **how: Any) -> Rule:
-    """The same tensor under another name; ``how`` are further fields of the rule."""
-    return Rule(canonical=canonical, parts=(Part(hf, symbols),), **how)
+    return all(map(holds, condition.split(" and ")))
 
 
-def qkv(canonical: str, q: str, k: str, v: str, *tail: str, **how: Any) -> Rule:
-    """Query, key and value projections (or their biases), woven by query group."""
-    parts = (Part(q, ("N*D", *tail)), Part(k, ("G*D", *tail)), Part(v, ("G*D", *tail)))
-    return Rule(canonical=canonical, parts=parts, shard="heads", strands="G", **how)
+def copy(canonical: str, hf: str, *symbols: str, **fields: Any) -> Rule:
+    """The same tensor under another name; ``fields`` are further fields of the rule."""
+    return Rule(canonical=canonical, parts=(HfPart(hf, symbols),), **fields)
 
 
-def gate_up(canonical: str, gate: str, up: str, *tail: str, width: str = "F", **how: Any) -> Rule:
-    """The gate of a gated MLP above its up projection."""
-    parts = (Part(gate, (width, *tail)), Part(up, (width, *tail)))
-    return Rule(canonical=canonical, parts=parts, shard="gate_up", **how)
+def qkv(canonical: str, q: str, k: str, v: str, *tail: str, **fields: Any) -> Rule:
+    """Query, key and value projections (or their biases), grouped by query group."""
+    parts = (HfPart(q, ("N*D", *tail)), HfPart(k, ("G*D", *tail)), HfPart(v, ("G*D", *tail)))
+    return Rule(canonical=canonical, parts=parts, shard="heads", strands="G", **fields)
 
 
-def under(rules: tuple[Rule, ...], renamed: Mapping[str, str]) -> tuple[Rule, ...]:
-    """The same rules for a family that names its modules otherwise: pieces of Hugging Face names are replaced."""
+def gate_up(canonical: str, gate: str, up: str, *tail: str, width: str = "F", **fields: Any) -> Rule:
+    """The rows of a gated MLP's gate projection, then those of its up projection."""
+    parts = (HfPart(gate, (width, *tail)), HfPart(up, (width, *tail)))
+    return Rule(canonical=canonical, parts=parts, shard="gate_up", **fields)
 
-    def name(old: str) -> str:
-        return reduce(lambda text, pair: text.replace(*pair), renamed.items(), old)
 
-    return tuple(
-        replace(rule, parts=tuple(Part(name(part.name), part.symbols) for part in rule.parts)) for rule in rules
-    )
+def renamed(rules: tuple[Rule, ...], names: Mapping[str, str]) -> tuple[Rule, ...]:
+    """The same rules with substrings of the Hugging Face names replaced."""
+
+    def rename(part: HfPart) -> HfPart:
+        return HfPart(reduce(lambda name, pair: name.replace(*pair), names.items(), part.name), part.symbols)
+
+    return tuple(replace(rule, parts=tuple(map(rename, rule.parts))) for rule in rules)
 
 
 def where(condition: str, *rules: Rule) -> tuple[Rule, ...]:
-    """The same rules, which hold only where this is so besides."""
+    """The same rules with a further condition."""
     return tuple(replace(rule, when=" and ".join(filter(None, (rule.when, condition)))) for rule in rules)

@@ -1,4 +1,4 @@
-"""Which rectangles of which tensors a tensor-parallel rank holds, and where: intervals."""
+"""The rows and columns of each tensor that a tensor-parallel rank has, as intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.rules.rule import Block, Rule, Shape
+from isthmus.families.rules.rule import RowBlock, Rule, Shape
 
 Index = tuple[slice, ...]
 Read = Callable[[int, Index], Tensor]
@@ -18,9 +18,9 @@ Read = Callable[[int, Index], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One rank's place in tensor parallelism, and the vocabulary as padded for it (rows over all ranks).
+    """The tensor-parallel rank and size, and the vocabulary size after padding.
 
-    Which experts a rank holds is said by the names of its tensors; how each of them is cut, by ``etp``.
+    The names of a rank's tensors tell which experts it has; ``etp`` is how each expert is sharded.
     """
 
     tp_rank: int = 0
@@ -29,14 +29,14 @@ class Layout:
     etp_size: int = 1
     padded_vocab_size: int
 
-    def place(self, rule: Rule) -> tuple[int, int]:
-        """Rank and number of ranks among which the rule's tensor is cut."""
-        return (self.etp_rank, self.etp_size) if rule.of_expert else (self.tp_rank, self.tp_size)
+    def rank_and_size(self, rule: Rule) -> tuple[int, int]:
+        """Rank and size of the group over which the rule's tensor is sharded."""
+        return (self.etp_rank, self.etp_size) if rule.is_expert else (self.tp_rank, self.tp_size)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A rectangle of the tensor of part number ``part`` and the equally large one of this rank's own that it fills."""
+class TensorSlice:
+    """A rectangle of the Hugging Face tensor of part number ``part``, and the same elements in this rank's tensor."""
 
     part: int
     hf: Index
@@ -45,28 +45,28 @@ class Piece:
     stacked: bool = False
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The rectangle of this rank's ``tensor``, shaped as the one of the Hugging Face tensor; shares its memory."""
+        """A view of the rectangle in this rank's ``tensor``, in the shape of the Hugging Face rectangle."""
         found = tensor[self.local]
         if self.transposed:
             found = found.mT if found.dim() > 1 else found
         return found[None] if self.stacked else found
 
 
-def whole(arch: Architecture) -> Layout:
-    """The layout of a model that is not cut, and whose vocabulary is not padded."""
+def unsharded(arch: Architecture) -> Layout:
+    """The layout of one rank without vocabulary padding."""
     return Layout(padded_vocab_size=arch.vocab_size)
 
 
 def local_shape(rule: Rule, arch: Architecture, layout: Layout) -> Shape:
-    """Shape of this rank's share of the rule's tensor, vocabulary padding included."""
+    """Shape of this rank's shard of the rule's tensor, vocabulary padding included."""
     shape = list(_padded_shape(rule, arch, layout))
     axis = _axis(rule)
     shape[axis] = sum(length for _, length in _spans(rule, shape[axis], layout))
     return tuple(shape)
 
 
-def held(rule: Rule, arch: Architecture, layout: Layout) -> list[tuple[Index, Index]]:
-    """Rectangles of the canonical tensor that this rank holds, padding left out, and where they lie in its own."""
+def owned_slices(rule: Rule, arch: Architecture, layout: Layout) -> list[tuple[Index, Index]]:
+    """This rank's rectangles of the canonical tensor, without padding, and their positions in its shard."""
     axis = _axis(rule)
     rows = rule.canonical_shape(arch)[axis]
     found: list[tuple[Index, Index]] = []
@@ -80,65 +80,66 @@ def held(rule: Rule, arch: Architecture, layout: Layout) -> list[tuple[Index, In
     return found
 
 
-def pieces(rule: Rule, arch: Architecture, layout: Layout, expert: int = 0) -> list[Piece]:
-    """What this rank holds, ordered by part. Over all ranks every element of every part appears (once, unless whole).
+def tensor_slices(rule: Rule, arch: Architecture, layout: Layout, expert: int = 0) -> list[TensorSlice]:
+    """This rank's slices of the Hugging Face tensors, ordered by part.
 
-    With fewer query groups than ranks a group is cut across ranks wherever the even cut falls, as Megatron-Core wants
-    it; rows of the vocabulary padding have no piece. ``expert`` is the number of the expert in the whole layer.
+    Over all ranks every element of every part appears once, or on every rank if the tensor is not sharded. With fewer
+    query groups than ranks, a group is split across ranks at the even boundaries that Megatron-Core expects. Padding
+    rows of the vocabulary have no slice. ``expert`` is the number of the expert in the layer.
     """
-    found: list[Piece] = []
-    for mine, local in held(rule, arch, layout):
-        found += pieces_of(rule, arch, mine, local, expert)
+    found: list[TensorSlice] = []
+    for owned, local in owned_slices(rule, arch, layout):
+        found += hf_slices(rule, arch, owned, local, expert)
     return sorted(found, key=lambda piece: piece.part)
 
 
-def overlap(mine: Index, local: Index, rows: slice) -> tuple[Index, Index] | None:
-    """What of the rectangle ``mine``, which lies at ``local`` in a rank's tensor, is in these rows of the whole one.
+def intersect_rows(owned: Index, local: Index, rows: slice) -> tuple[Index, Index] | None:
+    """Intersect the rectangle ``owned``, which is at ``local`` in a rank's shard, with rows of the canonical tensor.
 
     Returns:
-        Where it lies among the rows, and where in the rank's tensor; None if there is nothing.
+        The intersection relative to ``rows`` and in the rank's shard; None if it is empty.
     """
-    low, high = max(mine[0].start or 0, rows.start), rows.stop if mine[0].stop is None else min(mine[0].stop, rows.stop)
+    low = max(owned[0].start or 0, rows.start)
+    high = rows.stop if owned[0].stop is None else min(owned[0].stop, rows.stop)
     if low >= high:
         return None
-    shift = (local[0].start or 0) - (mine[0].start or 0)
-    here = (slice(low - rows.start, high - rows.start), *mine[1:])
-    return here, (slice(low + shift, high + shift), *local[1:])
+    shift = (local[0].start or 0) - (owned[0].start or 0)
+    return (slice(low - rows.start, high - rows.start), *owned[1:]), (slice(low + shift, high + shift), *local[1:])
 
 
-def pieces_of(rule: Rule, arch: Architecture, mine: Index, local: Index, expert: int = 0) -> list[Piece]:
-    """Where the rectangle ``mine`` of the canonical tensor lies in the Hugging Face tensors.
+def hf_slices(rule: Rule, arch: Architecture, owned: Index, local: Index, expert: int = 0) -> list[TensorSlice]:
+    """The slices of the Hugging Face tensors that form a rectangle of the canonical tensor.
 
     Args:
-        rule: whose tensor it is.
+        rule: the rule of the tensor.
         arch: the model.
-        mine: rows, and columns where it has not all of them.
-        local: where the rectangle lies in the tensor that the pieces are to fill.
-        expert: the number of the expert in the whole layer.
+        owned: the rectangle: rows, and columns if it does not have all of them.
+        local: position of the rectangle in the tensor that the slices fill.
+        expert: number of the expert in the layer.
     """
     shape = rule.canonical_shape(arch)
-    rows, *columns = _bounded(mine, shape)
+    rows, *columns = _bounded(owned, shape)
     local_rows, *local_columns = _bounded(local, shape)
     shift = local_rows.start - rows.start
-    found: list[Piece] = []
+    found: list[TensorSlice] = []
     for b in rule.blocks(arch):
         low, high = max(b.at, rows.start), min(b.at + b.length, rows.stop)
         if low >= high:
             continue
-        hf: Index = (_rows(b, low - b.at, high - b.at), *columns)
+        hf: Index = (_hf_rows(b, low - b.at, high - b.at), *columns)
         if rule.transposed:
             hf = hf[::-1]
         if rule.stacked:
             hf = (slice(expert, expert + 1), *hf)
         here = (slice(low + shift, high + shift), *local_columns)
-        found.append(Piece(b.part, hf, here, rule.transposed, rule.stacked))
+        found.append(TensorSlice(b.part, hf, here, rule.transposed, rule.stacked))
     return found
 
 
-def weave(rule: Rule, arch: Architecture, read: Read, expert: int = 0) -> Tensor:
-    """The whole canonical tensor; ``read(part, index)`` gives a rectangle of the tensor that the part lies in."""
+def assemble(rule: Rule, arch: Architecture, read: Read, expert: int = 0) -> Tensor:
+    """The unsharded canonical tensor; ``read(part, index)`` returns a rectangle of the part's Hugging Face tensor."""
     found: Tensor | None = None
-    for piece in pieces(rule, arch, whole(arch), expert):
+    for piece in tensor_slices(rule, arch, unsharded(arch), expert):
         rectangle = read(piece.part, piece.hf)
         if found is None:
             found = torch.empty(rule.canonical_shape(arch), dtype=rectangle.dtype)
@@ -148,22 +149,22 @@ def weave(rule: Rule, arch: Architecture, read: Read, expert: int = 0) -> Tensor
 
 
 def check_tp_size(arch: Architecture, tp_size: int) -> None:
-    """Refuse a tensor-parallel size that the heads, query groups or MLP cannot be cut into.
+    """Check that heads, query groups and feed-forward width are divisible by the tensor-parallel size.
 
     Raises:
-        UsageError: naming the number that does not divide and the sizes that would.
+        UsageError: they are not; names the size that is not divisible and the values of tp that are possible.
     """
-    if (why := _misfit(arch, tp_size)) is None:
+    if (why := _tp_mismatch(arch, tp_size)) is None:
         return
-    fitting = [tp for tp in range(1, arch.num_attention_heads + 1) if _misfit(arch, tp) is None]
+    fitting = [tp for tp in range(1, arch.num_attention_heads + 1) if _tp_mismatch(arch, tp) is None]
     raise UsageError(f"tp={tp_size} {why} ({arch.family}). Use {_one_of(fitting)}.")
 
 
 def check_expert_sizes(arch: Architecture, ep_size: int, etp_size: int) -> None:
-    """Refuse sizes that the experts cannot be dealt out or cut into.
+    """Check that the number and the width of the experts are divisible by the expert-parallel sizes.
 
     Raises:
-        UsageError: naming the number that does not divide and the sizes that would.
+        UsageError: they are not; names the size that is not divisible and the values that are possible.
     """
     if arch.moe is None:
         if ep_size > 1 or etp_size > 1:
@@ -186,13 +187,13 @@ def _one_of(sizes: list[int]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _misfit(arch: Architecture, tp: int) -> str | None:
+def _tp_mismatch(arch: Architecture, tp: int) -> str | None:
     moe = arch.moe
     has_dense = moe is None or bool(moe.dense_layers)
-    wanted = {"num_attention_heads": arch.num_attention_heads}
-    wanted |= {"ffn_hidden_size": arch.ffn_hidden_size} if has_dense else {}
-    wanted |= {"shared_ffn_hidden_size": moe.shared_ffn_hidden_size} if moe is not None else {}
-    for name, size in wanted.items():
+    divisible = {"num_attention_heads": arch.num_attention_heads}
+    divisible |= {"ffn_hidden_size": arch.ffn_hidden_size} if has_dense else {}
+    divisible |= {"shared_ffn_hidden_size": moe.shared_ffn_hidden_size} if moe is not None else {}
+    for name, size in divisible.items():
         if tp < 1 or size % tp:
             return f"does not divide {name}={size}"
     if arch.mla is not None:
@@ -212,15 +213,10 @@ def _bounded(index: Index, shape: Shape) -> list[slice]:
     ]
 
 
-def _rows(block: Block, low: int, high: int) -> slice:
-    """Rows ``low`` to ``high`` of a block, where they lie in the tensor of its part."""
-    step = block.step
-    start = block.start + low * step
-    return (
-        slice(start, block.start + high * step)
-        if step == 1
-        else slice(start, start + (high - low - 1) * step + 1, step)
-    )
+def _hf_rows(block: RowBlock, low: int, high: int) -> slice:
+    """Rows ``low`` to ``high`` of a block in the part's Hugging Face tensor."""
+    start = block.start + low * block.step
+    return slice(start, start + (high - low - 1) * block.step + 1, block.step)
 
 
 def _axis(rule: Rule) -> int:
@@ -233,17 +229,17 @@ def _padded_shape(rule: Rule, arch: Architecture, layout: Layout) -> Shape:
 
 
 def _spans(rule: Rule, size: int, layout: Layout) -> list[tuple[int, int]]:
-    """Intervals ``(start, length)`` of the canonical axis that this rank holds, in the order it holds them."""
+    """This rank's intervals ``(start, length)`` of the canonical axis, in the order of its shard."""
     if rule.shard == "whole":
         return [(0, size)]
-    rank, ranks = layout.place(rule)
-    # gate and up are each cut, so that a rank can multiply its gates with its own ups.
+    rank, ranks = layout.rank_and_size(rule)
+    # Gate and up projection are sharded separately: a rank needs the same rows of both.
     strips = 2 if rule.shard == "gate_up" else 1
     share, rest = divmod(size, strips * ranks)
     if rest:
         rows = size // strips
         largest = max(tp for tp in range(1, ranks) if rows % tp == 0)
         size_of = f"the {rows} rows or columns of {rule.canonical}"
-        kind = "etp" if rule.of_expert else "tp"
+        kind = "etp" if rule.is_expert else "tp"
         raise UsageError(f"{kind}={ranks} does not divide {size_of}. Use {kind}={largest}.")
     return [(strip * size // strips + rank * share, share) for strip in range(strips)]

@@ -1,4 +1,4 @@
-"""Sliding-window attention as Hugging Face configs say it: not at all, for all layers, or layer by layer."""
+"""Sliding-window attention in Hugging Face configs: none, in all layers, or by layer."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from typing import Any, Literal
 from isthmus.errors import DataError, UsageError
 
 Window = Literal["never", "always", "by_layer", "pattern"]
-"""``by_layer`` is Qwen's way, a switch and a number of layers without window; ``pattern`` one in so many without."""
+"""``by_layer``: Qwen's ``use_sliding_window`` and ``max_window_layers``; ``pattern``: every nth layer has no window."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_window(
     style: Window, hf: Mapping[str, Any], default: int | None, num_layers: int, every: int | None = None
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Keys that a query sees, itself included, and the layers in which it sees all before it; (None, ()) if in all.
+    """The window size in tokens, including the query's own, and the layers with full attention.
 
     Args:
-        style: how the family says it.
+        style: how the family's configs express it.
         hf: the config.
-        default: ``sliding_window`` of a config that does not say it.
-        num_layers: of the model.
-        every: of so many layers one has no window, where the config lists none (``pattern``).
+        default: the window if the config has no ``sliding_window``.
+        num_layers: number of layers of the model.
+        every: for ``pattern``: every nth layer has full attention, unless the config lists the layers.
+
+    Returns:
+        (None, ()) if all layers have full attention.
 
     Raises:
-        UsageError: a layer is of a kind that is not built, or slides through a window of no size.
-        DataError: the list of kinds is not one of all layers.
+        UsageError: a kind of attention is not supported, or layers have a window without a size.
+        DataError: ``layer_types`` does not list all layers.
     """
     window = hf.get("sliding_window", default)
     if style == "always":
@@ -35,22 +38,22 @@ def read_window(
         window = None
     kinds = hf.get("layer_types")
     if kinds is None:
-        kinds = _usual_kinds(style, hf, window, num_layers, every)
+        kinds = _default_kinds(style, hf, window, num_layers, every)
     if not isinstance(kinds, Sequence) or len(kinds) != num_layers:
         raise DataError(f"config.json: layer_types must list the kind of each of {num_layers} layers, got {kinds!r}.")
     if unknown := sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING}):
-        raise UsageError(f"layer_types: {', '.join(unknown)} is not built; known are {_FULL} and {_SLIDING}.")
+        raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {_FULL} and {_SLIDING} are.")
     if _SLIDING not in kinds:
         return None, ()
     if window is None:
         raise UsageError(
-            f"layer_types: {list(kinds).count(_SLIDING)} of {num_layers} layers slide, but no window is given. "
-            "Set sliding_window, or make them full_attention."
+            f"layer_types: {list(kinds).count(_SLIDING)} of {num_layers} layers have {_SLIDING}, but sliding_window is "
+            f"not set. Set it, or make them {_FULL}."
         )
     return int(window), tuple(layer for layer, kind in enumerate(kinds) if kind == _FULL)
 
 
-def _usual_kinds(
+def _default_kinds(
     style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, every: int | None
 ) -> list[str]:
     if style == "pattern":
@@ -61,13 +64,13 @@ def _usual_kinds(
 
 
 def write_window(style: Window, window: int | None, full: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-    """The keys that say ``window``, and the layers that are ``full``, in this style."""
+    """The config keys for the window and the layers with full attention."""
     if style == "never":
         return {}
     if style == "always":
         return {"sliding_window": window}
     slides = [window is not None and layer not in full for layer in range(num_layers)]
-    said = {"sliding_window": window, "layer_types": [_SLIDING if slide else _FULL for slide in slides]}
+    keys = {"sliding_window": window, "layer_types": [_SLIDING if slide else _FULL for slide in slides]}
     if style == "by_layer":
-        said |= {"use_sliding_window": window is not None, "max_window_layers": [*slides, True].index(True)}
-    return said
+        keys |= {"use_sliding_window": window is not None, "max_window_layers": [*slides, True].index(True)}
+    return keys

@@ -188,7 +188,7 @@ def _shares(family: Family, arch: Architecture, parallel: ParallelConfig) -> tup
         if id(rule) not in shapes:
             shapes[id(rule)] = math.prod(local_shape(rule, arch, layout))
         number, share = shapes[id(rule)], shares[_rank(name, rank_of, parallel.pp)]
-        if rule.of_expert:
+        if rule.is_expert:
             share.of_experts += number
         elif name.endswith("router.weight") and arch.moe is not None and arch.moe.router_float32:
             share.float32 += number
@@ -207,7 +207,7 @@ def _is_shared(name: str, placement: Placement, arch: Architecture, parallel: Pa
     if name.endswith("expert_bias") or (name.startswith("mtp.") and ".transformer_layer." not in name
                                         and name.endswith(("embed_tokens.weight", "output_layer.weight"))):  # fmt: skip
         return True
-    return placement.rule.of_expert and arch.moe is not None and placement.expert >= arch.moe.num_experts // parallel.ep
+    return placement.rule.is_expert and arch.moe is not None and placement.expert >= arch.moe.num_experts // parallel.ep
 
 
 def _rank(name: str, rank_of: list[int], pp: int) -> int:

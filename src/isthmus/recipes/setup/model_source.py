@@ -13,7 +13,7 @@ from isthmus.config.presets import is_model_file
 from isthmus.config.schema.model import ModelConfig
 from isthmus.errors import MissingInput, UsageError
 from isthmus.families.registry import family_for
-from isthmus.families.rules.known_keys import WITHOUT_BEARING, is_about_else, keys_read
+from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.hf.hub_download import fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
 
@@ -64,7 +64,7 @@ def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
 def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
     """A whole model, which may have keys that only transformers has a use for, as a config.json does."""
     family = family_for(config)
-    known = keys_read(family, config) | {*WITHOUT_BEARING}
+    known = keys_read(family, config) | {*IGNORED_KEYS}
     if not family.auto_map and family.data is None:  # transformers has a class for it
         from isthmus.hf.shrunken_model import effective_config  # which imports much
 
@@ -83,7 +83,7 @@ def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Ma
                     f"{where}: {key}.factor={said['factor']} changes nothing without its kind. Give {key}.rope_type "
                     "too, such as linear, or leave it out."
                 )
-    strange = [key for key in keys if key not in known and not is_about_else(key)]
+    strange = [key for key in keys if key not in known and not is_metadata(key)]
     if not strange:
         return
     said = []

@@ -99,7 +99,7 @@ def test_every_element_lies_in_some_file_and_the_same_ranks_hold_the_same(sizes:
         assert set().union(*held.values()) == set(itertools.product(*(range(size) for size in shape[:axes]))), name
         # Ranks with another place among those that share the tensor have nothing in common, unless all have all of it.
         for (one, cells), (other, others) in itertools.combinations(held.items(), 2):
-            key = ("ep", "etp") if placed.rule.of_expert else ("tp",)
+            key = ("ep", "etp") if placed.rule.is_expert else ("tp",)
             same = all(getattr(one, axis) == getattr(other, axis) for axis in key)
             assert (cells == others) if same or placed.rule.shard == "whole" else not cells & others, name
 

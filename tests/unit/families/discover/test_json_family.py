@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.discover.candidates import Guesses
-from isthmus.families.discover.config_inference import Settings
-from isthmus.families.discover.json_family import formula, load_family, read_family, write_family
-from isthmus.families.discover.tensor_matching import recognise
-from isthmus.families.registry import KEPT, family_for
+from isthmus.families.discover.candidates import Candidates
+from isthmus.families.discover.config_inference import ConfigInference
+from isthmus.families.discover.json_family import load_family, parse_formula, read_family, write_family
+from isthmus.families.discover.tensor_matching import match_tensors
+from isthmus.families.registry import FAMILIES_ENV, family_for
 
 CONFIG: dict[str, Any] = {
     "model_type": "strange",
@@ -50,18 +50,18 @@ TENSORS: dict[str, tuple[int, ...]] = {
 } | {f"blocks.{layer}.{name}": shape for layer in range(2) for name, shape in LAYER.items()}
 
 
-def _guesses(tensors: dict[str, tuple[int, ...]] = TENSORS, **changes: Any) -> Guesses:
-    settings = Settings(CONFIG | changes, CONFIG)
-    return Guesses(settings, recognise(tensors, SIZES), {"rms_norm_eps"}, "StrangeForCausalLM")
+def _candidates(tensors: dict[str, tuple[int, ...]] = TENSORS, **changes: Any) -> Candidates:
+    settings = ConfigInference(CONFIG | changes, CONFIG)
+    return Candidates(settings, match_tensors(tensors, SIZES), {"rms_norm_eps"}, "StrangeForCausalLM")
 
 
 def _data() -> dict[str, Any]:
-    return copy.deepcopy(_guesses().data({}))
+    return copy.deepcopy(_candidates().family_data({}))
 
 
 def test_the_likeliest_guess_reads_names_that_no_family_has() -> None:
-    guesses = _guesses()
-    family = read_family(guesses.data({}))
+    candidates = _candidates()
+    family = read_family(candidates.family_data({}))
     arch = family.to_architecture(CONFIG)
     assert family.hf_shapes(arch) == TENSORS
     placed = {name: place.hf for name, place in family.placements(arch).items()}
@@ -75,13 +75,13 @@ def test_the_likeliest_guess_reads_names_that_no_family_has() -> None:
 
 
 def test_open_choices_are_few_and_all_different() -> None:
-    guesses = _guesses()
-    ends, feed_forward, attention = (list(stage.options(guesses._likeliest())) for stage in guesses.stages)
+    candidates = _candidates()
+    ends, feed_forward, attention = (list(stage.options(candidates._likeliest())) for stage in candidates.stages)
     assert (len(ends), len(feed_forward), len(attention)) == (8, 2 * 6 * 3, 4 * 4)
     assert {pick["activation"] for pick in feed_forward} == {"silu", "gelu", "gelu_tanh"}
-    stage = guesses.stages[1]
-    silent = [name for name in TENSORS if guesses.silent(stage)(name)]
-    assert silent == ["blocks.0.mixer.wo.weight", "blocks.1.mixer.wo.weight"]
+    stage = candidates.stages[1]
+    zeroed = [name for name in TENSORS if candidates.is_zeroed(stage)(name)]
+    assert zeroed == ["blocks.0.mixer.wo.weight", "blocks.1.mixer.wo.weight"]
 
 
 def test_there_and_back_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,14 +93,14 @@ def test_there_and_back_through_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert load_family(path) is read
     with pytest.raises(UsageError, match="isthmus convert --learn"):
         family_for(CONFIG)
-    monkeypatch.setenv(KEPT, str(tmp_path))
+    monkeypatch.setenv(FAMILIES_ENV, str(tmp_path))
     assert family_for(CONFIG) is read
     assert family_for(CONFIG | {"model_type": "llama"}).data is None
-    with pytest.raises(UsageError, match="clip is not supported for strange: the family was learned"):
+    with pytest.raises(UsageError, match="clip is not supported for strange: the family was inferred"):
         family_for(CONFIG | {"clip": 8.0})
     with pytest.raises(DataError, match="is the family of strange"):
         family_for(CONFIG | {"model_type": "stranger"}, path)
-    with pytest.raises(UsageError, match="not a known family"):
+    with pytest.raises(UsageError, match="no family has the model_type"):
         family_for(CONFIG | {"model_type": f"../{tmp_path.name}/strange"})
 
 
@@ -110,7 +110,7 @@ def test_there_and_back_through_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_it_holds_for_models_that_say_the_same(changes: dict[str, Any], told: str) -> None:
     family = read_family(_data())
-    with pytest.raises(UsageError, match=f"{told} is not supported for strange: the family was learned"):
+    with pytest.raises(UsageError, match=f"{told} is not supported for strange: the family was inferred"):
         family.to_architecture(CONFIG | changes)
     larger = family.to_architecture(CONFIG | {"hidden_size": 128, "num_hidden_layers": 3, "rms_norm_eps": 1e-3})
     assert (larger.kv_channels, larger.num_layers, larger.norm_epsilon) == (32, 3, 1e-3)
@@ -149,29 +149,29 @@ def test_what_it_does_not_know_it_refuses(where: tuple[Any, ...], value: Any, tm
     inner[where[-1]] = value
     path = tmp_path / "strange.json"
     path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(DataError, match="is no family that is understood"):
+    with pytest.raises(DataError, match="is not a valid family"):
         load_family(path)
 
 
 @pytest.mark.parametrize(("text", "value"), [("a", 12), ("a/b", 4), ("2*b", 6), ("a*b**0.5", 6.0), ("7", 7)])
 def test_formulas(text: str, value: float) -> None:
-    assert formula(text, {"b": 3})({"a": 12}) == value
+    assert parse_formula(text, {"b": 3})({"a": 12}) == value
     with pytest.raises(DataError, match="must be a number"):
-        formula("c", {})({"c": "12"})
+        parse_formula("c", {})({"c": "12"})
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"blocks.0.mixer.decay": (64,), "blocks.1.mixer.decay": (64,)}, "mixer.decay .64. has no place"),
-        ({"blocks.1.ffn.w4.weight": (88, 64)}, "layer 1 has other tensors than layer 0"),
-        ({"output.bias": (101,)}, "output.bias .101. has no place"),
-        ({"blocks.0.third_norm.weight": (64,), "blocks.1.third_norm.weight": (64,)}, "norms in a layer: 3"),
+        ({"blocks.0.mixer.decay": (64,), "blocks.1.mixer.decay": (64,)}, "mixer.decay .64. has no role"),
+        ({"blocks.1.ffn.w4.weight": (88, 64)}, "layers 0 and 1 differ in their tensors"),
+        ({"output.bias": (101,)}, "output.bias .101. has no role"),
+        ({"blocks.0.third_norm.weight": (64,), "blocks.1.third_norm.weight": (64,)}, "a layer has 3 norms"),
     ],
 )
 def test_what_has_no_place(change: dict[str, tuple[int, ...]], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        _guesses(TENSORS | change)
+        _candidates(TENSORS | change)
 
 
 @pytest.mark.parametrize(
@@ -180,16 +180,16 @@ def test_what_has_no_place(change: dict[str, tuple[int, ...]], told: str) -> Non
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
         ({"depths": [1, 2]}, "depths differs by layer"),
         ({"vision_config": {"depth": 2}}, "vision_config is an object"),
-        ({"is_encoder_decoder": True}, "it has an encoder"),
+        ({"is_encoder_decoder": True}, "the model has an encoder"),
     ],
 )
 def test_settings_that_no_decoder_here_has(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        Settings(CONFIG | changes, CONFIG)
+        ConfigInference(CONFIG | changes, CONFIG)
 
 
 def test_a_number_that_matters_has_to_be_known() -> None:
-    settings = Settings(CONFIG | {"clip": 8.0}, CONFIG | {"clip": None})
+    settings = ConfigInference(CONFIG | {"clip": 8.0}, CONFIG | {"clip": None})
     assert settings.numbers() == ["rms_norm_eps", "clip"]
     settings.check_meanings({"rms_norm_eps"})
     with pytest.raises(UsageError, match="clip=8\\.0 changes the logits"):
