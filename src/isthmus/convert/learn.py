@@ -127,15 +127,10 @@ def _build(folder: Path, settings: ConfigInference, choices: tuple[ProbeSizes, .
     raise failure
 
 
-<<<<<<< HEAD
-def _match_tensors(settings: ConfigInference, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]) -> DecoderStructure:
-    """The structure of a probe model with the sizes in its config; if these do not fit, with the usual ones."""
-=======
 def _match_tensors(
     settings: ConfigInference, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]
 ) -> DecoderStructure:
-    """The structure of a copy with the sizes that its config says; or, where that does not fit, with the usual ones."""
->>>>>>> 02de0e0 (How to add a family follows the shared rules)
+    """The structure of a probe model with the sizes in its config; if these do not fit, with the usual ones."""
     heads, hidden = sizes["N"], sizes["H"]
     usual = ((sizes["G"], 1, heads), (sizes["D"], hidden // heads), (sizes["F"], 4 * hidden))
     failure: UsageError | None = None

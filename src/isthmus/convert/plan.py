@@ -17,7 +17,7 @@ from isthmus.convert.open_model import Format, OpenedModel
 from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter, common_content
 from isthmus.convert.weight_source import TensorSpec
 from isthmus.errors import UsageError, disk_errors
-from isthmus.families.family_transfer import restate
+from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.registry import all_families
 
 
@@ -109,4 +109,4 @@ def _as_family(model: OpenedModel, name: str) -> OpenedModel:
     families = all_families()
     if name not in families:
         raise UsageError(f"--hf-family {name} is not known. Known are {', '.join(families)}.")
-    return replace(model, family=families[name], arch=restate(model.arch, model.family, families[name]))
+    return replace(model, family=families[name], arch=transfer_architecture(model.arch, model.family, families[name]))

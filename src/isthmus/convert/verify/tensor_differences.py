@@ -13,7 +13,7 @@ from torch import Tensor
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Placement
 from isthmus.families.rules.rule import Shape
-from isthmus.families.rules.shard import pieces_of
+from isthmus.families.rules.shard import hf_slices
 from isthmus.hf.tensors.safetensors_format import byte_view
 
 _INT_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,7 +39,7 @@ class TensorDifferences:
         local = (slice(0, rows.stop - rows.start),)
         as_int = _INT_BY_ITEMSIZE[a.itemsize]
         with self._lock:  # several experts may be parts of one tensor
-            for piece in pieces_of(placed.rule, self._arch, (rows,), local, placed.expert):
+            for piece in hf_slices(placed.rule, self._arch, (rows,), local, placed.expert):
                 ours, theirs = (piece.view(chunk).contiguous() for chunk in (a, b))
                 if unequal := int((ours.view(as_int) != theirs.view(as_int)).sum()):
                     count, largest = self._elements.get(placed.hf[piece.part], (0, 0.0))
