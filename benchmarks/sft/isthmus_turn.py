@@ -16,7 +16,8 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.engine.parallel.process_groups import close_groups
 from isthmus.platforms.detect import apply_env, detect
-from isthmus.recipes.setup.session import blueprint, open_session
+from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.rank_model import join_and_build
 from isthmus.train.flops import flops_per_batch
 from sft.beside import Beside
 from sft.clock import Clock
@@ -34,16 +35,16 @@ def run(turn: Turn) -> dict[str, Any]:
             "optim": {"lr": turn.lr, "schedule": "constant"},
         }
     )
-    plans = blueprint(config)
+    plan = plan_model(config)
     platform = detect("cpu")
     apply_env(platform)
     platform.prepare_process()
-    session = open_session(config, plans, platform, turn.precision)
+    model = join_and_build(config, plan, platform, turn.precision)
     from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 
-    optimizer = build_optimizer(session.model, config.optim)
-    stepper = Stepper(session.model, optimizer, build_schedule(optimizer, config.optim, 10000))
+    optimizer = build_optimizer(model.stages, config.optim)
+    stepper = Stepper(model.stages, optimizer, build_schedule(optimizer, config.optim, 10000))
     packed = turn.style == "packed"
     batches = Batches(
         turn.samples(),
@@ -63,9 +64,9 @@ def run(turn: Turn) -> dict[str, Any]:
         if step >= turn.warmup_steps:
             squares = sum(int(torch.diff(line.cu_seqlens).long().square().sum()) for line in lines)
             learned = sum(line.num_learned for line in lines)
-            flops = flops_per_batch(plans.architecture, num_tokens, squares, learned)
+            flops = flops_per_batch(plan.architecture, num_tokens, squares, learned)
             executed += flops
-            model_flops += flops_per_batch(plans.architecture, num_tokens, squares)
+            model_flops += flops_per_batch(plan.architecture, num_tokens, squares)
             if beside is not None:
                 beside.step_done(flops, clock.times_s[-1])
         elif step == turn.warmup_steps - 1 and turn.ceiling is not None:

@@ -161,7 +161,7 @@ def test_divergence(isthmus: ForkServer, small: list[str], tmp_path: Path, lr: s
 
 def test_divergence_in_the_last_step_is_not_exported(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     line = isthmus(*small, "optim.lr=3.4e38", "train.steps=1").error(79)
-    assert "held-out" in line and not (tmp_path / "out" / "hf").exists() and not checkpoints(tmp_path / "out")
+    assert "validation" in line and not (tmp_path / "out" / "hf").exists() and not checkpoints(tmp_path / "out")
 
 
 @pytest.mark.parametrize("held_out", ["0.02", "0.0"])

@@ -68,7 +68,7 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
 def memory_of_a_step(*, model: str, samples: str, lengths: list[int], **layout: Any) -> list[dict[str, int]]:
     """Train on one sample of each length in turn; the bytes that the tensors of each step take, of rank 0."""
     training = start(model=model, samples=samples, optim={"lr": 0.0, "min_lr": 0.0}, **layout)
-    vocab, taken = training.session.blueprint.architecture.vocab_size, []
+    vocab, taken = training.model.plan.architecture.vocab_size, []
     for length in lengths:
         tokens = torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(0))
         line = MicroBatch(

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import adams
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
-from isthmus.recipes.setup import session
+from isthmus.recipes.setup import rank_model
+from isthmus.recipes.setup.hf_export import export_hf
 from ranks.tasks import own_tokenizer, start, train
 from ranks.tasks import refusal as _refusal
 
@@ -27,14 +28,14 @@ def shares(**layout: Any) -> list[dict[str, float]]:
     stepper = training.stepper
     stepper.train_step(training.batches.step(0))
     # Gradients live until the next step clears them.
-    parameters = [each for stage in training.session.model for each in stage.parameters()]
+    parameters = [each for stage in training.model.stages for each in stage.parameters()]
     (adam,) = adams(stepper.optimizer)
     held = {
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "moments": [adam.state[parameter]["exp_avg"] for parameter in parameters if parameter in adam.state],
     }
     stepper.evaluate(training.held_out.eval_batches())
-    held["weights"] = list(live_tensors(training.session.model).values())
+    held["weights"] = list(live_tensors(training.model.stages).values())
     mine = {name: _numel(tensors, own=True) / _numel(tensors, own=False) for name, tensors in held.items()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
@@ -47,8 +48,8 @@ def _numel(tensors: list[torch.Tensor], *, own: bool) -> int:
 
 def export(*, destination: str, fail: bool = False, **layout: Any) -> None:
     """Export a model as it was read; with ``fail``, rank 0's disk is full when it comes to its third tensor."""
-    opened = start(**layout).session
-    tokenizer = own_tokenizer(opened.blueprint.source.path)
+    model = start(**layout).model
+    tokenizer = own_tokenizer(model.plan.source.path)
     write, count = SafetensorsWriter.write, 0
 
     def write_or_fail(self: Any, *args: Any) -> int:
@@ -59,7 +60,7 @@ def export(*, destination: str, fail: bool = False, **layout: Any) -> None:
         return write(self, *args)
 
     with patch.object(SafetensorsWriter, "write", write_or_fail):
-        opened.export(Path(destination), tokenizer, dtype=None, replace=False)
+        export_hf(model, Path(destination), tokenizer, dtype=None, replace=False)
 
 
 def failed_export(**settings: Any) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def train_in_buckets(*, bucket_elements: int | None, **settings: Any) -> dict[st
     ``reduced_early`` and ``gathered_late`` count the buckets whose gradients were on their way before the last micro
     batch was done, and whose weights were still to be gathered when the optimizer step was done.
     """
-    asked, finish = session._overlap, _ParamAndGradBucketGroup.finish_grad_sync
+    asked, finish = rank_model._overlap, _ParamAndGradBucketGroup.finish_grad_sync
     gather = _ParamAndGradBucketGroup.start_param_sync
     seen: dict[str, Any] = {"buckets": set(), "reduced_early": 0, "gathered_late": 0}
 
@@ -91,7 +92,7 @@ def train_in_buckets(*, bucket_elements: int | None, **settings: Any) -> dict[st
         return replace(asked(*args), bucket_elements=bucket_elements)
 
     with (
-        patch.object(session, "_overlap", in_buckets),
+        patch.object(rank_model, "_overlap", in_buckets),
         patch.object(_ParamAndGradBucketGroup, "finish_grad_sync", watched_finish),
         patch.object(_ParamAndGradBucketGroup, "start_param_sync", watched_gather),
     ):

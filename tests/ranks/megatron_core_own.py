@@ -17,7 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.platforms.detect import detect
-from isthmus.recipes.setup.session import blueprint, open_session
+from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.rank_model import join_and_build
 from ranks.tasks import _plain_config
 
 
@@ -37,7 +38,7 @@ def load_into_its_own_model(
         How far the tensors of any rank are from those that Isthmus loads from the model folder, and how many there are.
     """
     config = _plain_config(model, tp, pp)
-    ours = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False).model
+    ours = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False).stages
     wanted = live_tensors(ours)
     args = dist_checkpointing.load_common_state_dict(checkpoint_folder)["args"]
     own = _own_model(args, tp, pp)

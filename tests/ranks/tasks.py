@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from ranks.pool_worker import leave_groups
 from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema import OptimConfig, RunConfig
@@ -34,10 +35,12 @@ from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
 from isthmus.platforms.detect import detect
-from isthmus.recipes.dpo_reference import find_reference, objective_of
+from isthmus.recipes.dpo_reference import compute_reference, objective_of
+from isthmus.recipes.setup.hf_export import export_hf
 from isthmus.recipes.setup.load_model import load_model, model_logits
-from isthmus.recipes.setup.memory_estimate import footprint
-from isthmus.recipes.setup.session import Session, blueprint, open_session
+from isthmus.recipes.setup.memory_estimate import estimate_memory
+from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.rank_model import RankModel, join_and_build
 from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
 from ranks.pool_worker import leave_groups
@@ -52,7 +55,7 @@ CLIP_GRAD = 1.5
 class Training:
     """A rank's live parts."""
 
-    session: Session
+    model: RankModel
     stepper: Stepper
     batches: Batches
     held_out: Batches
@@ -75,7 +78,7 @@ def start(
     fresh: bool = True,
     **parallel: Any,
 ) -> Training:
-    """Open a session the way a recipe does, with this store for data.
+    """Build a model the way a recipe does, with this store for data.
 
     ``parallel`` is the section of the config, ``more`` are settings of its section ``train``. With ``dpo``, of section
     ``dpo``, the samples are pairs; the reference is kept at ``reference``, and taken from there unless ``fresh``.
@@ -98,7 +101,7 @@ def start(
             },
         }
     )
-    session = open_session(config, blueprint(config), detect("cpu"), precision)
+    built = join_and_build(config, plan_model(config), detect("cpu"), precision)
     settings: dict[str, Any] = {
         "lr": 3e-3,
         "min_lr": 3e-4,
@@ -112,26 +115,26 @@ def start(
         "eps": 1e-8,
     } | (optim or {})
     chosen = OptimConfig.model_construct(**settings)  # not validated: a test keeps the weights with lr=0
-    optimizer = build_optimizer(session.model, chosen, config.train)
+    optimizer = build_optimizer(built.stages, chosen, config.train)
     lines: dict[str, Any] = {
         "seq_length": SEQ_LENGTH,
         "micro_batch_size": micro_batch_size,
         "global_batch_size": 8,
         "packing": packing,
-        "dp_rank": session.position.dp_rank,
+        "dp_rank": built.position.dp_rank,
         "dp_size": config.parallel.dp(dist.get_world_size()),
         "pad_to_multiple_of": config.parallel.line_multiple,
         "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
     }
     store = SampleStore.open(samples)
-    stepper = Stepper(session.model, optimizer, build_schedule(optimizer, chosen, TOTAL_STEPS), objective_of(config))
+    stepper = Stepper(built.stages, optimizer, build_schedule(optimizer, chosen, TOTAL_STEPS), objective_of(config))
     if dpo is None:
-        return Training(session, stepper, Batches(store, **lines), Batches(store, shuffle=False, **lines))
+        return Training(built, stepper, Batches(store, **lines), Batches(store, shuffle=False, **lines))
     pairs, held_out = PairBatches(store, **lines), PairBatches(store, shuffle=False, **lines)
     parts = {"train": pairs, "valid": held_out}
     kept = Path(reference or tempfile.mkdtemp()) / "reference.npz"
-    find_reference(stepper, parts, kept, session.position, fresh=fresh, stop=StopFlag(), say=print)
-    return Training(session, stepper, pairs, held_out)
+    compute_reference(stepper, parts, kept, built.position, fresh=fresh, stop=StopFlag(), log=print)
+    return Training(built, stepper, pairs, held_out)
 
 
 def train(
@@ -155,7 +158,7 @@ def train(
     if dist.get_rank() == late:
         for stage in training.stepper.model:
             stage.register_forward_pre_hook(lambda *_: time.sleep(0.02))
-    stepper, parallel = training.stepper, training.session.blueprint.parallel
+    stepper, parallel = training.stepper, training.model.plan.parallel
     first = 0
     if resume is not None:
         first = save_load.load(Path(resume), stepper, parallel).step
@@ -205,8 +208,8 @@ def _digest(training: Training) -> list[str]:
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
-    gather_weights(training.session.model)
-    for _, tensor in sorted(live_tensors(training.session.model).items()):
+    gather_weights(training.model.stages)
+    for _, tensor in sorted(live_tensors(training.model.stages).items()):
         add(tensor)
     for adam in adams(training.stepper.optimizer):
         for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
@@ -237,28 +240,28 @@ def own_tokenizer(model: str | Path) -> Any:
 
 
 def export(*, model: str, destination: str, precision: str = "fp32", dtype: str | None = None, **parallel: int) -> None:
-    """Load a model folder and export it unchanged, through the session as a run does."""
+    """Load a model folder and export it unchanged, as a run does."""
     config = _plain_config(model, **parallel)
-    session = open_session(config, blueprint(config), detect("cpu"), precision)
+    built = join_and_build(config, plan_model(config), detect("cpu"), precision)
     tokenizer = own_tokenizer(model)
     chosen = None if dtype is None else getattr(torch, dtype)
-    session.export(Path(destination), tokenizer, dtype=chosen, replace=False)
+    export_hf(built, Path(destination), tokenizer, dtype=chosen, replace=False)
 
 
 def export_in_files(*, model: str, destination: str, max_shard_bytes: float, tp: int = 1, pp: int = 1) -> None:
     """Like :func:`export`, cut into files of at most ``max_shard_bytes``."""
     config = _plain_config(model, tp, pp)
-    plans = blueprint(config)
-    session = open_session(config, plans, detect("cpu"), "fp32", training=False)
+    plans = plan_model(config)
+    built = join_and_build(config, plans, detect("cpu"), "fp32", training=False)
     kept = {name: info.dtype for name, info in plans.source.tensors.items()}
     plan = export_plan(plans.family, plans.architecture, kept, max_shard_bytes=max_shard_bytes)
     folder = Path(destination)
-    if session.position.rank == 0:
+    if built.position.rank == 0:
         folder.mkdir()
         plan.create(folder)
     dist.barrier()
-    live = live_tensors(session.model)
-    export_weights(live, plans.family, plans.architecture, plan, folder, layout=session.layout)
+    live = live_tensors(built.stages)
+    export_weights(live, plans.family, plans.architecture, plan, folder, layout=built.layout)
     dist.barrier()
 
 
@@ -284,7 +287,7 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
     layout: dict[str, Any] = {"model": model, "samples": samples, "tp": tp}
     training = start(**layout)
     _draw()
-    parallel = training.session.blueprint.parallel
+    parallel = training.model.plan.parallel
     save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), parallel, keep=1)
     wanted = _draw()
     parallel_state.destroy_model_parallel()
@@ -309,10 +312,9 @@ def save_and_export(*, model: str, samples: str, root: str, destination: str, **
     for step in range(2):
         training.stepper.train_step(training.batches.step(step))
     progress = save_load.Progress(step=2, data="these samples")
-    save_load.save(Path(root), training.stepper, progress, training.session.blueprint.parallel, keep=1)
-    training.session.export(
-        Path(destination), own_tokenizer(training.session.blueprint.source.path), dtype=None, replace=False
-    )
+    save_load.save(Path(root), training.stepper, progress, training.model.plan.parallel, keep=1)
+    tokenizer = own_tokenizer(training.model.plan.source.path)
+    export_hf(training.model, Path(destination), tokenizer, dtype=None, replace=False)
 
 
 def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
@@ -322,7 +324,7 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
         How far the tensors of any rank are from those that come straight from the model folder, and how many there are.
     """
     config = _plain_config(model, tp, pp)
-    (live,) = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False).model
+    (live,) = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False).stages
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():
@@ -341,8 +343,8 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
 def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     """Load this rank's legacy file as Megatron-LM does, strictly; see :func:`load_strictly`."""
     config = _plain_config(model, tp, pp)
-    session = open_session(config, blueprint(config), detect("cpu"), "fp32", training=False)
-    (live,), position = session.model, session.position
+    built = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False)
+    (live,), position = built.stages, built.position
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():
@@ -373,7 +375,7 @@ def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, An
     Each piece of memory counts once; the weights' own does not.
     """
     training = start(model=model, samples=samples, **layout)
-    stepper, plans = training.stepper, training.session.blueprint
+    stepper, plans = training.stepper, training.model.plan
     (line, *_) = training.batches.step(0)
     (stage,) = stepper.model
     stage.train()
@@ -393,8 +395,8 @@ def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, An
         plans.architecture,
         num_layers=plans.architecture.num_layers,
         num_tokens=line.input_ids.numel(),
-        learned_tokens=int(line.loss_mask.sum()),
-        bytes_per_element=training.session.dtype.itemsize,
+        loss_tokens=int(line.loss_mask.sum()),
+        bytes_per_element=training.model.dtype.itemsize,
         tp=plans.parallel.tp,
         sp=plans.parallel.sequence_parallel,
         recompute=layout.get("recompute", "none"),
@@ -405,27 +407,26 @@ def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, An
 
 
 def said(**layout: Any) -> list[str]:
-    """What building the session has to say to the user."""
-    return list(start(**layout).session.said)
+    """The messages of building the model."""
+    return list(start(**layout).model.messages)
 
 
 def footprint_and_held(**layout: Any) -> list[dict[str, Any]]:
     """What ``memory_estimate`` says of the rank that holds most, and the numbers that each rank has."""
     training = start(**layout)
-    session, optimizer = training.session, training.stepper.optimizer
-    plans, precision = session.blueprint, layout.get("precision", "fp32")
+    built, optimizer = training.model, training.stepper.optimizer
     config = RunConfig.model_validate(
         {
             "recipe": "pretrain", "out": "unused", "model": {"path": layout["model"]}, "train": {"steps": 1},
-            "data": {"files": ["unused"], "seq_length": SEQ_LENGTH}, "parallel": plans.parallel,
+            "data": {"files": ["unused"], "seq_length": SEQ_LENGTH}, "parallel": built.plan.parallel,
         }
     )  # fmt: skip
-    said = footprint(plans.family, plans.architecture, config, plans.world_size, precision)
+    said = estimate_memory(built.plan, config, layout.get("precision", "fp32"))
     moments = [
         state[name] for adam in adams(optimizer) for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq")
     ]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in moments]
-    parameters = [parameter for stage in session.model for parameter in stage.parameters()]
+    parameters = [parameter for stage in built.stages for parameter in stage.parameters()]
     mine = {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "moments": sum(tensor.numel() * tensor.element_size() for tensor in local),

@@ -70,13 +70,13 @@ def run_script(script: str, words: Sequence[str]) -> int:
     said += [f"log file {log}{'' if run.tee else ', and nothing on the screen'}", f"command: {shown}"]
     settings = {"recipe": run.translation.recipe, **run.translation.settings}
     if run.dry_run:
-        from isthmus.recipes.setup.memory_estimate import foretell
+        from isthmus.recipes.setup.validation import dry_run
 
         print(as_yaml(run.translation, _title(run)), end="")
         if misfit is not None:
             verdict = f"would be refused: {misfit}."
         else:
-            verdict = foretell(load_config(None, None, [], settings), ranks, ranks_here=nproc)
+            verdict = dry_run(load_config(None, None, [], settings), world_size=ranks, ranks_here=nproc)
         print("\n".join(f"# {line}" for line in (*said[len(run.translation.remarks) :], *verdict.splitlines())))
         return 0
     if misfit is not None:

@@ -64,7 +64,7 @@ KNOWN = (
 )  # fmt: skip
 
 
-def words_about(environment: Mapping[str, str], run: RunShape, *, on_gpu: bool) -> list[str]:
+def remarks_on(environment: Mapping[str, str], run: RunShape, *, on_gpu: bool) -> list[str]:
     """A line for each variable that is set and does not do what its setter may think.
 
     Args:

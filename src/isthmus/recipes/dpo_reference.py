@@ -1,4 +1,4 @@
-"""The reference of a run on preferences: what its starting weights make of every answer, found once and kept."""
+"""The objective of a run, and for dpo the reference log-probabilities, computed once with the starting weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from isthmus.atomic_write import atomic_file
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ranks
-from isthmus.errors import Preempted, UsageError
-from isthmus.families.architecture import Architecture
+from isthmus.errors import Preempted
 from isthmus.train.stop import StopFlag
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def objective_of(config: RunConfig) -> Objective:
-    """What a run of this recipe minimises."""
+    """The loss that the recipe minimizes."""
     from isthmus.engine.objective import NEXT_TOKEN
     from isthmus.train.preference_loss import Preference
 
@@ -34,21 +33,7 @@ def objective_of(config: RunConfig) -> Objective:
     return Preference(config.dpo)
 
 
-def check_preference(config: RunConfig, architecture: Architecture) -> None:
-    """Refuse models that a loss over pairs does not train whole.
-
-    Raises:
-        UsageError: the model has layers that predict ahead.
-    """
-    if config.recipe == "dpo" and architecture.mtp_layers:
-        raise UsageError(
-            f"this model has {architecture.mtp_layers} layers that predict ahead ({architecture.family}), and a "
-            "preference between whole answers has no loss for them. Take them out of the folder (their number in "
-            "config.json, and their tensors), or fine-tune with sft."
-        )
-
-
-def find_reference(
+def compute_reference(
     stepper: Stepper,
     parts: dict[str, PairBatches],
     path: Path,
@@ -56,41 +41,44 @@ def find_reference(
     *,
     fresh: bool,
     stop: StopFlag,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
-    """Give each part its :attr:`~isthmus.data.batching.pair_batches.PairBatches.reference`; every rank calls it.
+    """Set :attr:`~isthmus.data.batching.pair_batches.PairBatches.reference` of each part; every rank calls it.
+
+    The reference model is the policy before its first step, so no second model is needed. The log-probabilities are
+    cached in the run folder by the digest of the pairs.
 
     Args:
-        stepper: of the model, which still has the weights that the run starts from.
-        parts: the pairs to train on, and those held out, by name.
-        path: where it is kept. What lies there is taken where it is of the same pairs.
+        stepper: of the model, which has its starting weights.
+        parts: the pairs to train on and those of validation and test, by name.
+        path: the cache.
         position: of this rank.
-        fresh: the run starts from its first step, so what lies there is of another start, perhaps of other weights.
-        stop: looked at between two batches.
-        say: told what is done.
+        fresh: the run starts from its first step: the cache is ignored, it may belong to other weights.
+        stop: read between two batches.
+        log: prints a line.
 
     Raises:
-        NoSpace, IOFailure: on every rank, when it cannot be kept.
-        Preempted: on every rank, once any was asked to stop.
+        NoSpace, IOFailure: on every rank, if the cache cannot be written.
+        Preempted: on every rank, once any rank is asked to stop.
     """
-    kept = {} if fresh else _read(path)
-    wanted = {name: part.store.digest() for name, part in parts.items()}
-    found = {name: kept[digest] for name, digest in wanted.items() if digest in kept}
+    cache = {} if fresh else _read(path)
+    digests = {name: part.store.digest() for name, part in parts.items()}
+    logps = {name: cache[digest] for name, digest in digests.items() if digest in cache}
     for name, part in parts.items():
-        if name not in found:
-            say(f"reference: the starting weights' log-probabilities of {len(part.store)} answers ({name})")
-            found[name] = _pass_over(stepper, part, position, stop)
-        part.reference = torch.from_numpy(found[name])
+        if name not in logps:
+            log(f"reference: log-probabilities of {len(part.store)} answers under the starting weights ({name})")
+            logps[name] = _reference_logps(stepper, part, position, stop)
+        part.reference = torch.from_numpy(logps[name])
 
     def write() -> None:
-        if position.rank == 0 and set(wanted.values()) != kept.keys():
-            _write(path, {digest: found[name] for name, digest in wanted.items()})
+        if position.rank == 0 and set(digests.values()) != cache.keys():
+            _write(path, {digest: logps[name] for name, digest in digests.items()})
 
     agree(write)
 
 
 def _read(path: Path) -> dict[str, npt.NDArray[np.float64]]:
-    """By the digest of the pairs they are of; empty where there is nothing that can be read."""
+    """Log-probabilities by the digest of their pairs; empty without a readable cache."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
@@ -103,20 +91,22 @@ def _write(path: Path, arrays: dict[str, Any]) -> None:
         np.savez(file, **arrays)
 
 
-def _pass_over(stepper: Stepper, part: PairBatches, position: Position, stop: StopFlag) -> npt.NDArray[np.float64]:
+def _reference_logps(
+    stepper: Stepper, part: PairBatches, position: Position, stop: StopFlag
+) -> npt.NDArray[np.float64]:
+    """Summed log-probability of each answer, float64 [samples]."""
     from isthmus.train.preference_loss import Recorder
 
     recorder = Recorder(len(part.store))
-    stepper.means(_until(stop, part.eval_batches()), recorder)
-    # Ranks that share a line have found the same.
-    counts_here = position.tp_rank == position.cp_rank == 0
-    return np.asarray(sum_over_ranks((recorder.found * counts_here).tolist()), dtype=np.float64)
+    stepper.means(_until_stopped(stop, part.eval_batches()), recorder)
+    # Tensor and context parallel ranks have the same values; one of them counts.
+    counts = position.tp_rank == position.cp_rank == 0
+    return np.asarray(sum_over_ranks((recorder.found * counts).tolist()), dtype=np.float64)
 
 
-def _until(stop: StopFlag, batches: Iterator[Sequence[PackedLine]]) -> Iterator[Sequence[PackedLine]]:
-    """The batches, of which there may be hours."""
-    for lines in batches:
-        (asked,) = sum_over_ranks([float(stop.requested)])
-        if asked:
-            raise Preempted("stopped before the first step, as asked. The same command begins again.")
-        yield lines
+def _until_stopped(stop: StopFlag, batches: Iterator[Sequence[PackedLine]]) -> Iterator[Sequence[PackedLine]]:
+    for micro_batches in batches:
+        (stops,) = sum_over_ranks([float(stop.requested)])
+        if stops:
+            raise Preempted("stopped before the first step, as asked. The same command starts again.")
+        yield micro_batches

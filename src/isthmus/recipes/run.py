@@ -1,20 +1,21 @@
-"""From a config to a trained model in Hugging Face format: what pretraining and fine-tuning share."""
+"""A training run: validate, join the ranks, load data, build, train, save, export. All recipes share it."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
+from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.tokenize.tokenize_files import TokenizeStats
@@ -23,45 +24,36 @@ from isthmus.errors import UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.launch.heartbeat import Pulse
 from isthmus.launch.rank_env import ranks_here, speaks_last
-from isthmus.platforms.base import Platform
-from isthmus.platforms.detect import detect
+from isthmus.platforms.base import RunShape
 from isthmus.platforms.environment import apply_env
-from isthmus.platforms.known_variables import words_about
-from isthmus.recipes.data.corpus import check_files, check_fingerprint, load_corpus
-from isthmus.recipes.dpo_reference import check_preference, find_reference, objective_of
-from isthmus.recipes.run_dir import RunFolder
-from isthmus.recipes.setup.layout_checks import check_offload
-from isthmus.recipes.setup.memory_estimate import check_footprint
-from isthmus.recipes.setup.run_tokenizer import run_tokenizer
-from isthmus.recipes.setup.session import (
-    Blueprint,
-    Session,
-    blueprint,
-    build_session,
-    check_precision,
-    check_schedule,
-    check_training,
-    run_shape,
-    use_threads,
-)
-from isthmus.train.loop import Device, Loop
-from isthmus.train.metrics import Reporter
+from isthmus.platforms.known_variables import remarks_on
+from isthmus.recipes.data.corpus import check_fingerprint, load_corpus
+from isthmus.recipes.dpo_reference import compute_reference, objective_of
+from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
+from isthmus.recipes.setup.rank_model import RankModel, build_rank_model
+from isthmus.recipes.setup.training_checks import check_profiled_steps, check_schedule
+from isthmus.recipes.setup.validation import RunContext, validate
+from isthmus.train.loop import Loop
+from isthmus.train.reporter import Reporter
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
+
+if TYPE_CHECKING:
+    from isthmus.engine.step import Stepper
 
 PrepareFor = Callable[[RunConfig, Tokenizer, list[Path]], tuple[SampleStore, TokenizeStats]]
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a finished run leaves, for people and for ``--json``."""
+    """The result of a finished run, for people and for ``--json``."""
 
     out: str
     model: str | None
     """The exported Hugging Face folder; None without checkpoint.export_final."""
     steps: int
     loss: float | None
-    """Of the last step; None when there was none to do."""
+    """Of the last step; None when no step was left to do."""
     valid_loss_before: float | None
     valid_loss: float | None
     test_loss: float | None
@@ -72,33 +64,16 @@ class RunResult:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What a run stands on, known before its ranks meet; most mistakes show here, in every rank alike."""
-
-    config: RunConfig
-    folder: RunFolder
-    resume: Path | None
-    """The checkpoint to go on from."""
-    plans: Blueprint
-    tokenizer: Tokenizer
-    platform: Platform
-    precision: str
-    said: tuple[str, ...]
-    """What was decided, and why, for the user."""
-
-
 def run(recipe: str, config: RunConfig, prepare: PrepareFor) -> RunResult:
     """Train as ``config`` says and export; every rank calls it.
 
     Args:
-        recipe: the one that ``prepare`` belongs to; a config of another is refused.
+        recipe: name of the recipe that ``prepare`` belongs to; a config of another one is refused.
         config: of the run.
         prepare: records to samples.
 
     Raises:
-        IsthmusError: with the exit code that belongs to what went wrong; a run that was asked to stop raises
-            ``Preempted`` after saving.
+        IsthmusError: with the exit code of the failure; a run that is asked to stop raises ``Preempted`` after saving.
     """
     if config.recipe != recipe:
         raise UsageError(
@@ -107,12 +82,14 @@ def run(recipe: str, config: RunConfig, prepare: PrepareFor) -> RunResult:
         )
     with StopFlag() as stop:
         try:
-            ground = survey(config)
+            context = validate(config, ranks_here=ranks_here())
+            messages = [*_describe(context), *_prepare_process(context)]
             limits = config.parallel
-            met = join_ranks(ground.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s)
+            met = join_ranks(context.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s)
+            messages += [met] if met else []
             with Pulse(limits.timeout_s) as pulse:
                 try:
-                    return _run_joined(ground, met, prepare, stop)
+                    return _run_rank(context, prepare, messages, stop)
                 except RuntimeError as error:
                     end = pulse.explain(error)
                     if end is None:
@@ -122,175 +99,194 @@ def run(recipe: str, config: RunConfig, prepare: PrepareFor) -> RunResult:
             close_groups()
 
 
-def _run_joined(ground: Ground, met: str, prepare: PrepareFor, stop: StopFlag) -> RunResult:
-    """The run, of ranks that have met."""
-    config, logging = ground.config, ground.config.logging
-    timeout_s = config.parallel.timeout_s
-    position = open_groups(config.parallel, ground.platform, seed=config.train.seed, timeout_s=timeout_s)
-    with Reporter(
-        ground.folder.root,
-        is_main=position.rank == 0,
-        tensorboard=logging.tensorboard,
-        every=logging.every,
-        device="rank" if ground.platform.device_type == "cpu" else "GPU",
-        style=logging.style,
-        # Megatron-LM prints on the last rank, and who reads its logs looks for them on the last machine.
-        echoes=logging.style == "megatron" and speaks_last(),
-    ) as reporter:
-        for line in (*ground.said, *([met] if met else [])):
-            reporter.say(line)
-        return _train(ground, position, prepare, reporter, stop)
-
-
-def survey(config: RunConfig) -> Ground:
-    """Look at everything that can be looked at without the other ranks.
-
-    Raises:
-        IsthmusError: an input is absent or damaged, or the config asks for what cannot be.
-    """
-    folder = RunFolder(Path(config.out))
-    resume = folder.checkpoint_to_resume(config.checkpoint.resume)
-    plans = blueprint(config)
-    check_training(config, plans)
-    check_preference(config, plans.architecture)
-    check_files(config)
-    tokenizer = run_tokenizer(config, plans.source, plans.architecture.vocab_size)
-    platform = detect(config.platform)
-    chosen = config.train.precision
-    precision, why = (chosen, "train.precision") if chosen is not None else platform.default_precision()
-    check_precision(platform, precision)
-    check_offload(config.optim, config.parallel, platform.device_type)
-    memory = check_footprint(plans, config, platform, precision, ranks_here=ranks_here())
-    shape = run_shape(plans, ranks_here())
-    environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform, shape).items()]
-    environment += words_about(os.environ, shape, on_gpu=platform.device_type == "cuda")
-    threads = use_threads(platform, config.train.threads)
-    said = [
-        f"platform {platform.name}: {platform.reason}",
-        f"layout: {config.parallel.describe(plans.world_size)}",
-        *plans.weights.notes,
-        memory,
-        *environment,
+def _describe(context: RunContext) -> list[str]:
+    return [
+        f"platform {context.platform.name}: {context.platform.reason}",
+        f"layout: {context.config.parallel.describe(context.plan.world_size)}",
+        *context.plan.weights.notes,
+        context.memory,
+        f"precision {context.precision}: {context.precision_reason}",
     ]
-    said += [f"precision {precision}: {why}", *([threads] if threads else []), *platform.prepare_process()]
-    return Ground(config, folder, resume, plans, tokenizer, platform, precision, tuple(said))
 
 
-def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Reporter, stop: StopFlag) -> RunResult:
-    from isthmus.engine.checkpoint import save_load
-    from isthmus.engine.megatron_model import live_tensors
-    from isthmus.engine.memory_stats import held_bytes
+def _prepare_process(context: RunContext) -> list[str]:
+    """Set environment variables, threads and the allocator of this process; returns what was set, for the log."""
+    platform, parallel, local_ranks = context.platform, context.plan.parallel, ranks_here()
+    shape = RunShape(
+        nodes=math.ceil(context.plan.world_size / local_ranks),
+        fsdp=parallel.fsdp,
+        tp_or_cp=parallel.tp > 1 or parallel.cp > 1,
+    )
+    messages = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform, shape).items()]
+    messages += remarks_on(os.environ, shape, on_gpu=platform.device_type == "cuda")
+    threads = context.config.train.threads
+    if threads is not None:
+        torch.set_num_threads(threads)
+        messages.append(f"{threads} threads a rank (train.threads)")
+    elif platform.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        threads = max(1, cores // local_ranks)
+        torch.set_num_threads(threads)
+        messages.append(f"{threads} threads a rank ({local_ranks} ranks on this machine's {cores} cores)")
+    return [*messages, *platform.prepare_process()]
+
+
+def _run_rank(context: RunContext, prepare: PrepareFor, messages: Sequence[str], stop: StopFlag) -> RunResult:
+    """The run of one rank, after all ranks have joined."""
+    config, platform = context.config, context.platform
+    position = open_groups(config.parallel, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
+    with Reporter(
+        context.run_dir.root,
+        config.logging,
+        is_main=position.rank == 0,
+        device="rank" if platform.device_type == "cpu" else "GPU",
+        # Megatron-LM prints on the last rank, and its users look for the log on the last machine.
+        prints_steps=config.logging.style == "megatron" and speaks_last(),
+    ) as reporter:
+        for message in messages:
+            reporter.log(message)
+        training = _set_up(context, position, prepare, reporter, stop)
+        return _train(training, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunData:
+    """The batches of this rank."""
+
+    train: Batches
+    valid: Batches | None
+    test: Batches | None
+    steps: int
+    fingerprint: str
+    """Equal for two runs whose step k has the same sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """Everything of one rank's run, ready for the first step."""
+
+    context: RunContext
+    position: Position
+    data: _RunData
+    model: RankModel
+    stepper: Stepper
+    reporter: Reporter
+    start: int
+    """Steps that were done before, by the run that is resumed."""
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint; every rank calls it."""
+        from isthmus.engine.checkpoint import save_load
+
+        context = self.context
+        path = save_load.save(
+            context.run_dir.checkpoints,
+            self.stepper,
+            save_load.Progress(step=step, data=self.data.fingerprint),
+            context.plan.parallel,
+            keep=context.config.checkpoint.keep,
+            args=checkpoint_args(self.model, step),
+            write_beside=lambda folder: write_checkpoint_config(self.model, folder, context.tokenizer),
+        )
+        self.reporter.log(f"saved {path}")
+
+    def export(self, step: int | None) -> None:
+        """Write a Hugging Face folder; every rank calls it."""
+        context = self.context
+        named = context.config.model.export_dtype
+        dtype = {"source": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[named]
+        path = context.run_dir.export(step)
+        export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
+        self.reporter.log(f"exported {path}")
+
+
+def _set_up(
+    context: RunContext, position: Position, prepare: PrepareFor, reporter: Reporter, stop: StopFlag
+) -> _Training:
+    """Load the data, build the model and its optimizer, and resume. A new run folder is removed if any of it fails."""
+    config, run_dir, main = context.config, context.run_dir, position.rank == 0
+    text = dump(config)
+    checks = ExitStack()
+    agree(lambda: checks.enter_context(run_dir.checking(text)) if main else None)
+    with checks:
+        data = _load_data(context, position, prepare, reporter)
+        check_schedule(config, data.steps)
+        model = build_rank_model(config, context.plan, context.platform, position, context.precision)
+        for message in model.messages:
+            reporter.log(message)
+        stepper = _build_stepper(config, model, data.steps)
+        if config.recipe == "dpo":
+            parts = {"train": data.train, "valid": data.valid, "test": data.test}
+            pairs = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
+            fresh = context.resume is None
+            compute_reference(stepper, pairs, run_dir.reference, position, fresh=fresh, stop=stop, log=reporter.log)
+        start = _resume(context, stepper, data, reporter)
+        check_profiled_steps(config, data.steps)
+        agree(lambda: run_dir.begin(text, fresh=context.resume is None) if main else None)
+    return _Training(context, position, data, model, stepper, reporter, start)
+
+
+def _load_data(context: RunContext, position: Position, prepare: PrepareFor, reporter: Reporter) -> _RunData:
+    config, plan = context.config, context.plan
+    corpus = load_corpus(
+        config,
+        context.run_dir.data,
+        context.tokenizer,
+        partial(prepare, config, context.tokenizer),
+        vocab_size=plan.architecture.vocab_size,
+        resume=context.resume,
+        say=reporter.log,
+    )
+    train, valid, test = corpus.batches(config, position, config.parallel.dp(plan.world_size))
+    steps = config.train.steps or math.ceil((config.train.epochs or 1) * train.steps_per_epoch)
+    if corpus.shares:
+        epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())
+        reporter.log(f"epochs of each set in {steps} steps: {epochs}")
+    return _RunData(train, valid, test, steps, corpus.fingerprint(config))
+
+
+def _build_stepper(config: RunConfig, model: RankModel, steps: int) -> Stepper:
     from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
     from isthmus.engine.step import Stepper
 
-    config, folder, plans, main = ground.config, ground.folder, ground.plans, position.rank == 0
-    text = dump(config)
-    checks = ExitStack()
-    agree(lambda: checks.enter_context(folder.checking(text)) if main else None)
-    with checks:
-        corpus = load_corpus(
-            config,
-            folder.data,
-            ground.tokenizer,
-            partial(prepare, config, ground.tokenizer),
-            vocab_size=plans.architecture.vocab_size,
-            resume=ground.resume,
-            say=reporter.say,
+    optimizer = build_optimizer(model.stages, config.optim, config.train)
+    schedule = build_schedule(optimizer, config.optim, steps)
+    return Stepper(model.stages, optimizer, schedule, objective_of(config))
+
+
+def _resume(context: RunContext, stepper: Stepper, data: _RunData, reporter: Reporter) -> int:
+    """Load the checkpoint to resume from, if any; returns its step, or 0."""
+    from isthmus.engine.checkpoint import save_load
+
+    if context.resume is None:
+        return 0
+    progress = save_load.load(context.resume, stepper, context.plan.parallel)
+    check_fingerprint(progress.data, data.fingerprint, context.resume)
+    reporter.log(f"resumed from {context.resume} at step {progress.step}")
+    if progress.step > data.steps:
+        raise UsageError(
+            f"{context.resume} is at step {progress.step}, beyond this run's {data.steps} steps. Raise train.steps."
         )
-        batches, held_out, test = corpus.batches(config, position, config.parallel.dp(plans.world_size))
-        steps = config.train.steps or math.ceil((config.train.epochs or 1) * batches.steps_per_epoch)
-        check_schedule(config, steps)
-        if corpus.shares:
-            mix = ", ".join(f"{name} {epochs:.2f}" for name, epochs in batches.epochs(steps).items())
-            reporter.say(f"epochs of each set in {steps} steps: {mix}")
-        session = build_session(config, plans, ground.platform, position, ground.precision)
-        for line in session.said:
-            reporter.say(line)
-        optimizer = build_optimizer(session.model, config.optim, config.train)
-        schedule = build_schedule(optimizer, config.optim, steps)
-        stepper = Stepper(session.model, optimizer, schedule, objective_of(config))
-        fingerprint = corpus.fingerprint(config)
-        start = 0
-        pairs = {"train": batches, "valid": held_out, "test": test}
-        find_reference(
-            stepper,
-            {name: part for name, part in pairs.items() if isinstance(part, PairBatches)},
-            folder.reference,
-            position,
-            fresh=ground.resume is None,
-            stop=stop,
-            say=reporter.say,
-        )
-        if ground.resume is not None:
-            progress = save_load.load(ground.resume, stepper, config.parallel)
-            check_fingerprint(progress.data, fingerprint, ground.resume)
-            start = progress.step
-            reporter.say(f"resumed from {ground.resume} at step {start}")
-        if start > steps:
-            raise UsageError(f"{ground.resume} is at step {start}, beyond this run's {steps} steps. Raise train.steps.")
-        profiled = config.train.profiled_steps
-        if profiled and profiled[-1] > steps:
-            raise UsageError(
-                f"train.profile={config.train.profile} goes beyond the {steps} steps of this run. Name steps from 1 to "
-                f"{steps}."
-            )
-        agree(lambda: folder.begin(text, fresh=ground.resume is None) if main else None)
+    return progress.step
+
+
+def _train(training: _Training, stop: StopFlag) -> RunResult:
+    context, start, steps = training.context, training.start, training.data.steps
+    config, reporter = context.config, training.reporter
     reporter.begin(total_steps=steps, start=start)
+    profiled = config.train.profiled_steps
     if profiled and profiled[-1] <= start < steps:
-        reporter.say(f"train.profile={config.train.profile}: those steps are done already; none is profiled")
-
-    def save(step: int) -> None:
-        progress = save_load.Progress(step=step, data=fingerprint)
-        path = save_load.save(
-            folder.checkpoints,
-            stepper,
-            progress,
-            config.parallel,
-            keep=config.checkpoint.keep,
-            args=session.megatron_args(step),
-            write_beside=lambda stage: session.write_config(stage, ground.tokenizer),
-        )
-        reporter.say(f"saved {path}")
-
-    def export(step: int | None) -> None:
-        _export(ground, session, step)
-        reporter.say(f"exported {folder.export(step)}")
-
-    loop = Loop(
-        stepper,
-        batches,
-        held_out,
-        test,
-        architecture=plans.architecture,
-        position=position,
-        device=Device(
-            world_size=plans.world_size,
-            peak_tflops=ground.platform.peak_tflops(ground.precision),
-            memory_gib=ground.platform.memory_gib,
-            memory_used=ground.platform.memory_used if config.logging.style == "megatron" else lambda: None,
-        ),
-        reporter=reporter,
-        profile=StepProfile(
-            profiled,
-            folder.root,
-            rank=position.rank,
-            weights={name: tuple(tensor.shape) for name, tensor in live_tensors(session.model).items()},
-            held=lambda: held_bytes(session.model, optimizer),
-            memory_gib=ground.platform.memory_gib,
-            say=reporter.say,
-        ),
-        save=save,
-        export=export,
-    )
+        reporter.log(f"train.profile={config.train.profile}: these steps are done already; no step is profiled")
+    loop = _build_loop(training)
     before = loop.evaluate(start) if start < steps else None
-    outcome = loop.run(config.train, config.checkpoint, start=start, steps=steps, stop=stop)
+    outcome = loop.run(start, steps, stop)
     if config.checkpoint.save_final and start < steps:
-        save(steps)
+        training.save(steps)
     if config.checkpoint.export_final:
-        export(None)
+        training.export(None)
     return RunResult(
-        out=str(folder.root),
-        model=str(folder.export()) if config.checkpoint.export_final else None,
+        out=str(context.run_dir.root),
+        model=str(context.run_dir.export()) if config.checkpoint.export_final else None,
         steps=steps,
         loss=outcome.last_loss,
         valid_loss_before=before,
@@ -300,6 +296,32 @@ def _train(ground: Ground, position: Position, prepare: PrepareFor, reporter: Re
     )
 
 
-def _export(ground: Ground, session: Session, step: int | None) -> None:
-    dtype = {"source": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[ground.config.model.export_dtype]
-    session.export(ground.folder.export(step), ground.tokenizer, dtype=dtype, replace=True)
+def _build_loop(training: _Training) -> Loop:
+    from isthmus.engine.megatron_model import live_tensors
+    from isthmus.engine.memory_stats import held_bytes
+
+    context, data, stages = training.context, training.data, training.model.stages
+    return Loop(
+        training.stepper,
+        data.train,
+        data.valid,
+        data.test,
+        config=context.config,
+        architecture=context.plan.architecture,
+        platform=context.platform,
+        precision=context.precision,
+        position=training.position,
+        world_size=context.plan.world_size,
+        reporter=training.reporter,
+        profile=StepProfile(
+            context.config.train.profiled_steps,
+            context.run_dir.root,
+            rank=training.position.rank,
+            weights={name: tuple(tensor.shape) for name, tensor in live_tensors(stages).items()},
+            memory_stats=lambda: held_bytes(stages, training.stepper.optimizer),
+            peak_gib=context.platform.memory_gib,
+            log=training.reporter.log,
+        ),
+        save=training.save,
+        export=training.export,
+    )

@@ -1,4 +1,4 @@
-"""The run folder: what may lie there before a run, and what the run finds of itself."""
+"""The run folder: its files, whether a run may use it, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REFERENCE = "reference.npz"
 
 
 @dataclass(frozen=True, slots=True)
-class RunFolder:
+class RunDir:
     """One run's folder.
 
-    In it: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``reference.npz`` (of pairs), ``profile/``,
+    Files: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``reference.npz`` (dpo), ``profile/``,
     ``checkpoints/``, ``hf/``.
     """
 
@@ -27,12 +27,12 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The settings in full; a folder that has it is a run folder."""
+        """All settings; a folder that has this file is a run folder."""
         return self.root / CONFIG
 
     @property
     def checkpoints(self) -> Path:
-        """What a run goes on from."""
+        """The folder of checkpoints."""
         return self.root / CHECKPOINTS
 
     @property
@@ -42,23 +42,23 @@ class RunFolder:
 
     @property
     def reference(self) -> Path:
-        """What the starting weights make of pairs of answers."""
+        """Log-probabilities of the answers under the reference model."""
         return self.root / REFERENCE
 
     def export(self, step: int | None = None) -> Path:
-        """Where the Hugging Face model goes: ``hf``, or ``hf-step-0000100`` for one on the way."""
+        """The exported Hugging Face model: ``hf``, or ``hf-step-0000100`` during the run."""
         return self.root / (EXPORT if step is None else f"{EXPORT}-step-{step:07d}")
 
     def checkpoint_to_resume(self, resume: str) -> Path | None:
-        """The checkpoint that a run in this folder goes on from, None for a fresh start.
+        """The checkpoint that a run in this folder resumes from, None for a fresh start.
 
         Args:
             resume: ``auto`` takes the folder's newest, ``never`` none, anything else is the path of one.
 
         Raises:
-            NoSpace: the folder holds something that this run must not touch.
-            MissingInput: the named checkpoint is not there.
-            DataError: the folder's tracker names a checkpoint that is not there.
+            NoSpace: the folder is not a run folder, or this run would overwrite another one.
+            MissingInput: the named checkpoint does not exist.
+            DataError: the folder's tracker names a checkpoint that does not exist.
         """
         from isthmus.engine.checkpoint.save_load import latest
 
@@ -76,7 +76,7 @@ class RunFolder:
         if newest is not None and resume == "never":
             raise NoSpace(
                 f"{self.root} holds a run with checkpoints and checkpoint.resume is 'never'. Choose another folder "
-                "with --out, or checkpoint.resume=auto to go on."
+                "with --out, or checkpoint.resume=auto to resume it."
             )
         if resume in ("auto", "never"):
             return newest
@@ -92,52 +92,52 @@ class RunFolder:
 
     @contextmanager
     def checking(self, config: str) -> Iterator[None]:
-        """Make the folder, for the checks that come before the first step; a new one goes again if they fail.
+        """Create the folder for the checks before the first step; a new one is removed again if they fail.
 
         Args:
-            config: the run's, as YAML. One that lies there stays until :meth:`begin`: it belongs to what was done.
+            config: of the run, as YAML. An existing one stays until :meth:`begin`: it belongs to the earlier steps.
 
         Raises:
-            NoSpace, IOFailure: the folder cannot be made.
+            NoSpace, IOFailure: the folder cannot be created.
         """
         if self.config.is_file():
             yield
             return
-        made = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        created = [path for path in (self.root, *self.root.parents) if not path.exists()]
         try:
             with disk_errors(self.root):
                 self.root.mkdir(parents=True, exist_ok=True)
                 write_atomic(self.config, config)
             yield
         except Preempted:
-            raise  # the same command takes up what was made of the data
+            raise  # the same command resumes with the prepared data
         except BaseException:
             shutil.rmtree(self.data, ignore_errors=True)
             for file in (self.reference, self.config):
                 with suppress(OSError):
                     file.unlink()
-            for path in made:
-                with suppress(OSError):  # absent, or by now in use by somebody else
+            for path in created:
+                with suppress(OSError):  # absent, or in use by another process
                     path.rmdir()
             raise
 
     def begin(self, config: str, *, fresh: bool) -> None:
-        """Record the config that the coming steps are done with, and clear what an interruption left behind.
+        """Write the config of the coming steps, and remove what an interruption left behind.
 
         Args:
-            config: the run's, as YAML.
-            fresh: the run starts from its first step: metrics of an earlier start without a checkpoint go too.
+            config: of the run, as YAML.
+            fresh: the run starts from its first step: metrics of an earlier start without a checkpoint are removed too.
 
         Raises:
-            NoSpace, IOFailure: the folder cannot be written into.
+            NoSpace, IOFailure: the folder cannot be written.
         """
         with disk_errors(self.root):
             write_atomic(self.config, config)
-            for left in [*self.root.glob(f"{TEMPORARY}*"), *self.checkpoints.glob(f"{TEMPORARY}*")]:
-                if left.is_dir():
-                    shutil.rmtree(left, ignore_errors=True)
+            for leftover in [*self.root.glob(f"{TEMPORARY}*"), *self.checkpoints.glob(f"{TEMPORARY}*")]:
+                if leftover.is_dir():
+                    shutil.rmtree(leftover, ignore_errors=True)
                 else:
-                    left.unlink()
+                    leftover.unlink()
             if fresh:
                 (self.root / METRICS).unlink(missing_ok=True)
                 for name in ("tensorboard", "profile"):

@@ -1,7 +1,7 @@
-"""How many bytes of activations a rank keeps between the forward and the backward pass of a micro batch.
+"""Bytes of activations that a rank keeps between the forward and the backward pass of a micro batch.
 
-After arXiv 2205.05198 ("Reducing Activation Recomputation in Large Transformer Models"), section 4: what autograd keeps
-of a layer is added up by hand. Its layer is not this one, so the sum is another.
+The method is that of arXiv 2205.05198 ("Reducing Activation Recomputation in Large Transformer Models"), section 4:
+the tensors that autograd saves are added up layer by layer. The layer differs from the paper's, so the sums do too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Literal
 from isthmus.families.architecture import Architecture
 
 _NORMS = {"pre": (4, 2), "post": (4, 2), "sandwich": (6, 4), "parallel": (2, 1), "parallel_two_norms": (3, 2)}
-"""By form: tensors of [T, H] that the norms of a layer and the projections behind them keep; norms."""
+"""By form: [T, H] tensors saved by a layer's norms and the projections after them; number of norms."""
 _MLP = {("silu", True): 3, ("silu", False): 2, ("gelu", True): 4, ("gelu", False): 2}
-"""Tensors of [T, F] that a feed-forward block keeps, by activation and gating."""
+"""[T, F] tensors saved by a feed-forward block, by activation and gating."""
 
 
 def layer_bytes(
@@ -26,35 +26,34 @@ def layer_bytes(
     sp: bool = False,
     recomputed: Sequence[Literal["core_attn", "mlp"]] = (),
 ) -> int:
-    """What one dense decoder layer keeps of a micro batch of T tokens.
+    """Activation bytes of one dense decoder layer for a micro batch of T tokens.
 
-    With H the hidden size, F the feed-forward width, N query heads and G key/value heads of D channels, in elements:
+    With hidden size H, feed-forward width F, N query heads and G key/value heads of D channels, in elements:
 
-    - norms and what reads them, over tp only under sequence parallelism: a norm keeps its input and a float32 number a
-      token (two for LayerNorm), the projection behind it keeps its output; of the form ``pre`` that is 4 T H;
-    - attention, over tp: the projection's output T (N + 2G) D, of which values are a view; queries and keys after their
-      rotation, T (N + G) D; and its own output T N D, which the next projection reads. Scores are taken block by block
-      and never kept, so the paper's 5 a s / h is nothing here. A norm of queries and keys reads what is there already
-      and keeps a float32 number a head, or two float32 copies if it is over all heads;
-    - feed-forward, over tp: the first projection's output T 2F (gated; else T F) and the activation's T F, which the
-      second one reads; gated GELU, which is put together of two operations, keeps half of itself once more.
+    - norms and the projections after them (divided by tp only with sequence parallelism): a norm saves its input and
+      one float32 number a token (two for LayerNorm), the projection saves its input; 4 T H for the form ``pre``;
+    - attention (divided by tp): the QKV output T (N + 2G) D, of which values are a view; rotated queries and keys
+      T (N + G) D; the attention output T N D. Scores are computed in blocks and never saved, so the paper's 5 a s / h
+      is 0. A norm of queries and keys saves one float32 number a head, or two float32 copies if it is over all heads;
+    - feed-forward (divided by tp): the first projection's output, T 2F if gated, else T F, and the activation's T F;
+      gated GELU consists of two operations and saves another T F.
 
-    Recomputing ``core_attn`` saves nothing: its inputs are all it keeps anyhow. Recomputing ``mlp`` leaves of the
-    feed-forward block what it reads.
+    Recomputing ``core_attn`` saves nothing: only its inputs are kept anyway. Recomputing ``mlp`` keeps only the
+    feed-forward block's input.
 
-    This is what is measured on a CPU, without context parallelism and layers that predict ahead. The attention kernels
-    of GPUs keep their output, and a number a head, beside the copy of it that is counted here.
+    Measured on a CPU without context parallelism and MTP layers. GPU attention kernels also keep their output and one
+    number a head beside the copy that is counted here.
 
     Args:
-        architecture: of the model; a layer with neither experts nor latent attention.
-        num_tokens: T, of the whole line.
-        bytes_per_element: of the activations; FP8 products keep theirs in bfloat16.
+        architecture: of the model; the layer has no experts and no MLA.
+        num_tokens: T, of the whole packed sequence.
+        bytes_per_element: of the activations; FP8 matmuls save theirs in bfloat16.
         tp: tensor-parallel ranks.
-        sp: whether what is not inside attention or feed-forward is cut over tp.
-        recomputed: parts that are computed again.
+        sp: sequence parallelism.
+        recomputed: parts that are recomputed.
 
     Raises:
-        ValueError: there is no such layer in the model.
+        ValueError: the model has no such layer.
     """
     a = architecture
     if a.mla is not None or (a.moe is not None and len(a.moe.dense_layers) == 0):
@@ -62,20 +61,20 @@ def layer_bytes(
     outside = num_tokens // tp if sp else num_tokens
     activation = "silu" if a.activation == "silu" else "gelu"
     feed_forward = 0 if "mlp" in recomputed else _MLP[activation, a.gated] * a.ffn_hidden_size
-    width = a.num_attention_heads * a.kv_channels
-    narrow = a.num_query_groups * a.kv_channels
+    query_width = a.num_attention_heads * a.kv_channels
+    key_width = a.num_query_groups * a.kv_channels
     if a.position == "rope":
-        moved = width + narrow
+        rotated = query_width + key_width
     else:  # queries are copied only where several share a key head
-        moved = width if narrow < width else 0
-    attention = (width + 2 * narrow) + moved + width
+        rotated = query_width if key_width < query_width else 0
+    attention = (query_width + 2 * key_width) + rotated + query_width
     tensors, norms = _NORMS[a.form]
-    kept = outside * tensors * a.hidden_size + num_tokens * (attention + feed_forward) // tp
-    numbers = outside * norms * (2 if a.normalization == "LayerNorm" else 1)
+    elements = outside * tensors * a.hidden_size + num_tokens * (attention + feed_forward) // tp
+    float32 = outside * norms * (2 if a.normalization == "LayerNorm" else 1)
     if a.qk_norm:
-        of_heads = a.num_attention_heads + a.num_query_groups
-        numbers += num_tokens * (of_heads if a.qk_norm_over == "head" else 2 * (width + narrow)) // tp
-    return kept * bytes_per_element + 4 * numbers
+        heads = a.num_attention_heads + a.num_query_groups
+        float32 += num_tokens * (heads if a.qk_norm_over == "head" else 2 * (query_width + key_width)) // tp
+    return elements * bytes_per_element + 4 * float32
 
 
 def stage_bytes(
@@ -83,7 +82,7 @@ def stage_bytes(
     *,
     num_layers: int,
     num_tokens: int,
-    learned_tokens: int,
+    loss_tokens: int,
     bytes_per_element: int,
     tp: int = 1,
     sp: bool = False,
@@ -93,26 +92,25 @@ def stage_bytes(
     recompute_modules: Sequence[Literal["core_attn", "mlp"]] = ("core_attn",),
     recompute_layers: int | None = None,
 ) -> int:
-    """What one pipeline stage keeps of one micro batch; a stage has up to ``pp`` of them under way.
+    """Activation bytes of one pipeline stage for one micro batch; a stage has up to ``pp`` micro batches in flight.
 
-    A layer that is recomputed in full keeps what it reads, T H elements, and for the while of its own backward pass
-    takes :func:`layer_bytes` on top, which is not counted here. Outside the layers there are the table of angles, the
-    tokens' rows in the embedding, the last norm, and the gradient of the learned tokens' hidden states, which the loss
-    takes on the way.
+    A fully recomputed layer keeps its input, T H elements; its own backward pass temporarily needs :func:`layer_bytes`
+    more, which are not counted here. Outside the layers: the rotary tables, the token ids of the embedding, the last
+    norm, and the gradient of the hidden states of the loss tokens, which the loss computes in the forward pass.
 
     Args:
-        architecture: see :func:`layer_bytes`, as for all that is not named here.
+        architecture: see :func:`layer_bytes`, as for everything not listed here.
         num_layers: of the stage.
         num_tokens: T.
-        learned_tokens: those whose label counts.
+        loss_tokens: tokens with loss.
         bytes_per_element: of the activations.
         tp: tensor-parallel ranks.
-        sp: whether sequence parallelism is on.
+        sp: sequence parallelism.
         first: whether the stage has the embedding.
-        last: whether it has the loss.
-        recompute: as ``train.recompute``.
-        recompute_modules: as ``train.recompute_modules``.
-        recompute_layers: as ``train.recompute_layers``.
+        last: whether the stage has the loss.
+        recompute: ``train.recompute``.
+        recompute_modules: ``train.recompute_modules``.
+        recompute_layers: ``train.recompute_layers``.
     """
     a = architecture
     outside = num_tokens // tp if sp else num_tokens
@@ -133,5 +131,5 @@ def stage_bytes(
         total += 8 * num_tokens
     if last:
         total += outside * (a.hidden_size * bytes_per_element + 4)
-        total += learned_tokens * (a.hidden_size * bytes_per_element + 8)
+        total += loss_tokens * (a.hidden_size * bytes_per_element + 8)
     return total

@@ -1,49 +1,55 @@
-"""Lines for the user on stderr: under a progress bar on a terminal, plain elsewhere."""
+"""Lines on stderr: above a progress bar on a terminal, plain elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from typing import Protocol
+from contextlib import suppress
+
+_CLOSED = (OSError, ValueError)
+"""Errors of a terminal or pipe that was closed; they do not end a run."""
 
 
-class Console(Protocol):
-    """Where the user reads along."""
+class Console:
+    """Prints lines, each flushed."""
 
-    def line(self, text: str) -> None:
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+
+    def show_progress(self, total_steps: int, done: int = 0) -> None:
+        """Show a progress bar, if stderr is a terminal."""
+        if sys.stderr.isatty():
+            self._progress = Progress(total_steps, done)
+
+    def print(self, text: str) -> None:
         """Print a line."""
+        with suppress(*_CLOSED):
+            if self._progress is None:
+                print(text, file=sys.stderr, flush=True)
+            else:
+                self._progress.print(text)
 
     def advance(self, step: int) -> None:
-        """Move the progress to ``step``."""
+        """Move the progress bar to ``step``."""
+        if self._progress is not None:
+            self._progress.advance(step)
 
     def close(self) -> None:
-        """Leave the screen tidy."""
+        """Remove the progress bar."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            with suppress(*_CLOSED):
+                progress.close()
 
 
-class Plain:
-    """One line after the other, each flushed: for log files and pipes."""
+class Progress:
+    """A bar with the time left; lines scroll above it."""
 
-    def line(self, text: str) -> None:
-        """Print a line; a reader that went away is no reason to stop the run."""
-        try:
-            print(text, file=sys.stderr, flush=True)
-        except (OSError, ValueError):
-            pass
-
-    def advance(self, step: int) -> None:
-        """Nothing to move."""
-
-    def close(self) -> None:
-        """Nothing to tidy."""
-
-
-class Terminal:
-    """Lines scroll above a bar with the time that is left."""
-
-    def __init__(self, total_steps: int, *, done: int = 0) -> None:
+    def __init__(self, total_steps: int, done: int = 0) -> None:
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
 
-        self._progress = Progress(
+        self._bar = RichProgress(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -51,28 +57,17 @@ class Terminal:
             console=RichConsole(stderr=True, highlight=False),
             transient=True,
         )
-        self._task = self._progress.add_task("training", total=total_steps, completed=done)
-        self._progress.start()
+        self._task = self._bar.add_task("training", total=total_steps, completed=done)
+        self._bar.start()
 
-    def line(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line above the bar."""
-        try:
-            self._progress.console.print(text, markup=False, soft_wrap=True)
-        except (OSError, ValueError):
-            pass
+        self._bar.console.print(text, markup=False, soft_wrap=True)
 
     def advance(self, step: int) -> None:
         """Move the bar to ``step``."""
-        self._progress.update(self._task, completed=step)
+        self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Take the bar off the screen."""
-        try:
-            self._progress.stop()
-        except (OSError, ValueError):
-            pass
-
-
-def open_console(total_steps: int, *, done: int = 0) -> Console:
-    """A bar if stderr is a terminal, plain lines otherwise."""
-    return Terminal(total_steps, done=done) if sys.stderr.isatty() else Plain()
+        """Remove the bar."""
+        self._bar.stop()

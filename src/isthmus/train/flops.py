@@ -1,4 +1,4 @@
-"""How many floating-point operations the model needs for a batch, as opposed to what a kernel happens to do."""
+"""Model FLOPs of a batch: the operations that the model needs, not those that kernels do."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from isthmus.families.architecture import Architecture
 
 
 def matmul_parameters(architecture: Architecture, layer: int) -> int:
-    """Weights of a decoder layer (from 0) that a token is multiplied with; norms and biases are left out."""
+    """Weights of decoder layer ``layer`` (from 0) in a token's matmuls; norms and biases are left out."""
     a, moe = architecture, architecture.moe
     matrices = 3 if a.gated else 2
     if moe is None or not a.is_moe(layer):
         return _attention_parameters(a) + matrices * a.hidden_size * a.ffn_hidden_size
-    visited = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
-    scored = moe.num_experts + moe.shared_gate
-    return _attention_parameters(a) + a.hidden_size * (matrices * visited + scored)
+    expert_width = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
+    router_width = moe.num_experts + moe.shared_gate
+    return _attention_parameters(a) + a.hidden_size * (matrices * expert_width + router_width)
 
 
 def _attention_parameters(a: Architecture) -> int:
@@ -27,31 +27,31 @@ def _attention_parameters(a: Architecture) -> int:
 
 
 def flops_per_batch(
-    architecture: Architecture, num_tokens: int, sum_squared_lengths: int, learned_tokens: int | None = None
+    architecture: Architecture, num_tokens: int, sum_squared_lengths: int, loss_tokens: int | None = None
 ) -> float:
     """Floating-point operations of one forward and backward pass.
 
-    A matrix product of a token with P weights is 2 P operations; the backward pass is twice the forward pass
-    (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B). Of a mixture of experts those count that a
-    token visits. Attention is counted causal: a sample of L tokens has L^2 / 2 query-key pairs, each 2 D operations for
-    the score and 2 D for the value, per head; samples packed into one sequence do not attend to each other. What
-    recomputation does again is not counted, nor are padding, softmax, norms and the optimizer.
+    The matmul of a token with P weights is 2 P operations; the backward pass is twice the forward pass
+    (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B). Only the experts that a token is routed to
+    count. Attention is counted causal: a sample of L tokens has L^2 / 2 query-key pairs, each 2 D operations for the
+    score and 2 D for the value, per head; packed samples do not attend to each other. Recomputation, padding, softmax,
+    norms and the optimizer are not counted.
 
     Args:
         architecture: the model's shape.
-        num_tokens: tokens that run through the layers, padding left out.
+        num_tokens: tokens of the samples, without padding.
         sum_squared_lengths: sum over the samples of their squared token count.
-        learned_tokens: tokens whose logits are computed; None: all of them.
+        loss_tokens: tokens whose logits are computed; None: all of them.
     """
     a = architecture
     value_width = a.kv_channels if a.mla is None else a.mla.v_head_dim
     layers = attention = 0.0
-    for layer in range(a.num_layers + a.mtp_layers):  # those that predict ahead come last
+    for layer in range(a.num_layers + a.mtp_layers):  # MTP layers come last
         window = a.window(layer)
         pairs = sum_squared_lengths / 2
         pairs = pairs if window is None else min(pairs, float(window) * num_tokens)
         layers += 2.0 * matmul_parameters(a, layer) * num_tokens
         attention += 2.0 * a.num_attention_heads * (a.kv_channels + value_width) * pairs
-    head = 2.0 * a.hidden_size * a.vocab_size * (num_tokens if learned_tokens is None else learned_tokens)
-    joined = 2.0 * 2 * a.hidden_size**2 * num_tokens
-    return 3.0 * (layers + attention + head + a.mtp_layers * (joined + head))
+    head = 2.0 * a.hidden_size * a.vocab_size * (num_tokens if loss_tokens is None else loss_tokens)
+    mtp_projection = 2.0 * 2 * a.hidden_size**2 * num_tokens
+    return 3.0 * (layers + attention + head + a.mtp_layers * (mtp_projection + head))

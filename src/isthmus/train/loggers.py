@@ -1,4 +1,4 @@
-"""Where numbers go besides ``metrics.jsonl``; what is not installed is said once and done without."""
+"""Experiment trackers that get the metrics besides ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from isthmus.config.schema import LoggingConfig
+
 
 class Logger(Protocol):
-    """Takes the numbers of a step."""
+    """Receives the metrics of a step."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Record named numbers of one step."""
+        """Record named metrics of one step."""
 
     def close(self) -> None:
-        """Write out what is still held."""
+        """Write what is buffered."""
 
 
 class TensorBoard:
@@ -36,24 +38,26 @@ class TensorBoard:
         self._writer = writer
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Record named numbers of one step."""
+        """Record named metrics of one step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write out what is still held."""
+        """Write what is buffered."""
         self._writer.close()
 
 
-def open_loggers(run_dir: Path, *, tensorboard: bool, resumed_step: int, say: Callable[[str], None]) -> list[Logger]:
-    """The loggers that the run asks for and that are installed here; ``say`` is told about one that is not."""
-    loggers: list[Logger] = []
-    if tensorboard:
-        try:
-            loggers.append(TensorBoard(run_dir, resumed_step=resumed_step))
-        except ImportError:
-            say(
-                "TensorBoard is not installed: only metrics.jsonl is written. "
-                "Install isthmus[tensorboard], or set logging.tensorboard=false."
-            )
-    return loggers
+def open_loggers(
+    run_dir: Path, settings: LoggingConfig, *, resumed_step: int, log: Callable[[str], None]
+) -> list[Logger]:
+    """The trackers that the run asks for; one that is not installed is reported to ``log`` and left out."""
+    if not settings.tensorboard:
+        return []
+    try:
+        return [TensorBoard(run_dir, resumed_step=resumed_step)]
+    except ImportError:
+        log(
+            "TensorBoard is not installed: only metrics.jsonl is written. "
+            "Install isthmus[tensorboard], or set logging.tensorboard=false."
+        )
+        return []

@@ -1,4 +1,4 @@
-"""The training loop: next batch, step, say so, now and then evaluate and save, stop when asked."""
+"""The training loop: next batch, step, report; evaluate, export and save at intervals; stop on request."""
 
 from __future__ import annotations
 
@@ -9,48 +9,37 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from isthmus.config.schema.output import CheckpointConfig
-from isthmus.config.schema.train import TrainConfig
+from isthmus.config.schema import RunConfig
 from isthmus.data.batching.prefetch import prefetched
 from isthmus.engine.objective import PackedLine
 from isthmus.engine.parallel.process_groups import Position, sum_over_ranks
-from isthmus.engine.step import Stepper
+from isthmus.engine.step import Stepper, StepResult
 from isthmus.engine.trace_region import phase
 from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
+from isthmus.platforms.base import Platform
 from isthmus.train.flops import flops_per_batch
-from isthmus.train.metrics import Reporter, StepMetrics
+from isthmus.train.metrics import StepMetrics
+from isthmus.train.reporter import Reporter
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
 
 
 class BatchSource(Protocol):
-    """Where the lines of a step come from; :class:`isthmus.data.batching.batches.Batches` is one."""
+    """The micro batches of each step; :class:`isthmus.data.batching.batches.Batches` is one."""
 
     global_batch_size: int
 
     def step(self, step_index: int) -> Sequence[PackedLine]:
-        """This rank's lines of step ``step_index``, counted from 0."""
+        """This rank's micro batches of step ``step_index``, counted from 0."""
 
     def eval_batches(self) -> Iterator[Sequence[PackedLine]]:
-        """One pass over the data, as many batches on every rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
-    """What a step's speed is measured against."""
-
-    world_size: int
-    peak_tflops: float | None
-    """Of one device at this run's precision; None where it is not known."""
-    memory_gib: Callable[[], float]
-    memory_used: Callable[[], float | None] = lambda: None
-    """Share of the memory that is taken now."""
+        """One pass over the data, the same number of batches on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished loop leaves."""
+    """The result of a finished loop."""
 
     last_loss: float | None
     valid_loss: float | None
@@ -60,7 +49,7 @@ class Outcome:
 
 
 class Loop:
-    """Runs the steps of a run from where it stands to its end."""
+    """Runs the steps of one rank."""
 
     def __init__(
         self,
@@ -69,9 +58,12 @@ class Loop:
         validation: BatchSource | None,
         test: BatchSource | None = None,
         *,
+        config: RunConfig,
         architecture: Architecture,
+        platform: Platform,
+        precision: str,
         position: Position,
-        device: Device,
+        world_size: int,
         reporter: Reporter,
         profile: StepProfile,
         save: Callable[[int], None],
@@ -81,115 +73,115 @@ class Loop:
         self.batches = batches
         self.validation = validation
         self.test = test
+        self.config = config
         self.architecture = architecture
+        self.platform = platform
+        self.peak_tflops = platform.peak_tflops(precision)
         self.position = position
-        self.device = device
+        self.world_size = world_size
         self.reporter = reporter
         self.profile = profile
         self.save = save
         self.export = export
 
     def evaluate(self, step: int, part: Literal["valid", "test"] = "valid") -> float | None:
-        """Loss of held-out data after ``step`` steps, reported; None where there is none of that part.
+        """Compute and report the validation or test loss after ``step`` steps; None without such data.
 
         Raises:
-            Diverged: it is not finite, so that such weights are neither saved nor exported.
+            Diverged: the loss is not finite, so the weights are neither saved nor exported.
         """
         source = self.validation if part == "valid" else self.test
         if source is None:
             return None
-        with phase("held-out loss"):
+        with phase("validation"):
             means = self.stepper.means(source.eval_batches())
-        loss = means.loss
-        self.reporter.evaluation(step, loss, means.figures, part=part)
-        if not math.isfinite(loss):
-            mend = "Lower optim.lr or lengthen optim.warmup_steps." if step else "Look at the weights and the data."
-            raise Diverged(f"the held-out loss is {loss} after {step} steps; nothing is saved from there. {mend}")
-        return loss
+        self.reporter.evaluation(step, means.loss, means.figures, part=part)
+        if not math.isfinite(means.loss):
+            name = "validation" if part == "valid" else "test"
+            hint = "Lower optim.lr or lengthen optim.warmup_steps." if step else "Check the weights and the data."
+            raise Diverged(f"the {name} loss is {means.loss} after {step} steps; this state is not saved. {hint}")
+        return means.loss
 
-    def run(
-        self, train: TrainConfig, checkpoint: CheckpointConfig, *, start: int, steps: int, stop: StopFlag
-    ) -> Outcome:
-        """Train from step ``start`` to ``steps``; the two sections set when to evaluate, save and export.
+    def run(self, start: int, steps: int, stop: StopFlag) -> Outcome:
+        """Train from step ``start`` until ``steps``.
 
         Raises:
             Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
-            Diverged: the loss, the held-out loss or the gradient norm is not finite.
+            Diverged: the loss, the validation loss or the gradient norm is not finite.
         """
         with self.profile, closing(prefetched(self.batches.step, range(start, steps))) as batches:
-            return self._run(train, checkpoint, start, steps, batches, stop)
+            return self._run(start, steps, batches, stop)
 
-    def _run(
-        self,
-        train: TrainConfig,
-        checkpoint: CheckpointConfig,
-        start: int,
-        steps: int,
-        batches: Iterator[Sequence[PackedLine]],
-        stop: StopFlag,
-    ) -> Outcome:
+    def _run(self, start: int, steps: int, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> Outcome:
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
         for step in range(start, steps):
             with self.profile.around(step + 1), phase(f"step {step + 1}"):
                 metrics, stop_requested = self._step(step, batches, stop)
             if stop_requested:
-                self.profile.finish()  # what is saved now is no part of a step
-            done = step + 1
+                self.profile.finish()  # the checkpoint is not part of a step
             loss = metrics.loss
             if step > start:
                 tokens, seconds = tokens + metrics.num_tokens, seconds + metrics.step_time_s
-            if done < steps:
-                if _due(train.eval_every, done):
-                    self.evaluate(done)
-                if _due(checkpoint.hf_every, done):
-                    with phase("export"):
-                        self.export(done)
-                if stop_requested or _due(checkpoint.every, done):
-                    with phase("checkpoint"):
-                        self.save(done)
+            if step + 1 < steps:
+                self._between_steps(step + 1, stop_requested)
                 if stop_requested:
                     raise Preempted(
-                        f"stopped after step {done} of {steps} as asked; the state is saved. "
-                        "The same command goes on from there."
+                        f"stopped after step {step + 1} of {steps} as asked; the state is saved. "
+                        "The same command resumes from there."
                     )
         valid_loss, test_loss = self.evaluate(steps), self.evaluate(steps, "test")
         return Outcome(loss, valid_loss, test_loss, tokens / seconds if seconds else None)
 
+    def _between_steps(self, done: int, stop_requested: bool) -> None:
+        train, checkpoint = self.config.train, self.config.checkpoint
+        if _is_due(train.eval_every, done):
+            self.evaluate(done)
+        if _is_due(checkpoint.hf_every, done):
+            with phase("export"):
+                self.export(done)
+        if stop_requested or _is_due(checkpoint.every, done):
+            with phase("checkpoint"):
+                self.save(done)
+
     def _step(self, step: int, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> tuple[StepMetrics, bool]:
+        """Do step ``step``, counted from 0, and report it; also returns whether any rank was asked to stop."""
         started_s = time.monotonic()
         with phase("data"):
-            lines = next(batches)
-        result = self.stepper.train_step(lines)
-        lengths = [length for line in lines for length in _sample_lengths(line)]
-        own = [sum(lengths), sum(length**2 for length in lengths), sum(line.input_ids.numel() for line in lines)]
-        counts_here = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
-        num_tokens, sum_squared, places, stops = sum_over_ranks(
-            [*(float(number) if counts_here else 0.0 for number in own), float(stop.requested)]
+            micro_batches = next(batches)
+        result = self.stepper.train_step(micro_batches)
+        lengths = [length for micro_batch in micro_batches for length in _sample_lengths(micro_batch)]
+        padded_length = sum(micro_batch.input_ids.numel() for micro_batch in micro_batches)
+        own = [sum(lengths), sum(length**2 for length in lengths), padded_length]
+        counts = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
+        num_tokens, sum_squared, num_positions, stops = sum_over_ranks(
+            [*(float(number) if counts else 0.0 for number in own), float(stop.requested)]
         )
         elapsed_s = time.monotonic() - started_s
-        flops = flops_per_batch(
-            self.architecture,
-            num_tokens=int(num_tokens),
-            sum_squared_lengths=int(sum_squared),
-            learned_tokens=result.learned_tokens,
-        )
-        tflops = flops / elapsed_s / self.device.world_size / 1e12
-        peak = self.device.peak_tflops
-        metrics = StepMetrics(
+        padding = 1 - num_tokens / num_positions
+        metrics = self._metrics(step, result, int(num_tokens), int(sum_squared), padding, elapsed_s)
+        self.reporter.step(metrics)
+        return metrics, stops > 0
+
+    def _metrics(
+        self, step: int, result: StepResult, num_tokens: int, sum_squared_lengths: int, padding: float, elapsed_s: float
+    ) -> StepMetrics:
+        flops = flops_per_batch(self.architecture, num_tokens, sum_squared_lengths, result.learned_tokens)
+        tflops = flops / elapsed_s / self.world_size / 1e12
+        return StepMetrics(
             step=step + 1,
             loss=result.loss,
-            figures=result.figures,
+            objective=result.figures,
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens_per_s=num_tokens / elapsed_s,
             tflops_per_device=tflops,
-            mfu=None if peak is None else tflops / peak,
-            memory_gib=self.device.memory_gib(),
-            memory_used=self.device.memory_used(),
-            num_tokens=int(num_tokens),
-            learned_tokens=result.learned_tokens,
-            padding=1 - num_tokens / places,
+            mfu=None if self.peak_tflops is None else tflops / self.peak_tflops,
+            memory_gib=self.platform.memory_gib(),
+            memory_used=self.platform.memory_used() if self.config.logging.style == "megatron" else None,
+            num_tokens=num_tokens,
+            loss_tokens=result.learned_tokens,
+            padding=padding,
             step_time_s=elapsed_s,
             global_batch_size=self.batches.global_batch_size,
             consumed_sequences=(step + 1) * self.batches.global_batch_size,
@@ -197,15 +189,13 @@ class Loop:
             loss_scale=result.loss_scale,
             skipped=result.skipped,
         )
-        self.reporter.step(metrics)
-        return metrics, stops > 0
 
 
-def _sample_lengths(line: PackedLine) -> list[int]:
-    """Tokens of each sample of a line; of its segments a last one of padding is none."""
-    segments: list[int] = (line.cu_seqlens[1:] - line.cu_seqlens[:-1]).tolist()
-    return segments[:-1] if line.num_tokens < line.input_ids.numel() else segments
+def _sample_lengths(micro_batch: PackedLine) -> list[int]:
+    """Tokens of each sample; a last segment of padding is left out."""
+    segments: list[int] = (micro_batch.cu_seqlens[1:] - micro_batch.cu_seqlens[:-1]).tolist()
+    return segments[:-1] if micro_batch.num_tokens < micro_batch.input_ids.numel() else segments
 
 
-def _due(every: int | None, done: int) -> bool:
+def _is_due(every: int | None, done: int) -> bool:
     return bool(every) and done % (every or 1) == 0

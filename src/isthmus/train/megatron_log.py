@@ -1,22 +1,20 @@
-"""A step's line in the words of Megatron-LM, which dashboards and validation suites read."""
+"""A step's log line in Megatron-LM's format, for tools that parse its logs."""
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from isthmus.train.metrics import StepMetrics
+from isthmus.train.metrics import StepMetrics
 
 _NAMES = {"mtp_loss": "mtp_1 loss"}
-"""Of figures that Megatron-LM has another name for."""
+"""Metrics that Megatron-LM names differently."""
 
 
 def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None) -> str:
-    """One line of ``training_log`` (megatron/training/training.py); ``mem usages`` is ROCm's addition to it.
+    """The line of ``training_log`` (megatron/training/training.py), with ``mem usages`` of ROCm's Megatron-LM.
 
-    The TFLOP/s count attention causal, as Megatron-LM does since core 0.12. A step that is not finite ends the run
-    here, so that none is ever counted.
+    TFLOP/s count attention causal, as Megatron-LM does since core 0.12. The number of nan iterations is always 0: a
+    loss that is not finite ends the run.
     """
     stamp = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
     parts = [
@@ -27,14 +25,14 @@ def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None)
     if m.memory_used is not None:
         parts.append(f"mem usages: {m.memory_used:.4f}")
     if m.tflops_per_device is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {_figure(m.tflops_per_device)}")
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {_rounded(m.tflops_per_device)}")
     parts += [
         f"learning rate: {m.lr:.6E}",
         f"global batch size: {m.global_batch_size:5d}",
         f"lm loss: {m.loss:.6E}",
     ]
-    # Whatever else its loss function returns stands behind the loss in the same form.
-    parts += [f"{_NAMES.get(name, name)}: {value:.6E}" for name, value in m.figures.items()]
+    # Megatron-LM prints every other result of its loss function after the loss, in the same format.
+    parts += [f"{_NAMES.get(name, name)}: {value:.6E}" for name, value in m.objective.items()]
     parts += [
         f"loss scale: {1.0 if m.loss_scale is None else m.loss_scale:.1f}",
         f"grad norm: {m.grad_norm:.3f}",
@@ -44,6 +42,6 @@ def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None)
     return " | ".join(parts)
 
 
-def _figure(tflops: float) -> str:
-    """As Megatron-LM has it, to a tenth; a CPU's would all be 0.0, so those have three figures."""
+def _rounded(tflops: float) -> str:
+    """One decimal as in Megatron-LM; the small values of a CPU, which would all be 0.0, get three digits."""
     return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}" if tflops >= 1e-3 else f"{tflops:.7f}"

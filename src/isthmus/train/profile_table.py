@@ -1,4 +1,8 @@
-"""Where the time of profiled steps went, in words: the profiler's events, each counted under what it is for."""
+"""Where the time of profiled steps went: torch.profiler's events, each counted under what it computes.
+
+``key_averages()`` groups events by their name alone. The rows here depend on what an event is part of (a multiplication
+may belong to a norm, to the loss or to the optimizer), so events are grouped by their ancestors as well.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,12 @@ IDLE = "device idle, waiting for this process"
 COMMUNICATION = "communication between ranks"
 OTHER = "other tensor operations"
 
-_PRODUCTS = re.compile(r"^(aten|mkldnn)::_?(\w+_)?(mm|addmm|addmv|mv|bmm|baddbmm|linear)_?$|^aten::_grouped_mm")
+_MATMULS = re.compile(r"^(aten|mkldnn)::_?(\w+_)?(mm|addmm|addmv|mv|bmm|baddbmm|linear)_?$|^aten::_grouped_mm")
 _COMMUNICATION = re.compile(r"c10d|gloo:|nccl|rccl|record_param_comms", re.IGNORECASE)
-_PHASES = {"data": "data", "optimizer": "optimizer"}
-_KINDS = (
-    (re.compile(r"LineAttention|scaled_dot_product|flash_attention|efficient_attention"), "attention"),
+_REGIONS = ("data", "optimizer")
+"""Trace regions whose operations are not told apart."""
+_ATTENTION = re.compile(r"LineAttention|scaled_dot_product|flash_attention|efficient_attention")
+_ROWS = (
     (re.compile(r"CrossEntropy"), "loss"),
     (re.compile(r"RMSNorm|rms_norm|LayerNorm|layer_norm", re.IGNORECASE), "norms"),
     (re.compile(r"SwiGLU|GeGLU|GeLU|silu|relu|sigmoid", re.IGNORECASE), "activations"),
@@ -38,36 +43,37 @@ _WEIGHTS = (
 
 @dataclass(slots=True)
 class Cost:
-    """What one kind of work took over all profiled steps."""
+    """One row, over all profiled steps."""
 
     seconds: float = 0.0
     calls: int = 0
     allocated_bytes: int = 0
-    """Asked of the allocator, all calls together; most of it is given back soon."""
+    """Sum of all allocations; most are freed soon."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """Of one rank."""
+    """The rows of one rank."""
 
     steps: list[str]
     wall_s: float
     """Of the profiled steps together."""
     on_device: bool
     """Whether the seconds are those of a device's kernels; else of this process."""
-    kinds: dict[str, Cost] = field(default_factory=dict)
+    rows: dict[str, Cost] = field(default_factory=dict)
     """Largest first."""
 
     def largest(self, count: int = 3) -> str:
-        """The largest costs with their share of the step: ``loss 12%, norms 9%``."""
-        ranked = list(self.kinds.items())[:count]
-        return ", ".join(f"{kind} {cost.seconds / max(self.wall_s, 1e-12):.0%}" for kind, cost in ranked)
+        """The largest rows with their share of the step: ``loss 12%, norms 9%``."""
+        ranked = list(self.rows.items())[:count]
+        return ", ".join(f"{name} {cost.seconds / max(self.wall_s, 1e-12):.0%}" for name, cost in ranked)
 
 
 def weight_uses(shapes: Mapping[str, Shape]) -> dict[Shape, str]:
-    """What products with a matrix of some shape [out, in] are for; ``shapes`` holds this rank's weights by name.
+    """What a weight of shape [out, in] is used for; a shape with several uses names all of them.
 
-    A shape that weights of several uses have names all of them.
+    Args:
+        shapes: of this rank's weights, by canonical name.
     """
     uses: dict[Shape, list[str]] = defaultdict(list)
     for name, shape in shapes.items():
@@ -80,125 +86,133 @@ def weight_uses(shapes: Mapping[str, Shape]) -> dict[Shape, str]:
 
 
 def costs_of(events: Sequence[Any], uses: Mapping[Shape, str]) -> Costs:
-    """Sum the events of a profile up by kind.
+    """Sum the events of a profile by row.
 
     Args:
-        events: torch.profiler's FunctionEvents; those named ``step N`` are the steps, and nothing outside them counts.
+        events: torch.profiler's FunctionEvents; only those during an event named ``step N`` count.
         uses: see :func:`weight_uses`.
     """
     on_cpu = [event for event in events if "CPU" in str(event.device_type)]
-    roots = [event for event in on_cpu if re.fullmatch(r"step \d+", event.name)]
-    steps = sorted((root.time_range.start, root.time_range.end) for root in roots)
-    kernels = [span(event) for event in events if "CPU" not in str(event.device_type) and not _is_range(event)]
-    costs = Costs([root.name for root in roots], sum(end - start for start, end in steps) / 1e6, bool(kernels))
-    kinds: dict[str, Cost] = defaultdict(Cost)
+    steps = [event for event in on_cpu if re.fullmatch(r"step \d+", event.name)]
+    kernels = [_span(event) for event in events if "CPU" not in str(event.device_type) and not _is_region(event)]
+    step_spans = union(map(_span, steps))
+    costs = Costs([step.name for step in steps], length(step_spans) / 1e6, bool(kernels))
+    rows: dict[str, Cost] = defaultdict(Cost)
+    communication = union(_span(event) for event in on_cpu if _COMMUNICATION.search(event.name))
+    for event, ancestors in _events_of_steps(on_cpu, step_spans, all_threads=bool(kernels)):
+        row = _row(event, ancestors, uses)
+        if kernels:
+            _add_kernels(rows, event, row)
+            continue
+        waited_s = 0.0
+        if communication and not event.name.startswith("aten::"):
+            # Between its operations a Python function may wait for other ranks.
+            waited_s = length(overlap(_own_spans(event), communication)) / 1e6
+            rows[COMMUNICATION].seconds += waited_s
+        rows[row].seconds += event.self_cpu_time_total / 1e6 - waited_s
+        rows[row].calls += row not in (HOST, ancestors and _row(ancestors[-1], ancestors[:-1], uses))
+        rows[row].allocated_bytes += max(0, event.self_cpu_memory_usage)
     if kernels:
-        # The backward pass has a thread of its own there, whose events are in no step's tree.
-        for event, within in _walk([one for one in on_cpu if one.cpu_parent is None and not _is_range(one)]):
-            _count_kernels(kinds, event, within, uses, steps)
-        for root in roots:
-            for event, within in _walk([root]):
-                _count_kernels(kinds, event, within, uses, steps)
-        kinds[IDLE].seconds = max(0.0, costs.wall_s - length(overlap(union(kernels), union(steps))) / 1e6)
-    else:
-        talking = union(span(event) for event in on_cpu if _COMMUNICATION.search(event.name))
-        for root in roots:
-            for event, within in _walk([root]):
-                kind = _kind(event, within, uses)
-                seconds = event.self_cpu_time_total / 1e6
-                if talking and not event.name.startswith("aten::"):
-                    # Between its operations a function of Python may wait for other ranks.
-                    waited = length(overlap(_own_spans(event), talking)) / 1e6
-                    kinds[COMMUNICATION].seconds += waited
-                    seconds -= waited
-                kinds[kind].seconds += seconds
-                kinds[kind].calls += kind not in (HOST, within and _kind(within[-1], within[:-1], uses))
-                kinds[kind].allocated_bytes += max(0, event.self_cpu_memory_usage)
-    costs.kinds = dict(sorted(kinds.items(), key=lambda item: -item[1].seconds))
+        rows[IDLE].seconds = max(0.0, costs.wall_s - length(overlap(union(kernels), step_spans)) / 1e6)
+    costs.rows = dict(sorted(rows.items(), key=lambda item: -item[1].seconds))
     return costs
 
 
-def _count_kernels(
-    kinds: dict[str, Cost], event: Any, within: tuple[Any, ...], uses: Mapping[Shape, str], steps: Sequence[Span]
-) -> None:
-    if not any(start <= event.time_range.start < end for start, end in steps):
-        return
-    kind = _kind(event, within, uses)
+def _events_of_steps(
+    on_cpu: Sequence[Any], steps: Sequence[Span], *, all_threads: bool
+) -> Iterator[tuple[Any, list[Any]]]:
+    """The events during ``steps`` with their ancestors, outermost first.
+
+    On a CPU these are the events of the thread that runs the steps. With a device ``all_threads`` count: its backward
+    pass has its own thread.
+    """
+    for event in on_cpu:
+        ancestors: list[Any] = []
+        parent = event.cpu_parent
+        while parent is not None:
+            ancestors.insert(0, parent)
+            parent = parent.cpu_parent
+        root = ancestors[0] if ancestors else event
+        if re.fullmatch(r"step \d+", root.name):
+            yield event, ancestors
+        elif all_threads and not _is_region(root) and any(start <= _span(event)[0] < end for start, end in steps):
+            yield event, ancestors
+
+
+def _add_kernels(rows: dict[str, Cost], event: Any, row: str) -> None:
+    row = OTHER if row == HOST else row
     for kernel in event.kernels:
-        cost = kinds[COMMUNICATION if _COMMUNICATION.search(kernel.name) else OTHER if kind == HOST else kind]
+        cost = rows[COMMUNICATION if _COMMUNICATION.search(kernel.name) else row]
         cost.seconds += kernel.duration / 1e6
         cost.calls += 1
     if event.self_device_memory_usage > 0:
-        kinds[OTHER if kind == HOST else kind].allocated_bytes += event.self_device_memory_usage
+        rows[row].allocated_bytes += event.self_device_memory_usage
 
 
-def _is_range(event: Any) -> bool:
-    """Whether the event is a phase and not an operation; a device's timeline repeats those."""
+def _is_region(event: Any) -> bool:
+    """Whether the event is a trace region and not an operation; a device's timeline repeats regions."""
     return bool(getattr(event, "is_user_annotation", False))
 
 
-def _walk(roots: Iterable[Any], within: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Every event below ``roots`` with those it lies in, innermost last."""
-    waiting = [(root, within) for root in roots]
-    while waiting:
-        event, outer = waiting.pop()
-        yield event, outer
-        waiting += [(child, (*outer, event)) for child in event.cpu_children]
-
-
-def _kind(event: Any, within: tuple[Any, ...], uses: Mapping[Shape, str]) -> str:
-    around = [*(one.name for one in within), event.name]
+def _row(event: Any, ancestors: Sequence[Any], uses: Mapping[Shape, str]) -> str:
+    names = [*(ancestor.name for ancestor in ancestors), event.name]
     if _COMMUNICATION.search(event.name):
         return COMMUNICATION
-    for phase, kind in _PHASES.items():
-        if phase in around:
-            return kind
-    if _is_range(event) or event.name == around[0]:
+    for region in _REGIONS:
+        if region in names:
+            return region
+    if _is_region(event) or not ancestors:
         return HOST
-    if any(_KINDS[0][0].search(name) for name in around):
+    if any(_ATTENTION.search(name) for name in names):
         return "attention"
-    if _PRODUCTS.search(event.name):
-        return f"matrix products of {_use(event, within, uses)}"
-    for name in reversed(around):
-        for pattern, kind in _KINDS:
+    if _MATMULS.search(event.name):
+        return f"matrix products of {_use(event, ancestors, uses)}"
+    for name in reversed(names):
+        for pattern, row in _ROWS:
             if pattern.search(name):
-                return kind
+                return row
     return OTHER if event.name.startswith("aten::") else HOST
 
 
-def _use(event: Any, within: tuple[Any, ...], uses: Mapping[Shape, str]) -> str:
-    """What a product is for, by the weight among its operands.
+def _use(event: Any, ancestors: Sequence[Any], uses: Mapping[Shape, str]) -> str:
+    """What a matmul is for, by the weight among its operands.
 
-    Forward that is the last operand, transposed; backward it is the last operand of the function's first product, which
-    yields the gradient of the input. The function's other products, of the gradient of the weight, go with it.
+    Forward, the weight is the last operand, transposed. Backward, it is the last operand of the function's first
+    matmul, the gradient of the input; the function's other matmuls, of the weight's gradient, count with it.
     """
-    if any("CrossEntropy" in one.name for one in within):
+    if any("CrossEntropy" in ancestor.name for ancestor in ancestors):
         return "the output layer"
-    function = next((one for one in reversed(within) if not re.match("aten::|autograd::", one.name)), None)
+    function = next((one for one in reversed(ancestors) if not re.match("aten::|autograd::", one.name)), None)
     if function is None or not re.search(r"Backward\d*$", function.name):
         return uses.get(_last_operand(event)[::-1], "no weight")
-    products = sorted((one for one, _ in _walk([function]) if _PRODUCTS.search(one.name)), key=span)
-    return uses.get(_last_operand(products[0]), "no weight")
+    first = min(_matmuls_below(function), key=_span)
+    return uses.get(_last_operand(first), "no weight")
+
+
+def _matmuls_below(event: Any) -> Iterator[Any]:
+    for child in event.cpu_children:
+        if _MATMULS.search(child.name):
+            yield child
+        yield from _matmuls_below(child)
 
 
 def _last_operand(event: Any) -> Shape:
-    """[K, N] of a product over K."""
+    """[K, N] of a matmul over K."""
     shapes = [tuple(shape[-2:]) for shape in event.input_shapes or () if len(shape) >= 2]
     if "scaled_mm" in event.name:
-        shapes = shapes[:2]  # behind the operands come their scales
+        shapes = shapes[:2]  # the scales follow the operands
     shape = shapes[-1] if shapes else ()
     return shape[::-1] if "linear" in event.name else shape
 
 
-def span(event: Any) -> Span:
-    """When an event began and ended."""
+def _span(event: Any) -> Span:
     return event.time_range.start, event.time_range.end
 
 
 def _own_spans(event: Any) -> list[Span]:
     """The parts of an event that none of its children covers."""
     spans, at = [], event.time_range.start
-    for start, end in sorted(span(child) for child in event.cpu_children):
+    for start, end in sorted(map(_span, event.cpu_children)):
         if start > at:
             spans.append((at, start))
         at = max(at, end)
@@ -206,7 +220,7 @@ def _own_spans(event: Any) -> list[Span]:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time without overlaps, in order."""
+    """The same time as sorted spans without overlaps."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -217,7 +231,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """The time that both have; each in order and without overlaps of its own."""
+    """The time in both; each sorted and without overlaps."""
     common, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -231,5 +245,5 @@ def overlap(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Their time together."""
+    """Their total time."""
     return sum(end - start for start, end in spans)

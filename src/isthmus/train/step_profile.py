@@ -1,4 +1,4 @@
-"""A profile of some steps: a trace of each rank to look at, and a table of where its time and memory went."""
+"""Profiles some steps: a trace of each rank for a viewer, and a table of where its time and memory went."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from isthmus.train.profile_table import Costs, Shape, costs_of, weight_uses
 
 
 class StepProfile:
-    """Profiles the steps it was asked for; costs nothing before and after them.
+    """Profiles the steps it is asked for; costs nothing before and after them.
 
-    A run that is asked to stop writes what was profiled until then; one that fails leaves no profile.
+    A run that is stopped writes the steps profiled so far; one that fails writes none.
     """
 
     def __init__(
         self,
         steps: range,
-        folder: Path,
+        run_dir: Path,
         *,
         rank: int,
         weights: Mapping[str, Shape],
-        held: Callable[[], Mapping[str, int]],
-        memory_gib: Callable[[], float],
-        say: Callable[[str], None],
+        memory_stats: Callable[[], Mapping[str, int]],
+        peak_gib: Callable[[], float],
+        log: Callable[[str], None],
     ) -> None:
         """Set up.
 
         Args:
             steps: to profile, counted from 1; empty for none.
-            folder: of the run; the files go to ``profile/rank<N>.json.gz`` and ``.md`` in it.
+            run_dir: run folder; the files are ``profile/rank<N>.json.gz`` and ``.md`` in it.
             rank: of this process.
-            weights: shapes of this rank's weights by name, by which matrix products are told apart.
-            held: bytes that stay over the steps, by what they are for; asked when the profile ends.
-            memory_gib: this rank's peak so far.
-            say: prints a line for the user.
+            weights: shapes of this rank's weights by name, by which matmuls are told apart.
+            memory_stats: bytes that stay allocated between steps, by use; called when the profile ends.
+            peak_gib: this rank's peak memory so far.
+            log: prints a line.
         """
         self._steps = steps
-        self._folder = folder / "profile"
+        self._folder = run_dir / "profile"
         self._rank = rank
         self._weights = weights
-        self._held = held
-        self._memory_gib = memory_gib
-        self._say = say
+        self._memory_stats = memory_stats
+        self._peak_gib = peak_gib
+        self._log = log
         self._profiler: torch.profiler.profile | None = None
 
     def around(self, step: int) -> AbstractContextManager[None]:
-        """Enter it around step ``step``, counted from 1."""
+        """The context of step ``step``, counted from 1."""
         return self._profiled(step) if step in self._steps else nullcontext()
 
     @contextmanager
@@ -71,7 +71,7 @@ class StepProfile:
             self.finish()
 
     def finish(self) -> None:
-        """End the profile here and write it; does nothing where there is none."""
+        """End the profile, if one is open, and write it."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -79,7 +79,7 @@ class StepProfile:
         try:
             self._write(profiler)
         except OSError as error:
-            self._say(f"the profile could not be written into {self._folder}: {error.strerror or error}")
+            self._log(f"the profile could not be written into {self._folder}: {error.strerror or error}")
 
     def __enter__(self) -> StepProfile:
         return self
@@ -103,46 +103,42 @@ class StepProfile:
             return
         table = self._folder / f"rank{self._rank}.md"
         table.write_text(self._table(costs), encoding="utf-8")
-        self._say(f"profile of {_named(costs.steps)}: {costs.largest()} of the time; {table}")
+        self._log(f"profile of {_step_range(costs.steps)}: {costs.largest()} of the time; {table}")
 
     def _table(self, costs: Costs) -> str:
         count = len(costs.steps)
-        of = "the device's kernels" if costs.on_device else "this process"
+        source = "the device's kernels" if costs.on_device else "this process"
         rows = [
-            f"| {kind} | {1e3 * cost.seconds / count:.3f} | {cost.seconds / costs.wall_s:.1%} "
+            f"| {name} | {1e3 * cost.seconds / count:.3f} | {cost.seconds / costs.wall_s:.1%} "
             f"| {cost.calls / count:g} | {cost.allocated_bytes / count / 2**30:.4f} |"
-            for kind, cost in costs.kinds.items()
+            for name, cost in costs.rows.items()
         ]
-        total_s = sum(cost.seconds for cost in costs.kinds.values())
-        more = " More than the step: kernels ran beside each other." if total_s > 1.01 * costs.wall_s else ""
-        memory = {
-            **self._held(),
-            "peak of the rank so far, all included": self._memory_gib() * 2**30,
-        }
-        return "\n".join(
-            [
-                f"# Rank {self._rank}, {_named(costs.steps)}",
-                "",
-                f"The largest costs: {costs.largest()} of the step.",
-                "",
-                f"A step took {1e3 * costs.wall_s / count:.3f} ms while it was profiled, which costs time of its own. "
-                f"Times are those of {of}, without what an operation calls in turn.{more}",
-                "",
-                "| what | ms a step | share | calls a step | allocates GiB a step |",
-                "| --- | ---: | ---: | ---: | ---: |",
-                *rows,
-                f"| together | {1e3 * total_s / count:.3f} | {total_s / costs.wall_s:.1%} | | |",
-                "",
-                "| memory | GiB |",
-                "| --- | ---: |",
-                *(f"| {what} | {size / 2**30:.4f} |" for what, size in memory.items()),
-                "",
-                f"`rank{self._rank}.json.gz` beside this file opens in https://ui.perfetto.dev.",
-                "",
-            ]
-        )
+        total_s = sum(cost.seconds for cost in costs.rows.values())
+        parallel = " More than the step: kernels ran in parallel." if total_s > 1.01 * costs.wall_s else ""
+        memory = {**self._memory_stats(), "peak of the rank so far, in total": self._peak_gib() * 2**30}
+        lines = [
+            f"# Rank {self._rank}, {_step_range(costs.steps)}",
+            "",
+            f"The largest costs: {costs.largest()} of the step.",
+            "",
+            f"A step took {1e3 * costs.wall_s / count:.3f} ms, with the overhead of the profiler. Times are those of "
+            f"{source}; an operation's time excludes the operations it calls.{parallel}",
+            "",
+            "| what | ms a step | share | calls a step | allocates GiB a step |",
+            "| --- | ---: | ---: | ---: | ---: |",
+            *rows,
+            f"| together | {1e3 * total_s / count:.3f} | {total_s / costs.wall_s:.1%} | | |",
+            "",
+            "| memory | GiB |",
+            "| --- | ---: |",
+            *(f"| {name} | {size / 2**30:.4f} |" for name, size in memory.items()),
+            "",
+            f"Open `rank{self._rank}.json.gz` in https://ui.perfetto.dev.",
+            "",
+        ]
+        return "\n".join(lines)
 
 
-def _named(steps: list[str]) -> str:
+def _step_range(steps: list[str]) -> str:
     numbers = sorted(int(step.split()[1]) for step in steps)
     return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]}-{numbers[-1]}"

@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.platforms.base import RunShape
 from isthmus.platforms.detect import apply_env, detect
-from isthmus.platforms.known_variables import words_about
+from isthmus.platforms.known_variables import remarks_on
 
 
 @pytest.mark.parametrize(
@@ -29,19 +29,19 @@ from isthmus.platforms.known_variables import words_about
     ],
 )
 def test_a_word_about_each_that_is_set(variable: str, value: str, word: str) -> None:
-    (line,) = words_about({variable: value, "HOME": "/h"}, RunShape(), on_gpu=False)
+    (line,) = remarks_on({variable: value, "HOME": "/h"}, RunShape(), on_gpu=False)
     assert line.startswith(f"{variable}={value} is set: ") and word in line
 
 
 def test_no_word_about_values_that_are_right() -> None:
     right = {"HSA_ENABLE_SDMA": "1", "NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"}
-    assert words_about(right, RunShape(), on_gpu=True) == []
+    assert remarks_on(right, RunShape(), on_gpu=True) == []
     both = {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert "two names of one choice" in words_about(both, RunShape(), on_gpu=True)[0]
+    assert "two names of one choice" in remarks_on(both, RunShape(), on_gpu=True)[0]
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert "parallel.fsdp" in words_about(one, RunShape(fsdp=True), on_gpu=True)[0]
-    assert words_about(one, RunShape(fsdp=True), on_gpu=False) == words_about(one, RunShape(), on_gpu=True) == []
-    assert "relies on 1" in words_about({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, RunShape(tp_or_cp=True), on_gpu=True)[0]
+    assert "parallel.fsdp" in remarks_on(one, RunShape(fsdp=True), on_gpu=True)[0]
+    assert remarks_on(one, RunShape(fsdp=True), on_gpu=False) == remarks_on(one, RunShape(), on_gpu=True) == []
+    assert "relies on 1" in remarks_on({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, RunShape(tp_or_cp=True), on_gpu=True)[0]
 
 
 @pytest.mark.parametrize(

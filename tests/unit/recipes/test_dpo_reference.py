@@ -1,4 +1,4 @@
-"""The reference is found once by the starting weights, and taken again for the same pairs."""
+"""The reference log-probabilities are computed once with the starting weights, and reused for the same pairs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.parallel.process_groups import Position
-from isthmus.errors import Preempted, UsageError
+from isthmus.errors import Preempted
 from isthmus.recipes import dpo_reference
-from isthmus.recipes.dpo_reference import check_preference, find_reference
+from isthmus.recipes.dpo_reference import compute_reference
 from isthmus.train.stop import StopFlag
 
 
@@ -34,7 +34,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(part.store))
         return np.arange(len(part.store)) / len(seen)
 
-    monkeypatch.setattr(dpo_reference, "_pass_over", pass_over)
+    monkeypatch.setattr(dpo_reference, "_reference_logps", pass_over)
     monkeypatch.setattr(dpo_reference, "agree", lambda stage: stage())
     return seen
 
@@ -43,16 +43,9 @@ def find(path: Path, train: PairBatches, valid: PairBatches, *, fresh: bool) -> 
     place = Position(0, 0, 0, 0, 0, 0, 0, True)
     stepper: Any = None
     parts = {"train": train, "valid": valid}
-    find_reference(stepper, parts, path, place, fresh=fresh, stop=StopFlag(), say=lambda _: None)
+    compute_reference(stepper, parts, path, place, fresh=fresh, stop=StopFlag(), log=lambda _: None)
     assert train.reference is not None and valid.reference is not None
     return train.reference.tolist(), valid.reference.tolist()
-
-
-def test_layers_ahead_are_refused() -> None:
-    config: Any = SimpleNamespace(recipe="dpo")
-    architecture: Any = SimpleNamespace(mtp_layers=1, family="deepseek_v3")
-    with pytest.raises(UsageError, match=r"1 layers that predict ahead \(deepseek_v3\)"):
-        check_preference(config, architecture)
 
 
 def test_it_is_kept(tmp_path: Path, passes: list[int]) -> None:
@@ -88,5 +81,5 @@ def test_a_stop_is_heard_between_two_batches(tmp_path: Path, monkeypatch: pytest
     stepper: Any = SimpleNamespace(means=means)
     place, path = Position(0, 0, 0, 0, 0, 0, 0, True), tmp_path / "reference.npz"
     with pytest.raises(Preempted, match="before the first step"):
-        find_reference(stepper, {"train": part(1, 3)}, path, place, fresh=True, stop=stop, say=lambda _: None)
+        compute_reference(stepper, {"train": part(1, 3)}, path, place, fresh=True, stop=stop, log=lambda _: None)
     assert len(shown) == 1 and not path.exists()

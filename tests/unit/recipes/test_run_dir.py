@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, Preempted
-from isthmus.recipes.run_dir import RunFolder
+from isthmus.recipes.run_dir import RunDir
 
 
 class Failed(Exception):
     """What a check says."""
 
 
-def with_checkpoint(root: Path, step: int) -> RunFolder:
-    folder = RunFolder(root)
+def with_checkpoint(root: Path, step: int) -> RunDir:
+    folder = RunDir(root)
     (folder.checkpoints / f"iter_{step:07d}").mkdir(parents=True)
     (folder.checkpoints / f"iter_{step:07d}" / ".metadata").touch()
     (folder.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(step))
@@ -22,14 +22,14 @@ def with_checkpoint(root: Path, step: int) -> RunFolder:
 
 
 def test_new_and_empty_folders_start_fresh(tmp_path: Path) -> None:
-    assert RunFolder(tmp_path / "new").checkpoint_to_resume("auto") is None
-    assert RunFolder(tmp_path).checkpoint_to_resume("never") is None
+    assert RunDir(tmp_path / "new").checkpoint_to_resume("auto") is None
+    assert RunDir(tmp_path).checkpoint_to_resume("never") is None
 
 
 def test_foreign_folder_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(NoSpace, match="not a run folder"):
-        RunFolder(tmp_path).checkpoint_to_resume("auto")
+        RunDir(tmp_path).checkpoint_to_resume("auto")
 
 
 def test_newest_named_and_no_checkpoint(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_newest_named_and_no_checkpoint(tmp_path: Path) -> None:
     assert folder.checkpoint_to_resume("auto") == newest
     with pytest.raises(NoSpace, match="never"):
         folder.checkpoint_to_resume("never")
-    other = RunFolder(tmp_path / "other")
+    other = RunDir(tmp_path / "other")
     assert other.checkpoint_to_resume(str(newest)) == newest
     assert other.checkpoint_to_resume(str(folder.checkpoints)) == newest
     for wrong in (tmp_path / "nowhere", tmp_path):
@@ -54,7 +54,7 @@ def test_tracker_that_names_nothing(tmp_path: Path) -> None:
 
 
 def test_export_without_checkpoints_is_a_result_to_keep(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunDir(tmp_path)
     folder.config.write_text("old")
     assert folder.checkpoint_to_resume("auto") is None  # was interrupted before its first checkpoint
     folder.export().mkdir()
@@ -63,7 +63,7 @@ def test_export_without_checkpoints_is_a_result_to_keep(tmp_path: Path) -> None:
 
 
 def test_failed_checks_leave_nothing_of_a_new_run(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "a" / "b")
+    folder = RunDir(tmp_path / "a" / "b")
     with pytest.raises(Failed), folder.checking("new"):
         assert folder.config.read_text() == "new"
         folder.data.mkdir()
@@ -73,7 +73,7 @@ def test_failed_checks_leave_nothing_of_a_new_run(tmp_path: Path) -> None:
 
 
 def test_a_stop_leaves_what_was_made_of_the_data(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
+    folder = RunDir(tmp_path / "run")
     with pytest.raises(Preempted), folder.checking("new"):
         folder.data.mkdir()
         raise Preempted("as asked")
@@ -81,7 +81,7 @@ def test_a_stop_leaves_what_was_made_of_the_data(tmp_path: Path) -> None:
 
 
 def test_failed_checks_leave_what_others_put_there(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
+    folder = RunDir(tmp_path / "run")
     with pytest.raises(Failed), folder.checking("new"):
         (folder.root / "notes.txt").touch()
         raise Failed
@@ -110,5 +110,5 @@ def test_begin_records_the_config_and_clears_leftovers(tmp_path: Path) -> None:
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(IOFailure, match="file/run"), RunFolder(tmp_path / "file" / "run").checking("new"):
+    with pytest.raises(IOFailure, match="file/run"), RunDir(tmp_path / "file" / "run").checking("new"):
         pass

@@ -37,7 +37,7 @@ def test_what_is_recomputed_is_not_kept() -> None:
     assert per_token_and_channel(recomputed=["core_attn"]) == per_token_and_channel()
     assert per_token_and_channel() - per_token_and_channel(recomputed=["mlp"]) == 16
     full = stage_bytes(
-        ARCHITECTURE, num_layers=4, num_tokens=TOKENS, learned_tokens=0, bytes_per_element=2, first=False, last=False,
+        ARCHITECTURE, num_layers=4, num_tokens=TOKENS, loss_tokens=0, bytes_per_element=2, first=False, last=False,
         recompute="full",
     )  # fmt: skip
     assert full == 4 * TOKENS * HIDDEN * 2

@@ -49,7 +49,7 @@ def test_one_batch_counted_by_hand() -> None:
     attention = 3 * 4 * (2 * 8 + 2 * 8) * (36 + 16) / 2
     head = 2 * 16 * 50 * 10
     assert flops_per_batch(SMALL, 10, 52) == 3 * (layers + attention + head)
-    assert flops_per_batch(SMALL, 10, 52, learned_tokens=4) == 3 * (layers + attention + head * 0.4)
+    assert flops_per_batch(SMALL, 10, 52, loss_tokens=4) == 3 * (layers + attention + head * 0.4)
 
 
 def test_a_layer_that_predicts_ahead_has_a_head_and_a_projection_too() -> None:

@@ -57,7 +57,7 @@ def test_a_step_on_a_cpu_adds_up() -> None:
     )  # fmt: skip
     others = [event("gloo:all_reduce", 600, 700), event("aten::mm", 1200, 1300)]
     costs = costs_of([*flat(step), *others], USES)
-    us = {kind: round(1e6 * cost.seconds, 6) for kind, cost in costs.kinds.items()}
+    us = {row: round(1e6 * cost.seconds, 6) for row, cost in costs.rows.items()}
     assert us == {
         "matrix products of the feed-forward block": 200,
         "matrix products of the attention projections": 80,  # a block of a weight's gradient goes with its product
@@ -65,8 +65,8 @@ def test_a_step_on_a_cpu_adds_up() -> None:
     }  # fmt: skip
     assert sum(us.values()) == pytest.approx(1e6 * costs.wall_s) and not costs.on_device
     assert costs.largest(2) == f"{HOST} 36%, matrix products of the feed-forward block 20%"
-    assert costs.kinds["matrix products of the feed-forward block"].allocated_bytes == 64
-    assert (costs.kinds["norms"].calls, costs.kinds["matrix products of the attention projections"].calls) == (1, 2)
+    assert costs.rows["matrix products of the feed-forward block"].allocated_bytes == 64
+    assert (costs.rows["norms"].calls, costs.rows["matrix products of the attention projections"].calls) == (1, 2)
 
 
 def test_a_linear_layer_s_weight_has_its_outputs_first() -> None:
@@ -77,7 +77,7 @@ def test_a_linear_layer_s_weight_has_its_outputs_first() -> None:
             event("aten::linear", 40, 60, input_shapes=[[7, 1, 64], [32, 64], []]),
             event("aten::addmm_", 60, 90, input_shapes=[[64, 32], [64, 7], [7, 32], [], []])),
     )  # fmt: skip
-    us = {kind: round(1e6 * cost.seconds, 6) for kind, cost in costs_of(flat(step), USES).kinds.items()}
+    us = {row: round(1e6 * cost.seconds, 6) for row, cost in costs_of(flat(step), USES).rows.items()}
     assert us["matrix products of the feed-forward block"] == 30
     assert us["matrix products of the attention projections"] == 50
 
@@ -97,7 +97,7 @@ def test_on_a_device_kernels_count_and_what_is_left_is_idle() -> None:
     on_device = [event("g", 10, 50, device_type="DeviceType.CUDA"), event("e", 55, 65, device_type="DeviceType.CUDA"),
                  event("ncclDevKernel_AllReduce", 60, 80, device_type="DeviceType.CUDA")]  # fmt: skip
     costs = costs_of([*flat(step, backward), *on_device], USES)
-    us = {kind: round(1e6 * cost.seconds, 6) for kind, cost in costs.kinds.items()}
+    us = {row: round(1e6 * cost.seconds, 6) for row, cost in costs.rows.items()}
     assert us == {
         "matrix products of the feed-forward block": 40, "activations": 10, COMMUNICATION: 20, IDLE: 35,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A model folder as a live Megatron-Core decoder, outside of a run."""
+"""Load a model folder as a Megatron-Core decoder, outside of a run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
 from isthmus.recipes.setup.layout_checks import check_fsdp_precision
-from isthmus.recipes.setup.session import blueprint, check_precision, open_session
+from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.rank_model import join_and_build
+from isthmus.recipes.setup.training_checks import check_precision
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
-    """A Hugging Face model folder as a Megatron-Core decoder with its weights, for evaluation or a loop of your own.
+    """A Hugging Face model folder as a Megatron-Core decoder with its weights, for evaluation or your own loop.
 
     Args:
         hf_dir: config.json and safetensors, or the id of a model on the Hub.
-        parallel: ``tp`` and ``pp``; the ranks are those of the environment (one when started alone). Virtual stages
-            are for training alone.
+        parallel: ``tp``, ``pp`` and so on for the ranks of the environment (one without torchrun).
         precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
 
     Returns:
         This rank's ``Decoder``, or with ``fsdp`` the wrapper that gathers its weights.
 
     Raises:
-        UsageError: the layout does not fit, or has virtual stages; or it is a preset, which has no weights.
+        UsageError: the layout does not fit or has virtual stages, or ``hf_dir`` is a preset, which has no weights.
     """
     if is_model_file(str(hf_dir)):
         raise UsageError(f"{hf_dir} is a model without weights. Give a folder, or an id on the Hub.")
@@ -38,24 +39,23 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
             "out": "unused",
             "model": {"path": str(hf_dir)},
             "data": {"files": ["unused"]},
-            # Not over the sequence as well: its length would have to be a multiple of tp.
+            # With sequence parallelism tp would have to divide the length.
             "parallel": {"sp": False, **(parallel or {})},
         }
     )
     if config.parallel.vpp > 1:
-        raise UsageError(f"vpp={config.parallel.vpp} is for training, which has many micro batches. Leave it out.")
+        raise UsageError(f"vpp={config.parallel.vpp} is for training only. Leave it out.")
     platform = detect()
     check_precision(platform, precision)
-    plans = blueprint(config)
+    plan = plan_model(config)
     check_fsdp_precision(config.parallel, precision)
-    session = open_session(config, plans, platform, precision, training=False)
-    (stage,) = session.model
+    (stage,) = join_and_build(config, plan, platform, precision, training=False).stages
     return stage.eval()
 
 
 @torch.no_grad()
 def model_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [S, V] in float32 of one sequence, int64 [S], of a model that has all its stages on this rank's line."""
+    """Float32 logits [S, V] of one sequence, int64 [S]; the model has one pipeline stage."""
     from isthmus.engine.layers.attention import Segments
 
     input_ids = input_ids.to(next(model.parameters()).device)

@@ -1,4 +1,4 @@
-"""What is reckoned of models that no test can build, and what is refused; that it is so is shown in tests/ranks."""
+"""Memory estimates of published models, and what is refused; tests/ranks compares the estimate with real ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture
-from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.platforms.cpu import CpuPlatform
-from isthmus.recipes.setup.memory_estimate import MARGIN, Footprint, check_footprint, footprint
-from isthmus.recipes.setup.session import Blueprint
+from isthmus.recipes.setup.memory_estimate import MARGIN, MemoryEstimate, check_memory, estimate_memory
+from isthmus.recipes.setup.model_plan import ModelPlan
 
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -34,11 +32,6 @@ DEEPSEEK_LITE = {
 }  # fmt: skip
 
 
-def read(hf: dict[str, Any]) -> tuple[Family, Architecture]:
-    family = family_for(hf)
-    return family, family.to_architecture(hf)
-
-
 def config(length: int = 8192, layout: dict[str, Any] | None = None, **train: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
@@ -49,8 +42,14 @@ def config(length: int = 8192, layout: dict[str, Any] | None = None, **train: An
     )  # fmt: skip
 
 
-def reckon(hf: dict[str, Any], precision: str = "bf16", *, ranks: int = 8, **layout: Any) -> Footprint:
-    return footprint(*read(hf), config(layout=layout), ranks, precision)
+def plan_of(hf: dict[str, Any], run: RunConfig, ranks: int = 8) -> ModelPlan:
+    family = family_for(hf)
+    return ModelPlan(None, None, family, family.to_architecture(hf), run.parallel, ranks)  # type: ignore[arg-type]
+
+
+def estimate(hf: dict[str, Any], **layout: Any) -> MemoryEstimate:
+    run = config(layout=layout)
+    return estimate_memory(plan_of(hf, run), run, "bf16")
 
 
 @pytest.mark.parametrize(
@@ -58,43 +57,43 @@ def reckon(hf: dict[str, Any], precision: str = "bf16", *, ranks: int = 8, **lay
     [(LLAMA_8B, 8_030_261_248), (LLAMA_70B, 70_553_706_496), (DEEPSEEK_LITE, 15_706_484_224)],
 )
 def test_published_sizes(hf: dict[str, Any], published: int) -> None:
-    whole = reckon(hf)
+    whole = estimate(hf)
     assert whole.parameters == published
     assert whole.gradients == 4 * published and abs(whole.optimizer - 12 * published / 8) < 2**21
     assert whole.weights == pytest.approx(2 * published, rel=1e-3)  # DeepSeek's routers are float32
 
 
-def test_what_a_layout_takes_off() -> None:
-    whole = reckon(LLAMA_8B)
+def test_layouts_reduce_the_estimate() -> None:
+    whole = estimate(LLAMA_8B)
     embedding = 128256 * 4096
-    cut = reckon(LLAMA_8B, tp=8, sp=True)
+    cut = estimate(LLAMA_8B, tp=8, sp=True)
     assert cut.parameters * 8 == pytest.approx(whole.parameters, rel=1e-3)
     assert cut.activations < whole.activations / 6
-    staged = reckon(LLAMA_8B, pp=2)
-    # The first stage has more micro batches under way, and so most.
+    staged = estimate(LLAMA_8B, pp=2)
+    # The first stage has more micro batches in flight, so it needs most.
     assert staged.parameters == (whole.parameters - 2 * embedding - 4096) // 2 + embedding
-    sharded = reckon(LLAMA_70B, fsdp=True)
-    assert sharded.held < reckon(LLAMA_70B).held / 3 and sharded.optimizer == -(-70_553_706_496 // 8) * 8
-    experts = reckon(DEEPSEEK_LITE, ep=8)
+    sharded = estimate(LLAMA_70B, fsdp=True)
+    assert sharded.persistent < estimate(LLAMA_70B).persistent / 3 and sharded.optimizer == -(-70_553_706_496 // 8) * 8
+    experts = estimate(DEEPSEEK_LITE, ep=8)
     outside = 15_706_484_224 - 26 * 64 * 3 * 2048 * 1408
     assert experts.parameters == outside + 26 * 8 * 3 * 2048 * 1408
-    full = footprint(*read(LLAMA_8B), config(recompute="full"), 8, "bf16")
+    run = config(recompute="full")
+    full = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16")
     assert full.activations < whole.activations / 4
 
 
-def test_offloaded_means_are_in_the_machines_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    family, architecture = read(DEEPSEEK_LITE)
+def test_offloaded_moments_need_host_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = config(layout={"ep": 4})
-    told = plain.model_copy(update={"optim": plain.optim.model_copy(update={"offload": True})})
-    here, there = (footprint(family, architecture, each, 8, "bf16") for each in (plain, told))
-    assert there.offloaded == here.optimizer - there.optimizer > 0 and "of the machine's memory" in str(there)
-    plans = Blueprint(None, None, family, architecture, plain.parallel, 8)  # type: ignore[arg-type]
+    plan = plan_of(DEEPSEEK_LITE, plain)
+    offload = plain.model_copy(update={"optim": plain.optim.model_copy(update={"offload": True})})
+    here, there = (estimate_memory(plan, each, "bf16") for each in (plain, offload))
+    assert there.offloaded == here.optimizer - there.optimizer > 0 and "of host memory" in str(there)
     for free, refused in ((8 * there.offloaded, False), (8 * there.offloaded - 1, True)):
         monkeypatch.setattr("isthmus.recipes.setup.memory_estimate.free_bytes", lambda free=free: free)
-        with pytest.raises(UsageError, match=r"puts .* optimizer state into") if refused else nullcontext():
-            check_footprint(plans, told, Memory(str(2**50)), "bf16", ranks_here=8)
-    pairs = footprint(family, architecture, plain.model_copy(update={"recipe": "dpo"}), 8, "bf16")
-    assert pairs.activations == 2 * here.activations and pairs.held == here.held
+        with pytest.raises(UsageError, match=r"puts .* optimizer state into host memory") if refused else nullcontext():
+            check_memory(plan, offload, Memory(str(2**50)), "bf16", ranks_here=8)
+    pairs = estimate_memory(plan, plain.model_copy(update={"recipe": "dpo"}), "bf16")
+    assert pairs.activations == 2 * here.activations and pairs.persistent == here.persistent
 
 
 class Memory(CpuPlatform):
@@ -104,24 +103,23 @@ class Memory(CpuPlatform):
         return int(self.reason) // ranks_here
 
 
-def test_only_what_is_clearly_too_much_is_refused() -> None:
-    family, architecture = read(LLAMA_8B | {"num_hidden_layers": 2})
-    plans = Blueprint(None, None, family, architecture, ParallelConfig(), 1)  # type: ignore[arg-type]
+def test_only_clearly_too_large_runs_are_refused() -> None:
     wide = {"micro_batch_size": 8}
-    needed = footprint(family, architecture, config(**wide), 1, "bf16")
+    plan = plan_of(LLAMA_8B | {"num_hidden_layers": 2}, config(), ranks=1)
+    needed = estimate_memory(plan, config(**wide), "bf16")
 
     def check(memory: float, layout: dict[str, Any] | None = None, world_size: int = 1, **train: Any) -> str:
         run = config(layout=layout, **wide, **train)
-        where = replace(plans, parallel=run.parallel, world_size=world_size)
-        return check_footprint(where, run, Memory(str(int(memory))), "bf16", ranks_here=1)
+        where = replace(plan, parallel=run.parallel, world_size=world_size)
+        return check_memory(where, run, Memory(str(int(memory))), "bf16", ranks_here=1)
 
-    assert f"{needed.parameters:,} parameters" in check(2 * (needed.held + needed.activations))
-    assert check((needed.held + needed.activations) / MARGIN + 1)
+    assert f"{needed.parameters:,} parameters" in check(2 * needed.total)
+    assert check(needed.total / MARGIN + 1)
     with pytest.raises(UsageError, match=r"Lower train.micro_batch_size; or set train.recompute=full; or raise"):
-        check((needed.held + needed.activations) / MARGIN - 2)
+        check(needed.total / MARGIN - 2)
     with pytest.raises(UsageError, match=r"has 1,486,901,248 parameters a rank, .* state 16\.6, .* Set parallel.fsdp"):
-        check(needed.held - 1)
+        check(needed.persistent - 1)
     with pytest.raises(UsageError, match=r"Raise parallel.tp or parallel.pp over more ranks; or use a smaller model"):
         check(1, {"pp": 2}, 2)
-    with pytest.raises(UsageError, match=r"Start more ranks, over which it is cut; or use a smaller model"):
+    with pytest.raises(UsageError, match=r"Start more ranks to shard it over; or use a smaller model"):
         check(1, {"fsdp": True}, 2)

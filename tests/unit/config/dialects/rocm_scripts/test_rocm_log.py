@@ -24,7 +24,7 @@ READ_BY_CVS = {
 def step(number: int, seconds: float) -> StepMetrics:
     return StepMetrics(
         step=number, loss=7.272264, lr=9.999999e-5, grad_norm=1.571, tokens_per_s=1.0, tflops_per_device=590.2 + number,
-        memory_gib=1.0, memory_used=0.7494, num_tokens=8, learned_tokens=8, step_time_s=seconds,
+        memory_gib=1.0, memory_used=0.7494, num_tokens=8, loss_tokens=8, step_time_s=seconds,
         consumed_sequences=256 * number, global_batch_size=256,
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ def test_a_line_is_that_of_megatron_lm_with_rocm_s_memory_in_it() -> None:
 
 
 def test_what_else_a_loss_tells_stands_behind_it() -> None:
-    line = megatron_line(replace(step(1, 1.0), figures={"mtp_loss": 2.0, "rewards/margins": -0.5}), 2)
+    line = megatron_line(replace(step(1, 1.0), objective={"mtp_loss": 2.0, "rewards/margins": -0.5}), 2)
     assert "| lm loss: 7.272264E+00 | mtp_1 loss: 2.000000E+00 | rewards/margins: -5.000000E-01 | loss scale" in line
 
 

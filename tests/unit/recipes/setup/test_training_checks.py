@@ -1,4 +1,4 @@
-"""What a model's config asks for that training cannot do is refused before any rank starts."""
+"""Settings that the model or the hardware does not support in training are refused before any rank starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
-from isthmus.recipes.setup.session import blueprint, check_precision, check_schedule, check_training, fp8_recipe
+from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.rank_model import fp8_recipe
+from isthmus.recipes.setup.training_checks import check_precision, check_profiled_steps, check_schedule, check_training
 from ranks.tiny import build_model_folder
 
 
@@ -26,20 +28,20 @@ def config_of(model: Path, seq_length: int, **train: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("gpt2", {}, r"data.seq_length=129 is more than the 128 positions .* \(gpt2\)\. Use 128 or less\."),
+        ("gpt2", {}, r"data.seq_length=129 is more than the 128 learned positions .* \(gpt2\)\. Use 128 or less\."),
         ("gpt2", {"max_position_embeddings": 129, "attn_pdrop": 0.1}, "attn_pdrop=0.1 is not supported for gpt2"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported for llama"),
     ],
 )
-def test_what_matters_to_training_alone(family: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_unsupported_in_training(family: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = config_of(build_model_folder(tmp_path / "model", family, num_hidden_layers=1, **settings), 129)
-    plans = blueprint(config)  # a model may be looked at
+    plan = plan_model(config)  # enough for evaluation
     with pytest.raises(UsageError, match=message):
-        check_training(config, plans)
+        check_training(config, plan)
 
 
-def test_a_run_in_epochs_has_room_for_its_schedule() -> None:
-    """One in steps is refused by the schema."""
+def test_warmup_and_decay_fit_into_the_steps_of_the_epochs() -> None:
+    """For train.steps the schema checks it."""
     optim = OptimConfig(schedule="wsd", warmup_steps=2, decay_steps=2)
     config = config_of(Path("unused"), 9, epochs=0.5).model_copy(update={"optim": optim})
     check_schedule(config, 4)
@@ -47,9 +49,9 @@ def test_a_run_in_epochs_has_room_for_its_schedule() -> None:
         check_schedule(config, 3)
 
 
-def test_rotary_positions_have_no_end(tmp_path: Path) -> None:
+def test_rotary_positions_are_unlimited(tmp_path: Path) -> None:
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 129)
-    check_training(config, blueprint(config))
+    check_training(config, plan_model(config))
 
 
 @pytest.mark.parametrize(
@@ -65,13 +67,29 @@ def test_rotary_positions_have_no_end(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_there_is_not_recomputed(train: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_recompute_names_existing_layers(train: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=2), 24, **train)
     with pytest.raises(UsageError, match=message):
-        check_training(config, blueprint(config))
+        check_training(config, plan_model(config))
 
 
-def test_what_the_hardware_does_not_multiply_is_refused() -> None:
+def test_profiled_steps_exist() -> None:
+    config = config_of(Path("unused"), 9, profile="3-5")
+    check_profiled_steps(config, 5)
+    with pytest.raises(UsageError, match=r"train.profile=3-5 goes beyond the 4 steps"):
+        check_profiled_steps(config, 4)
+
+
+def test_dpo_refuses_mtp_layers(tmp_path: Path) -> None:
+    config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24)
+    plan = plan_model(config)
+    plan = replace(plan, architecture=replace(plan.architecture, mtp_layers=1))
+    check_training(config, plan)
+    with pytest.raises(UsageError, match=r"1 MTP layers \(multi-token prediction, llama\), and dpo has no loss"):
+        check_training(config.model_copy(update={"recipe": "dpo"}), plan)
+
+
+def test_unsupported_precision_is_refused() -> None:
     check_precision(detect("cpu"), "fp16")
     with pytest.raises(UsageError, match=r"precision=fp8 cannot be used here: CPUs have no fp8 .* Leave it out or use"):
         check_precision(detect("cpu"), "fp8")
@@ -79,13 +97,13 @@ def test_what_the_hardware_does_not_multiply_is_refused() -> None:
 
 def test_fsdp_has_no_loss_scale(tmp_path: Path) -> None:
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24, precision="fp16")
-    plans = blueprint(config)
-    check_training(config, plans)
+    plan = plan_model(config)
+    check_training(config, plan)
     with pytest.raises(UsageError, match=r"fsdp=true with train\.precision=fp16.* Set train\.precision"):
-        check_training(config, replace(plans, parallel=ParallelConfig(fsdp=True)))
+        check_training(config, replace(plan, parallel=ParallelConfig(fsdp=True)))
 
 
-def test_fp8_rounds_as_it_is_told(tmp_path: Path) -> None:
+def test_fp8_recipe_follows_the_config(tmp_path: Path) -> None:
     model = tmp_path / "unused"
     platform = detect("cpu")
     hybrid = fp8_recipe(config_of(model, 24, precision="fp8"), platform)

@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 
+from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
-from isthmus.train.console import Terminal
-from isthmus.train.metrics import Reporter, StepMetrics, cut_after, duration
+from isthmus.train.console import Progress
+from isthmus.train.metrics import StepMetrics, duration
+from isthmus.train.reporter import Reporter, cut_after
 
 
 def metrics(step: int, **more: Any) -> StepMetrics:
     values: dict[str, Any] = {
         "step": step, "loss": 2.5, "lr": 1e-5, "grad_norm": 0.75, "tokens_per_s": 1234.5, "tflops_per_device": 0.123,
-        "mfu": 0.4, "memory_gib": 1.5, "num_tokens": 100, "learned_tokens": 60, "step_time_s": 0.5,
+        "mfu": 0.4, "memory_gib": 1.5, "num_tokens": 100, "loss_tokens": 60, "step_time_s": 0.5,
         "consumed_sequences": 16 * step,
     }  # fmt: skip
     return StepMetrics(**values | more)
 
 
-def reporter(folder: Path, **more: Any) -> Reporter:
-    options: dict[str, Any] = {"is_main": True, "tensorboard": False, "every": 1}
-    return Reporter(folder, **options | more)
+def reporter(folder: Path, *, is_main: bool = True, tensorboard: bool = False, every: int = 1) -> Reporter:
+    return Reporter(folder, LoggingConfig(tensorboard=tensorboard, every=every), is_main=is_main)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -57,7 +58,7 @@ def test_a_skipped_step_has_its_loss_scale_and_no_norm(tmp_path: Path, capsys: p
 
 def test_a_row_and_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path / "run") as report:
-        report.say("platform cpu")
+        report.log("platform cpu")
         report.begin(total_steps=3)
         report.evaluation(0, 4.25)
         for step in (1, 2, 3):
@@ -69,7 +70,7 @@ def test_a_row_and_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert set(wanted.split()) <= set(written[1])
     out, err = capsys.readouterr()
     lines = err.splitlines()
-    assert not out and lines[0] == "platform cpu" and "held-out loss 4.2500" in lines[1]
+    assert not out and lines[0] == "platform cpu" and "validation loss 4.2500" in lines[1]
     for part in (
         "step 1/3",
         "loss 2.5000",
@@ -87,7 +88,7 @@ def test_a_row_and_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path / "run", is_main=False, tensorboard=True) as report:
         report.begin(total_steps=3)
-        report.say("x")
+        report.log("x")
         report.step(metrics(1))
         report.evaluation(1, 2.0)
     assert capsys.readouterr() == ("", "") and not (tmp_path / "run").exists()
@@ -190,8 +191,8 @@ def test_missing_tensorboard_is_said_once(
 
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    console = Terminal(10, done=3)
-    console.line("step 4/10  loss [1.5]")
+    console = Progress(10, done=3)
+    console.print("step 4/10  loss [1.5]")
     console.advance(4)
     console.close()
     assert "step 4/10  loss [1.5]" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""A rank's model back to Hugging Face format, and the model files beside a checkpoint."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from isthmus.convert.hf.hf_weights import config_dtype
+from isthmus.convert.legacy.megatron_args import megatron_args
+from isthmus.convert.online import export_plan, export_weights
+from isthmus.convert.open_model import HF_SUBFOLDER
+from isthmus.engine.parallel.process_groups import agree, barrier
+from isthmus.errors import disk_errors
+from isthmus.hf.model_folder import write_model_files
+from isthmus.hf.staged_folder import StagedFolder
+from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.recipes.setup.rank_model import RankModel
+from isthmus.recipes.setup.run_tokenizer import with_tokens_of
+
+
+def export_hf(
+    model: RankModel, destination: Path, tokenizer: Tokenizer, *, dtype: torch.dtype | None, replace: bool
+) -> None:
+    """Write a Hugging Face model folder; every rank calls it and writes its own slices, no rank gathers the model.
+
+    Args:
+        model: of this rank.
+        destination: created whole or not at all.
+        tokenizer: saved where the source's files would not tokenize as it did; else these are copied.
+        dtype: of the tensors; None keeps each tensor's dtype in the source, or the config's where that has no weights.
+        replace: whether an earlier export of this run is replaced, once the new one is complete.
+
+    Raises:
+        NoSpace, IOFailure: on every rank, if any could not write; nothing is published.
+    """
+    from isthmus.engine.parallel.ddp import gather_weights
+
+    plan, main = model.plan, model.position.rank == 0
+    source_dtypes = {name: info.dtype for name, info in plan.weights.source.tensors.items()}
+    dtypes = dtype or source_dtypes or config_dtype(plan.source.config, torch.float32)
+    files = export_plan(plan.family, plan.architecture, dtypes)
+    staged = StagedFolder(destination, replace=replace)
+
+    def begin() -> None:
+        if main:
+            staged.create()
+            files.create(staged.path)
+
+    gather_weights(model.stages)
+
+    def write() -> None:
+        tensors, writes = _tensors_to_write(model)
+        export_weights(
+            tensors, plan.family, plan.architecture, files, staged.path, layout=model.layout, writes=writes
+        )  # fmt: skip
+
+    def finish() -> None:
+        if main:
+            with disk_errors(staged.path):
+                _write_model_files(plan, staged.path, tokenizer, dtype)
+            staged.publish()
+
+    try:
+        for stage in (begin, write, finish):
+            agree(stage)
+    except BaseException:
+        if main:
+            staged.discard()
+        raise
+    barrier()
+
+
+def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
+    """The tensors this rank passes to the export, and whether it writes (or, with fsdp, only helps to gather)."""
+    from isthmus.engine.checkpoint.checkpoint_names import expert_of
+    from isthmus.engine.megatron_model import copied_tensors, live_tensors
+
+    position = model.position
+    tensors, mtp_copies = live_tensors(model.stages), copied_tensors(model.stages)
+    if mtp_copies and not position.is_first_stage:
+        del tensors["embedding.word_embeddings.weight"]  # the first stage writes it
+    tensors |= mtp_copies
+    first_replica = position.dp_rank == position.cp_rank == 0
+    if model.plan.parallel.fsdp:
+        return tensors, first_replica
+    first_expert_replica = position.edp_rank == 0
+    own = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if (first_replica if expert_of(name) is None else first_expert_replica)
+    }
+    return own, True
+
+
+def write_checkpoint_config(model: RankModel, checkpoint: Path, tokenizer: Tokenizer) -> None:
+    """Write config and tokenizer into a checkpoint, so that it converts without any other folder.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    folder = checkpoint / HF_SUBFOLDER
+    folder.mkdir()
+    _write_model_files(model.plan, folder, tokenizer, model.dtype)
+
+
+def checkpoint_args(model: RankModel, step: int) -> Namespace:
+    """The arguments of Megatron-LM that describe the model of a checkpoint."""
+    padded = model.layout.padded_vocab_size
+    args = megatron_args(model.plan.architecture, model.dtype, padded_vocab_size=padded)
+    args.iteration = step
+    return args
+
+
+def _write_model_files(plan: ModelPlan, folder: Path, tokenizer: Tokenizer, dtype: torch.dtype | None) -> None:
+    dtype_name = str(dtype).removeprefix("torch.") if dtype else None
+    config = plan.family.to_hf_config(plan.architecture, plan.source.config, dtype=dtype_name)
+    own = tokenizer.folder == plan.source.path
+    config = config if own else with_tokens_of(tokenizer, config)
+    write_model_files(folder, plan.source, config, None if own else tokenizer.files)
+    if tokenizer.differs_from_files:
+        tokenizer.save(folder)

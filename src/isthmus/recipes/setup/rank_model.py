@@ -1,0 +1,143 @@
+"""This rank's part of the model, built and filled with its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isthmus.config.schema import RunConfig
+from isthmus.convert.online import import_weights
+from isthmus.convert.weight_source import RandomWeights
+from isthmus.engine.parallel.process_groups import Position, agree, open_groups
+from isthmus.errors import UsageError
+from isthmus.families.rules.shard import Layout
+from isthmus.platforms.base import Platform
+from isthmus.recipes.setup.model_plan import ModelPlan
+
+if TYPE_CHECKING:
+    from isthmus.engine.layers.fp8_linear import Fp8Recipe
+    from isthmus.engine.parallel.ddp import Overlap
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Dtype of weights and activations by precision; fp8 is the dtype of matmul inputs only."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """The pipeline stages of one rank."""
+
+    plan: ModelPlan
+    position: Position
+    dtype: torch.dtype
+    stages: list[Any]
+    """One decoder, or ``parallel.vpp`` of them, or the data-parallel wrappers around them."""
+    messages: tuple[str, ...] = ()
+    """What was decided while building, for the log."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which slices of each tensor this rank has."""
+        from isthmus.engine.model_config import padded_vocab_size
+
+        parallel = self.plan.parallel
+        return Layout(
+            tp_rank=self.position.tp_rank,
+            tp_size=parallel.tp,
+            etp_rank=self.position.etp_rank,
+            etp_size=parallel.expert_tp,
+            padded_vocab_size=padded_vocab_size(self.plan.architecture.vocab_size, parallel.tp),
+        )
+
+
+def join_and_build(
+    config: RunConfig, plan: ModelPlan, platform: Platform, precision: str, *, training: bool = True
+) -> RankModel:
+    """Join the ranks, then :func:`build_rank_model`."""
+    position = open_groups(plan.parallel, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
+    return build_rank_model(config, plan, platform, position, precision, training=training)
+
+
+def build_rank_model(
+    config: RunConfig,
+    plan: ModelPlan,
+    platform: Platform,
+    position: Position,
+    precision: str,
+    *,
+    training: bool = True,
+) -> RankModel:
+    """Build this rank's stages and read their weights from the model folder.
+
+    Args:
+        config: of the run; says where the weights come from and what is recomputed.
+        plan: the architecture and its layout.
+        platform: of this process.
+        position: of this rank, from ``open_groups``.
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
+        training: whether the stages get gradient buffers for the distributed optimizer; with ``parallel.fsdp`` weights
+            and gradients are sharded either way.
+
+    Raises:
+        MissingInput, DataError: the folder has no weights (and ``model.init`` is not ``random``), or wrong ones.
+        UsageError: the MTP layers have an embedding or output layer that differs from the model's.
+    """
+    from isthmus.engine.layers.linear import use_fp8
+    from isthmus.engine.megatron_model import build_stages, copied_tensors, live_tensors
+    from isthmus.engine.model_config import transformer_config
+    from isthmus.engine.optim.optimizer import wrap_data_parallel
+    from isthmus.engine.parallel.fsdp import build_sharded
+
+    dtype = DTYPES[precision]
+    fsdp = plan.parallel.fsdp
+    settings = transformer_config(
+        plan.architecture, plan.parallel, dtype=dtype, train=config.train, moe=config.moe, mtp=True
+    )
+    stages: list[Any] = (
+        [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)
+    )
+    messages: tuple[str, ...] = ()
+    if precision == "fp8":
+        messages = use_fp8(torch.nn.ModuleList(stages), fp8_recipe(config, platform))
+    if training and not fsdp:
+        stages = [wrap_data_parallel(stage, _overlap(config, platform)) for stage in stages]
+    model = RankModel(plan, position, dtype, stages, messages)
+    source = plan.weights.source
+    if config.model.init == "random":
+        source = RandomWeights(plan.family, plan.architecture, config.train.seed)
+    import_weights(live_tensors(stages), plan.family, plan.architecture, source, layout=model.layout)
+    if config.model.init != "random" and plan.architecture.mtp_layers:
+        agree(lambda: _check_mtp_copies(model, copied_tensors(stages)))
+    return model
+
+
+def _check_mtp_copies(model: RankModel, shared: dict[str, torch.Tensor]) -> None:
+    """Check that the files' second copy of tensors that MTP layers share with the model equals the first."""
+    plan = model.plan
+    read = {name: torch.empty_like(tensor) for name, tensor in shared.items()}
+    import_weights(read, plan.family, plan.architecture, plan.weights.source, layout=model.layout)
+    placements = plan.family.placements(plan.architecture)
+    for name, tensor in shared.items():
+        if not torch.equal(read[name], tensor):
+            raise UsageError(
+                f"{plan.weights.source}: {placements[name].hf[0]} differs from the model's own tensor, and MTP layers "
+                "share that in training (arXiv 2412.19437). Remove the tensors of the MTP layers from the folder."
+            )
+
+
+def fp8_recipe(config: RunConfig, platform: Platform) -> Fp8Recipe:
+    """``train.fp8_scaling`` and ``train.fp8_format`` with the platform's FP8 dtypes."""
+    from isthmus.engine.layers.fp8_linear import Fp8Recipe
+
+    e4m3, e5m2 = platform.fp8_types()
+    return Fp8Recipe(config.train.fp8_scaling, e4m3, e5m2 if config.train.fp8_format == "hybrid" else e4m3)
+
+
+def _overlap(config: RunConfig, platform: Platform) -> Overlap:
+    """The configured overlap; by default all on a GPU, none on a CPU, whose cores do not communicate in parallel."""
+    from isthmus.engine.parallel.ddp import Overlap
+
+    grads, weights = config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather
+    grads = platform.device_type != "cpu" or bool(weights) if grads is None else grads
+    return Overlap(grad_reduce=grads, param_gather=grads if weights is None else weights)

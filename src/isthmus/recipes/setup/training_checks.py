@@ -1,0 +1,109 @@
+"""Checks of settings that only matter to training: positions, recomputation, precision, schedule."""
+
+from __future__ import annotations
+
+import math
+
+from isthmus.config.schema import RunConfig
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+from isthmus.platforms.base import Platform
+from isthmus.recipes.setup.layout_checks import check_fsdp_precision, check_micro_batches
+from isthmus.recipes.setup.model_plan import ModelPlan
+
+
+def check_training(config: RunConfig, plan: ModelPlan) -> None:
+    """Check everything that the model and the config alone decide.
+
+    Raises:
+        UsageError: the model has settings that training does not support, samples are longer than its positions, the
+            batch does not divide into virtual stages, or recomputation names layers that the model does not have.
+    """
+    plan.family.check_training(plan.source.config)
+    check_micro_batches(config.train, plan.parallel, plan.world_size)
+    _check_positions(config, plan.architecture)
+    _check_recompute(config, plan)
+    if config.train.precision is not None:
+        check_fsdp_precision(plan.parallel, config.train.precision)
+    if config.recipe == "dpo":
+        _check_no_mtp(plan.architecture)
+
+
+def _check_positions(config: RunConfig, architecture: Architecture) -> None:
+    longest, positions = config.data.seq_length, architecture.max_position_embeddings
+    if architecture.position == "learned" and longest > positions:
+        raise UsageError(
+            f"data.seq_length={longest} is more than the {positions} learned positions of this model "
+            f"({architecture.family}). Use {positions} or less."
+        )
+
+
+def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
+    train, architecture = config.train, plan.architecture
+    stage_layers = math.ceil(architecture.num_layers / (plan.parallel.pp * plan.parallel.vpp))
+    if train.recompute_layers is not None and train.recompute_layers > stage_layers:
+        raise UsageError(
+            f"train.recompute_layers={train.recompute_layers} is more than the {stage_layers} layers of a pipeline "
+            f"stage. Use {stage_layers} or less, or leave it out for all."
+        )
+    if train.recompute != "selective":
+        return
+    is_moe = [architecture.is_moe(layer) for layer in range(architecture.num_layers)]
+    for name, present, what in (
+        ("moe", any(is_moe), "mixtures of experts"),
+        ("mlp", not all(is_moe), "dense feed-forward blocks"),
+    ):
+        if name in train.recompute_modules and not present:
+            raise UsageError(
+                f"train.recompute_modules names {name}, and this model has no {what} ({architecture.family}). "
+                "Leave it out."
+            )
+
+
+def _check_no_mtp(architecture: Architecture) -> None:
+    if architecture.mtp_layers:
+        raise UsageError(
+            f"this model has {architecture.mtp_layers} MTP layers (multi-token prediction, {architecture.family}), and "
+            "dpo has no loss for them. Remove them from the folder (their number in config.json, and their tensors), "
+            "or fine-tune with sft."
+        )
+
+
+def check_precision(platform: Platform, precision: str) -> None:
+    """Check that the hardware computes in ``precision``.
+
+    Raises:
+        UsageError: it does not; with the reason.
+    """
+    supported, reason = platform.supports(precision)
+    if not supported:
+        raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
+
+
+def check_schedule(config: RunConfig, steps: int) -> None:
+    """Check that warm-up and decay fit into ``steps``, which with train.epochs are known only once the data is.
+
+    Raises:
+        UsageError: they do not.
+    """
+    warmup, decay = config.optim.warmup_steps, config.optim.decay_steps or 0
+    if warmup >= steps or warmup + decay > steps:
+        verb = f" and optim.decay_steps={decay} do" if decay else " does"
+        raise UsageError(
+            f"optim.warmup_steps={warmup}{verb} not fit in the {steps} steps that train.epochs="
+            f"{config.train.epochs:g} is of this data. Lower it, or raise train.epochs."
+        )
+
+
+def check_profiled_steps(config: RunConfig, steps: int) -> None:
+    """Check that the run has the steps of ``train.profile``.
+
+    Raises:
+        UsageError: it has fewer.
+    """
+    profiled = config.train.profiled_steps
+    if profiled and profiled[-1] > steps:
+        raise UsageError(
+            f"train.profile={config.train.profile} goes beyond the {steps} steps of this run. Name steps from 1 to "
+            f"{steps}."
+        )

@@ -1,0 +1,82 @@
+"""Every check of a run that needs no other rank, in one order; the run and its dry run both use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from isthmus.config.schema import RunConfig
+from isthmus.errors import IsthmusError
+from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.platforms.base import Platform
+from isthmus.platforms.detect import detect
+from isthmus.recipes.data.corpus import check_files
+from isthmus.recipes.run_dir import RunDir
+from isthmus.recipes.setup.layout_checks import check_offload
+from isthmus.recipes.setup.memory_estimate import check_memory
+from isthmus.recipes.setup.model_plan import ModelPlan, plan_model
+from isthmus.recipes.setup.run_tokenizer import run_tokenizer
+from isthmus.recipes.setup.training_checks import check_precision, check_training
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """A validated run, the same on every rank."""
+
+    config: RunConfig
+    run_dir: RunDir
+    resume: Path | None
+    """The checkpoint to resume from."""
+    plan: ModelPlan
+    tokenizer: Tokenizer
+    platform: Platform
+    precision: str
+    precision_reason: str
+    memory: str
+    """The memory estimate, for the log."""
+
+
+def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: int) -> RunContext:
+    """Check a run before its ranks meet. A user sees the first error in this order:
+
+    1. run folder and checkpoint to resume from,
+    2. model folder, family, layout and experts (:func:`plan_model`),
+    3. training settings that this model does not support (:func:`check_training`),
+    4. data files,
+    5. tokenizer,
+    6. platform, precision, optimizer offload,
+    7. memory.
+
+    What depends on the samples or a checkpoint is checked by :mod:`isthmus.recipes.run` when they are read.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks; None takes the environment's.
+        ranks_here: number of ranks on this machine.
+
+    Raises:
+        IsthmusError: an input is missing or damaged, or a setting does not fit the model or the machine.
+    """
+    run_dir = RunDir(Path(config.out))
+    resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
+    plan = plan_model(config, world_size=world_size)
+    check_training(config, plan)
+    check_files(config)
+    tokenizer = run_tokenizer(config, plan.source, plan.architecture.vocab_size)
+    platform = detect(config.platform)
+    chosen = config.train.precision
+    precision, reason = (chosen, "train.precision") if chosen is not None else platform.default_precision()
+    check_precision(platform, precision)
+    check_offload(config.optim, config.parallel, platform.device_type)
+    memory = check_memory(plan, config, platform, precision, ranks_here=ranks_here)
+    return RunContext(config, run_dir, resume, plan, tokenizer, platform, precision, reason, memory)
+
+
+def dry_run(config: RunConfig, *, world_size: int, ranks_here: int) -> str:
+    """The layout and the memory estimate of a run that is not started, or the error it would end with."""
+    try:
+        context = validate(config, world_size=world_size, ranks_here=ranks_here)
+    except IsthmusError as error:
+        return f"would be refused here: {error}"
+    layout = config.parallel.describe(context.plan.world_size)
+    return f"layout: {layout}\n{context.memory}\nnothing has been started (DRY_RUN=1)"

@@ -1,0 +1,177 @@
+"""Reports a run: lines on the screen, rows of ``metrics.jsonl``, points of TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+from isthmus.atomic_write import write_atomic
+from isthmus.config.schema import LoggingConfig
+from isthmus.errors import IOFailure
+from isthmus.train.console import Console
+from isthmus.train.loggers import Logger, open_loggers
+from isthmus.train.megatron_log import megatron_line
+from isthmus.train.metrics import StepMetrics, printed, step_line
+
+
+class Reporter:
+    """Prints and records on the main rank; does nothing on the others.
+
+    Lines go to stderr, stdout is left to the result. A terminal that is closed does not end the run; a
+    ``metrics.jsonl`` that cannot be written does.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: LoggingConfig,
+        *,
+        is_main: bool,
+        device: str = "device",
+        prints_steps: bool = False,
+    ) -> None:
+        """Set up; nothing is written before :meth:`begin`.
+
+        Args:
+            run_dir: run folder.
+            settings: section ``logging`` of the config.
+            is_main: whether this rank reports.
+            device: unit of TFLOP/s on the screen: "GPU" or "rank".
+            prints_steps: print the lines of steps, although this is not the main rank.
+        """
+        self._run_dir = run_dir
+        self._settings = settings
+        self._is_main = is_main
+        self._device = device
+        self._prints_steps = is_main or prints_steps
+        self._total_steps = 0
+        self._file: IO[str] | None = None
+        self._loggers: list[Logger] = []
+        self._console = Console()
+        self._first: tuple[int, float] | None = None
+        """The first step of this process and the monotonic time of its end, in seconds."""
+
+    def begin(self, *, total_steps: int, start: int = 0) -> None:
+        """Open the files.
+
+        Args:
+            total_steps: last step of the run.
+            start: step that the run resumes from; rows of later steps, left by an interruption, are removed.
+
+        Raises:
+            IOFailure: the run folder cannot be written.
+        """
+        self._total_steps = total_steps
+        if not self._is_main:
+            return
+        path = self._run_dir / "metrics.jsonl"
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            cut_after(path, start)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            raise IOFailure(f"{path} cannot be written: {error.strerror}. Choose another --out.") from error
+        self._console.show_progress(total_steps, start)
+        self._loggers = open_loggers(self._run_dir, self._settings, resumed_step=start, log=self._console.print)
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for logger in self._loggers:
+            logger.close()
+        self._console.close()
+        if self._file:
+            self._file.close()
+        self._loggers, self._file = [], None
+
+    def log(self, text: str) -> None:
+        """Print a line."""
+        if self._is_main:
+            self._console.print(text)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record one optimizer step."""
+        if self._first is None:
+            self._first = (metrics.step, time.monotonic())
+        is_shown = metrics.step % self._settings.every == 0
+        if self._is_main:
+            is_shown = is_shown or metrics.step in (self._first[0], self._total_steps)
+            row = metrics.flat()
+            self._write_row(row)
+            if is_shown:
+                self._log_scalars(metrics.step, {k: v for k, v in row.items() if k != "step" and v is not None})
+        if is_shown and self._prints_steps:
+            self._console.print(self._line(metrics))
+        self._console.advance(metrics.step)
+
+    def evaluation(
+        self,
+        step: int,
+        loss: float,
+        objective: Mapping[str, float] | None = None,
+        *,
+        part: Literal["valid", "test"] = "valid",
+    ) -> None:
+        """Record an evaluation after ``step`` steps: ``valid_loss`` or ``test_loss``, and the objective's metrics."""
+        if not self._is_main:
+            return
+        values = {f"{part}_{name}": value for name, value in {"loss": loss, **(objective or {})}.items()}
+        self._write_row({"step": step, **values})
+        name = {"valid": "validation", "test": "test"}[part]
+        self._console.print(
+            "  ".join([f"step {step}/{self._total_steps}", f"{name} loss {loss:.4f}", *printed(objective or {})])
+        )
+        self._log_scalars(step, values)
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        assert self._file is not None, "begin() comes first"
+        # JSON has no NaN; a reader that stops at one would lose the whole file.
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._file.write(json.dumps(clean) + "\n")
+
+    def _log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for logger in self._loggers:
+            logger.scalars(step, values)
+
+    def _line(self, metrics: StepMetrics) -> str:
+        if self._settings.style == "megatron":
+            return megatron_line(metrics, self._total_steps)
+        return step_line(metrics, self._total_steps, device=self._device, left_s=self._time_left_s(metrics.step))
+
+    def _time_left_s(self, step: int) -> float | None:
+        # The first step warms up and is not representative.
+        if self._first is None or not self._first[0] < step < self._total_steps:
+            return None
+        first, at_s = self._first
+        return (time.monotonic() - at_s) / (step - first) * (self._total_steps - step)
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Remove the rows of later steps, and an incomplete last row, from a ``metrics.jsonl``.
+
+    Args:
+        path: the file; may be missing.
+        step: last step to keep; 0 empties the file.
+    """
+    if not path.exists():
+        return
+    kept = []
+    if step:
+        for line in path.read_bytes().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            # The state after ``step`` is evaluated again, so its evaluations would appear twice.
+            last = step - 1 if isinstance(row, dict) and row.keys() & {"valid_loss", "test_loss"} else step
+            if isinstance(row, dict) and row.get("step", step + 1) <= last:
+                kept.append(line)
+    write_atomic(path, b"".join(line + b"\n" for line in kept))
