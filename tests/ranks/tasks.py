@@ -20,7 +20,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from ranks.pool_worker import leave_groups
 from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema import OptimConfig, RunConfig
