@@ -86,7 +86,7 @@ def test_profile_cut_short_by_a_signal_is_written_and_the_rest_comes_later(
     (again,) = ended(hosts, [*small, f"train.steps={last + 2}", f"train.profile=3-{last + 1}"])
     assert f"profile of step {last + 1}: " in again.stderr and trace(out).isdisjoint({"step 3", f"step {last + 2}"})
     (over,) = ended(hosts, [*small, f"train.steps={last + 3}", "train.profile=1-2"])
-    assert "train.profile=1-2: those steps are done already" in over.stderr
+    assert "train.profile=1-2: these steps are done already" in over.stderr
 
 
 def test_steps_that_the_run_does_not_have(hosts: Hosts, small: list[str], tmp_path: Path) -> None:

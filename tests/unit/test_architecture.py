@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,30 @@ def test_each_package_is_listed(repository: Path) -> None:
 
 
 @pytest.mark.processes
+def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules of the package that a file imports anywhere, function bodies included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
+            found |= submodules or {node.module}
+    return found & modules.keys()
+
+
+def test_no_import_circle(repository: Path) -> None:
+    source = repository / "src"
+    modules = {
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in source.rglob("*.py")
+    }
+    graph = {name: imported_modules(path, modules) - {name} for name, path in modules.items()}
+    order = TopologicalSorter(graph)
+    order.prepare()  # raises CycleError, which names the circle
+    assert len(graph) > 100 and any(graph.values())
+
+
 def test_import_contracts_hold(repository: Path) -> None:
     command = Path(sys.executable).with_name("lint-imports")
     if not command.exists():

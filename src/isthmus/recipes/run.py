@@ -302,10 +302,10 @@ def _build_loop(training: _Training) -> Loop:
 
     context, data, stages = training.context, training.data, training.model.stages
     return Loop(
-        training.stepper,
-        data.train,
-        data.valid,
-        data.test,
+        stepper=training.stepper,
+        train=data.train,
+        valid=data.valid,
+        test=data.test,
         config=context.config,
         architecture=context.plan.architecture,
         platform=context.platform,
@@ -314,8 +314,8 @@ def _build_loop(training: _Training) -> Loop:
         world_size=context.plan.world_size,
         reporter=training.reporter,
         profile=StepProfile(
-            context.config.train.profiled_steps,
-            context.run_dir.root,
+            steps=context.config.train.profiled_steps,
+            folder=context.run_dir.root / "profile",
             rank=training.position.rank,
             weights={name: tuple(tensor.shape) for name, tensor in live_tensors(stages).items()},
             memory_stats=lambda: held_bytes(stages, training.stepper.optimizer),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 _CLOSED = (OSError, ValueError)
 """Errors of a terminal or pipe that was closed; they do not end a run."""
@@ -13,43 +17,16 @@ class Console:
     """Prints lines, each flushed."""
 
     def __init__(self) -> None:
-        self._progress: Progress | None = None
+        self._bar: tuple[Progress, TaskID] | None = None
 
     def show_progress(self, total_steps: int, done: int = 0) -> None:
-        """Show a progress bar, if stderr is a terminal."""
-        if sys.stderr.isatty():
-            self._progress = Progress(total_steps, done)
-
-    def print(self, text: str) -> None:
-        """Print a line."""
-        with suppress(*_CLOSED):
-            if self._progress is None:
-                print(text, file=sys.stderr, flush=True)
-            else:
-                self._progress.print(text)
-
-    def advance(self, step: int) -> None:
-        """Move the progress bar to ``step``."""
-        if self._progress is not None:
-            self._progress.advance(step)
-
-    def close(self) -> None:
-        """Remove the progress bar."""
-        progress, self._progress = self._progress, None
-        if progress is not None:
-            with suppress(*_CLOSED):
-                progress.close()
-
-
-class Progress:
-    """A bar with the time left; lines scroll above it."""
-
-    def __init__(self, total_steps: int, done: int = 0) -> None:
+        """Show a bar with the time left, if stderr is a terminal."""
+        if not sys.stderr.isatty():
+            return
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._bar = RichProgress(
+        progress = Progress(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -57,17 +34,26 @@ class Progress:
             console=RichConsole(stderr=True, highlight=False),
             transient=True,
         )
-        self._task = self._bar.add_task("training", total=total_steps, completed=done)
-        self._bar.start()
+        self._bar = (progress, progress.add_task("training", total=total_steps, completed=done))
+        progress.start()
 
     def print(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._bar.console.print(text, markup=False, soft_wrap=True)
+        """Print a line, above the bar if there is one."""
+        with suppress(*_CLOSED):
+            if self._bar is None:
+                print(text, file=sys.stderr, flush=True)
+            else:
+                self._bar[0].console.print(text, markup=False, soft_wrap=True)
 
     def advance(self, step: int) -> None:
         """Move the bar to ``step``."""
-        self._bar.update(self._task, completed=step)
+        if self._bar is not None:
+            progress, task = self._bar
+            progress.update(task, completed=step)
 
     def close(self) -> None:
         """Remove the bar."""
-        self._bar.stop()
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(*_CLOSED):
+                bar[0].stop()

@@ -48,41 +48,24 @@ class Outcome:
     """Over all steps of this call but the first, which warms up."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
     """Runs the steps of one rank."""
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        batches: BatchSource,
-        validation: BatchSource | None,
-        test: BatchSource | None = None,
-        *,
-        config: RunConfig,
-        architecture: Architecture,
-        platform: Platform,
-        precision: str,
-        position: Position,
-        world_size: int,
-        reporter: Reporter,
-        profile: StepProfile,
-        save: Callable[[int], None],
-        export: Callable[[int], None],
-    ) -> None:
-        self.stepper = stepper
-        self.batches = batches
-        self.validation = validation
-        self.test = test
-        self.config = config
-        self.architecture = architecture
-        self.platform = platform
-        self.peak_tflops = platform.peak_tflops(precision)
-        self.position = position
-        self.world_size = world_size
-        self.reporter = reporter
-        self.profile = profile
-        self.save = save
-        self.export = export
+    stepper: Stepper
+    train: BatchSource
+    valid: BatchSource | None
+    test: BatchSource | None
+    config: RunConfig
+    architecture: Architecture
+    platform: Platform
+    precision: str
+    position: Position
+    world_size: int
+    reporter: Reporter
+    profile: StepProfile
+    save: Callable[[int], None]
+    export: Callable[[int], None]
 
     def evaluate(self, step: int, part: Literal["valid", "test"] = "valid") -> float | None:
         """Compute and report the validation or test loss after ``step`` steps; None without such data.
@@ -90,7 +73,7 @@ class Loop:
         Raises:
             Diverged: the loss is not finite, so the weights are neither saved nor exported.
         """
-        source = self.validation if part == "valid" else self.test
+        source = self.valid if part == "valid" else self.test
         if source is None:
             return None
         with phase("validation"):
@@ -109,7 +92,7 @@ class Loop:
             Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
             Diverged: the loss, the validation loss or the gradient norm is not finite.
         """
-        with self.profile, closing(prefetched(self.batches.step, range(start, steps))) as batches:
+        with self.profile, closing(prefetched(self.train.step, range(start, steps))) as batches:
             return self._run(start, steps, batches, stop)
 
     def _run(self, start: int, steps: int, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> Outcome:
@@ -134,8 +117,8 @@ class Loop:
         return Outcome(loss, valid_loss, test_loss, tokens / seconds if seconds else None)
 
     def _between_steps(self, done: int, stop_requested: bool) -> None:
-        train, checkpoint = self.config.train, self.config.checkpoint
-        if _is_due(train.eval_every, done):
+        checkpoint = self.config.checkpoint
+        if _is_due(self.config.train.eval_every, done):
             self.evaluate(done)
         if _is_due(checkpoint.hf_every, done):
             with phase("export"):
@@ -168,6 +151,7 @@ class Loop:
     ) -> StepMetrics:
         flops = flops_per_batch(self.architecture, num_tokens, sum_squared_lengths, result.learned_tokens)
         tflops = flops / elapsed_s / self.world_size / 1e12
+        peak = self.platform.peak_tflops(self.precision)
         return StepMetrics(
             step=step + 1,
             loss=result.loss,
@@ -176,15 +160,15 @@ class Loop:
             grad_norm=result.grad_norm,
             tokens_per_s=num_tokens / elapsed_s,
             tflops_per_device=tflops,
-            mfu=None if self.peak_tflops is None else tflops / self.peak_tflops,
+            mfu=None if peak is None else tflops / peak,
             memory_gib=self.platform.memory_gib(),
             memory_used=self.platform.memory_used() if self.config.logging.style == "megatron" else None,
             num_tokens=num_tokens,
             loss_tokens=result.learned_tokens,
             padding=padding,
             step_time_s=elapsed_s,
-            global_batch_size=self.batches.global_batch_size,
-            consumed_sequences=(step + 1) * self.batches.global_batch_size,
+            global_batch_size=self.train.global_batch_size,
+            consumed_sequences=(step + 1) * self.train.global_batch_size,
             moe={} if result.load is None else result.load.figures(),
             loss_scale=result.loss_scale,
             skipped=result.skipped,

@@ -14,7 +14,6 @@ from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
 from isthmus.train.console import Console
-from isthmus.train.loggers import Logger, open_loggers
 from isthmus.train.megatron_log import megatron_line
 from isthmus.train.metrics import StepMetrics, printed, step_line
 
@@ -51,7 +50,7 @@ class Reporter:
         self._prints_steps = is_main or prints_steps
         self._total_steps = 0
         self._file: IO[str] | None = None
-        self._loggers: list[Logger] = []
+        self._tensorboard: Any = None
         self._console = Console()
         self._first: tuple[int, float] | None = None
         """The first step of this process and the monotonic time of its end, in seconds."""
@@ -77,7 +76,21 @@ class Reporter:
         except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             raise IOFailure(f"{path} cannot be written: {error.strerror}. Choose another --out.") from error
         self._console.show_progress(total_steps, start)
-        self._loggers = open_loggers(self._run_dir, self._settings, resumed_step=start, log=self._console.print)
+        if self._settings.tensorboard:
+            self._open_tensorboard(start)
+
+    def _open_tensorboard(self, start: int) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError:
+            self._console.print(
+                "TensorBoard is not installed: only metrics.jsonl is written. "
+                "Install isthmus[tensorboard], or set logging.tensorboard=false."
+            )
+            return
+        # Points of later steps, left by an interruption, are hidden.
+        purge_step = start + 1 if start else None
+        self._tensorboard = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Reporter:
         return self
@@ -85,12 +98,11 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for logger in self._loggers:
-            logger.close()
         self._console.close()
-        if self._file:
-            self._file.close()
-        self._loggers, self._file = [], None
+        for file in (self._tensorboard, self._file):
+            if file is not None:
+                file.close()
+        self._tensorboard = self._file = None
 
     def log(self, text: str) -> None:
         """Print a line."""
@@ -101,14 +113,11 @@ class Reporter:
         """Record one optimizer step."""
         if self._first is None:
             self._first = (metrics.step, time.monotonic())
-        is_shown = metrics.step % self._settings.every == 0
+        is_due = metrics.step % self._settings.every == 0
         if self._is_main:
-            is_shown = is_shown or metrics.step in (self._first[0], self._total_steps)
-            row = metrics.flat()
-            self._write_row(row)
-            if is_shown:
-                self._log_scalars(metrics.step, {k: v for k, v in row.items() if k != "step" and v is not None})
-        if is_shown and self._prints_steps:
+            is_due = is_due or metrics.step in (self._first[0], self._total_steps)
+            self._record(metrics.flat(), points=is_due)
+        if is_due and self._prints_steps:
             self._console.print(self._line(metrics))
         self._console.advance(metrics.step)
 
@@ -123,23 +132,21 @@ class Reporter:
         """Record an evaluation after ``step`` steps: ``valid_loss`` or ``test_loss``, and the objective's metrics."""
         if not self._is_main:
             return
-        values = {f"{part}_{name}": value for name, value in {"loss": loss, **(objective or {})}.items()}
-        self._write_row({"step": step, **values})
+        objective = objective or {}
+        self._record({"step": step, **{f"{part}_{name}": value for name, value in {"loss": loss, **objective}.items()}})
         name = {"valid": "validation", "test": "test"}[part]
-        self._console.print(
-            "  ".join([f"step {step}/{self._total_steps}", f"{name} loss {loss:.4f}", *printed(objective or {})])
-        )
-        self._log_scalars(step, values)
+        parts = [f"step {step}/{self._total_steps}", f"{name} loss {loss:.4f}", *printed(objective)]
+        self._console.print("  ".join(parts))
 
-    def _write_row(self, row: dict[str, Any]) -> None:
+    def _record(self, row: dict[str, Any], *, points: bool = True) -> None:
         assert self._file is not None, "begin() comes first"
         # JSON has no NaN; a reader that stops at one would lose the whole file.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(clean) + "\n")
-
-    def _log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for logger in self._loggers:
-            logger.scalars(step, values)
+        if points and self._tensorboard is not None:
+            for name, value in row.items():
+                if name != "step" and value is not None:
+                    self._tensorboard.add_scalar(name, value, row["step"])
 
     def _line(self, metrics: StepMetrics) -> str:
         if self._settings.style == "megatron":
@@ -164,14 +171,13 @@ def cut_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    if step:
-        for line in path.read_bytes().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            # The state after ``step`` is evaluated again, so its evaluations would appear twice.
-            last = step - 1 if isinstance(row, dict) and row.keys() & {"valid_loss", "test_loss"} else step
-            if isinstance(row, dict) and row.get("step", step + 1) <= last:
-                kept.append(line)
+    for line in path.read_bytes().splitlines() if step else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        # The state after ``step`` is evaluated again, so its evaluations would appear twice.
+        last = step - 1 if isinstance(row, dict) and row.keys() & {"valid_loss", "test_loss"} else step
+        if isinstance(row, dict) and row.get("step", step + 1) <= last:
+            kept.append(line)
     write_atomic(path, b"".join(line + b"\n" for line in kept))

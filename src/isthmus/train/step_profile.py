@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -15,46 +16,29 @@ from isthmus.errors import Preempted
 from isthmus.train.profile_table import Costs, Shape, costs_of, weight_uses
 
 
+@dataclass(kw_only=True, slots=True)
 class StepProfile:
     """Profiles the steps it is asked for; costs nothing before and after them.
 
     A run that is stopped writes the steps profiled so far; one that fails writes none.
     """
 
-    def __init__(
-        self,
-        steps: range,
-        run_dir: Path,
-        *,
-        rank: int,
-        weights: Mapping[str, Shape],
-        memory_stats: Callable[[], Mapping[str, int]],
-        peak_gib: Callable[[], float],
-        log: Callable[[str], None],
-    ) -> None:
-        """Set up.
-
-        Args:
-            steps: to profile, counted from 1; empty for none.
-            run_dir: run folder; the files are ``profile/rank<N>.json.gz`` and ``.md`` in it.
-            rank: of this process.
-            weights: shapes of this rank's weights by name, by which matmuls are told apart.
-            memory_stats: bytes that stay allocated between steps, by use; called when the profile ends.
-            peak_gib: this rank's peak memory so far.
-            log: prints a line.
-        """
-        self._steps = steps
-        self._folder = run_dir / "profile"
-        self._rank = rank
-        self._weights = weights
-        self._memory_stats = memory_stats
-        self._peak_gib = peak_gib
-        self._log = log
-        self._profiler: torch.profiler.profile | None = None
+    steps: range
+    """To profile, counted from 1; empty for none."""
+    folder: Path
+    """The files are ``rank<N>.json.gz`` and ``rank<N>.md`` in it."""
+    rank: int
+    weights: Mapping[str, Shape]
+    """Shapes of this rank's weights by name, by which matmuls are told apart."""
+    memory_stats: Callable[[], Mapping[str, int]]
+    """Bytes that stay allocated between steps, by use; called when the profile ends."""
+    peak_gib: Callable[[], float]
+    log: Callable[[str], None]
+    _profiler: torch.profiler.profile | None = field(default=None, init=False)
 
     def around(self, step: int) -> AbstractContextManager[None]:
         """The context of step ``step``, counted from 1."""
-        return self._profiled(step) if step in self._steps else nullcontext()
+        return self._profiled(step) if step in self.steps else nullcontext()
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
@@ -67,7 +51,7 @@ class StepProfile:
             )
             self._profiler.start()
         yield
-        if step == self._steps[-1]:
+        if step == self.steps[-1]:
             self.finish()
 
     def finish(self) -> None:
@@ -79,7 +63,7 @@ class StepProfile:
         try:
             self._write(profiler)
         except OSError as error:
-            self._log(f"the profile could not be written into {self._folder}: {error.strerror or error}")
+            self.log(f"the profile could not be written into {self.folder}: {error.strerror or error}")
 
     def __enter__(self) -> StepProfile:
         return self
@@ -94,16 +78,16 @@ class StepProfile:
             self._profiler = None
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        trace = self._folder / f"rank{self._rank}.json.gz"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trace = self.folder / f"rank{self.rank}.json.gz"
         with atomic_file(trace) as temporary:
             profiler.export_chrome_trace(str(temporary))  # compressed, since the name ends in .gz
-        costs = costs_of(profiler.events() or (), weight_uses(self._weights))
+        costs = costs_of(profiler.events() or (), weight_uses(self.weights))
         if not costs.steps:
             return
-        table = self._folder / f"rank{self._rank}.md"
+        table = self.folder / f"rank{self.rank}.md"
         table.write_text(self._table(costs), encoding="utf-8")
-        self._log(f"profile of {_step_range(costs.steps)}: {costs.largest()} of the time; {table}")
+        self.log(f"profile of {_step_range(costs.steps)}: {costs.largest()} of the time; {table}")
 
     def _table(self, costs: Costs) -> str:
         count = len(costs.steps)
@@ -115,9 +99,9 @@ class StepProfile:
         ]
         total_s = sum(cost.seconds for cost in costs.rows.values())
         parallel = " More than the step: kernels ran in parallel." if total_s > 1.01 * costs.wall_s else ""
-        memory = {**self._memory_stats(), "peak of the rank so far, in total": self._peak_gib() * 2**30}
+        memory = {**self.memory_stats(), "peak of the rank so far, in total": self.peak_gib() * 2**30}
         lines = [
-            f"# Rank {self._rank}, {_step_range(costs.steps)}",
+            f"# Rank {self.rank}, {_step_range(costs.steps)}",
             "",
             f"The largest costs: {costs.largest()} of the step.",
             "",
@@ -133,7 +117,7 @@ class StepProfile:
             "| --- | ---: |",
             *(f"| {name} | {size / 2**30:.4f} |" for name, size in memory.items()),
             "",
-            f"Open `rank{self._rank}.json.gz` in https://ui.perfetto.dev.",
+            f"Open `rank{self.rank}.json.gz` in https://ui.perfetto.dev.",
             "",
         ]
         return "\n".join(lines)

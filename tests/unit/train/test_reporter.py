@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
-from isthmus.train.console import Progress
+from isthmus.train.console import Console
 from isthmus.train.metrics import StepMetrics, duration
 from isthmus.train.reporter import Reporter, cut_after
 
@@ -191,7 +191,9 @@ def test_missing_tensorboard_is_said_once(
 
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    console = Progress(10, done=3)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    console = Console()
+    console.show_progress(10, done=3)
     console.print("step 4/10  loss [1.5]")
     console.advance(4)
     console.close()
