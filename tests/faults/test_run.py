@@ -77,7 +77,7 @@ def test_real_process_says_nothing_but_its_own_lines(small: list[str], tmp_path:
         "precision ",
         "memory, estimated: ",
         "memory allocator: ",
-        "products in fp32: ",
+        "fp32 matmuls: ",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY=",
     )
     begins = (*decided, "data: ", "step ", "saved ", "exported ", "TensorBoard")

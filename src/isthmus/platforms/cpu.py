@@ -29,37 +29,35 @@ class CpuPlatform(Platform):
     collective_backend = "gloo"
 
     def supports(self, capability: str) -> tuple[bool, str]:
-        """See :meth:`Platform.supports`. bf16 is always right on a CPU; only some have instructions for it."""
+        """All but fp8; the reason says whether the CPU has instructions for the precision."""
         if capability == "fp32":
             return True, "every CPU has fp32"
         if capability == "bf16":
             unit = self._bf16_unit()
             return True, f"this CPU has {unit}" if unit else "without bf16 instructions, so slower than fp32"
         if capability == "fp16":
-            facts = _facts()
-            quick = facts.get("amx_fp16") or facts.get("avx512_fp16")
-            return (
-                True,
-                f"this CPU has {'' if quick else 'no '}instructions for it{'' if quick else ': slower than fp32'}",
-            )
+            capabilities = _cpu_capabilities()
+            if capabilities.get("amx_fp16") or capabilities.get("avx512_fp16"):
+                return True, "this CPU has fp16 instructions"
+            return True, "without fp16 instructions, so slower than fp32"
         if capability == "fp8":
-            return False, "CPUs have no fp8 matrix products; GPUs have from sm_89 on, or as gfx942, gfx950 and gfx12"
+            return False, "CPUs have no fp8 matmuls; GPUs have from sm_89 on, or as gfx942, gfx950 and gfx12"
         return False, f"torch has no {capability} training on a CPU"
 
     def default_precision(self) -> tuple[Literal["fp32", "bf16"], str]:
-        """See :meth:`Platform.default_precision`. The same on every CPU, so that runs can be compared."""
+        """fp32 on every CPU, so that runs are comparable."""
         unit = self._bf16_unit()
         hint = f"; this CPU has {unit}, so train.precision=bf16 may be faster" if unit else ""
         return "fp32", f"the default on every CPU{hint}"
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Not known: it depends on clocks that no interface tells."""
+        """Unknown: it depends on clock rates that no interface reports."""
         return None
 
     def memory_gib(self) -> float:
-        """See :meth:`Platform.memory_gib`."""
+        """Peak resident memory."""
         if _STATUS.exists():
-            # Not getrusage: its maximum is inherited from the process that started this one.
+            # Not getrusage: its maximum is inherited from the parent process.
             for line in _STATUS.read_text().splitlines():
                 if line.startswith("VmHWM:"):
                     return int(line.split()[1]) / 2**20
@@ -67,72 +65,72 @@ class CpuPlatform(Platform):
         return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
     def memory_used(self) -> float:
-        """See :meth:`Platform.memory_used`."""
+        """Share of the machine's memory, or of the container's limit."""
         return 1.0 - free_bytes() / int(psutil.virtual_memory().total)
 
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
-        """See :meth:`Platform.memory_for_rank_bytes`."""
+        """An equal share of the free memory."""
         return free_bytes() // ranks_here
 
     def device_count(self) -> int | None:
-        """See :meth:`Platform.device_count`."""
+        """None: ranks share the cores."""
         return None
 
     def describe(self) -> str:
-        """See :meth:`Platform.describe`."""
-        name = _facts().get("cpu_name") or platform.processor() or platform.machine()
+        """Name and number of cores."""
+        name = _cpu_capabilities().get("cpu_name") or platform.machine()
         return f"{name}, {os.cpu_count()} logical cores"
 
     def env_defaults(self) -> EnvDefaults:
-        """See :meth:`Platform.env_defaults`. The number of threads depends on the ranks, and is the run's to set."""
-        few = "oneDNN keeps half a MiB for each shape of a bf16 product, and 1024 of them by default"
-        return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("64", few)}
+        """The size of oneDNN's cache; the run sets the number of threads, which depends on its ranks."""
+        why = "oneDNN keeps half a MiB for each shape of a bf16 matmul, and 1024 of them by default"
+        return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("64", why)}
 
     def prepare_process(self) -> tuple[str, ...]:
-        """See :meth:`Platform.prepare_process`."""
-        where = "where they are large and ranks share no layer; MKL has AVX-512 code for Intel's CPUs alone"
-        products = f"products in fp32: oneDNN's, {where}"
-        return tuple(filter(None, (_keep_memory(), products if onednn_is_faster() else None)))
+        """Configure the memory allocator; matmuls choose their library by themselves."""
+        matmuls = "fp32 matmuls: oneDNN if large and not in layers that ranks share; MKL has AVX-512 for Intel only"
+        return tuple(filter(None, (_keep_freed_memory(), matmuls if onednn_is_faster() else None)))
 
     def _bf16_unit(self) -> str | None:
-        """The instructions this CPU has for bf16 matrix products, by name."""
-        facts = _facts()
-        named = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
-        return next((name for flag, name in named.items() if facts.get(flag)), None)
+        """The CPU's instructions for bf16 matmuls, by name."""
+        capabilities = _cpu_capabilities()
+        names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
+        return next((name for flag, name in names.items() if capabilities.get(flag)), None)
 
 
 def onednn_is_faster() -> bool:
-    """Whether float32 products should come from oneDNN and not from MKL, of which torch brings both.
+    """Whether fp32 matmuls should use oneDNN instead of MKL; torch includes both.
 
-    MKL has AVX-512 code for Intel's processors alone. Without AVX-512 nothing was measured, and torch's choice stays.
+    MKL has AVX-512 code for Intel processors only. Without AVX-512 nothing was measured, and torch's choice stays.
     """
-    facts = _facts()
-    intel = "Intel" in str(facts.get("cpu_name", "Intel"))
-    return bool(facts.get("avx512_f")) and not intel and torch.backends.mkldnn.is_available()
+    capabilities = _cpu_capabilities()
+    intel = "Intel" in str(capabilities.get("cpu_name", "Intel"))
+    return bool(capabilities.get("avx512_f")) and not intel and torch.backends.mkldnn.is_available()
 
 
-def _keep_memory() -> str | None:
-    """Let the C library keep what is freed: a step asks for the same gigabytes again and again.
+def _keep_freed_memory() -> str | None:
+    """Let the C library keep freed memory: every step allocates the same gigabytes again.
 
-    glibc hands tensors beyond 32 MiB back to the system at once, which then clears every page of the next one. Who has
-    set glibc's own variables has chosen.
+    By default glibc returns tensors above 32 MiB to the system, which clears every page of the next one. A user who
+    has set glibc's variables has chosen.
     """
     chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
     if chosen:
-        return f"memory allocator: left as {', '.join(sorted(chosen))} says"
+        return f"memory allocator: unchanged, since {', '.join(sorted(chosen))} is set"
     if not platform.libc_ver()[0].startswith("glibc"):
         return None
     libc = ctypes.CDLL(None)
     if not (libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1)):
         return None
-    return f"memory allocator: freed memory is kept for the next step{_huge_pages(libc)}"
+    pages = ", in huge pages" if _use_huge_pages(libc) else ""
+    return f"memory allocator: freed memory is kept for the next step{pages}"
 
 
-def _huge_pages(libc: ctypes.CDLL) -> str:
-    """Ask for huge pages under the heap that is yet to grow; returns what was reached, for the user.
+def _use_huge_pages(libc: ctypes.CDLL) -> bool:
+    """Request huge pages for the heap before it grows.
 
-    The heap's addresses are claimed by one large allocation, marked and given back; memory is used only as it is
-    touched. A system that promises no more than it has may refuse, and then nothing has happened.
+    One large allocation claims the heap's addresses, is marked and freed; only touched memory is used. A system that
+    does not overcommit may refuse, which changes nothing.
     """
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -141,14 +139,14 @@ def _huge_pages(libc: ctypes.CDLL) -> str:
     size = os.sysconf("SC_PHYS_PAGES") * page // 2
     address = libc.malloc(size)
     if not address:
-        return ""
+        return False
     start = (address + page - 1) // page * page
-    taken = libc.madvise(start, (address + size - start) // page * page, mmap.MADV_HUGEPAGE) == 0
+    result = libc.madvise(start, (address + size - start) // page * page, mmap.MADV_HUGEPAGE)
     libc.free(address)
-    return ", in huge pages" if taken else ""
+    return bool(result == 0)
 
 
-def _facts() -> dict[str, Any]:
-    """What torch knows of the CPU; nothing where this torch cannot tell."""
-    ask = getattr(torch.cpu, "get_capabilities", None)
-    return dict(ask()) if ask else {}
+def _cpu_capabilities() -> dict[str, Any]:
+    """What torch reports about the CPU; empty for a torch without the query."""
+    query = getattr(torch.cpu, "get_capabilities", None)
+    return dict(query()) if query else {}

@@ -8,7 +8,7 @@ from isthmus.platforms.base import EnvDefaults, RunShape
 from isthmus.platforms.gpu import GpuPlatform
 
 _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
-"""First compute capability with matrix cores for each precision."""
+"""First compute capability with matrix cores, by precision."""
 
 
 class CudaPlatform(GpuPlatform):
@@ -30,7 +30,7 @@ class CudaPlatform(GpuPlatform):
     )
 
     def arch(self) -> str:
-        """See :meth:`GpuPlatform.arch`."""
+        """``sm_`` and the compute capability."""
         properties = self.properties()
         return f"sm_{properties.major}{properties.minor}"
 
@@ -39,27 +39,27 @@ class CudaPlatform(GpuPlatform):
         return capability in _SINCE and (properties.major, properties.minor) >= _SINCE[capability]
 
     def env_defaults(self) -> EnvDefaults:
-        """See :meth:`Platform.env_defaults`."""
+        """The allocator's setting."""
         return {
             "PYTORCH_ALLOC_CONF": (
                 "expandable_segments:True",
-                "packed micro batches differ in length, and memory segments that grow do not fragment",
+                "packed micro batches differ in length, and expandable memory segments do not fragment",
             ),
         }
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
-        """See :meth:`Platform.env_of_run`."""
-        if run.fsdp:  # its gathers run beside the computation, each in a queue of its own
+        """One queue for kernels, unless fsdp gathers weights during the computation."""
+        if run.fsdp:
             return {}
         return {
             "CUDA_DEVICE_MAX_CONNECTIONS": (
                 "1",
-                "kernels start in the order they are issued, on which Megatron-Core's overlap of tensor parallel "
-                "communication with matrix products relies",
+                "kernels start in the order of their launch, which Megatron-Core's overlap of tensor-parallel "
+                "communication with matmuls requires",
             )
         }
 
     @property
     def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """See :attr:`Platform.env_aliases`."""
+        """The old name of the allocator's setting."""
         return {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}

@@ -1,4 +1,4 @@
-"""Finds out which platform this machine and this build of torch are, and says why."""
+"""Detects the platform of this machine and build of torch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _TITLES = {"cuda": "CUDA", "rocm": "ROCm"}
 def detect(prefer: str = "auto") -> Platform:
     """Choose the platform of this process.
 
-    On a ROCm build of torch this sets the platform's environment variables, because HIP reads them when it is first
-    asked whether there is a device; ``apply_env`` reports them.
+    On a ROCm build of torch this sets the platform's environment variables, because HIP reads them at the first query
+    for devices; ``apply_env`` reports them.
 
     Args:
-        prefer: ``auto`` takes a GPU if there is one that this torch can use; ``cpu``, ``cuda`` or ``rocm`` insist.
+        prefer: ``auto`` takes a GPU that this torch can use, else the CPU; ``cpu``, ``cuda`` or ``rocm`` require it.
 
     Raises:
-        UsageError: the platform that was asked for is not known, not in this build of torch, or has no device here;
-            or there are fewer GPUs than ranks on this machine.
+        UsageError: the platform is unknown, not in this build of torch, or has no device; or this machine has fewer
+            GPUs than ranks.
     """
     if prefer not in ("auto", "cpu", *_TITLES):
-        raise UsageError(f"platform={prefer} is not known. Use auto, cpu, cuda or rocm.")
+        raise UsageError(f"platform={prefer} is unknown. Use auto, cpu, cuda or rocm.")
     if prefer == "cpu":
-        return CpuPlatform(reason="platform=cpu was asked for")
+        return CpuPlatform(reason="platform=cpu is set")
     built_for, version = _build()
     if prefer != "auto" and prefer != built_for:
         raise UsageError(_wrong_build(prefer, built_for, version))
@@ -49,7 +49,7 @@ def detect(prefer: str = "auto") -> Platform:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if ranks > count:
             raise UsageError(
-                f"{ranks} ranks on this machine need a GPU each, and torch sees {devices}{_hidden(built_for)}. "
+                f"{ranks} ranks on this machine need one GPU each, and torch sees {devices}{_hidden(built_for)}. "
                 f"Use --nproc {count}, or platform=cpu."
             )
         reason = f"{title} and sees {devices}"
@@ -58,11 +58,11 @@ def detect(prefer: str = "auto") -> Platform:
     if prefer == "auto":
         return CpuPlatform(reason=reason)
     tool = "rocm-smi" if built_for == "rocm" else "nvidia-smi"
-    raise UsageError(f"platform={prefer}: {reason}. See whether {tool} lists one, or use platform=cpu.")
+    raise UsageError(f"platform={prefer}: {reason}. Check whether {tool} lists one, or use platform=cpu.")
 
 
 def _build() -> tuple[str | None, str | None]:
-    """What torch was built for, and its version. HIP comes first: a ROCm build may name a CUDA version, too."""
+    """The platform that torch is built for and its version. HIP first: a ROCm build may have a CUDA version too."""
     if torch.version.hip:
         return "rocm", torch.version.hip
     return ("cuda", torch.version.cuda) if torch.version.cuda else (None, None)
@@ -78,7 +78,7 @@ def _wrong_build(prefer: str, built_for: str | None, version: str | None) -> str
 
 
 def _hidden(built_for: str) -> str:
-    """The variable that may hide the devices, if one is set."""
+    """The variables that hide devices, if set."""
     names = ["CUDA_VISIBLE_DEVICES"]
     if built_for == "rocm":
         names += ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]

@@ -1,25 +1,27 @@
-"""Puts a platform's environment variables in place, and leaves alone what the user has chosen."""
+"""Environment variables: those that a platform sets, and those that users set without effect or to their harm."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from isthmus.platforms.base import Platform, RunShape
 
-# A runtime may need its variables before anybody asks for them (see detect); they are still to be reported then.
+# A runtime may read its variables before the run applies them (see detect); they are still reported then.
 _set_here: dict[str, str] = {}
 
 
 def apply_env(platform: Platform, run: RunShape | None = None) -> dict[str, tuple[str, str]]:
-    """Set the platform's variables that are not set yet, under any of their names, not even to nothing.
+    """Set the platform's variables, except those that the user has set under any of their names, even to nothing.
 
     Args:
-        platform: whose they are.
-        run: what it is going to do; None sets only those that do not hang on it.
+        platform: of this process.
+        run: its shape; None sets only the variables that do not depend on it.
 
     Returns:
-        Every variable that this process has set, with its value and the reason; those that came with the environment
-        are not among them.
+        Every variable that this process has set, with its value and the reason.
     """
     applied: dict[str, tuple[str, str]] = {}
     defaults = {**platform.env_defaults(), **(platform.env_of_run(run) if run is not None else {})}
@@ -30,3 +32,80 @@ def apply_env(platform: Platform, run: RunShape | None = None) -> dict[str, tupl
         if _set_here.get(variable) == value == os.environ.get(variable):
             applied[variable] = (value, why)
     return applied
+
+
+_TE = "TransformerEngine reads it, and is not used here"
+_CONVOLUTION = "it tunes convolutions, which a language model does not have"
+_MSCCL = "RCCL no longer has MSCCL; 0 was a workaround for old releases"
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """What to tell a user who has set some variables; they are never changed."""
+
+    names: str
+    """Pattern of the whole name."""
+    text: str
+    applies: Callable[[str, RunShape], bool] = lambda value, run: True
+    """For which values and runs."""
+    on_gpu: bool = False
+    """Only on GPUs."""
+
+
+REMARKS = (
+    Remark("PYTORCH_ROCM_DEVICE", "no program reads it; CUDA_VISIBLE_DEVICES chooses devices, also under ROCm"),
+    Remark("GPU_MAX_HEAP_SIZE|GPU_MAX_ALLOC_PERCENT", "OpenCL reads it, and its default is all memory; no effect"),
+    Remark(
+        "HSA_ENABLE_SDMA", "copies then use compute units instead of the copy engines: a workaround for some "
+        "consumer cards, slower on Instinct. Unset it",
+        lambda value, run: value == "0",
+    ),
+    Remark("RCCL_MSCCL_ENABLE|RCCL_MSCCLPP_\\w+", _MSCCL),
+    Remark(
+        "NCCL_IB_DISABLE", "nodes then communicate over TCP instead of InfiniBand or RoCE, many times slower. Unset it",
+        lambda value, run: value == "1",
+    ),
+    Remark(
+        "NCCL_DEBUG", "every rank logs its connections at length, for debugging. WARN is enough otherwise",
+        lambda value, run: value.upper() in ("INFO", "TRACE"),
+    ),
+    Remark("NCCL_CHECKS_DISABLE", "an old name: pointers are not checked unless NCCL_CHECK_POINTERS=1"),
+    Remark("NCCL_PROTO", "the library chooses the best protocol for each size; one for all sizes is slower for some"),
+    Remark("MIOPEN_\\w+", _CONVOLUTION),
+    Remark("TE_HIPBLASLT_\\w+", f"{_TE}; PYTORCH_TUNABLEOP_ENABLED=1 tunes torch's matmuls"),
+    Remark("NVTE_\\w+", _TE),
+    Remark("PRIMUS_TURBO_\\w+", "Primus reads it, and is not used here"),
+    Remark(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "parallel.fsdp gathers weights during the computation, which one queue serializes. Unset it",
+        lambda value, run: value == "1" and run.fsdp,
+        on_gpu=True,
+    ),
+    Remark(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "the overlap of tensor and context parallelism relies on 1. Unset it",
+        lambda value, run: value != "1" and run.tp_or_cp and not run.fsdp,
+        on_gpu=True,
+    ),
+)  # fmt: skip
+
+
+def remarks_on(environment: Mapping[str, str], run: RunShape, *, on_gpu: bool) -> list[str]:
+    """A line for each variable that is set and has no effect here, or harms this run.
+
+    Args:
+        environment: of the process.
+        run: its shape.
+        on_gpu: whether it runs on a GPU.
+    """
+    found = []
+    for name in sorted(environment):
+        for remark in REMARKS:
+            applies = (on_gpu or not remark.on_gpu) and remark.applies(environment[name], run)
+            if applies and re.fullmatch(remark.names, name):
+                found.append(f"{name}={environment[name]} is set: {remark.text}")
+    masks = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if environment.get(name)]
+    if len(masks) == 2:
+        pairs = " and ".join(f"{name}={environment[name]}" for name in masks)
+        found.append(f"{pairs} are set: on ROCm both select devices. Keep CUDA_VISIBLE_DEVICES only")
+    return found

@@ -1,4 +1,4 @@
-"""What CUDA and ROCm devices have in common: torch reaches both through ``torch.cuda``."""
+"""What CUDA and ROCm devices share: torch uses ``torch.cuda`` for both."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 from isthmus.platforms.base import Platform
 
 Peaks = tuple[tuple[str, Mapping[str, float]], ...]
-"""(Words of a device name, peak by precision in TFLOP/s); the first that are found count."""
+"""(Words of a device name, peak by precision in TFLOP/s); the first match counts."""
 _SLICE = re.compile(r"\bMIG\b")
-"""In the name of a device that is a part of the hardware; the peaks are those of the whole."""
+"""In the name of a partition of a device; the peaks are those of whole devices."""
 
 
 class GpuPlatform(Platform):
-    """One GPU to a rank, the one of its local rank."""
+    """One GPU for each rank, chosen by local rank."""
 
     device_type = "cuda"
     collective_backend = "nccl"
     peaks: ClassVar[Peaks]
 
     def peak_tflops(self, precision: str) -> float | None:
-        """See :meth:`Platform.peak_tflops`. Without sparsity; fp32 is real fp32, as torch multiplies by default."""
+        """Peak without sparsity; fp32 without TF32, torch's default."""
         device = self.properties().name
         if _SLICE.search(device):
             return None
@@ -36,12 +36,12 @@ class GpuPlatform(Platform):
         return None
 
     def default_precision(self) -> tuple[Literal["fp32", "bf16"], str]:
-        """See :meth:`Platform.default_precision`."""
+        """bf16 if the device has matrix cores for it."""
         supported, why = self.supports("bf16")
         return ("bf16" if supported else "fp32"), why
 
     def supports(self, capability: str) -> tuple[bool, str]:
-        """See :meth:`Platform.supports`."""
+        """By the device's architecture."""
         arch = self.arch()
         unit = "arithmetic" if capability == "fp32" else "matrix cores"
         supported = capability == "fp32" or self._has_matrix_cores(capability)
@@ -50,36 +50,35 @@ class GpuPlatform(Platform):
         return supported, f"{arch} has {'' if supported else 'no '}{capability} {unit}"
 
     def memory_gib(self) -> float:
-        """See :meth:`Platform.memory_gib`."""
+        """Peak reserved by torch's caching allocator."""
         return float(torch.cuda.max_memory_reserved()) / 2**30
 
     def memory_used(self) -> float:
-        """See :meth:`Platform.memory_used`."""
+        """Share of the device's memory in use by all processes."""
         free, total = torch.cuda.mem_get_info()
         return 1.0 - free / total
 
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
-        """See :meth:`Platform.memory_for_rank_bytes`."""
+        """All memory of the device."""
         return int(self.properties().total_memory)
 
     def device_count(self) -> int | None:
-        """See :meth:`Platform.device_count`."""
+        """GPUs that torch sees."""
         return torch.cuda.device_count()
 
     def describe(self) -> str:
-        """See :meth:`Platform.describe`."""
+        """Count, name, architecture and memory of the devices."""
         properties = self.properties()
         return f"{self.device_count()} x {properties.name} ({self.arch()}, {properties.total_memory / 2**30:.0f} GiB)"
 
     def properties(self) -> Any:
-        """Torch's record of this rank's device (the machine's devices are taken to be alike where there are fewer)."""
+        """Torch's properties of this rank's device; of another one if there are fewer devices than ranks."""
         rank = int(os.environ.get("LOCAL_RANK", "0"))
         return torch.cuda.get_device_properties(rank % max(1, torch.cuda.device_count()))
 
     @abstractmethod
     def arch(self) -> str:
-        """The vendor's name of the instruction set, such as ``sm_90`` or ``gfx942``."""
+        """The architecture, such as ``sm_90`` or ``gfx942``."""
 
     @abstractmethod
-    def _has_matrix_cores(self, capability: str) -> bool:
-        """Whether the device multiplies matrices of that precision in hardware."""
+    def _has_matrix_cores(self, capability: str) -> bool: ...

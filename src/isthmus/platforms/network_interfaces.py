@@ -1,4 +1,4 @@
-"""The network interfaces of this machine, and which of them the collectives are told to use."""
+"""The network interfaces of this machine, and those that collectives are configured to use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All that have an address, IPv4 before IPv6; link-local IPv6 left out, which nobody can connect to by itself."""
+    """All interfaces with an address, IPv4 first; without link-local IPv6, which needs a scope to connect to."""
     found = []
     for family in (socket.AF_INET, socket.AF_INET6):
         for name, addresses in psutil.net_if_addrs().items():
@@ -35,13 +35,12 @@ def interfaces() -> list[Interface]:
 
 
 def named_by(variable: str, environment: Mapping[str, str] = os.environ) -> Interface | None:
-    """The interface that ``variable`` names; None if it is not set.
+    """The first interface that ``variable`` names; None if it is not set.
 
-    ``GLOO_SOCKET_IFNAME`` holds names, ``NCCL_SOCKET_IFNAME`` beginnings of names, ``=`` before a whole name and ``^``
-    before those that are not to be used. Of several the first counts.
+    ``GLOO_SOCKET_IFNAME`` lists names, ``NCCL_SOCKET_IFNAME`` prefixes, names after ``=`` or exclusions after ``^``.
 
     Raises:
-        UsageError: there is no such interface here, or it has no address.
+        UsageError: this machine has no such interface, or it has no address.
     """
     value = environment.get(variable, "")
     if not value:
@@ -50,7 +49,7 @@ def named_by(variable: str, environment: Mapping[str, str] = os.environ) -> Inte
     chosen = [one for one in present if _matches(variable, value, one.name)]
     if not chosen:
         raise UsageError(
-            f"{variable}={value} names no network interface with an address on {socket.gethostname()}, which has "
+            f"{variable}={value} names no network interface with an address on {socket.gethostname()}; it has "
             f"{', '.join(map(str, present)) or 'none'}. Name one of these, or unset {variable}."
         )
     return chosen[0]
@@ -65,13 +64,13 @@ def _matches(variable: str, value: str, name: str) -> bool:
     return name in words if value.startswith("=") else any(name.startswith(word) for word in words)
 
 
-def towards(host: str) -> Interface | None:
-    """The interface and address from which this machine sends to ``host``; None if it knows no way there."""
+def route_to(host: str) -> Interface | None:
+    """The interface that routes to ``host``; None without a route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
-            own = str(probe.getsockname()[0])
+            address_here = str(probe.getsockname()[0])
     except OSError:
         return None
-    return next((one for one in interfaces() if one.address == own), Interface("?", own))
+    return next((one for one in interfaces() if one.address == address_here), Interface("?", address_here))

@@ -1,4 +1,4 @@
-"""AMD GPUs, with RCCL between the ranks. Nothing here or above it needs a package that exists for CUDA only."""
+"""AMD GPUs, with RCCL between the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RocmPlatform(GpuPlatform):
     """The ROCm devices of this machine."""
 
     name = "rocm"
-    # AMD's data sheets, dense; torch sees each of the two dies of an MI250 as a device, so theirs are halves.
+    # AMD's data sheets, dense; an MI250 is two devices for torch, each with half of its peak.
     peaks = (
         ("MI355X", {"bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2, "fp32": 157.3}),
         ("MI350X", {"bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7, "fp32": 144.2}),
@@ -33,59 +33,53 @@ class RocmPlatform(GpuPlatform):
     )
 
     def arch(self) -> str:
-        """See :meth:`GpuPlatform.arch`; without the feature flags that follow the first colon."""
+        """The ``gfx`` name without feature flags."""
         return str(self.properties().gcnArchName).partition(":")[0]
 
     def _has_matrix_cores(self, capability: str) -> bool:
         return self.arch().startswith(_MATRIX_CORES.get(capability, ()))
 
     def fp8_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """See :meth:`Platform.fp8_types`. CDNA 3 came before the standard: no infinities, one zero, another bias."""
+        """The fnuz dtypes on CDNA 3, which predates the OCP standard: one zero, no infinities, another bias."""
         if self.arch().startswith("gfx942"):
             return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
         return super().fp8_types()
 
     def env_defaults(self) -> EnvDefaults:
-        """See :meth:`Platform.env_defaults`."""
+        """Scratch memory, hardware queues and copy engines."""
         return {
             "HSA_NO_SCRATCH_RECLAIM": (
                 "1",
-                "kernels keep their scratch memory, so that no step waits for it to be given back and taken again",
+                "kernels keep their scratch memory, so that no step waits for its reallocation",
             ),
             "GPU_MAX_HW_QUEUES": (
                 "2",
-                "one queue for computation and one for communication overlap steadily; more of them contend",
+                "one queue for computation and one for communication overlap well; more queues contend",
             ),
-            "HSA_ENABLE_SDMA": ("1", "copies go through the copy engines and leave the compute units alone"),
-            "TORCH_NCCL_HIGH_PRIORITY": ("1", "communication kernels are not queued behind the matrix products"),
+            "HSA_ENABLE_SDMA": ("1", "copies use the copy engines and leave the compute units free"),
+            "TORCH_NCCL_HIGH_PRIORITY": ("1", "communication kernels are not queued behind matmuls"),
         }
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
-        """See :meth:`Platform.env_of_run`."""
+        """By architecture and number of nodes."""
         chosen = {}
         if not run.fsdp:
             chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1", "Megatron-Core warns without it; HIP itself does not read it")
         arch = self.arch()
         if arch in ("gfx942", "gfx950"):
-            why = "packed micro batches differ in length, and memory segments that grow do not fragment"
+            why = "packed micro batches differ in length, and expandable memory segments do not fragment"
             chosen["PYTORCH_ALLOC_CONF"] = ("expandable_segments:True", why)
         if arch == "gfx950":
-            chosen["RCCL_WARP_SPEED_AUTO"] = ("0", "AMD's own setting for the MI350 series")
+            chosen["RCCL_WARP_SPEED_AUTO"] = ("0", "AMD's setting for the MI350 series")
         if run.nodes > 1:
             chosen |= {
-                "NCCL_CROSS_NIC": (
-                    "0",
-                    "a ring stays on one network card of each machine, as rails are wired",
-                ),
-                "NCCL_PXN_DISABLE": (
-                    "1",
-                    "no buffers for another GPU's network card; AMD's own choice",
-                ),
-                "NCCL_P2P_NET_CHUNKSIZE": ("524288", "larger pieces between machines for pipelines; AMD's own choice"),
+                "NCCL_CROSS_NIC": ("0", "a ring uses one network card of each node, as rails are wired"),
+                "NCCL_PXN_DISABLE": ("1", "no buffers for another GPU's network card; AMD's recommendation"),
+                "NCCL_P2P_NET_CHUNKSIZE": ("524288", "larger chunks between nodes for pipelines; AMD's recommendation"),
             }
         return chosen
 
     @property
     def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """See :attr:`Platform.env_aliases`."""
+        """The old names of the allocator's setting."""
         return {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}

@@ -25,8 +25,7 @@ from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.launch.heartbeat import Pulse
 from isthmus.launch.rank_env import ranks_here, speaks_last
 from isthmus.platforms.base import RunShape
-from isthmus.platforms.environment import apply_env
-from isthmus.platforms.known_variables import remarks_on
+from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config

@@ -117,7 +117,7 @@ def test_a_gpu_tells_its_memory_and_its_number(machine: Callable[..., None], mon
 def test_a_cpu_trains_in_fp32_and_says_when_bf16_may_be_faster(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, bool], unit: str
 ) -> None:
-    monkeypatch.setattr(cpu_module, "_facts", lambda: facts)
+    monkeypatch.setattr(cpu_module, "_cpu_capabilities", lambda: facts)
     platform = detect("cpu")
     precision, why = platform.default_precision()
     assert precision == "fp32" and unit in why and ("train.precision=bf16" in why) is bool(unit)
@@ -170,7 +170,7 @@ def test_freed_memory_is_kept_on_a_cpu() -> None:
 @pytest.mark.processes
 def test_an_allocator_that_was_chosen_is_left_alone() -> None:
     _, said = faults("prepared", MALLOC_ARENA_MAX="2")
-    assert said[0].startswith("memory allocator: left as MALLOC_ARENA_MAX says")
+    assert said[0].startswith("memory allocator: unchanged, since MALLOC_ARENA_MAX is set")
 
 
 @pytest.mark.parametrize(
@@ -186,10 +186,10 @@ def test_an_allocator_that_was_chosen_is_left_alone() -> None:
 def test_products_come_from_the_library_with_code_for_the_processor(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, object], faster: bool
 ) -> None:
-    monkeypatch.setattr(cpu_module, "_facts", lambda: facts)
-    monkeypatch.setattr(cpu_module, "_keep_memory", lambda: None)
+    monkeypatch.setattr(cpu_module, "_cpu_capabilities", lambda: facts)
+    monkeypatch.setattr(cpu_module, "_keep_freed_memory", lambda: None)
     assert cpu_module.onednn_is_faster() is faster
-    assert [line.split(",")[0] for line in detect("cpu").prepare_process()] == ["products in fp32: oneDNN's"] * faster
+    assert [line.split(" if ")[0] for line in detect("cpu").prepare_process()] == ["fp32 matmuls: oneDNN"] * faster
 
 
 @pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: platform.name)

@@ -63,9 +63,9 @@ def test_a_cpu_may_be_asked_for_beside_gpus_and_then_no_gpu_is_asked(monkeypatch
         ({"hip": "6.4"}, "cuda", "built for ROCm 6.4. Use platform=rocm, cpu or auto, or install a CUDA build"),
         ({"cuda": "12.8"}, "rocm", "built for CUDA 12.8. Use platform=cuda, cpu or auto, or install a ROCm build"),
         ({"count": 0}, "cuda", "built without GPU support. Use platform=cpu or auto, or install a CUDA build"),
-        ({"cuda": "12.8", "count": 0}, "cuda", "sees no device. See whether nvidia-smi lists one, or use platform=cpu"),
-        ({"hip": "6.4", "count": 0}, "rocm", "sees no device. See whether rocm-smi lists one, or use platform=cpu"),
-        ({}, "tpu", "platform=tpu is not known. Use auto, cpu, cuda or rocm"),
+        ({"cuda": "12.8", "count": 0}, "cuda", "sees no device. Check whether nvidia-smi lists one, or use platform=cpu"),
+        ({"hip": "6.4", "count": 0}, "rocm", "sees no device. Check whether rocm-smi lists one, or use platform=cpu"),
+        ({}, "tpu", "platform=tpu is unknown. Use auto, cpu, cuda or rocm"),
     ],
 )
 def test_what_cannot_be_had(machine: Callable[..., None], build: dict[str, str], prefer: str, message: str) -> None:
@@ -78,7 +78,7 @@ def test_what_cannot_be_had(machine: Callable[..., None], build: dict[str, str],
 @pytest.mark.usefixtures("h200")
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "9")
-    with pytest.raises(UsageError, match=r"9 ranks .* need a GPU each, and torch sees 8 devices.*--nproc 8"):
+    with pytest.raises(UsageError, match=r"9 ranks .* need one GPU each, and torch sees 8 devices.*--nproc 8"):
         detect()
 
 

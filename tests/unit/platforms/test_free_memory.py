@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from isthmus.platforms.free_memory import free_bytes, give_back
+from isthmus.platforms.free_memory import free_bytes, trim_memory
 
 
 @pytest.fixture
@@ -30,4 +30,4 @@ def test_the_machine_where_there_is_no_less(limit: str | None, group: Path) -> N
 
 
 def test_giving_back_is_harmless() -> None:
-    give_back()
+    trim_memory()

@@ -29,6 +29,6 @@ def test_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch, variable: 
 
 
 def test_way_to_this_machine() -> None:
-    way = network_interfaces.towards("127.0.0.1")
+    way = network_interfaces.route_to("127.0.0.1")
     assert way is not None and way.address == "127.0.0.1" and way.name == "lo"
-    assert network_interfaces.towards("no-such-host.invalid") is None
+    assert network_interfaces.route_to("no-such-host.invalid") is None

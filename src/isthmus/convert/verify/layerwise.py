@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from isthmus.platforms.free_memory import give_back
+from isthmus.platforms.free_memory import trim_memory
 
 Seen = Callable[[int, Tensor], None]
 """Called with the number of layers passed and the hidden states [B * S, H] after them."""
@@ -54,7 +54,7 @@ def run_layers(network: Network, input_ids: Tensor, seen: Seen, *, by_layer: boo
                 module, _, local = name.rpartition(".")
                 network.module.get_submodule(module).register_parameter(local, empty[name])
         if by_layer:
-            give_back()
+            trim_memory()
 
     last = len(network.layers) - 1
     handles = []

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from isthmus.errors import Hang, IsthmusError, UsageError
-from isthmus.platforms.network_interfaces import GLOO, NCCL, Interface, interfaces, named_by, towards
+from isthmus.platforms.network_interfaces import GLOO, NCCL, Interface, interfaces, named_by, route_to
 
 KNOCK_S = 10.0
 """How long one rank tries to reach another, at most."""
@@ -81,7 +81,7 @@ def meet(rank: int, world_size: int, *, collective_backend: str, timeout_s: floa
     chosen = {variable: named_by(variable) for variable in (GLOO, *((NCCL,) if collective_backend == "nccl" else ()))}
     store = _open_store(rank, world_size, deadline, timeout_s)
     address, _ = master()
-    own = towards(address)
+    own = route_to(address)
     chosen = {f"{name}={os.environ[name]}": one for name, one in chosen.items() if one} or {"the way to rank 0": own}
     with _Doors(rank, {why: one for why, one in chosen.items() if one}) as doors:
         me = Member(
@@ -133,7 +133,7 @@ def _wait_for_door(rank: int, address: str, port: int, deadline: float, timeout_
             if time.monotonic() + _POLL_S < deadline:
                 time.sleep(4 * _POLL_S)
                 continue
-            own = towards(address)
+            own = route_to(address)
             tried = f"from {own.address}, interface {own.name}" if own else "its machine knows no way there"
             raise Hang(
                 f"rank {rank} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}, tried for "

@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.platforms.base import RunShape
 from isthmus.platforms.detect import apply_env, detect
-from isthmus.platforms.known_variables import remarks_on
+from isthmus.platforms.environment import remarks_on
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ from isthmus.platforms.known_variables import remarks_on
         ("GPU_MAX_HEAP_SIZE", "100", "OpenCL"),
         ("GPU_MAX_ALLOC_PERCENT", "100", "OpenCL"),
         ("HSA_ENABLE_SDMA", "0", "copy engines"),
-        ("RCCL_MSCCL_ENABLE", "0", "no MSCCL any more"),
+        ("RCCL_MSCCL_ENABLE", "0", "no longer has MSCCL"),
         ("NCCL_IB_DISABLE", "1", "TCP"),
-        ("NCCL_DEBUG", "INFO", "pages"),
+        ("NCCL_DEBUG", "INFO", "at length"),
         ("MIOPEN_FIND_MODE", "3", "convolutions"),
         ("MIOPEN_DEBUG_CONV_IMPLICIT_GEMM", "1", "convolutions"),
         ("TE_HIPBLASLT_TUNING_RUN_COUNT", "10", "PYTORCH_TUNABLEOP_ENABLED=1"),
@@ -37,7 +37,7 @@ def test_no_word_about_values_that_are_right() -> None:
     right = {"HSA_ENABLE_SDMA": "1", "NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"}
     assert remarks_on(right, RunShape(), on_gpu=True) == []
     both = {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert "two names of one choice" in remarks_on(both, RunShape(), on_gpu=True)[0]
+    assert "both select devices" in remarks_on(both, RunShape(), on_gpu=True)[0]
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert "parallel.fsdp" in remarks_on(one, RunShape(fsdp=True), on_gpu=True)[0]
     assert remarks_on(one, RunShape(fsdp=True), on_gpu=False) == remarks_on(one, RunShape(), on_gpu=True) == []
