@@ -1,4 +1,4 @@
-"""Runs Isthmus in the fine-tuning benchmark: session, optimizer, stepper and batches of the sft recipe.
+"""Runs Isthmus in the fine-tuning benchmark: model, optimizer, stepper and batches of the sft recipe.
 
 Styles: ``alone`` has ``micro_batch_size`` samples per micro batch, ``packed`` as many packed sequences.
 """

@@ -63,7 +63,11 @@ def test_a_cpu_may_be_asked_for_beside_gpus_and_then_no_gpu_is_asked(monkeypatch
         ({"hip": "6.4"}, "cuda", "built for ROCm 6.4. Use platform=rocm, cpu or auto, or install a CUDA build"),
         ({"cuda": "12.8"}, "rocm", "built for CUDA 12.8. Use platform=cuda, cpu or auto, or install a ROCm build"),
         ({"count": 0}, "cuda", "built without GPU support. Use platform=cpu or auto, or install a CUDA build"),
-        ({"cuda": "12.8", "count": 0}, "cuda", "sees no device. Check whether nvidia-smi lists one, or use platform=cpu"),
+        (
+            {"cuda": "12.8", "count": 0},
+            "cuda",
+            "sees no device. Check whether nvidia-smi lists one, or use platform=cpu",
+        ),
         ({"hip": "6.4", "count": 0}, "rocm", "sees no device. Check whether rocm-smi lists one, or use platform=cpu"),
         ({}, "tpu", "platform=tpu is unknown. Use auto, cpu, cuda or rocm"),
     ],
