@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import isthmus.cli.alone  # noqa: F401
+import isthmus.cli.process  # noqa: F401
 from isthmus import atomic_write
 from isthmus.cli.main import main
 from isthmus.convert import canonical, transfer

@@ -142,7 +142,9 @@ def test_error_of_all_ranks_is_told_once(stubbed: Path) -> None:
 def test_bug_in_one_rank(stubbed: Path) -> None:
     done = finished(stubbed, "bug")
     assert done.returncode == 70
-    assert ours(done.stderr) == ["isthmus: ZeroDivisionError: division by zero (unexpected; --debug shows where)"]
+    assert ours(done.stderr) == [
+        "isthmus: ZeroDivisionError: division by zero (unexpected; --debug shows the traceback)"
+    ]
     debug = finished(stubbed, "bug", "--debug")
     assert debug.returncode == 70 and debug.stderr.count('raise ZeroDivisionError("division by zero")') == 1
 

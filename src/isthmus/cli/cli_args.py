@@ -1,4 +1,4 @@
-"""The words after a command's options: a config file and ``key=value`` settings; and ``--data`` with many files."""
+"""Parses ``--data`` with several files, and the arguments of a verb: a config file and ``key=value`` settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isthmus.errors import UsageError
 def spread_data(argv: Sequence[str]) -> list[str]:
     """``--data a b`` becomes ``--data a --data b``; an option, a setting or a YAML file ends the files."""
     spread: list[str] = []
-    files = -1  # how many files --data has had so far; -1: not among them
+    files = -1  # number of files after the last --data; -1: not after --data
     for position, word in enumerate(argv):
         if word == "--":
             return [*spread, *argv[position:]]
@@ -30,10 +30,10 @@ def spread_data(argv: Sequence[str]) -> list[str]:
 
 
 def config_and_overrides(words: Sequence[str], kind: Kind = "train") -> tuple[Path | None, list[str]]:
-    """The config file (or model, by ``kind``) among the words, if there is one, and the settings in their order.
+    """The config file (or model, by ``kind``), if one is given, and the settings in order.
 
     Raises:
-        UsageError: two config files, a preset that is not there, or a word that is none of these.
+        UsageError: two config files, an unknown preset, or a word that is neither.
     """
     file: Path | None = None
     overrides: list[str] = []
@@ -42,10 +42,10 @@ def config_and_overrides(words: Sequence[str], kind: Kind = "train") -> tuple[Pa
             overrides.append(word)
         elif not _is_config(word):
             raise UsageError(
-                f"{word!r} is neither a config file (*.yaml), nor a preset ({PREFIX}NAME), nor a setting (key=value)."
+                f"{word!r} is not a config file (*.yaml), a preset ({PREFIX}NAME) or a setting (key=value)."
             )
         elif file is not None:
-            raise UsageError(f"two config files, {file} and {word}; wanted one.")
+            raise UsageError(f"got two config files, {file} and {word}; give one of them.")
         else:
             file = config_path(word, kind)
     return file, overrides

@@ -1,4 +1,4 @@
-"""``isthmus config``: what a config says once its bases, variables and overrides are in, and what there is to set."""
+"""``isthmus config``: shows configs and presets, and translates other programs' settings."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from typing import Annotated, Any
 
 import typer
 
-from isthmus.cli.run_recipe import Words
+from isthmus.cli.train_verbs import Words
 from isthmus.errors import NoSpace, UsageError
 
-app = typer.Typer(help="Look at the settings of a run.", context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    help="Show configs and presets; translate other programs' settings.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
-@app.command("show", short_help="Print the settings of a config file, its bases included.")
+@app.command("show", short_help="Print the settings of a config file or preset.")
 def show(
     words: Words = None,
     resolved: Annotated[
-        bool, typer.Option("--resolved", help="Every setting there is, defaults included; checked as before a run.")
+        bool, typer.Option("--resolved", help="Print every setting with its default, validated as for a run.")
     ] = False,
-    origin: Annotated[bool, typer.Option("--origin", help="A setting a line, and where it is from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Print one setting per line with its origin.")] = False,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="RECIPE", help="sft, dpo or pretrain, for --resolved of a file that does not say."),
+        typer.Option(metavar="RECIPE", help="sft, dpo or pretrain, if --resolved reads a file without recipe."),
     ] = None,
 ) -> int:
-    """Print the settings of a config file, with those of its bases, variables filled in and overrides applied.
+    """Print the settings of a config file, with its base files, variables and overrides applied.
 
-    Of a preset that is a model, print the keys of its config.json.
+    For a model preset, print the keys of its config.json.
     """
     from isthmus.cli.cli_args import config_and_overrides
     from isthmus.config.load import origins_of, settle
@@ -37,10 +40,10 @@ def show(
 
     kind = kind_of(words[0]) if words else "train"
     if kind == "models" and resolved:
-        raise UsageError(f"--resolved is for configs of runs, and {(words or [''])[0]} is a model. Leave it out.")
+        raise UsageError(f"--resolved is for run configs, got the model {(words or [''])[0]}. Leave it out.")
     file, overrides = config_and_overrides(words or [], kind)
     if recipe is not None and not resolved:
-        raise UsageError("--recipe is for --resolved, which checks the settings. Give that as well, or leave it out.")
+        raise UsageError("--recipe needs --resolved, which validates the settings. Add --resolved, or leave it out.")
     settled = settle(recipe, file, overrides, check=resolved, kind=kind)
     values = settled.given if settled.config is None else settled.config.model_dump(mode="json")
     if not origin:
@@ -53,14 +56,14 @@ def show(
     return 0
 
 
-@app.command("ls", short_help="List the configs and the models that come with Isthmus.")
+@app.command("ls", short_help="List the shipped run configs and models.")
 def ls() -> int:
-    """List the configs that come with Isthmus, for wherever a config file can stand, and the models, for --model."""
+    """List the shipped run configs, which can replace a config file, and models, for --model."""
     from isthmus.config.presets import PREFIX, about, preset_names
 
     runs, models = preset_names("train"), preset_names("models")
     width = max(map(len, (*runs, *models)))
-    print("configs of runs")
+    print("run configs")
     for name in runs:
         print(f"  {PREFIX}{name:<{width}}  {about(name)}")
     print("models (model.init=random)")
@@ -69,12 +72,12 @@ def ls() -> int:
     return 0
 
 
-@app.command("cp", short_help="Copy a preset, to be changed.")
+@app.command("cp", short_help="Copy a preset into a file to edit.")
 def cp(
-    preset: Annotated[str, typer.Argument(metavar="NAME", help="As `isthmus config ls` prints it.")],
-    destination: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The new file; it must not exist.")],
+    preset: Annotated[str, typer.Argument(metavar="NAME", help="A name that `isthmus config ls` prints.")],
+    destination: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The new file. It must not exist.")],
 ) -> int:
-    """Copy a preset into a file of your own; a model with all that it builds on, for --model FILE.yaml."""
+    """Copy a preset into a file to edit; a model preset with its bases merged, for --model FILE.yaml."""
     from isthmus.atomic_write import write_atomic
     from isthmus.config.model_file import read_model
     from isthmus.config.presets import PREFIX, config_path, kind_of, opening_lines
@@ -87,7 +90,7 @@ def cp(
         comment = "".join(f"# {line}".rstrip() + "\n" for line in opening_lines(source))
         text = comment + write_mapping(read_model(name))
     if destination.exists():
-        raise NoSpace(f"{destination} exists already. Remove it or choose another name.")
+        raise NoSpace(f"{destination} exists already. Remove it, or choose another name.")
     write_atomic(destination, text)
     return 0
 
@@ -103,9 +106,9 @@ def schema() -> int:
         part["properties"] = {name: _or_variable(one) for name, one in part["properties"].items()}
     found["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     found["properties"] |= FILE_KEYS
-    plain = {"type": "string", "description": "model.path alone."}
+    plain = {"type": "string", "description": "The same as model.path."}
     found["properties"]["model"] = {"anyOf": [plain, found["properties"]["model"]]}
-    # A file may leave to its bases, or to the command line, what a run needs.
+    # Required settings may come from a base file or from the command line.
     for part in (found, *found["$defs"].values()):
         part.pop("required", None)
     print(json.dumps(found, indent=2))
@@ -113,7 +116,7 @@ def schema() -> int:
 
 
 def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a setting which may also be written as ``${VAR}``; that of text and of a section as it is."""
+    """The schema of a setting that may also be ``${VAR}``; text and sections are unchanged."""
     if (schema.get("type") in ("string", "object") and "enum" not in schema) or "$ref" in schema:
         return schema
     named = {key: schema[key] for key in ("title", "description", "default") if key in schema}
@@ -151,39 +154,44 @@ def from_megatron(
     return print_translation(translated(words or [], run), json_wanted=as_json)
 
 
-@app.command("from-primus", short_help="Say an experiment of Primus in settings.")
+@app.command("from-primus", short_help="Translate an experiment of Primus into a config.")
 def from_primus(
-    experiment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The experiment, of its Megatron backend.")],
+    experiment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="An experiment of the Megatron backend.")],
     models: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of model files, beside the experiment's own and PRIMUS_PATH."),
+        typer.Option(
+            metavar="DIR", help="Folder with model files, searched besides the experiment's own and PRIMUS_PATH."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
 ) -> int:
-    """Print the config of the run that an experiment has Primus do, with its model files."""
+    """Print the config of a Primus experiment and its model files."""
     from isthmus.cli.translate import from_primus as translated
     from isthmus.cli.translate import print_translation
 
     return print_translation(translated(experiment, models), json_wanted=as_json)
 
 
-@app.command("from-env", short_help="Say a run of ROCm Megatron-LM's scripts in settings.")
+@app.command("from-env", short_help="Translate variables of ROCm Megatron-LM's scripts into a config.")
 def from_env(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="llama2, llama3 or deepseek_v2.")],
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME=VALUE", help="Variables of the script, which win over the environment; settings."),
+        typer.Argument(
+            metavar="NAME=VALUE", help="Variables of the script, which override the environment, and settings."
+        ),
     ] = None,
     run: Annotated[
-        bool, typer.Option("--run", help="Do what the script would: log file, ranks, and the means at the end.")
+        bool,
+        typer.Option("--run", help="Train as the script would: with its log file, its ranks and the means at the end."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
 ) -> int:
-    """Read the variables of ROCm Megatron-LM's scripts from the environment, and print the config of the same run."""
+    """Print the config of a run of ROCm Megatron-LM's scripts, from their variables in the environment."""
     from isthmus.cli.from_env import print_config, run_script
 
     if run and as_json:
-        raise UsageError("--json prints the settings and --run trains with them. Leave one of the two out.")
+        raise UsageError("--json prints the settings and --run trains with them. Leave one of them out.")
     if run:
         return run_script(script, words or [])
     return print_config(script, words or [], as_json=as_json)

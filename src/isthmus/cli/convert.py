@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.cli import convert_options as options
-from isthmus.cli.run_recipe import Debug, Json, show
+from isthmus.cli import options
+from isthmus.cli.terminal import interruptible, progress_bar, show
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def convert(
     keep: options.Keep = None,
     push: options.Push = None,
     public: options.Public = False,
-    debug: Debug = False,
-    json: Json = False,
+    debug: options.Debug = False,
+    json: options.Json = False,
 ) -> int:
     """Convert between Hugging Face and Megatron-Core without building the model; any layout can load a torch_dist."""
     _check_names(to, spelling, dtype)
@@ -57,7 +57,7 @@ def convert(
     sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp}
     given = {name: size for name, size in sizes.items() if size is not None}
     names: Any = spelling
-    with options.clean_up_on_signals(), options.progress_bar("converting") as progress:
+    with interruptible(), progress_bar("converting") as progress:
         done = run(
             source, destination, target, dtype=None if dtype is None else getattr(torch, DTYPES[dtype]),
             hf_like=hf_like, hf_family=hf_family, layout=LegacyLayout(**given) if given else None,

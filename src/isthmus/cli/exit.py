@@ -1,4 +1,4 @@
-"""How the program ends: any exception becomes one line on stderr and an exit code."""
+"""How the program ends: every exception becomes one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isthmus.errors import IOFailure, IsthmusError, NoSpace
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The exit code, what the user is told, and where it came from."""
+    """The exit code, the message for the user and the traceback."""
 
     exit_code: int
     message: str = ""
@@ -25,7 +25,7 @@ class Ending:
 
 
 def ending_of(run: Callable[[], int | None]) -> Ending:
-    """Call ``run`` and say how it ended; only an exit code of its own, or success, has no message."""
+    """Call ``run`` and return how it ended; success and plain exit codes have no message."""
     try:
         return Ending(run() or 0)
     except SystemExit as request:
@@ -33,35 +33,36 @@ def ending_of(run: Callable[[], int | None]) -> Ending:
             return Ending(1, request.code)
         return Ending(request.code or 0)
     except BrokenPipeError:
-        # Whoever read our output has gone; there is nobody to tell, and the interpreter must not try either.
+        # The reader of our output has ended. Neither we nor the interpreter must write to it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return Ending(IOFailure.exit_code)
-    except BaseException as error:  # torch has errors that are no Exception
+    except BaseException as error:  # some errors of torch are not an Exception
         code, message = explain(error)
         return Ending(code, message, traceback.format_exc())
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and line for an exception."""
+    """Exit code and message of an exception."""
     if isinstance(error, IsthmusError):
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted; what was not saved is lost."
-    if hasattr(error, "format_message"):  # what typer raises at a wrong command line
+        return INTERRUPTED, "interrupted; unsaved progress is lost."
+    if hasattr(error, "format_message"):  # from typer, for a wrong command line
         return 2, f"{_sentence(error.format_message())} See isthmus --help."
     if isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename is not None else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return NoSpace.exit_code, f"{_where(error)}no space is left. Free some, or write to another disk."
-        return IOFailure.exit_code, f"{_where(error)}{error.strerror}."
+            return NoSpace.exit_code, f"{where}no space is left. Free some, or write to another disk."
+        return IOFailure.exit_code, f"{where}{error.strerror}."
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        mend = "Lower train.micro_batch_size or data.seq_length, raise parallel.tp, or set train.recompute=full."
-        return IsthmusError.exit_code, f"out of memory. {mend}"
-    told = " ".join(f"{type(error).__name__}: {error}".split())
-    return IsthmusError.exit_code, f"{told} (unexpected; --debug shows where)"
+        hint = "Lower train.micro_batch_size or data.seq_length, raise parallel.tp, or set train.recompute=full."
+        return IsthmusError.exit_code, f"out of memory. {hint}"
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return IsthmusError.exit_code, f"{line} (unexpected; --debug shows the traceback)"
 
 
 def say(ending: Ending, *, debug: bool, prefix: str = "") -> None:
-    """Print the ending's line to stderr, under ``debug`` after its traceback."""
+    """Print the message to stderr, with ``debug`` after the traceback."""
     if debug and ending.traceback:
         print(ending.traceback, file=sys.stderr)
     if ending.message:
@@ -69,7 +70,7 @@ def say(ending: Ending, *, debug: bool, prefix: str = "") -> None:
 
 
 def keep_traceback(ending: Ending, run_folder: Path | None) -> Ending:
-    """Leave the traceback of an unexpected error in the run folder, if there is one, and say so in the message."""
+    """Write the traceback of an unexpected error into the run folder, if there is one; the message names the file."""
     if ending.exit_code != IsthmusError.exit_code or not ending.traceback:
         return ending
     if run_folder is None or not (run_folder / "config.yaml").is_file():
@@ -79,14 +80,10 @@ def keep_traceback(ending: Ending, run_folder: Path | None) -> Ending:
         path.write_text(ending.traceback, encoding="utf-8")
     except OSError:
         return ending
-    message = ending.message.replace("--debug shows where", f"the traceback is in {path}")
-    return Ending(ending.exit_code, message, ending.traceback)
+    message = ending.message.replace("--debug shows the traceback", f"the traceback is in {path}")
+    return replace(ending, message=message)
 
 
 def _sentence(text: str) -> str:
     line = " ".join(text.split())
     return line[:1].lower() + line[1:] + ("" if line.endswith((".", "?", ")")) else ".")
-
-
-def _where(error: OSError) -> str:
-    return f"{error.filename}: " if error.filename is not None else ""

@@ -1,4 +1,4 @@
-"""What ``isthmus config from-env`` does: a script of ROCm's Megatron-LM, as a config file or as a run."""
+"""``isthmus config from-env``: a run of ROCm Megatron-LM's scripts, as a config file or as a run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ from isthmus.errors import DataError, MissingInput, UsageError
 
 
 def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
-    """Print the config of the run that a script would start; it is checked before."""
+    """Validate and print the config of the run that a script would start."""
     run = _read(script, words)
     remark_on_full_nodes(script, run)
-    _refuse_misfit(run, script)
+    mbs, bs = run.setting("train.micro_batch_size"), run.setting("train.global_batch_size")
+    if bs % mbs:
+        misfit = run.misfit(NODE * run.translation.world.nnodes, batch_names(script))
+        raise UsageError(f"{run.script}: {misfit or f'{bs} is not a multiple of {mbs}'}.")
     load_config(None, None, [], {"recipe": run.translation.recipe, **run.translation.settings})
     if as_json:
         print(json.dumps(translation_as_json(run.translation) | {"command": _start(run)}, indent=2))
@@ -43,11 +46,11 @@ def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
 
 
 def run_script(script: str, words: Sequence[str]) -> int:
-    """Do what a script would; with DRY_RUN=1 show it.
+    """Train as a script would; with DRY_RUN=1 print what it would do.
 
     Raises:
-        UsageError: the words are wrong, or the global batch cannot be dealt out over the ranks of this machine.
-        MissingInput, DataError: NO_TRAINING=1, and the log is not there, or has no iterations.
+        UsageError: the variables are wrong, or the ranks of this machine do not divide the global batch.
+        MissingInput, DataError: NO_TRAINING=1, and the log does not exist or has no iterations.
     """
     run = _read(script, words)
     os.environ.update(run.exports)
@@ -59,15 +62,10 @@ def run_script(script: str, words: Sequence[str]) -> int:
         return _summarise(run, log, ranks)
     misfit = run.misfit(ranks, batch_names(script))
     file = log.with_suffix(".yaml")
-    command = ["pretrain", str(file)] if nproc == 1 else ["pretrain", str(file), "--nproc", str(nproc)]
-    if world.nnodes > 1:
-        command = ["pretrain", str(file)]
-    shown = " ".join(["isthmus", *map(shlex.quote, command)])
-    if world.nnodes > 1:
-        shown = shlex.join(_torchrun(run, nproc, command))
-    said = [f"{remark_line(remark)}" for remark in run.translation.remarks]
-    said += [f"{world.nnodes} x {nproc} ranks ({why}), this is node {world.node_rank}"]
-    said += [f"log file {log}{'' if run.tee else ', and nothing on the screen'}", f"command: {shown}"]
+    command = ["pretrain", str(file), *(["--nproc", str(nproc)] if nproc > 1 and world.nnodes == 1 else [])]
+    shown = shlex.join(["isthmus", *command] if world.nnodes == 1 else _torchrun(run, nproc, command))
+    plan = [f"{world.nnodes} x {nproc} ranks ({why}), this is node {world.node_rank}"]
+    plan += [f"log file {log}{'' if run.tee else ', no output on the terminal'}", f"command: {shown}"]
     settings = {"recipe": run.translation.recipe, **run.translation.settings}
     if run.dry_run:
         from isthmus.recipes.setup.validation import dry_run
@@ -77,7 +75,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
             verdict = f"would be refused: {misfit}."
         else:
             verdict = dry_run(load_config(None, None, [], settings), world_size=ranks, ranks_here=nproc)
-        print("\n".join(f"# {line}" for line in (*said[len(run.translation.remarks) :], *verdict.splitlines())))
+        print("\n".join(f"# {line}" for line in (*plan, *verdict.splitlines())))
         return 0
     if misfit is not None:
         raise UsageError(f"{run.script}: {misfit}.")
@@ -85,35 +83,27 @@ def run_script(script: str, words: Sequence[str]) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(as_yaml(run.translation, _title(run)), encoding="utf-8")
     with _into(log, on_screen=run.tee):
-        print("\n".join(said), file=sys.stderr, flush=True)
+        print("\n".join([*map(remark_line, run.translation.remarks), *plan]), file=sys.stderr, flush=True)
         code = _train(run, nproc, command)
     if code == 0:
         _summarise(run, log, ranks)
     elif not run.tee:
-        print(f"isthmus: ended with exit code {code}; {log} says why.", file=sys.stderr)
+        print(f"isthmus: ended with exit code {code}; the error is in {log}.", file=sys.stderr)
     return code
 
 
 def _read(script: str, words: Sequence[str]) -> ScriptRun:
     if script not in SCRIPTS:
-        raise UsageError(f"{script} is no script that is known. Use {', '.join(SCRIPTS)}.")
+        raise UsageError(f"{script} is not a known script. Use {', '.join(SCRIPTS)}.")
     return started(read_script(script, os.environ, words), datetime.now())
 
 
-def _refuse_misfit(run: ScriptRun, script: str) -> None:
-    """Refuse a global batch that no number of ranks can take, with sizes for the nodes that scripts are written for."""
-    mbs, bs = run.setting("train.micro_batch_size"), run.setting("train.global_batch_size")
-    if bs % mbs:
-        nodes = NODE * run.translation.world.nnodes
-        raise UsageError(f"{run.script}: {run.misfit(nodes, batch_names(script)) or f'{bs} is no multiple of {mbs}'}.")
-
-
 def _title(run: ScriptRun) -> str:
-    return f"{_start(run)}: what {run.script} was told to do.\nLog of the script: {run.train_log}"
+    return f"{_start(run)}: the same run as {run.script}.\nLog of the script: {run.train_log}"
 
 
 def _start(run: ScriptRun) -> str:
-    """The command that does the same from a file: ranks and variables of libraries are in no config."""
+    """The command that starts the run from a file; ranks and library variables are not part of a config."""
     exports = [
         f"{name}=..." if "TOKEN" in name else f"{name}={shlex.quote(text)}" for name, text in run.exports.items()
     ]
@@ -121,7 +111,7 @@ def _start(run: ScriptRun) -> str:
 
 
 def _ranks_here(run: ScriptRun) -> tuple[int, str]:
-    """Ranks on this machine, and why so many."""
+    """The number of ranks on this machine, and the reason."""
     if (chosen := run.translation.world.nproc_per_node) is not None:
         return chosen, "NPROC"
     from isthmus.platforms.detect import detect
@@ -130,7 +120,7 @@ def _ranks_here(run: ScriptRun) -> tuple[int, str]:
     count = platform.device_count()
     if count is None:
         return 1, f"{platform.name}: {platform.reason}; NPROC sets another number"
-    return count, f"one for each GPU: {platform.reason}"
+    return count, f"one per GPU: {platform.reason}"
 
 
 def _torchrun(run: ScriptRun, nproc: int, command: Sequence[str]) -> list[str]:
@@ -141,25 +131,21 @@ def _torchrun(run: ScriptRun, nproc: int, command: Sequence[str]) -> list[str]:
 
 
 def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
-    """Train as the config file says, and tell the end; returns the exit code."""
+    """Train with the config file and print how it ended; returns the exit code."""
     if run.translation.world.nnodes > 1:
         return _forwarding(_torchrun(run, nproc, command))
-    from isthmus.cli import process_state
+    from isthmus.cli import process
     from isthmus.cli.exit import ending_of, keep_traceback, say
-    from isthmus.cli.run_recipe import Request, train
+    from isthmus.cli.train_verbs import train
 
-    process_state.argv = command
-    request = Request(
-        words=[command[1]], model=None, data=None, out=None, nproc=nproc, hf_every=None, dry_run=False, debug=False,
-        json=False,
-    )  # fmt: skip
-    ending = keep_traceback(ending_of(lambda: train("pretrain", request)), process_state.run_folder)
+    process.argv = command
+    ending = keep_traceback(ending_of(lambda: train("pretrain", command[1:2], {}, nproc=nproc)), process.run_folder)
     say(ending, debug=False)
     return ending.exit_code
 
 
 def _forwarding(command: Sequence[str]) -> int:
-    """Run a program that is told of the signals which this process gets; a terminal tells it of Ctrl-C itself."""
+    """Run a program and forward SIGTERM and SIGHUP to it; the terminal itself sends Ctrl-C to both."""
     child = subprocess.Popen(command)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: child.send_signal(received))
@@ -169,11 +155,11 @@ def _forwarding(command: Sequence[str]) -> int:
 
 @contextmanager
 def _into(log: Path, *, on_screen: bool) -> Iterator[None]:
-    """Send what this process and its children print into a file, and to the screen as well or not."""
+    """Redirect the output of this process and its children to a file, and with ``on_screen`` to the terminal too."""
     sys.stdout.flush()
     sys.stderr.flush()
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)  # also for tee, which trains on without one
-    # In a session of its own it hears of no signal, and so has all that is said up to the end.
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)  # also if tee cannot open it
+    # In a session of its own tee gets no signal, so it writes all output up to the end.
     words = ["tee", "--", str(log)]
     tee = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) if on_screen else None
     if tee is not None and tee.stdin is not None:
@@ -195,16 +181,16 @@ def _into(log: Path, *, on_screen: bool) -> Iterator[None]:
 
 
 def _summarise(run: ScriptRun, log: Path, ranks: int) -> int:
-    """Print the means over the iterations of a log, and add them to it."""
+    """Print the means over the iterations of a log, and append them to it."""
     if not log.is_file():
-        raise MissingInput(f"NO_TRAINING=1 reads {log}, and there is none. Set TRAIN_LOG, or LOG_DIR and EXP_NAME.")
+        raise MissingInput(f"NO_TRAINING=1 reads {log}, which does not exist. Set TRAIN_LOG, or LOG_DIR and EXP_NAME.")
     tokens = run.setting("train.global_batch_size") * run.setting("data.seq_length")
     lines = summary(
         log.read_text(encoding="utf-8", errors="replace"), tokens_per_step=tokens, ranks=ranks, skip=run.summary_from,
         with_throughput=run.with_throughput,
     )  # fmt: skip
     if run.no_training and not lines:
-        raise DataError(f"{log} has no line of an iteration, so there is nothing to take means of. Set TRAIN_LOG.")
+        raise DataError(f"{log} has no line of an iteration, so there are no means. Set TRAIN_LOG.")
     with log.open("a", encoding="utf-8") as file:
         for line in lines:
             print(line, flush=True)

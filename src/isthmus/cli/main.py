@@ -1,33 +1,61 @@
-"""The ``isthmus`` command. What costs time to import is imported by the command that needs it."""
+"""The ``isthmus`` command. Slow imports happen in the command that needs them."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from isthmus import __version__
-from isthmus.cli import config, convert, demo, dpo, prepare, pretrain, sft, verify
+from isthmus.cli import config, convert, prepare, train_verbs, verify
 from isthmus.cli.cli_args import spread_data
+from isthmus.cli.options import Debug, Json
+from isthmus.cli.terminal import show
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for all output.")] = Path("isthmus-demo"),
+    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks for the training.")] = 2,
+    debug: Debug = False,
+    json: Json = False,
+) -> int:
+    """Run everything on this machine without network: build a small model, train it, export it, generate an answer."""
+    from isthmus.demo.run_demo import run
+
+    # The commands it runs are child processes, which must be stopped first.
+    signal.signal(signal.SIGTERM, _terminated)
+    # With --json, stdout has the result only.
+    result = run(out, nproc=nproc, say=partial(print, file=sys.stderr if json else sys.stdout, flush=True))
+    show(result, as_json=json)
+    return 0
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
 
 app = typer.Typer(
     name="isthmus",
-    help="Train Hugging Face models on Megatron-Core and get Hugging Face models back.",
+    help="Train Hugging Face models on Megatron-Core and export Hugging Face models.",
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo", short_help="Show the whole way on this machine, without network.")(demo.demo)
-app.command("sft", short_help="Fine-tune a model on chats.")(sft.sft)
-app.command("dpo", short_help="Train a model on pairs of answers.")(dpo.dpo)
-app.command("pretrain", short_help="Train a model on text.")(pretrain.pretrain)
-app.command("prepare", short_help="Tokenize data once, into files that any run can read.")(prepare.prepare)
+app.command("demo", short_help="Train and export a small model on this machine, without network.")(demo)
+app.command("sft", short_help="Fine-tune a model on chats.")(train_verbs.sft)
+app.command("dpo", short_help="Train a model on preference pairs.")(train_verbs.dpo)
+app.command("pretrain", short_help="Train a model on text.")(train_verbs.pretrain)
+app.command("prepare", short_help="Tokenize data once into indexed files for many runs.")(prepare.prepare)
 app.command("convert", short_help="Convert a model between Hugging Face and Megatron-Core.")(convert.convert)
-app.command("verify", short_help="Compare two models bit by bit, in whichever formats.")(verify.verify)
-app.add_typer(config.app, name="config", short_help="Look at the settings of a run.")
+app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verify.verify)
+app.add_typer(config.app, name="config", short_help="Show configs and presets; translate other programs' settings.")
 
 
 def _print_version(wanted: bool) -> None:
@@ -39,14 +67,14 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def parse_and_run(argv: Sequence[str]) -> int:
-    """Run the command that ``argv`` names, without catching anything."""
+    """Run the command that ``argv`` names, without catching errors."""
     result: Any = app(args=spread_data(argv) or ["--help"], prog_name="isthmus", standalone_mode=False)
     return int(result or 0)
 
@@ -55,15 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; see docs/reference/exit-codes.md."""
     words = list(sys.argv[1:] if argv is None else argv)
     if "--debug" not in words:
-        # torch's C++ warns, with a stack, of every connection that a lost peer closes. Before torch is imported.
+        # Before torch is imported: its C++ code warns with a stack for every connection that an ended rank closes,
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and its profiler says that it starts
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and its profiler reports its start.
+    from isthmus.cli.process import run_alone, run_rank
     from isthmus.launch.first_failure import reports_folder
 
-    if reports_folder() is not None:
-        from isthmus.cli.rank import run_rank
-
-        return run_rank(words, parse_and_run)
-    from isthmus.cli.alone import run_alone
-
-    return run_alone(words, parse_and_run)
+    return (run_alone if reports_folder() is None else run_rank)(words, parse_and_run)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from isthmus.cli.run_recipe import Debug, Json, show
+from isthmus.cli.options import Debug, Json
+from isthmus.cli.terminal import show
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:

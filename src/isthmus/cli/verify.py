@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from isthmus.cli.convert_options import Bin, HfLike, progress_bar
-from isthmus.cli.run_recipe import Debug, Json, show
+from isthmus.cli.options import Bin, Debug, HfLike, Json
+from isthmus.cli.terminal import progress_bar, show
 from isthmus.errors import UsageError
 
 

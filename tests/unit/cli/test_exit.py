@@ -32,7 +32,7 @@ class OutOfMemoryError(RuntimeError):
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 70, "out of memory"),
         (OutOfMemoryError("HIP out of memory"), 70, "recompute=full"),
-        (ValueError("bad\nthing"), 70, "ValueError: bad thing (unexpected; --debug shows where)"),
+        (ValueError("bad\nthing"), 70, "ValueError: bad thing (unexpected; --debug shows the traceback)"),
         (SystemExit(3), 3, ""),
         (SystemExit(None), 0, ""),
     ],

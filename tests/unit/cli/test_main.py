@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import isthmus
-from isthmus.cli import process_state
+from isthmus.cli import process
 from isthmus.cli.main import main
 from isthmus.config.schema import RunConfig
 
@@ -24,7 +24,7 @@ RUN = ["sft", "--model", "m", "--data", "d.json", "--out", "o"]
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_RANK_REPORTS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(process_state, "run_folder", None)
+    monkeypatch.setattr(process, "run_folder", None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
 
 

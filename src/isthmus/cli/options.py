@@ -1,16 +1,14 @@
-"""The options of ``isthmus convert`` and ``isthmus verify``, and their progress bar."""
+"""Options of several verbs, and of ``isthmus convert``."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error and the output of every rank.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 HfLike = Annotated[
     Path | None,
     typer.Option(
@@ -61,33 +59,3 @@ Push = Annotated[
     str | None, typer.Option(metavar="REPO_ID", help="Upload the Hugging Face folder to this repository at the end.")
 ]
 Public = Annotated[bool, typer.Option("--public", help="Make a repository that --push creates public.")]
-
-
-@contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with bytes and rate on stderr if it is a terminal; yields its update function (done, total)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextlib.contextmanager
-def clean_up_on_signals() -> Iterator[None]:
-    """End the block on SIGINT, SIGTERM and SIGHUP, and ignore further ones while it removes what it has written."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def stop(*_: object) -> None:
-        for number in numbers:  # batch systems and users often send a second one
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = [signal.signal(number, stop) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

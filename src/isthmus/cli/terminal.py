@@ -1,0 +1,58 @@
+"""Results and progress bars on the terminal, and signals while files are written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def show(result: Any, *, as_json: bool) -> None:
+    """Print a result (with ``as_dict``) to stdout, as JSON or one value per line."""
+    values: dict[str, Any] = result.as_dict()
+    if as_json:
+        print(json.dumps(values), flush=True)
+        return
+    width = max(map(len, values), default=0)
+    for name, value in values.items():
+        if value is None or value == []:
+            continue
+        label = name.replace("_", " ")
+        for item in value if isinstance(value, list) else [value]:
+            text = f"{item:,.6g}" if isinstance(item, float) else str(item)
+            sys.stdout.write(f"{label:<{width}}  {text}\n")
+            label = ""
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with bytes and rate on stderr if it is a terminal; yields ``update(done_bytes, total_bytes)``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in the block once; later ones do not disturb its clean-up."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(*_: object) -> None:
+        for number in numbers:  # batch systems send it twice, and so do users
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = [signal.signal(number, stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

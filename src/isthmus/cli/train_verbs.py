@@ -1,0 +1,134 @@
+"""``isthmus sft``, ``dpo`` and ``pretrain``: load the config, start the ranks if asked to, train, print the result."""
+
+from __future__ import annotations
+
+import importlib
+import json as json_module
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from isthmus.cli.options import Debug, Json
+from isthmus.errors import Preempted, UsageError
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG.yaml|KEY=VALUE",
+        help="A config file or preset:NAME, and settings such as optim.lr=2e-5.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Hugging Face model folder, Hub id, or preset:NAME (random weights)."),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE...", help="Training files, folders, patterns, hf:ORG/NAME:SPLIT, or prepared prefixes."),
+]
+Out = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Run folder: metrics, checkpoints and the exported model.")
+]
+Nproc = Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks to start on this machine.")]
+HfEvery = Annotated[int | None, typer.Option(metavar="N", help="Also export to Hugging Face format every N steps.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the complete config and stop.")]
+
+
+def _verb(recipe: str, description: str) -> Callable[..., int]:
+    """The command of a recipe."""
+
+    def command(
+        words: Words = None,
+        model: Model = None,
+        data: Data = None,
+        out: Out = None,
+        nproc: Nproc = 1,
+        hf_every: HfEvery = None,
+        dry_run: DryRun = False,
+        debug: Debug = False,
+        json: Json = False,
+    ) -> int:
+        flags = {"model": model, "data": data or None, "out": out, "hf_every": hf_every}
+        return train(recipe, words or [], flags, nproc=nproc, dry_run=dry_run, debug=debug, json=json)
+
+    command.__doc__ = description
+    return command
+
+
+sft = _verb("sft", "Fine-tune a model on chats. The loss is on the assistant's answers.")
+dpo = _verb(
+    "dpo", "Train a model on preference pairs (chosen and rejected answers) with direct preference optimization."
+)
+pretrain = _verb("pretrain", "Train a model on text. The loss is on every token.")
+
+
+def train(
+    recipe: str,
+    words: Sequence[str],
+    flags: Mapping[str, Any],
+    *,
+    nproc: int,
+    dry_run: bool = False,
+    debug: bool = False,
+    json: bool = False,
+) -> int:
+    """Run a recipe in this process, or in ``nproc`` new ones.
+
+    Args:
+        recipe: its name.
+        words: a config file and ``key=value`` settings.
+        flags: values of options by name, as for :func:`isthmus.config.load.load_config`.
+        nproc: number of ranks to start.
+        dry_run: print the config only.
+        debug: show tracebacks and the output of every rank.
+        json: print JSON.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        IsthmusError: from the config and the recipe.
+    """
+    from isthmus.cli import process
+    from isthmus.cli.cli_args import config_and_overrides
+    from isthmus.cli.exit import Ending, keep_traceback, say
+    from isthmus.cli.terminal import show
+    from isthmus.config.load import dump, load_config
+    from isthmus.launch.rank_env import join_world, rank
+
+    file, overrides = config_and_overrides(words)
+    config = load_config(recipe, file, overrides, flags)
+    process.run_folder = Path(config.out)
+    joined = join_world()
+    if dry_run:
+        if rank() == 0:
+            text = json_module.dumps(config.model_dump(mode="json"), indent=2) if json else dump(config)
+            print(text.rstrip("\n"), flush=True)
+        return 0
+    if not joined and nproc > 1:
+        from isthmus.launch.local_launcher import launch
+
+        end = launch(process.argv, nproc, debug=debug)
+        ending = keep_traceback(Ending(end.exit_code, end.message, end.traceback), process.run_folder)
+        say(ending, debug=debug)
+        return ending.exit_code
+    if joined and not process.started_by_isthmus and nproc > 1:
+        raise UsageError(
+            f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Leave --nproc out."
+        )
+    if not process.started_by_isthmus:
+        # Until the recipe handles it, after some imports.
+        signal.signal(signal.SIGTERM, _stopped_early)
+    result = importlib.import_module(f"isthmus.recipes.{recipe}").run(config)
+    if rank() == 0:
+        show(result, as_json=json)
+    return 0
+
+
+def _stopped_early(number: int, frame: FrameType | None) -> NoReturn:
+    raise Preempted("stopped by a signal before training began.")
