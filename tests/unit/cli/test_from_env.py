@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from isthmus.cli import process_state
+from isthmus.cli import process
 from isthmus.cli.main import main
 from isthmus.hf.tiny_model import build_tiny_qwen3
 
@@ -26,8 +26,8 @@ TEXT = "To be, or not to be: that is the question.\n" * 200
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_RANK_REPORTS", "MODEL_SIZE", "MBS", "BS", "TP"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(process_state, "run_folder", None)
-    monkeypatch.setattr(process_state, "argv", [])
+    monkeypatch.setattr(process, "run_folder", None)
+    monkeypatch.setattr(process, "argv", [])
     monkeypatch.chdir(tmp_path)
 
 
