@@ -69,8 +69,8 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
     from isthmus.config.schema import MoeConfig
-    from isthmus.engine.layers.attention import Segments
-    from isthmus.engine.layers.rope import frequency_sets, line_tables
+    from isthmus.data.batching.packed_batch import PackedBatch
+    from isthmus.engine.layers.rope import frequency_sets, rotary_tables
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.spec import layer_spec
     from isthmus.families.registry import all_families
@@ -98,11 +98,11 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     hidden = torch.randn(tokens, 1, sizes["hidden_size"]).to(dtype)
     upstream = torch.randn(hidden.shape).to(dtype)
     positions = torch.arange(length).repeat(samples)
-    tables = line_tables(arch, frequency_sets(arch), positions, (length,) * samples, dtype)
-    segments = Segments((length,) * samples)
+    packed = PackedBatch.for_inference([torch.zeros(length, dtype=torch.int64)] * samples)
+    tables = rotary_tables(arch, frequency_sets(arch), packed, dtype)
 
     def run_ours(x: Any) -> Any:
-        return ours(x, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=segments)[0]
+        return ours(x, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=packed)[0]
 
     found = {"isthmus": _step(run_ours, hidden, upstream, ours, buffers=True)}
 

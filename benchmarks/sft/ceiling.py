@@ -18,7 +18,7 @@ import torch
 from rounds import CpuWatch, turn_files
 from torch import Tensor
 
-from isthmus.engine.layers.matmul import product
+from isthmus.engine.layers.matmul import matmul
 from isthmus.platforms.detect import detect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,7 +42,7 @@ def products(spec: dict[str, Any]) -> Iterator[tuple[str, int, int, int, float]]
 def turns_s(a: Tensor, b: Tensor, budget_s: float) -> tuple[list[float], list[float]]:
     """Times of ``a @ b`` with ``torch.mm`` and with the library that Isthmus chooses, alternating for ``budget_s``."""
     out = torch.mm(a, b)
-    ways = (lambda: torch.mm(a, b, out=out), lambda: product(a, b, out=out))
+    ways = (lambda: torch.mm(a, b, out=out), lambda: matmul(a, b, out=out))
     times_s: tuple[list[float], list[float]] = ([], [])
     stop_s = time.perf_counter() + budget_s
     while len(times_s[0]) < 3 or (time.perf_counter() < stop_s and len(times_s[0]) < 200):

@@ -9,11 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from rounds import turn_files
 
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import Batches
+from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.engine.parallel.process_groups import close_groups
 from isthmus.platforms.detect import apply_env, detect
 from isthmus.recipes.setup.model_plan import plan_model
@@ -48,11 +47,13 @@ def run(turn: Turn) -> dict[str, Any]:
     packed = turn.style == "packed"
     batches = Batches(
         turn.samples(),
-        seq_length=turn.seq_length,
-        micro_batch_size=turn.micro_batch_size,
-        global_batch_size=turn.micro_batch_size * turn.accumulation,
-        packing=packed,
-        shuffle=packed,
+        BatchSettings(
+            seq_length=turn.seq_length,
+            micro_batch_size=turn.micro_batch_size,
+            global_batch_size=turn.micro_batch_size * turn.accumulation,
+            packing=packed,
+            shuffle=packed,
+        ),
     )
     beside: Beside | None = None
     clock, step, executed, model_flops = Clock(turn), 0, 0.0, 0.0
@@ -62,8 +63,8 @@ def run(turn: Turn) -> dict[str, Any]:
         num_tokens = sum(line.num_tokens for line in lines)
         clock.step_done(num_tokens)
         if step >= turn.warmup_steps:
-            squares = sum(int(torch.diff(line.cu_seqlens).long().square().sum()) for line in lines)
-            learned = sum(line.num_learned for line in lines)
+            squares = sum(length**2 for line in lines for length in line.lengths)
+            learned = sum(line.num_loss_tokens for line in lines)
             flops = flops_per_batch(plan.architecture, num_tokens, squares, learned)
             executed += flops
             model_flops += flops_per_batch(plan.architecture, num_tokens, squares)

@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-from isthmus.data.batching.batches import Batches, MicroBatch
+from isthmus.data.batching.batches import Batches, BatchSettings
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.sample_store import SampleStore
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH
@@ -71,7 +72,8 @@ def train(
         eps=1e-8,
     )
     batches = Batches(
-        SampleStore.open(samples), seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True
+        SampleStore.open(samples),
+        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True),
     )
     curves: dict[str, list[float]] = {"loss": [], "mtp_loss": [], "grad_norm": []}
     for step, rate in enumerate(lr):
@@ -90,10 +92,11 @@ def train(
     return curves
 
 
-def _sums(network: Any, line: MicroBatch) -> Tensor:
+def _sums(network: Any, line: PackedBatch) -> Tensor:
     """Loss and learned tokens of the model, and of its MTP layers together, sample by sample."""
     total = torch.zeros(4)
-    for begin, end in itertools.pairwise(line.cu_seqlens.tolist()):
+    for begin, end in itertools.pairwise(itertools.accumulate(line.lengths, initial=0)):
+        assert line.labels is not None and line.loss_mask is not None
         tokens, labels, mask = line.input_ids[begin:end], line.labels[begin:end], line.loss_mask[begin:end]
         hidden = network.model(tokens[None]).last_hidden_state
         total = total + _sum(network, hidden, labels, mask, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from isthmus.data.batching.pair_batches import PairBatches, PairLine
+from isthmus.data.batching.batches import BatchSettings
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.store.sample_store import SampleStore
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH
@@ -26,13 +29,13 @@ def train(
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     batches = PairBatches(
-        SampleStore.open(samples), seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=8, packing=False
+        SampleStore.open(samples),
+        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=8, packing=False),
     )
     curves: dict[str, list[float]] = {"loss": [], "rewards/accuracies": [], "grad_norm": []}
     for step, rate in enumerate(lr):
         losses, right = [], []
         for line in batches.step(step):
-            assert isinstance(line, PairLine)
             chosen, rejected = _log_probs(policy, line)
             with torch.no_grad():
                 gain_chosen, gain_rejected = _log_probs(reference, line)
@@ -53,10 +56,11 @@ def train(
     return curves
 
 
-def _log_probs(network: Any, line: PairLine) -> list[Tensor]:
+def _log_probs(network: Any, line: PackedBatch) -> list[Tensor]:
     """Log-probabilities of the tokens of the chosen and of the rejected answer, each [n]."""
-    found = []
-    for sample in (slice(*line.cu_seqlens[k : k + 2].tolist()) for k in range(2)):
+    assert line.labels is not None and line.loss_mask is not None
+    bounds, found = [*itertools.accumulate(line.lengths, initial=0)], []
+    for sample in (slice(*bounds[k : k + 2]) for k in range(2)):
         logits = network(line.input_ids[None, sample]).logits[0]
         log_probs = logits.log_softmax(-1).gather(1, line.labels[sample, None])[:, 0]
         found.append(log_probs[line.loss_mask[sample]])

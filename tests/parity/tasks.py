@@ -7,7 +7,7 @@ import io
 import itertools
 import os
 import tempfile
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from isthmus.cli.main import main
 from isthmus.convert.learn import prove
-from isthmus.data.batching.batches import Batches, MicroBatch
+from isthmus.data.batching.batches import Batches, BatchSettings
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.engine.layers.attention import Segments
 from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.shrunken_model import effective_config
@@ -40,9 +40,8 @@ def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int
     ours = load_model(model)
     alone = [model_logits(ours, sample) for sample in samples]
     result = {"theirs": _furthest(alone, _transformers(model, samples))}
-    positions = torch.cat([torch.arange(length) for length in lengths])
     with torch.no_grad():
-        line = ours(torch.cat(samples), positions, Segments(tuple(lengths)))
+        line = ours(PackedBatch.for_inference(samples))
     result["packed"] = _furthest(list(line.split(lengths)), alone)
     if other is not None:
         result["other"] = _furthest(alone, _transformers(other, samples))
@@ -111,8 +110,8 @@ def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
     """Largest difference, relative to the largest entry, of each gradient of a model in a loop of the user's own."""
     tokens, labels = _samples([length, length], vocab_size)
     decoder = load_model(model)
-    everything = torch.arange(length)
-    decoder(tokens, everything, Segments((length,)), labels=labels, learned=everything).backward()
+    batch = replace(PackedBatch.for_inference([tokens]), labels=labels)
+    decoder(batch, loss_positions=torch.arange(length)).backward()
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     cross_entropy(network(tokens[None]).logits[0], labels, reduction="sum").backward()
     theirs = _gradients_as_in_files(network)
@@ -155,12 +154,13 @@ def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> 
         eps=1e-8,
     )
     batches = Batches(
-        SampleStore.open(samples), seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True
+        SampleStore.open(samples),
+        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True),
     )
     curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for step, rate in enumerate(lr):
         lines = batches.step(step)
-        learned = sum(line.num_learned for line in lines)
+        learned = sum(line.num_loss_tokens for line in lines)
         optimizer.zero_grad()
         loss = sum((_loss_sum(network, line) for line in lines), torch.zeros(())) / learned
         loss.backward()
@@ -173,9 +173,10 @@ def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> 
     return curves
 
 
-def _loss_sum(network: Any, line: MicroBatch) -> Tensor:
+def _loss_sum(network: Any, line: PackedBatch) -> Tensor:
     total = torch.zeros(())
-    for begin, end in itertools.pairwise(line.cu_seqlens.tolist()):
+    for begin, end in itertools.pairwise(itertools.accumulate(line.lengths, initial=0)):
+        assert line.loss_mask is not None and line.labels is not None
         mask = line.loss_mask[begin:end]
         if mask.any():
             scores = network(line.input_ids[None, begin:end]).logits[0][mask]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from isthmus.config.schema import ParallelConfig
-from isthmus.data.batching.batches import MicroBatch
-from isthmus.engine.layers.attention import Segments, VarlenAttention
-from isthmus.engine.layers.packed_attention_cpu import stacks_of
-from isthmus.engine.parallel.context_parallel import own_part, own_spans
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.attention import VarlenAttention
+from isthmus.engine.layers.packed_attention_cpu import plan_stacks
+from isthmus.engine.parallel.context_parallel import local_spans, local_tokens
 from isthmus.engine.parallel.process_groups import open_groups
 from isthmus.platforms.detect import detect
 from ranks.live_memory import LiveMemory
@@ -44,20 +45,21 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
     )
     layer = VarlenAttention(config)
     random = torch.Generator().manual_seed(0)
-    tokens, spans = sum(lengths), own_spans(sum(lengths))
+    tokens, spans = sum(lengths), local_spans(sum(lengths))
     shapes = {"q": (2, 3, 8), "k": (2, 8), "v": (2, 6), "upstream": (36,)}
     whole = {name: torch.randn(tokens, *shape, dtype=torch.float64, generator=random) for name, shape in shapes.items()}
-    part = {name: own_part(tensor, spans) for name, tensor in whole.items()}
+    part = {name: local_tokens(tensor, spans) for name, tensor in whole.items()}
 
-    def run(given: dict[str, torch.Tensor], segments: Segments) -> list[torch.Tensor]:
+    def run(given: dict[str, torch.Tensor], batch: PackedBatch) -> list[torch.Tensor]:
         inputs = [given[name].clone().requires_grad_() for name in "qkv"]
-        out = layer(*inputs, segments)
+        out = layer(*inputs, batch)
         out.backward(given["upstream"])
         return [out.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 
-    got, wanted = run(part, Segments(tuple(lengths), spans=spans)), run(whole, Segments(tuple(lengths)))
+    batch = PackedBatch.for_inference([torch.zeros(length, dtype=torch.int64) for length in lengths])
+    got, wanted = run(part, replace(batch, spans=spans)), run(whole, batch)
     mine = [
-        ((ours - own_part(theirs, spans)).abs().max() / theirs.abs().max()).item()
+        ((ours - local_tokens(theirs, spans)).abs().max() / theirs.abs().max()).item()
         for ours, theirs in zip(got, wanted, strict=True)
     ]
     every: list[Any] = [None] * dist.get_world_size()
@@ -71,16 +73,15 @@ def memory_of_a_step(*, model: str, samples: str, lengths: list[int], **layout: 
     vocab, taken = training.model.plan.architecture.vocab_size, []
     for length in lengths:
         tokens = torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(0))
-        line = MicroBatch(
+        line = PackedBatch(
             input_ids=tokens,
             labels=tokens.roll(-1),
             loss_mask=torch.ones(length, dtype=torch.bool),
             position_ids=torch.arange(length),
-            cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
-            num_tokens=length,
-            num_samples=1,
+            lengths=(length,),
+            loss_tokens=(length,),
         )
-        stacks_of.cache_clear()
+        plan_stacks.cache_clear()
         with LiveMemory() as memory:
             training.stepper.train_step([line])
         taken.append({"peak": memory.peak_bytes, "largest": memory.largest_bytes})

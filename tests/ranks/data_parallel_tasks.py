@@ -14,7 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch.distributed.tensor import DTensor
 
 from isthmus.engine.megatron_model import live_tensors
-from isthmus.engine.optim.optimizer import adams
+from isthmus.engine.optim.optimizer import torch_optimizers
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from isthmus.recipes.setup import rank_model
 from isthmus.recipes.setup.hf_export import export_hf
@@ -29,7 +29,7 @@ def shares(**layout: Any) -> list[dict[str, float]]:
     stepper.train_step(training.batches.step(0))
     # Gradients live until the next step clears them.
     parameters = [each for stage in training.model.stages for each in stage.parameters()]
-    (adam,) = adams(stepper.optimizer)
+    (adam,) = torch_optimizers(stepper.optimizer)
     held = {
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "moments": [adam.state[parameter]["exp_avg"] for parameter in parameters if parameter in adam.state],

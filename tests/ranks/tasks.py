@@ -9,7 +9,7 @@ import hashlib
 import math
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
-from isthmus.data.batching.batches import Batches
+from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
-from isthmus.engine.optim.optimizer import adams, build_optimizer, build_schedule
+from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, torch_optimizers
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
@@ -115,21 +115,21 @@ def start(
     } | (optim or {})
     chosen = OptimConfig.model_construct(**settings)  # not validated: a test keeps the weights with lr=0
     optimizer = build_optimizer(built.stages, chosen, config.train)
-    lines: dict[str, Any] = {
-        "seq_length": SEQ_LENGTH,
-        "micro_batch_size": micro_batch_size,
-        "global_batch_size": 8,
-        "packing": packing,
-        "dp_rank": built.position.dp_rank,
-        "dp_size": config.parallel.dp(dist.get_world_size()),
-        "pad_to_multiple_of": config.parallel.line_multiple,
-        "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
-    }
+    sizes = BatchSettings(
+        seq_length=SEQ_LENGTH, micro_batch_size=micro_batch_size, global_batch_size=8, packing=packing
+    )
+    shard = BatchShard(
+        dp_rank=built.position.dp_rank,
+        dp_size=config.parallel.dp(dist.get_world_size()),
+        pad_to_multiple_of=config.parallel.line_multiple,
+        micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
+    )
+    in_order = replace(sizes, shuffle=False)
     store = SampleStore.open(samples)
     stepper = Stepper(built.stages, optimizer, build_schedule(optimizer, chosen, TOTAL_STEPS), objective_of(config))
     if dpo is None:
-        return Training(built, stepper, Batches(store, **lines), Batches(store, shuffle=False, **lines))
-    pairs, held_out = PairBatches(store, **lines), PairBatches(store, shuffle=False, **lines)
+        return Training(built, stepper, Batches(store, sizes, shard), Batches(store, in_order, shard))
+    pairs, held_out = PairBatches(store, sizes, shard), PairBatches(store, in_order, shard)
     parts = {"train": pairs, "valid": held_out}
     kept = Path(reference or tempfile.mkdtemp()) / "reference.npz"
     compute_reference(stepper, parts, kept, built.position, fresh=fresh, stop=StopFlag(), log=print)
@@ -164,7 +164,7 @@ def train(
     curves = ("loss", "grad_norm", "lr", "learned", "mtp_loss", "load")
     result: dict[str, Any] = {"first": first, "figures": [], **{curve: [] for curve in curves}}
     if evaluate:
-        result["valid_before"] = stepper.evaluate(training.held_out.eval_batches())
+        result["valid_before"] = stepper.evaluate(training.held_out.eval_batches()).loss
     names = ("loss_scale", "skipped") if stepper.loss_scale is not None else ()
     result |= {name: [] for name in names}
     for step in range(first, steps):
@@ -173,17 +173,17 @@ def train(
         result["loss"].append(done.loss)
         result["grad_norm"].append(done.grad_norm)
         result["lr"].append(done.lr)
-        result["figures"].append(dict(done.figures))
-        result["mtp_loss"].append(done.figures.get("mtp_loss"))
-        result["learned"].append(done.learned_tokens)
-        result["load"].append(None if done.load is None else done.load.figures())
+        result["figures"].append(dict(done.metrics))
+        result["mtp_loss"].append(done.metrics.get("mtp_loss"))
+        result["learned"].append(done.loss_tokens)
+        result["load"].append(None if done.load is None else done.load.metrics())
         for name in names:
             result[name].append(getattr(done, name))
         if step + 1 in (save_at or ()):
             progress = save_load.Progress(step=step + 1, data="these samples")
             save_load.save(Path(root or ""), stepper, progress, parallel, keep=keep)
     if evaluate:
-        result["valid_after"] = stepper.evaluate(training.held_out.eval_batches())
+        result["valid_after"] = stepper.evaluate(training.held_out.eval_batches()).loss
     return result | {"digest": _digest(training)}
 
 
@@ -210,7 +210,7 @@ def _digest(training: Training) -> list[str]:
     gather_weights(training.model.stages)
     for _, tensor in sorted(live_tensors(training.model.stages).items()):
         add(tensor)
-    for adam in adams(training.stepper.optimizer):
+    for adam in torch_optimizers(training.stepper.optimizer):
         for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
             for tensor in (parameter, *(value for _, value in sorted(adam.state[parameter].items()))):
                 add(tensor)
@@ -422,7 +422,10 @@ def footprint_and_held(**layout: Any) -> list[dict[str, Any]]:
     )  # fmt: skip
     said = estimate_memory(built.plan, config, layout.get("precision", "fp32"))
     moments = [
-        state[name] for adam in adams(optimizer) for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq")
+        state[name]
+        for adam in torch_optimizers(optimizer)
+        for state in adam.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
     ]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in moments]
     parameters = [parameter for stage in built.stages for parameter in stage.parameters()]

@@ -37,7 +37,7 @@ def _prepare(megatron_lm: str) -> None:
         kernels: Any = types.ModuleType(_KERNELS)
         kernels.__getattr__ = lambda name: None
         sys.modules[_KERNELS] = kernels
-    compat.random_state_on_cpu()
+    compat.cpu_random_state()
     # What it compiles in every run: helpers that the package from PyPI brings compiled, and kernels for CUDA.
     from megatron.core.datasets import utils
     from megatron.legacy import fused_kernels

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isthmus.convert.coverage import check_coverage
 from isthmus.convert.weight_source import WeightSource
-from isthmus.engine.parallel.sharded_params import gathered, whole_to_fill
+from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Layout, local_shape, tensor_slices
@@ -53,7 +53,7 @@ def import_weights(
     # In the order of the source, so that files are read from front to back.
     for placement in sorted(_placed(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
         filled = 0
-        with whole_to_fill(live[placement.canonical].detach()) as tensor:
+        with full_to_shard(live[placement.canonical].detach()) as tensor:
             for piece in tensor_slices(placement.rule, arch, layout, placement.expert):
                 name, target = placement.hf[piece.part], piece.view(tensor)
                 source.read(name, piece.hf, into=target)
@@ -111,7 +111,7 @@ def export_weights(
     try:
         with SafetensorsWriter(plan, folder) as writer:
             for placement in placements:
-                rule, tensor = placement.rule, gathered(live[placement.canonical])
+                rule, tensor = placement.rule, full_tensor(live[placement.canonical])
                 if not writes or rule.alias or (rule.shard == "whole" and layout.rank_and_size(rule)[0]):
                     continue
                 for piece in tensor_slices(rule, arch, layout, placement.expert):
@@ -119,7 +119,7 @@ def export_weights(
                 num_tensors += 1
     finally:
         for placement in placements:  # after a failure, other ranks still wait in these collectives
-            gathered(live[placement.canonical])
+            full_tensor(live[placement.canonical])
     return TransferReport(num_tensors, num_bytes, time.monotonic() - start_s)
 
 

@@ -21,19 +21,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from isthmus.engine.layers.attention import Segments
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.embedding import embed, embed_positions
-from isthmus.engine.layers.linear_cross_entropy import linear_cross_entropy, token_cross_entropies
-from isthmus.engine.layers.mtp_layer import ahead_spec
-from isthmus.engine.layers.rope import frequency_sets, line_tables
+from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy, token_cross_entropies
+from isthmus.engine.layers.mtp_layer import mtp_spec
+from isthmus.engine.layers.rope import frequency_sets, rotary_tables
 from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
-from isthmus.engine.moe.moe_layer import MoeBlock, tell_line
+from isthmus.engine.moe.moe_layer import MoeBlock, pass_batch_to_experts
 from isthmus.engine.spec import decoder_spec
 from isthmus.families.architecture import Architecture
 
 
 class Decoder(GPTModel):
-    """Megatron-Core's GPT with a forward pass for packed lines and a loss that never holds all logits.
+    """Megatron-Core's GPT with a forward pass for packed batches and a loss that never materializes all logits.
 
     Parameters, stages, sharding and checkpoint names are the parent's.
     """
@@ -57,31 +57,31 @@ class Decoder(GPTModel):
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=architecture.tie_embeddings,
-            # Rotary positions are the packed line's own, see line_tables.
+            # Rotary embeddings depend on the packed samples, see rotary_tables.
             position_embedding_type="learned_absolute" if architecture.position == "learned" else "none",
-            mtp_block_spec=ahead_spec(architecture, config.experts) if last and config.mtp_num_layers else None,
+            mtp_block_spec=mtp_spec(architecture, config.experts) if last and config.mtp_num_layers else None,
             vp_stage=vp_stage,
         )
         self.architecture = architecture
         self.frequencies: Tensor
         self.register_buffer("frequencies", frequency_sets(architecture), persistent=False)
-        device = torch.cuda.current_device()
-        self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # some may get memory later
+        # Parameters on the meta device get memory later.
+        self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(config.device))
         self._mark_sharded_parameters()
         for layer in self._layers():
             if isinstance(layer.mlp, MoeBlock):
-                layer.register_forward_pre_hook(tell_line, with_kwargs=True)
+                layer.register_forward_pre_hook(pass_batch_to_experts, with_kwargs=True)
         self._choose_recomputed_blocks()
         if first and architecture.position == "learned":
             positions = self.embedding.position_embeddings.to(config.params_dtype).weight
-            # finalize_model_grads reads this mark: each rank looks up only its part of the line.
+            # Read by finalize_model_grads: each rank looks up only its part of the sequence.
             positions.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def _set_attention_backend(self) -> None:
-        """Megatron-Core's sets TransformerEngine's variables, and fails where the user has set them otherwise."""
+        """Megatron-Core's sets TransformerEngine's variables, and fails if the user has set them to other values."""
 
     def _choose_recomputed_blocks(self) -> None:
-        """Tell dense feed-forward blocks from experts: Megatron-Core's layer does not know the latter's class."""
+        """Megatron-Core's layer does not know our class of experts, so it cannot tell ``mlp`` from ``moe``."""
         chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
         for layer in self._layers():
             experts = isinstance(layer.mlp, MoeBlock)
@@ -90,11 +90,11 @@ class Decoder(GPTModel):
                 layer.mlp.recomputed = "moe" in chosen
 
     def _layers(self) -> list[TransformerLayer]:
-        """All layers of this stage, those that predict ahead included."""
+        """All layers of this stage, MTP layers included."""
         return [module for module in self.modules() if isinstance(module, TransformerLayer)]
 
     def _mark_sharded_parameters(self) -> None:
-        """Say which parameters are sharded: Megatron-Core does so only while drawing initial weights.
+        """Mark sharded parameters; Megatron-Core only does so while it draws initial weights.
 
         Without the mark the gradient norm would count a sharded weight on the first tp rank alone.
         """
@@ -110,62 +110,56 @@ class Decoder(GPTModel):
 
     def forward(  # type: ignore[override]
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        segments: Segments,
-        labels: Tensor | None = None,
-        learned: Tensor | None = None,
-        ahead: Sequence[Tensor] = (),
-        each: bool = False,
+        batch: PackedBatch,
+        *,
+        loss_positions: Tensor | None = None,
+        mtp_positions: Sequence[Tensor] = (),
+        per_token: bool = False,
     ) -> Tensor:
-        """Run this stage on one packed line, or on the T tokens of it that this context parallel rank has.
+        """Run this stage.
 
         Args:
-            input_ids: int64 [T]; under sequence parallelism T is a multiple of tp.
-            position_ids: int64 [T], restarting in each sample.
-            segments: the samples of the whole line, and which of its tokens these are.
-            labels: int64 [T], the next tokens; None asks for logits.
-            learned: int64 [n], the places among the T whose label counts.
-            ahead: for each depth k, from 1, the places from which the label k places on counts; none asks no layer
-                to predict ahead.
-            each: whether the loss of each learned place is wanted, and not their sum; without layers ahead.
+            batch: on this device; under context parallelism this rank's part of it, see
+                :func:`isthmus.engine.parallel.context_parallel.local_batch`. Under sequence parallelism T is a multiple
+                of tp.
+            loss_positions: int64 [n], the positions among the T whose label counts; None returns logits.
+            mtp_positions: for each MTP depth k, from 1, the positions from which the label k positions on counts;
+                empty runs no MTP layer.
+            per_token: whether to return the loss of each position instead of their sum; not with MTP layers.
 
         Returns:
-            On the last stage the summed loss (a scalar, or [1 + depths] with those of the layers ahead behind it), the
-            losses [n] of the learned places, or the logits [T, V] of the whole vocabulary;
-            before it the hidden states [T, 1, H] (or [T / tp, 1, H]) for the next stage.
+            On the last stage the summed loss (a scalar, or [1 + depths] with the MTP losses behind it), the losses [n]
+            of the positions, or the logits [T, V] of the whole vocabulary; on other stages the hidden states [T, 1, H]
+            (or [T / tp, 1, H]) for the next stage.
         """
-        hidden = self._embedded(input_ids, position_ids) if self.pre_process else None
+        hidden = self._embed(batch.input_ids, batch.position_ids) if self.pre_process else None
         tables = None
         if self.architecture.position == "rope":
-            dtype = self.config.params_dtype
-            tables = line_tables(
-                self.architecture, self.frequencies, position_ids, segments.lengths, dtype, segments.spans
-            )
-        hidden = self.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=segments
-        )
+            tables = rotary_tables(self.architecture, self.frequencies, batch, self.config.params_dtype)
+        hidden = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=batch)
         if not self.post_process:
             return hidden
-        if labels is None:
+        if loss_positions is None:
             return self._logits(hidden)
-        assert learned is not None
-        if each:
-            return token_cross_entropies(**self._projected(hidden, learned, labels[learned]))
-        losses = [self._loss(hidden, learned, labels[learned])]
-        for depth, (layer, places) in enumerate(zip(self.mtp.layers, ahead, strict=True) if ahead else (), start=1):
-            # Rolled over the line: where a sample ends this is another's token, and no place before it sees that one.
-            embedded = self._embedded(input_ids.roll(-depth), position_ids)
-            hidden = layer(hidden, embedded, tables, segments)
-            share = self.config.mtp_loss_scaling_factor / len(ahead)
-            losses.append(self._loss(hidden, places, labels[places + depth], share=share))
-        return torch.stack(losses) if ahead else losses[0]
+        labels = batch.labels
+        assert labels is not None
+        if per_token:
+            return token_cross_entropies(*self._loss_inputs(hidden, loss_positions, labels[loss_positions]))
+        losses = [self._loss(hidden, loss_positions, labels[loss_positions])]
+        depths = zip(self.mtp.layers, mtp_positions, strict=True) if mtp_positions else ()
+        for depth, (layer, positions) in enumerate(depths, start=1):
+            # Rolled over sample boundaries: such tokens belong to other samples, and no position before them sees them.
+            embedded = self._embed(batch.input_ids.roll(-depth), batch.position_ids)
+            hidden = layer(hidden, embedded, tables, batch)
+            weight = self.config.mtp_loss_scaling_factor / len(mtp_positions)
+            losses.append(self._loss(hidden, positions, labels[positions + depth], weight=weight))
+        return torch.stack(losses) if mtp_positions else losses[0]
 
-    def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         sequence_parallel = self.config.sequence_parallel
         hidden = embed(self.embedding.word_embeddings, input_ids, sequence_parallel=sequence_parallel)
         if self.architecture.embedding_multiplier != 1:
-            # Rounded to the model's dtype first, as transformers has it.
+            # Rounded to the model's dtype first, as transformers does.
             hidden = hidden * torch.tensor(self.architecture.embedding_multiplier, dtype=hidden.dtype)
         if self.architecture.position == "learned":
             hidden = hidden + embed_positions(
@@ -177,15 +171,14 @@ class Decoder(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
         return self.output_layer.weight if weight is None else weight
 
-    def _loss(self, hidden: Tensor, places: Tensor, labels: Tensor, *, share: float | None = None) -> Tensor:
-        """Summed cross entropy of these places of the line and their labels, int64 [n] both.
+    def _loss(self, hidden: Tensor, positions: Tensor, labels: Tensor, *, weight: float | None = None) -> Tensor:
+        """Summed cross entropy of int64 [n] positions and their labels; ``weight`` is its factor in the total loss."""
+        scale = self._grad_scale(weight, hidden.device)
+        return linear_cross_entropy(*self._loss_inputs(hidden, positions, labels), grad_scale=scale)
 
-        ``share`` is what it will be multiplied by before its gradient is taken; None is one.
-        """
-        return linear_cross_entropy(**self._projected(hidden, places, labels), grad_scale=self._grad_scale(share))
-
-    def _projected(self, hidden: Tensor, places: Tensor, labels: Tensor) -> dict[str, Any]:
-        """What a cross entropy takes: these places of a line, their labels, this rank's part of the projection."""
+    def _loss_inputs(
+        self, hidden: Tensor, positions: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, VocabShard]:
         group = parallel_state.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -194,24 +187,17 @@ class Decoder(GPTModel):
         hidden = self._scaled(hidden)
         weight = self._projection()
         start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
-        return {
-            "hidden": hidden[:, 0].index_select(0, places),
-            "weight": weight,
-            "labels": labels,
-            "vocab_start": start,
-            "num_rows": max(0, min(weight.size(0), self.architecture.vocab_size - start)),
-            "group": group,
-            "softcap": self.architecture.logits_softcap,
-        }
+        rows = max(0, min(weight.size(0), self.architecture.vocab_size - start))
+        shard = VocabShard(start, rows, group, self.architecture.logits_softcap)
+        return hidden[:, 0].index_select(0, positions), weight, labels, shard
 
-    def _grad_scale(self, share: float | None) -> Tensor | None:
-        """What a loss will be multiplied by before its gradient is taken, the loss scale of fp16 too; None is one."""
-        scaled = self.config.grad_scale_func
-        device = torch.cuda.current_device()
-        scale = None if share is None else torch.tensor(share, device=device)
-        if not self.config.fp16 or scaled is None:
+    def _grad_scale(self, weight: float | None, device: torch.device) -> Tensor | None:
+        """The gradient that a loss gets: its weight times the loss scale of float16; None means one."""
+        loss_scale = self.config.grad_scale_func
+        scale = None if weight is None else torch.tensor(weight, device=device)
+        if not self.config.fp16 or loss_scale is None:
             return scale
-        return scaled(torch.ones((), device=device) if scale is None else scale).view(())  # type: ignore[no-any-return]
+        return loss_scale(torch.ones((), device=device) if scale is None else scale).view(())  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         hidden = self._scaled(hidden)
@@ -221,44 +207,43 @@ class Decoder(GPTModel):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Hidden states for logits that are multiplied: there are far fewer of them than logits."""
+        """Apply the multiplier of logits to the hidden states, which are far fewer."""
         multiplier = self.architecture.logits_multiplier
         return hidden if multiplier == 1 else hidden * multiplier
 
 
 def build_model(architecture: Architecture, config: DecoderConfig, vp_stage: int | None = None) -> Decoder:
-    """A stage of this rank, with memory for its weights and nothing in it yet.
+    """Build one stage of this rank; its weights are not initialized.
 
     Args:
-        architecture: decides everything.
-        config: from :func:`transformer_config`.
-        vp_stage: which of this rank's stages, from 0; None where it has one.
+        architecture: of the model.
+        config: from :func:`isthmus.engine.model_config.transformer_config`.
+        vp_stage: which virtual stage of this rank, from 0; None without virtual pipeline stages.
     """
-    place: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     return Decoder(
         architecture,
         config,
-        first=parallel_state.is_pipeline_first_stage(**place),
-        last=parallel_state.is_pipeline_last_stage(**place),
+        first=parallel_state.is_pipeline_first_stage(**stage),
+        last=parallel_state.is_pipeline_last_stage(**stage),
         vp_stage=vp_stage,
     )
 
 
 def build_stages(architecture: Architecture, config: DecoderConfig) -> list[Decoder]:
-    """All stages of this rank in the order of their layers: one, or ``parallel.vpp`` of them."""
+    """Build all stages of this rank in the order of their layers: one, or ``parallel.vpp`` of them."""
     if (vpp := config.virtual_pipeline_model_parallel_size) is None:
         return [build_model(architecture, config)]
     return [build_model(architecture, config, vp_stage) for vp_stage in range(vpp)]
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
-    """This rank's parameters under canonical names: Megatron-Core's, layers and experts counted over the model.
+    """This rank's parameters under canonical names: Megatron-Core's, with layers and experts numbered model-wide.
 
     ``model`` is a :class:`Decoder`, wrapped or not, or the list of all those of this rank.
 
-    A tied model holds a second copy of the embedding on its last stage; it appears as ``output_layer.weight``
-    there, and is filled from the embedding. One with layers that predict ahead holds a copy there as well, which keeps
-    the embedding's name.
+    On its last stage a tied model has a second copy of the embedding, named ``output_layer.weight`` and filled from the
+    embedding. A model with MTP layers has a copy there as well, under the embedding's name.
     """
     if isinstance(model, list):
         return {name: tensor for chunk in model for name, tensor in live_tensors(chunk).items()}
@@ -273,16 +258,16 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(decoder.decoder.layers[int(parts[2])].layer_number - 1)
         if "local_experts" in parts:
-            place = parts.index("local_experts") + 1
-            parts[place] = str(first_expert + int(parts[place]))
+            index = parts.index("local_experts") + 1
+            parts[index] = str(first_expert + int(parts[index]))
         names[".".join(parts)] = parameter.data
     return names
 
 
-def copied_tensors(model: list[Any]) -> dict[str, Tensor]:
-    """What layers that predict ahead share with the model, under the canonical names of the copies in their files.
+def mtp_shared_tensors(model: list[Any]) -> dict[str, Tensor]:
+    """The embedding and projection that MTP layers share with the model, under the names of their copies in HF files.
 
-    It is on the last stage; elsewhere, and where there are no such layers, there is none.
+    Empty on all but the last stage, and for a model without MTP layers.
     """
     last = get_attr_wrapped_model(model[-1], "mtp_process", return_model_obj=True)
     if not last.mtp_process:

@@ -1,4 +1,4 @@
-"""The memory that a rank holds from step to step: weights, gradients, optimizer state."""
+"""The memory that a rank keeps between steps: weights, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def held_bytes(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
-    """Bytes by what they are for; memory that several tensors share counts once, where it is met first.
+def memory_stats(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
+    """Bytes by category; memory that several tensors share counts once, in the first category that has it.
 
     Args:
-        stages: with their data-parallel wrappers; gradients are the buffers that parameters add to, or their own.
+        stages: the data-parallel wrappers; gradients are their buffers or the parameters' own.
         optimizer: Megatron-Core's, one or a chain; main weights are part of its state.
     """
     parameters = [parameter for stage in stages for parameter in stage.parameters()]

@@ -1,4 +1,4 @@
-"""Building modules whose parameters have a shape and no memory yet."""
+"""Building modules with parameters on the meta device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 @contextmanager
-def without_memory() -> Iterator[None]:
-    """Parameters of modules that are built meanwhile have a shape and no memory; buffers are what they always are."""
-    replaced: Any = _on_meta  # torch types such hooks as if what they return were not taken
-    handle = register_module_parameter_registration_hook(replaced)
+def init_empty_weights() -> Iterator[None]:
+    """Modules built in the block have parameters on the meta device; their buffers are created as usual."""
+    hook: Any = _to_meta  # torch's type for such hooks has no return value
+    handle = register_module_parameter_registration_hook(hook)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     if parameter is None:
         return None
     return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""The description of a model and its layout, in Megatron-Core's terms."""
+"""Megatron-Core's configuration of a model and its layout."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from isthmus.engine.parallel.pipeline_layout import pipeline_layout
 from isthmus.families.architecture import Architecture
 
 _DEFAULTS = (ParallelConfig(), TrainConfig(), MoeConfig())
+_CPU = torch.device("cpu")
 
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """Megatron-Core's own description of a model and its layout, and what it does not know."""
+    """Megatron-Core's configuration, and what it has no fields for."""
 
     experts: MoeConfig = field(default_factory=MoeConfig)
+    device: torch.device = _CPU
+    """Of this rank's weights and activations."""
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding when each of ``tp`` ranks holds the same number; the added rows are zero and never used."""
+    """Rows of the embedding if each of ``tp`` ranks has the same number; the added rows are zero and never used."""
     return math.ceil(vocab_size / tp) * tp
 
 
@@ -36,93 +39,118 @@ def transformer_config(
     parallel: ParallelConfig = _DEFAULTS[0],
     *,
     dtype: torch.dtype,
+    device: torch.device = _CPU,
     train: TrainConfig = _DEFAULTS[1],
     moe: MoeConfig = _DEFAULTS[2],
     mtp: bool = False,
 ) -> DecoderConfig:
-    """The description of the model and its layout.
+    """Build the configuration.
 
     Args:
-        architecture: the model's.
+        architecture: of the model.
         parallel: the layout.
         dtype: of weights and activations.
+        device: of weights and activations.
         train: which activations are recomputed, and the weight of the MTP loss.
         moe: dispatcher, capacity and losses of the experts.
         mtp: build the model's MTP layers.
     """
-    full = train.recompute == "full"
-    ahead = architecture.mtp_layers if mtp else 0
     return DecoderConfig(
         experts=moe,
+        device=device,
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_query_groups=architecture.num_query_groups,
-        kv_channels=architecture.kv_channels,
         normalization=architecture.normalization,
         layernorm_epsilon=architecture.norm_epsilon,
         layernorm_zero_centered_gamma=architecture.norm_zero_centered,
-        rotary_interleaved=architecture.rotary_interleaved,
-        qk_layernorm=architecture.qk_norm,
-        add_qkv_bias=architecture.qkv_bias,
-        add_bias_linear=False,  # each spec says its own
+        add_bias_linear=False,  # set by each spec
         gated_linear_unit=architecture.gated,
         activation_func=F.silu if architecture.activation == "silu" else F.gelu,
-        use_te_activation_func=True,  # the switch that lets a spec bring its activation; no TransformerEngine in it
-        softmax_scale=architecture.attention_scale,
-        softmax_type="learnable" if architecture.attention_sinks else "vanilla",
-        window_size=None if architecture.sliding_window is None else (architecture.sliding_window - 1, 0),
-        window_attn_skip_freq=[int(architecture.window(layer) is not None) for layer in range(architecture.num_layers)],
+        use_te_activation_func=True,  # lets a spec choose its activation module; does not need TransformerEngine
         hidden_dropout=0.0,
-        attention_dropout=0.0,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
-        tensor_model_parallel_size=parallel.tp,
-        context_parallel_size=parallel.cp,
-        pipeline_model_parallel_size=parallel.pp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.expert_tp,
-        pipeline_model_parallel_layout=pipeline_layout(architecture.num_layers, parallel.pp, parallel.vpp, ahead=ahead),
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        # Between two ranks activations and gradients go the same ways; exchanged at once they would be mixed up.
-        overlap_p2p_comm=parallel.vpp > 1,
-        batch_p2p_comm=parallel.vpp == 1,
-        sequence_parallel=parallel.sequence_parallel,
-        variable_seq_lengths=parallel.pp > 1,
-        mtp_num_layers=ahead or None,
-        mtp_loss_scaling_factor=train.mtp_loss_weight if ahead else None,
-        **_expert_settings(architecture),
-        moe_token_dispatcher_type="alltoall",  # variable lengths are refused with the default, experts or not
         calculate_per_token_loss=True,
         perform_initialization=False,
-        recompute_granularity=None if train.recompute == "none" else train.recompute,
-        recompute_modules=list(train.recompute_modules),
-        # Layer by layer: those of "uniform" are all layers, those of "block" the first ones of a stage.
-        recompute_method=("uniform" if train.recompute_layers is None else "block") if full else None,
-        recompute_num_layers=(train.recompute_layers or 1) if full else None,
-        # An output that is sent beside the next computation is let go before it has arrived; gloo then sends what else
-        # has come to lie there.
-        deallocate_pipeline_outputs=parallel.vpp == 1,
+        **_attention_settings(architecture),
+        **_expert_settings(architecture),
+        **_parallel_settings(architecture, parallel, architecture.mtp_layers if mtp else 0, train),
+        **_recompute_settings(train),
     )
 
 
-def _expert_settings(architecture: Architecture) -> dict[str, Any]:
-    """What Megatron-Core's modules and checkpoints ask of a model with experts; routing is Isthmus' own."""
-    if (moe := architecture.moe) is None:
-        return {}
-    layers = [int(architecture.is_moe(layer)) for layer in range(architecture.num_layers)]
+def _attention_settings(architecture: Architecture) -> dict[str, Any]:
     return {
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.kv_channels,
+        "rotary_interleaved": architecture.rotary_interleaved,
+        "qk_layernorm": architecture.qk_norm,
+        "add_qkv_bias": architecture.qkv_bias,
+        "softmax_scale": architecture.attention_scale,
+        "softmax_type": "learnable" if architecture.attention_sinks else "vanilla",
+        "window_size": None if architecture.sliding_window is None else (architecture.sliding_window - 1, 0),
+        "window_attn_skip_freq": [
+            int(architecture.window(layer) is not None) for layer in range(architecture.num_layers)
+        ],
+        "attention_dropout": 0.0,
+    }
+
+
+def _expert_settings(architecture: Architecture) -> dict[str, Any]:
+    """What Megatron-Core's modules and checkpoints need for a model with experts; routing is ours."""
+    # Variable sequence lengths are rejected with the default dispatcher, even without experts.
+    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    if (moe := architecture.moe) is None:
+        return settings
+    layers = [int(architecture.is_moe(layer)) for layer in range(architecture.num_layers)]
+    return settings | {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        # A list says that layers are not alike, and each has its own keys in a checkpoint.
+        # A list means that layers differ, and gives each layer its own keys in a checkpoint.
         "moe_layer_freq": 1 if all(layers) else layers,
         "moe_router_dtype": "fp32",
-        "moe_router_pre_softmax": True,  # its router is not built; without the switch it refuses a top_k of 1
+        "moe_router_pre_softmax": True,  # its router is not used; without the switch it rejects a top_k of 1
+    }
+
+
+def _parallel_settings(
+    architecture: Architecture, parallel: ParallelConfig, mtp_layers: int, train: TrainConfig
+) -> dict[str, Any]:
+    layout = pipeline_layout(architecture.num_layers, parallel.pp, parallel.vpp, mtp_layers=mtp_layers)
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "context_parallel_size": parallel.cp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.expert_tp,
+        "pipeline_model_parallel_layout": layout,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        # With vpp activations and gradients go the same way between two ranks; in one batch they would be mixed up.
+        "overlap_p2p_comm": parallel.vpp > 1,
+        "batch_p2p_comm": parallel.vpp == 1,
+        # With vpp an output is sent during the next computation; gloo would read memory that was freed and reused.
+        "deallocate_pipeline_outputs": parallel.vpp == 1,
+        "sequence_parallel": parallel.sequence_parallel,
+        "variable_seq_lengths": parallel.pp > 1,
+        "mtp_num_layers": mtp_layers or None,
+        "mtp_loss_scaling_factor": train.mtp_loss_weight if mtp_layers else None,
+    }
+
+
+def _recompute_settings(train: TrainConfig) -> dict[str, Any]:
+    full = train.recompute == "full"
+    return {
+        "recompute_granularity": None if train.recompute == "none" else train.recompute,
+        "recompute_modules": list(train.recompute_modules),
+        # Layer by layer: "uniform" recomputes all layers, "block" the first ones of a stage.
+        "recompute_method": ("uniform" if train.recompute_layers is None else "block") if full else None,
+        "recompute_num_layers": (train.recompute_layers or 1) if full else None,
     }

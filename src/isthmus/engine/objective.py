@@ -1,148 +1,119 @@
-"""What a run minimises: what becomes of the losses of a line's tokens, and what is told of it."""
+"""Training objectives: the loss of a packed batch, its denominator, and the metrics of a step."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from isthmus.engine.parallel.context_parallel import own_part, own_spans
-
-
-class PackedLine(Protocol):
-    """What a step needs of a micro batch; :class:`isthmus.data.batching.batches.MicroBatch` is one."""
-
-    @property
-    def input_ids(self) -> Tensor:
-        """int64 [T]"""
-
-    @property
-    def labels(self) -> Tensor:
-        """int64 [T], already shifted."""
-
-    @property
-    def loss_mask(self) -> Tensor:
-        """bool [T], True where the label is learned."""
-
-    @property
-    def position_ids(self) -> Tensor:
-        """int64 [T], from 0 in each sample."""
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """int32 [segments + 1]"""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of samples, padding not counted."""
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.parallel.context_parallel import local_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What an objective makes of a line."""
+class LossOutput:
+    """The loss of one packed batch."""
 
     loss: Tensor
-    """A scalar, whose gradient is taken; over the global batch the gradients are added up and divided by the count."""
+    """The scalar to differentiate; gradients are summed over the global batch and divided by the sum of counts."""
     count: int
-    """What the loss is a mean over. Of ranks that share a line, one counts it."""
+    """Denominator of the mean loss. Of the ranks that share a packed sequence, one counts it."""
     loss_sum: Tensor | float
-    """What is told for the loss: a sum, divided by the count as well."""
+    """The reported loss, a sum to be divided by the count."""
     sums: Mapping[str, Tensor | float] = field(default_factory=dict)
-    """What else is told, under the names of :attr:`Objective.sums`."""
+    """Other sums to report, by the names in :attr:`Objective.sums`."""
 
 
 class Objective(Protocol):
-    """What is made of losses; one object serves all lines of a run."""
+    """Turns token losses into the loss of a batch; one object serves a whole run."""
 
     @property
-    def each(self) -> bool:
-        """Whether it wants the loss of each learned token, and not their sum."""
+    def per_token(self) -> bool:
+        """Whether it needs the loss of each token and not their sum."""
 
     @property
     def sums(self) -> Sequence[str]:
-        """Names of what is added up over the global batch, beside loss and count."""
+        """Names of what is summed over the global batch besides loss and count."""
 
-    def shares(self, line: Any) -> tuple[float, ...]:
-        """What each segment of a line has in the count."""
+    def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
+        """What each sample of a batch (each of its ``lengths``) adds to the count."""
 
-    def measure(self, losses: Tensor, line: Any, learned: int, ahead: int, ahead_weight: float) -> Measured:
-        """Make the loss of a line, on the last stage.
+    def loss(
+        self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
+    ) -> LossOutput:
+        """Compute the loss of a batch, on the last pipeline stage.
 
         Args:
             losses: as :meth:`isthmus.engine.megatron_model.Decoder.forward` returns them.
-            line: of this rank.
-            learned: labels learned on this context parallel rank.
-            ahead: labels that layers ahead have to predict here.
-            ahead_weight: what the sum of their losses counts.
+            batch: this rank's tokens, on the host.
+            loss_tokens: labels of this rank that count in the loss.
+            mtp_tokens: labels of this rank that the MTP layers predict.
+            mtp_weight: factor of the sum of their losses.
         """
 
-    def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """What is told of a step beside its loss, by name, from the sums over the global batch."""
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """What a step reports besides its loss, from the sums over the global batch."""
 
 
 class NextToken:
-    """The mean of the cross entropies of all learned tokens of the global batch."""
+    """Mean cross entropy over all loss tokens of the global batch."""
 
-    each = False
-    sums = ("ahead_sum", "ahead_tokens")
+    per_token = False
+    sums = ("mtp_loss_sum", "mtp_tokens")
 
-    def shares(self, line: PackedLine) -> tuple[float, ...]:
-        """The labels learned in each segment."""
-        return learned_in_segments(line)
+    def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
+        """The loss tokens of each sample."""
+        return batch.loss_tokens
 
-    def measure(self, losses: Tensor, line: PackedLine, learned: int, ahead: int, ahead_weight: float) -> Measured:
-        """The sum, with that of the layers ahead."""
-        told: dict[str, Tensor | float] = {"ahead_sum": 0.0, "ahead_tokens": 0.0}
+    def loss(
+        self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
+    ) -> LossOutput:
+        """The summed loss; MTP losses are added as in equation 25 of arXiv 2412.19437.
+
+        That is the mean over the depths, where each depth is divided by the tokens of the main loss.
+        """
         if losses.dim() == 0:
-            return Measured(losses, learned, losses.detach().double(), told)
-        loss_sum, ahead_sum = losses[0], losses[1:].sum()
-        told = {"ahead_sum": ahead_sum.detach().double(), "ahead_tokens": float(ahead)}
-        # Equation 25 of arXiv 2412.19437: the mean over the depths, each a mean over the tokens of the main loss.
-        return Measured(loss_sum + ahead_weight * ahead_sum, learned, loss_sum.detach().double(), told)
+            return LossOutput(losses, loss_tokens, losses.detach().double(), dict.fromkeys(self.sums, 0.0))
+        main, mtp = losses[0], losses[1:].sum()
+        sums: dict[str, Tensor | float] = {"mtp_loss_sum": mtp.detach().double(), "mtp_tokens": float(mtp_tokens)}
+        return LossOutput(main + mtp_weight * mtp, loss_tokens, main.detach().double(), sums)
 
-    def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """The mean loss of the layers ahead, where there are any."""
-        return {"mtp_loss": sums["ahead_sum"] / sums["ahead_tokens"]} if sums["ahead_tokens"] else {}
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """The mean loss of the MTP layers, if there are any."""
+        return {"mtp_loss": sums["mtp_loss_sum"] / sums["mtp_tokens"]} if sums["mtp_tokens"] else {}
 
 
 NEXT_TOKEN = NextToken()
 
 
-def segment_lengths(line: PackedLine) -> tuple[int, ...]:
-    """Tokens of each segment of a line, the padding's included."""
-    return tuple(end - start for start, end in itertools.pairwise(line.cu_seqlens.tolist()))
-
-
-def learned_in_segments(line: PackedLine) -> tuple[int, ...]:
-    """Labels learned in each segment of a line."""
-    return tuple(int(part.sum()) for part in line.loss_mask.split(segment_lengths(line)))
-
-
-def log_probabilities(losses: Tensor, line: PackedLine) -> Tensor:
-    """The log-probability of what is learned in each segment, float64 [segments], the same on all ranks of a line.
+def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:
+    """Log-probability of the loss tokens of each sample, float64 [len(batch.lengths)].
 
     Args:
-        losses: float32 [n], cross entropies of this rank's learned places; their gradient is that of the whole line's.
-        line: which they are of.
+        losses: float32 [n], cross entropies of this rank's loss tokens.
+        batch: this rank's tokens, on the host.
+
+    Returns:
+        The same on all ranks of a context parallel group; the gradient is that of the whole packed sequence.
     """
-    spans = own_spans(line.input_ids.numel())
-    lengths = segment_lengths(line)
-    segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    here = own_part(segments, spans)[own_part(line.loss_mask, spans)].bincount(minlength=len(lengths))
-    # Summed piece by piece: index_add has no fixed order on a GPU.
-    sums = -torch.stack([part.sum() for part in losses.double().split(here.tolist())])
-    if spans is None:
+    assert batch.loss_mask is not None
+    counts: Sequence[int] = batch.loss_tokens
+    if batch.spans is not None:
+        samples = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
+        counts = local_tokens(samples, batch.spans)[batch.loss_mask].bincount(minlength=len(batch.lengths)).tolist()
+    # Summed sample by sample: index_add is not deterministic on a GPU.
+    sums = -torch.stack([part.sum() for part in losses.double().split(list(counts))])
+    if batch.spans is None:
         return sums
     whole: Tensor = reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())
     return whole
 
 
-def counts_line() -> bool:
-    """Whether it is this rank, of those that share a line, that counts what all of them know."""
+def counts_batch() -> bool:
+    """Whether this rank, of those that share a packed sequence, adds what all of them know to the sums."""
     return parallel_state.get_context_parallel_rank() == 0

@@ -1,4 +1,4 @@
-"""A decoder on Megatron-Core in float32 on the CPU, in one process, its weights read from wherever they are kept."""
+"""A Megatron-Core decoder in float32 on the CPU, in one process, with weights read on demand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.checkpoint.checkpoint_names import layer_of
-from isthmus.engine.layers.attention import Segments
 from isthmus.engine.parallel.process_groups import close_groups, open_groups, world_from_environment
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -22,17 +22,15 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Megatron-Core's process groups for one rank on the CPU, for as long as the block lasts.
+def single_process_groups() -> Iterator[None]:
+    """Open Megatron-Core's process groups for one CPU rank while the block runs.
 
     Raises:
         UsageError: this process is one of several ranks, or uses a GPU.
     """
     _, ranks, _ = world_from_environment()
     if ranks > 1:
-        raise UsageError(f"this process is one of {ranks} ranks, and a model is run by one. Start it alone.")
-    if torch.cuda.is_initialized():
-        raise UsageError("this process uses a GPU, and models are compared on the CPU. Start another for it.")
+        raise UsageError(f"this process is one of {ranks} ranks, a model is verified in one. Start it alone.")
     joined_before = dist.is_initialized()
     open_groups(ParallelConfig(), detect("cpu"), seed=0)
     try:
@@ -42,16 +40,16 @@ def alone() -> Iterator[None]:
             close_groups()
 
 
-class MegatronNetwork:
-    """A decoder for looking at its logits and at what its layers make of their input."""
+class SingleProcessModel:
+    """A decoder to inspect: its logits, and the inputs and outputs of its layers."""
 
     def __init__(self, architecture: Architecture, read: Callable[[str], Tensor], *, by_layer: bool) -> None:
-        """Build the model within :func:`alone`; where it runs layer by layer, nothing is read yet.
+        """Build the model within :func:`single_process_groups`.
 
         Args:
-            architecture: the model's.
-            read: a whole tensor in float32, by its canonical name.
-            by_layer: whoever calls this has seen to it that parameters get no memory.
+            architecture: of the model.
+            read: returns a whole tensor in float32, by its canonical name.
+            by_layer: leave the parameters empty, for a model that was built by the caller with empty weights.
         """
         from isthmus.engine.megatron_model import build_model
         from isthmus.engine.model_config import transformer_config
@@ -66,16 +64,16 @@ class MegatronNetwork:
     @property
     def parts(self) -> list[list[str]]:
         """Names of parameters: those before the layers, those of each layer, those behind the layers."""
-        found: list[list[str]] = [[] for _ in range(len(self.layers) + 2)]
+        groups: list[list[str]] = [[] for _ in range(len(self.layers) + 2)]
         for name, _ in self.module.named_parameters():
             layer = layer_of(name)
-            found[1 + layer if layer is not None else 0 if name.startswith("embedding.") else -1].append(name)
+            groups[1 + layer if layer is not None else 0 if name.startswith("embedding.") else -1].append(name)
         if self.module.architecture.tie_embeddings:
-            found[-1].append(_EMBEDDING)
-        return found
+            groups[-1].append(_EMBEDDING)
+        return groups
 
     def fill(self, names: Sequence[str]) -> None:
-        """Give memory and weights to these parameters, whose names are canonical where one rank has them all."""
+        """Read these parameters, by canonical name."""
         for name in names:
             module, _, own = name.rpartition(".")
             parameter = nn.Parameter(self._read(name), requires_grad=False)
@@ -83,13 +81,11 @@ class MegatronNetwork:
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Logits [B * S, V] of int64 [B, S]."""
-        samples, length = input_ids.shape
-        positions = torch.arange(length).repeat(samples)
-        logits: Tensor = self.module(input_ids.flatten(), positions, Segments((length,) * samples))
+        logits: Tensor = self.module(PackedBatch.for_inference(list(input_ids)))
         return logits
 
     @staticmethod
     def hidden(states: Any) -> Tensor:
-        """Hidden states [B * S, H] in what a layer takes or returns."""
+        """Hidden states [B * S, H] from the input or output of a layer."""
         found: Tensor = states[0] if isinstance(states, tuple) else states
         return found[:, 0]

@@ -1,4 +1,4 @@
-"""Which module builds which part of a layer: the backend of Isthmus, in Megatron-Core's terms."""
+"""The ModuleSpecs of a decoder: plain PyTorch modules in place of TransformerEngine's and Apex's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -18,61 +17,16 @@ from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import FUSED_NORMS, LATENT_NORMS
 from isthmus.engine.layers.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
 from isthmus.engine.layers.attention import PackedSelfAttention, VarlenAttention
-from isthmus.engine.layers.decoder_layer import LayerSubmodules, ShapedLayer
+from isthmus.engine.layers.decoder_layer import FlexibleNormLayer, LayerSubmodules
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
-from isthmus.engine.moe.experts import Experts
 from isthmus.engine.moe.moe_layer import MoeBlock
 from isthmus.families.architecture import Architecture
 
 
-class TorchProvider(BackendSpecProvider):
-    """Layers in plain PyTorch: no TransformerEngine, no Apex, alike on ROCm, CUDA and CPU."""
-
-    def column_parallel_linear(self) -> type:
-        """Split by output rows."""
-        return ColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        """Split by input columns."""
-        return RowParallelLinear
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        """Norms are modules of their own."""
-        return False
-
-    def column_parallel_layer_norm_linear(self) -> type | None:
-        """None: norms are modules of their own."""
-        return None
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """The norm over hidden or head channels."""
-        return RMSNorm if rms_norm else LayerNorm
-
-    def core_attention(self) -> type:
-        """Scores, softmax and values of packed samples."""
-        return VarlenAttention
-
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules | None]:
-        """All experts of a rank at once; ``MoeBlock`` is what brings them their tokens."""
-        return Experts, None
-
-    def activation_func(self) -> type:
-        """The gated activation between the two projections."""
-        return SwiGLU
-
-
 def decoder_spec(architecture: Architecture, layers: Sequence[int], settings: MoeConfig) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage.
-
-    Args:
-        architecture: decides everything.
-        layers: numbers, from 0, of the layers on this stage.
-        settings: how experts are trained.
-    """
+    """The layers of one pipeline stage, by their numbers from 0."""
     kinds = {moe: layer_spec(architecture, moe=moe, settings=settings) for moe in (False, True)}
     specs = [kinds[architecture.is_moe(layer)] for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_spec(architecture))
@@ -86,10 +40,10 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
 
 
 def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig) -> ModuleSpec:
-    """A layer, with experts or without; one that only Isthmus has a forward pass for says so by its class."""
+    """A layer, with experts or without; Megatron-Core's class if it supports the architecture's form."""
     norm, form = norm_spec(architecture), architecture.form
-    # The keys of a saved checkpoint follow the fused spelling, so that every spec can load it: a norm is part of the
-    # projection behind it, and only the one before experts is not.
+    # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them: a norm belongs to the
+    # projection behind it, except the norm before experts.
     fused = FUSED_NORMS if architecture.mla is None else LATENT_NORMS
     fused = {own: name for own, name in fused.items() if not (moe and own == "pre_mlp_layernorm.")}
     parts: dict[str, Any] = {
@@ -112,26 +66,23 @@ def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig) ->
     if form == "pre" and architecture.residual_multiplier == 1:
         return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
     shape = {"form": form, "residual_multiplier": architecture.residual_multiplier}
-    return ModuleSpec(module=ShapedLayer, params=shape, submodules=LayerSubmodules(**parts))
+    return ModuleSpec(module=FlexibleNormLayer, params=shape, submodules=LayerSubmodules(**parts))
 
 
 def attention_spec(architecture: Architecture) -> ModuleSpec:
-    """Self-attention over packed lines."""
+    """Self-attention over packed samples."""
     if architecture.mla is not None:
         params = {"attn_mask_type": AttnMaskType.causal, "architecture": architecture}
         return ModuleSpec(module=LatentAttention, params=params)
-    provider = TorchProvider()
-    each_head = architecture.qk_norm and architecture.qk_norm_over == "head"
-    qk_norm = norm_spec(architecture) if each_head else None
+    per_head = architecture.qk_norm and architecture.qk_norm_over == "head"
+    qk_norm = norm_spec(architecture) if per_head else None
     return ModuleSpec(
         module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "architecture": architecture},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=with_bias(provider.column_parallel_linear(), architecture.qkv_bias),
-            core_attention=ModuleSpec(
-                module=provider.core_attention(), params={"softcap": architecture.attention_softcap}
-            ),
-            linear_proj=with_bias(provider.row_parallel_linear(), architecture.proj_bias),
+            linear_qkv=with_bias(ColumnParallelLinear, architecture.qkv_bias),
+            core_attention=ModuleSpec(module=VarlenAttention, params={"softcap": architecture.attention_softcap}),
+            linear_proj=with_bias(RowParallelLinear, architecture.proj_bias),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
@@ -139,9 +90,8 @@ def attention_spec(architecture: Architecture) -> ModuleSpec:
 
 
 def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
-    """The parts of a feed-forward block, or of one expert, whose biases ``MoeBlock`` knows."""
-    provider = TorchProvider()
-    kinds = (provider.column_parallel_linear(), provider.row_parallel_linear())
+    """The submodules of a feed-forward block, or of one expert, whose biases ``MoeBlock`` configures."""
+    kinds = (ColumnParallelLinear, RowParallelLinear)
     fc1, fc2 = kinds if moe else (with_bias(kind, architecture.mlp_bias) for kind in kinds)
     return MLPSubmodules(
         linear_fc1=fc1,
@@ -151,7 +101,7 @@ def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
 
 
 def activation_spec(architecture: Architecture) -> ModuleSpec | type:
-    """What stands between the two projections of a feed-forward block."""
+    """The activation of a feed-forward block."""
     if architecture.activation == "silu":
         return SwiGLU if architecture.gated else SiLU
     if architecture.activation == "clamped_swiglu":

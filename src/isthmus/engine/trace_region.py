@@ -1,4 +1,4 @@
-"""What this rank is doing: told to its peers when they wait for it, and a range in a profile."""
+"""Named regions of a run: reported by the heartbeat when ranks wait for this one, and ranges in a profile."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import record_function
 
-_doing: list[str] = []
+_regions: list[str] = []
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Be in ``name`` ("optimizer", "step 12") until the block ends; phases lie within one another."""
-    _doing.append(name)
+def trace_region(name: str) -> Iterator[None]:
+    """Mark the block as region ``name`` ("optimizer", "step 12"); regions nest."""
+    _regions.append(name)
     try:
         if torch.autograd.profiler._is_profiler_enabled:
             with record_function(name):
@@ -22,9 +22,9 @@ def phase(name: str) -> Iterator[None]:
         else:
             yield
     finally:
-        _doing.pop()
+        _regions.pop()
 
 
-def doing() -> str:
-    """The phases that this rank is in, outermost first: ``step 12: optimizer``."""
-    return ": ".join(_doing)
+def current_region() -> str:
+    """The open regions of this rank, outermost first: ``step 12: optimizer``."""
+    return ": ".join(_regions)

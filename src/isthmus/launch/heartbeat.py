@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from isthmus.engine.parallel.process_groups import world_from_environment
 from isthmus.engine.parallel.rendezvous import master
-from isthmus.engine.trace_region import doing, phase
+from isthmus.engine.trace_region import current_region, trace_region
 from isthmus.errors import Hang, IsthmusError, Preempted
 from isthmus.launch.first_failure import RankReport, reports_folder
 from isthmus.launch.speaker import speaks_first
@@ -91,7 +91,7 @@ class Pulse:
         """The end of a peer that ``error`` is the echo of; None if it is none."""
         if self._store is None or not (isinstance(error, dist.DistError) or _ECHO.search(str(error))):
             return None
-        with phase(_LEAVING):
+        with trace_region(_LEAVING):
             try:
                 before = self._beats()
                 for _ in range(3):
@@ -130,7 +130,7 @@ class Pulse:
     def _say(self, count: int) -> None:
         with self._lock:
             assert self._store is not None
-            self._store.set(f"pulse/{self._rank}", json.dumps([socket.gethostname(), count, doing()]))
+            self._store.set(f"pulse/{self._rank}", json.dumps([socket.gethostname(), count, current_region()]))
 
     def _post(self, code: int, told: str) -> None:
         """Tell all ranks why this run ends; the first one counts."""

@@ -19,18 +19,19 @@ from isthmus.errors import Preempted
 from isthmus.train.stop import StopFlag
 
 if TYPE_CHECKING:
-    from isthmus.engine.objective import Objective, PackedLine
+    from isthmus.data.batching.packed_batch import PackedBatch
+    from isthmus.engine.objective import Objective
     from isthmus.engine.step import Stepper
 
 
 def objective_of(config: RunConfig) -> Objective:
     """The loss that the recipe minimizes."""
     from isthmus.engine.objective import NEXT_TOKEN
-    from isthmus.train.preference_loss import Preference
+    from isthmus.train.preference_loss import PreferenceObjective
 
     if config.recipe != "dpo":
         return NEXT_TOKEN
-    return Preference(config.dpo)
+    return PreferenceObjective(config.dpo)
 
 
 def compute_reference(
@@ -95,18 +96,20 @@ def _reference_logps(
     stepper: Stepper, part: PairBatches, position: Position, stop: StopFlag
 ) -> npt.NDArray[np.float64]:
     """Summed log-probability of each answer, float64 [samples]."""
-    from isthmus.train.preference_loss import Recorder
+    from isthmus.train.preference_loss import LogProbRecorder
 
-    recorder = Recorder(len(part.store))
-    stepper.means(_until_stopped(stop, part.eval_batches()), recorder)
+    recorder = LogProbRecorder(len(part.store))
+    stepper.evaluate(_until_stopped(stop, part.eval_batches(), stepper.device), recorder)
     # Tensor and context parallel ranks have the same values; one of them counts.
     counts = position.tp_rank == position.cp_rank == 0
-    return np.asarray(sum_over_ranks((recorder.found * counts).tolist()), dtype=np.float64)
+    return np.asarray(sum_over_ranks((recorder.logps * counts).tolist(), stepper.device), dtype=np.float64)
 
 
-def _until_stopped(stop: StopFlag, batches: Iterator[Sequence[PackedLine]]) -> Iterator[Sequence[PackedLine]]:
+def _until_stopped(
+    stop: StopFlag, batches: Iterator[Sequence[PackedBatch]], device: torch.device
+) -> Iterator[Sequence[PackedBatch]]:
     for micro_batches in batches:
-        (stops,) = sum_over_ranks([float(stop.requested)])
+        (stops,) = sum_over_ranks([float(stop.requested)], device)
         if stops:
             raise Preempted("stopped before the first step, as asked. The same command starts again.")
         yield micro_batches

@@ -297,7 +297,7 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
 
 def _build_loop(training: _Training) -> Loop:
     from isthmus.engine.megatron_model import live_tensors
-    from isthmus.engine.memory_stats import held_bytes
+    from isthmus.engine.memory_stats import memory_stats
 
     context, data, stages = training.context, training.data, training.model.stages
     return Loop(
@@ -317,7 +317,7 @@ def _build_loop(training: _Training) -> Loop:
             folder=context.run_dir.root / "profile",
             rank=training.position.rank,
             weights={name: tuple(tensor.shape) for name, tensor in live_tensors(stages).items()},
-            memory_stats=lambda: held_bytes(stages, training.stepper.optimizer),
+            memory_stats=lambda: memory_stats(stages, training.stepper.optimizer),
             peak_gib=context.platform.memory_gib,
             log=training.reporter.log,
         ),

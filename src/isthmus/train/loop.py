@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from isthmus.config.schema import RunConfig
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.batching.prefetch import prefetched
-from isthmus.engine.objective import PackedLine
 from isthmus.engine.parallel.process_groups import Position, sum_over_ranks
 from isthmus.engine.step import Stepper, StepResult
-from isthmus.engine.trace_region import phase
+from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
 from isthmus.platforms.base import Platform
@@ -28,12 +28,14 @@ from isthmus.train.stop import StopFlag
 class BatchSource(Protocol):
     """The micro batches of each step; :class:`isthmus.data.batching.batches.Batches` is one."""
 
-    global_batch_size: int
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step, over all ranks."""
 
-    def step(self, step_index: int) -> Sequence[PackedLine]:
+    def step(self, step_index: int) -> Sequence[PackedBatch]:
         """This rank's micro batches of step ``step_index``, counted from 0."""
 
-    def eval_batches(self) -> Iterator[Sequence[PackedLine]]:
+    def eval_batches(self) -> Iterator[Sequence[PackedBatch]]:
         """One pass over the data, the same number of batches on every rank."""
 
 
@@ -76,14 +78,14 @@ class Loop:
         source = self.valid if part == "valid" else self.test
         if source is None:
             return None
-        with phase("validation"):
-            means = self.stepper.means(source.eval_batches())
-        self.reporter.evaluation(step, means.loss, means.figures, part=part)
-        if not math.isfinite(means.loss):
+        with trace_region("validation"):
+            result = self.stepper.evaluate(source.eval_batches())
+        self.reporter.evaluation(step, result.loss, result.metrics, part=part)
+        if not math.isfinite(result.loss):
             name = "validation" if part == "valid" else "test"
             hint = "Lower optim.lr or lengthen optim.warmup_steps." if step else "Check the weights and the data."
-            raise Diverged(f"the {name} loss is {means.loss} after {step} steps; this state is not saved. {hint}")
-        return means.loss
+            raise Diverged(f"the {name} loss is {result.loss} after {step} steps; this state is not saved. {hint}")
+        return result.loss
 
     def run(self, start: int, steps: int, stop: StopFlag) -> Outcome:
         """Train from step ``start`` until ``steps``.
@@ -95,11 +97,11 @@ class Loop:
         with self.profile, closing(prefetched(self.train.step, range(start, steps))) as batches:
             return self._run(start, steps, batches, stop)
 
-    def _run(self, start: int, steps: int, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> Outcome:
+    def _run(self, start: int, steps: int, batches: Iterator[Sequence[PackedBatch]], stop: StopFlag) -> Outcome:
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
         for step in range(start, steps):
-            with self.profile.around(step + 1), phase(f"step {step + 1}"):
+            with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
                 metrics, stop_requested = self._step(step, batches, stop)
             if stop_requested:
                 self.profile.finish()  # the checkpoint is not part of a step
@@ -121,24 +123,24 @@ class Loop:
         if _is_due(self.config.train.eval_every, done):
             self.evaluate(done)
         if _is_due(checkpoint.hf_every, done):
-            with phase("export"):
+            with trace_region("export"):
                 self.export(done)
         if stop_requested or _is_due(checkpoint.every, done):
-            with phase("checkpoint"):
+            with trace_region("checkpoint"):
                 self.save(done)
 
-    def _step(self, step: int, batches: Iterator[Sequence[PackedLine]], stop: StopFlag) -> tuple[StepMetrics, bool]:
+    def _step(self, step: int, batches: Iterator[Sequence[PackedBatch]], stop: StopFlag) -> tuple[StepMetrics, bool]:
         """Do step ``step``, counted from 0, and report it; also returns whether any rank was asked to stop."""
         started_s = time.monotonic()
-        with phase("data"):
+        with trace_region("data"):
             micro_batches = next(batches)
         result = self.stepper.train_step(micro_batches)
-        lengths = [length for micro_batch in micro_batches for length in _sample_lengths(micro_batch)]
-        padded_length = sum(micro_batch.input_ids.numel() for micro_batch in micro_batches)
+        lengths = [length for micro_batch in micro_batches for length in micro_batch.sample_lengths]
+        padded_length = sum(sum(micro_batch.lengths) for micro_batch in micro_batches)
         own = [sum(lengths), sum(length**2 for length in lengths), padded_length]
         counts = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
         num_tokens, sum_squared, num_positions, stops = sum_over_ranks(
-            [*(float(number) if counts else 0.0 for number in own), float(stop.requested)]
+            [*(float(number) if counts else 0.0 for number in own), float(stop.requested)], self.stepper.device
         )
         elapsed_s = time.monotonic() - started_s
         padding = 1 - num_tokens / num_positions
@@ -149,13 +151,13 @@ class Loop:
     def _metrics(
         self, step: int, result: StepResult, num_tokens: int, sum_squared_lengths: int, padding: float, elapsed_s: float
     ) -> StepMetrics:
-        flops = flops_per_batch(self.architecture, num_tokens, sum_squared_lengths, result.learned_tokens)
+        flops = flops_per_batch(self.architecture, num_tokens, sum_squared_lengths, result.loss_tokens)
         tflops = flops / elapsed_s / self.world_size / 1e12
         peak = self.platform.peak_tflops(self.precision)
         return StepMetrics(
             step=step + 1,
             loss=result.loss,
-            objective=result.figures,
+            objective=result.metrics,
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens_per_s=num_tokens / elapsed_s,
@@ -164,21 +166,15 @@ class Loop:
             memory_gib=self.platform.memory_gib(),
             memory_used=self.platform.memory_used() if self.config.logging.style == "megatron" else None,
             num_tokens=num_tokens,
-            loss_tokens=result.learned_tokens,
+            loss_tokens=result.loss_tokens,
             padding=padding,
             step_time_s=elapsed_s,
             global_batch_size=self.train.global_batch_size,
             consumed_sequences=(step + 1) * self.train.global_batch_size,
-            moe={} if result.load is None else result.load.figures(),
+            moe={} if result.load is None else result.load.metrics(),
             loss_scale=result.loss_scale,
             skipped=result.skipped,
         )
-
-
-def _sample_lengths(micro_batch: PackedLine) -> list[int]:
-    """Tokens of each sample; a last segment of padding is left out."""
-    segments: list[int] = (micro_batch.cu_seqlens[1:] - micro_batch.cu_seqlens[:-1]).tolist()
-    return segments[:-1] if micro_batch.num_tokens < micro_batch.input_ids.numel() else segments
 
 
 def _is_due(every: int | None, done: int) -> bool:

@@ -1,44 +1,31 @@
-"""Losses of pairs of answers: what a model prefers, and by how much more than it did at first."""
+"""Preference losses on pairs of answers: DPO, IPO and SLiC hinge."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from isthmus.config.schema.dpo import DpoConfig
-from isthmus.engine.objective import Measured, PackedLine, counts_line, learned_in_segments, log_probabilities
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.objective import LossOutput, counts_batch, sample_log_probs
 
-FIGURES = (
+METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
 )  # fmt: skip
-"""Means over pairs, by the names that TRL has for them."""
-
-
-class PairedLine(PackedLine, Protocol):
-    """A line of pairs; :class:`isthmus.data.batching.pair_batches.PairLine` is one."""
-
-    @property
-    def samples(self) -> Tensor:
-        """int64 [num_samples], their numbers; the 2k-th and the one after it are a pair."""
-
-    @property
-    def reference(self) -> Tensor | None:
-        """float64 [num_samples], log-probabilities under the reference."""
+"""Means over pairs, under TRL's names."""
 
 
 def pair_losses(margins: Tensor, settings: DpoConfig) -> Tensor:
     """The loss of each pair, [pairs].
 
     Args:
-        margins: [pairs], how much more the log-probability of the chosen answer gained on the reference than that of
-            the rejected one.
+        margins: [pairs], log-ratio of policy and reference of the chosen answer minus that of the rejected one.
         settings: ``sigmoid`` is equation 7 of arXiv 2305.18290, its ``label_smoothing`` as in cDPO (equation 3 of the
-            note of E. Mitchell, 2023: a share of the labels is the wrong way round); ``ipo`` is equation 17 of arXiv
-            2310.12036, ``hinge`` that of SLiC (arXiv 2305.10425) on DPO's rewards.
+            note of E. Mitchell, 2023); ``ipo`` is equation 17 of arXiv 2310.12036, ``hinge`` that of SLiC (arXiv
+            2305.10425) on DPO's rewards.
     """
     beta, smoothing = settings.beta, settings.label_smoothing
     if settings.loss == "ipo":
@@ -46,79 +33,78 @@ def pair_losses(margins: Tensor, settings: DpoConfig) -> Tensor:
     rewards = beta * margins
     if settings.loss == "hinge":
         return torch.relu(1 - rewards)
-    right = -F.logsigmoid(rewards)
-    return right if not smoothing else (1 - smoothing) * right - smoothing * F.logsigmoid(-rewards)
+    losses = -F.logsigmoid(rewards)
+    return losses if not smoothing else (1 - smoothing) * losses - smoothing * F.logsigmoid(-rewards)
 
 
-class Preference:
-    """The mean over the pairs of the global batch; an objective of :class:`isthmus.engine.step.Stepper`."""
+class PreferenceObjective:
+    """The mean preference loss over the pairs of the global batch, for batches of ``PairBatches``."""
 
-    each = True
+    per_token = True
 
     def __init__(self, settings: DpoConfig) -> None:
         self.settings = settings
-        self.sums = (*FIGURES, "nll_loss") if settings.sft_weight else FIGURES
+        self.sums = (*METRICS, "nll_loss") if settings.sft_weight else METRICS
 
-    def shares(self, line: PairedLine) -> tuple[float, ...]:
-        """Half a pair for an answer, nothing for padding."""
-        answers = line.samples.numel()
-        return (0.5,) * answers + (0.0,) * (line.cu_seqlens.numel() - 1 - answers)
+    def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
+        """Half a pair for an answer, zero for padding."""
+        samples = len(batch.sample_lengths)
+        return (0.5,) * samples + (0.0,) * (len(batch.lengths) - samples)
 
-    def measure(self, losses: Tensor, line: PairedLine, learned: int, ahead: int, ahead_weight: float) -> Measured:
-        """The summed loss of a line's pairs, from the float32 cross entropies [n] of its learned tokens."""
-        assert line.reference is not None
-        settings, answers = self.settings, line.samples.numel()
-        sums = log_probabilities(losses, line)[:answers]
-        lengths = torch.tensor(learned_in_segments(line)[:answers], device=sums.device, dtype=sums.dtype)
-        gains = sums - line.reference.to(sums.device)
-        gains = gains / lengths if settings.length_normalized else gains
-        margins = gains[::2] - gains[1::2]
-        of_pairs = pair_losses(margins, settings)
-        own = -sums[::2] / lengths[::2]
-        loss = of_pairs.sum() + settings.sft_weight * own.sum() if settings.sft_weight else of_pairs.sum()
-        rewards = settings.beta * gains.detach()
-        told = {
+    def loss(
+        self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
+    ) -> LossOutput:
+        """The summed loss of a batch's pairs, from the float32 cross entropies [n] of its loss tokens."""
+        assert batch.reference_logps is not None
+        settings, answers = self.settings, len(batch.sample_lengths)
+        logps = sample_log_probs(losses, batch)[:answers]
+        lengths = torch.tensor(batch.loss_tokens[:answers], device=logps.device, dtype=logps.dtype)
+        ratios = logps - batch.reference_logps.to(logps.device)
+        ratios = ratios / lengths if settings.length_normalized else ratios
+        per_pair = pair_losses(ratios[::2] - ratios[1::2], settings)
+        nll = -logps[::2] / lengths[::2]
+        loss = per_pair.sum() + settings.sft_weight * nll.sum() if settings.sft_weight else per_pair.sum()
+        rewards = settings.beta * ratios.detach()
+        values = {
             "rewards/chosen": rewards[::2],
             "rewards/rejected": rewards[1::2],
             "rewards/margins": rewards[::2] - rewards[1::2],
             "rewards/accuracies": (rewards[::2] > rewards[1::2]).double(),
-            "logps/chosen": sums[::2].detach(),
-            "logps/rejected": sums[1::2].detach(),
-            "nll_loss": own.detach(),
+            "logps/chosen": logps[::2].detach(),
+            "logps/rejected": logps[1::2].detach(),
+            "nll_loss": nll.detach(),
         }
-        counted = int(counts_line())
-        return Measured(
-            loss.float(),
-            counted * (answers // 2),
-            counted * loss.detach(),
-            {name: counted * told[name].sum() for name in self.sums},
-        )
+        counted = int(counts_batch())
+        sums = {name: counted * values[name].sum() for name in self.sums}
+        return LossOutput(loss.float(), counted * (answers // 2), counted * loss.detach(), sums)
 
-    def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Means over the pairs."""
         return {name: value / max(1, count) for name, value in sums.items()}
 
 
-class Recorder:
-    """An objective that learns nothing: it writes down the log-probability of each sample it is shown."""
+class LogProbRecorder:
+    """An objective without a loss that records the log-probability of each sample."""
 
-    each = True
+    per_token = True
     sums = ()
 
     def __init__(self, num_samples: int) -> None:
-        self.found = torch.zeros(num_samples, dtype=torch.float64)
-        """[num_samples]; zero for samples that other ranks were shown."""
+        self.logps = torch.zeros(num_samples, dtype=torch.float64)
+        """[num_samples]; zero for samples of other ranks."""
 
-    def shares(self, line: PairedLine) -> tuple[float, ...]:
-        """Nothing counts."""
-        return (0.0,) * (line.cu_seqlens.numel() - 1)
+    def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
+        """All zero."""
+        return (0.0,) * len(batch.lengths)
 
-    def measure(self, losses: Tensor, line: PairedLine, learned: int, ahead: int, ahead_weight: float) -> Measured:
-        """Write down."""
-        found = log_probabilities(losses, line)[: line.samples.numel()]
-        self.found[line.samples] = found.detach().cpu()
-        return Measured(found.sum(), 0, 0.0)
+    def loss(
+        self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
+    ) -> LossOutput:
+        """Record the samples of a batch."""
+        logps = sample_log_probs(losses, batch)[: len(batch.sample_lengths)]
+        self.logps[list(batch.sample_ids)] = logps.detach().cpu()
+        return LossOutput(logps.sum(), 0, 0.0)
 
-    def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """None."""
         return {}

@@ -192,6 +192,6 @@ def test_products_are_added_in_blocks(dtype: torch.dtype, monkeypatch: pytest.Mo
     a, b, into = torch.randn(7, 5).to(dtype), torch.randn(5, 4).to(dtype), torch.ones(7, 4)
     wanted = 1 + a.double() @ b.double()
     with Recorder() as seen:
-        matmul.add_product(into, a, b)
+        matmul.add_matmul(into, a, b)
     assert torch.allclose(into.double(), wanted, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
     assert seen.largest(dtype) <= 12

@@ -82,7 +82,7 @@ def loss_scales() -> dict[str, list[float]]:
         return [float(optimizer.grad_scaler.scale) for optimizer in chain.chained_optimizers]
 
     upstream = scales()
-    compat.same_loss_scale(chain)
+    compat.sync_loss_scales(chain)
     return {"upstream": upstream, "mended": scales()}
 
 

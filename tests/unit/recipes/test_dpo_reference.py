@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isthmus.data.batching.batches import BatchSettings
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.parallel.process_groups import Position
@@ -22,7 +23,7 @@ def part(token: int, pairs: int) -> PairBatches:
     store = SampleStore.from_samples(
         [([token, k], [0, 1]) for k in range(2 * pairs)], [k // 2 for k in range(2 * pairs)]
     )
-    return PairBatches(store, seq_length=4, micro_batch_size=1, global_batch_size=1, packing=True)
+    return PairBatches(store, BatchSettings(seq_length=4, micro_batch_size=1, global_batch_size=1, packing=True))
 
 
 @pytest.fixture
@@ -72,13 +73,13 @@ def test_other_pairs_and_damage_ask_for_another_pass(tmp_path: Path, passes: lis
 def test_a_stop_is_heard_between_two_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, shown = StopFlag(), []
 
-    def means(batches: Any, _recorder: Any) -> None:
+    def evaluate(batches: Any, _recorder: Any) -> None:
         for lines in batches:
             shown.append(lines)
             stop.request()
 
-    monkeypatch.setattr(dpo_reference, "sum_over_ranks", list)
-    stepper: Any = SimpleNamespace(means=means)
+    monkeypatch.setattr(dpo_reference, "sum_over_ranks", lambda values, _device: list(values))
+    stepper: Any = SimpleNamespace(device="cpu", evaluate=evaluate)
     place, path = Position(0, 0, 0, 0, 0, 0, 0, True), tmp_path / "reference.npz"
     with pytest.raises(Preempted, match="before the first step"):
         compute_reference(stepper, {"train": part(1, 3)}, path, place, fresh=True, stop=stop, log=lambda _: None)

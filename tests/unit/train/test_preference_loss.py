@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from isthmus.train.preference_loss import DpoConfig, Preference, pair_losses
+from isthmus.config.schema.dpo import DpoConfig
+from isthmus.train.preference_loss import PreferenceObjective, pair_losses
 
 MARGINS = torch.tensor([-7.0, -0.5, 0.0, 2.0, 30.0], dtype=torch.float64)
 
@@ -36,6 +37,6 @@ def test_ipo_and_hinge() -> None:
 
 
 def test_what_is_told_is_a_mean_over_pairs() -> None:
-    told = Preference(DpoConfig()).figures({"rewards/margins": 3.0, "logps/chosen": -8.0}, 4)
+    told = PreferenceObjective(DpoConfig()).metrics({"rewards/margins": 3.0, "logps/chosen": -8.0}, 4)
     assert told == {"rewards/margins": 0.75, "logps/chosen": -2.0}
-    assert "nll_loss" in Preference(DpoConfig(sft_weight=1.0)).sums
+    assert "nll_loss" in PreferenceObjective(DpoConfig(sft_weight=1.0)).sums

@@ -16,7 +16,7 @@ from isthmus.convert.canonical import spelling_of, unique_placements
 from isthmus.convert.coverage import refuse_misfit
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import read_torch_pickle
-from isthmus.engine.checkpoint.checkpoint_names import Place, is_model_key
+from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot, is_model_key
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -73,7 +73,7 @@ class TorchDistFolder:
         args = common.get("args") if isinstance(common, dict) else None
         return None if args is None else dict(vars(args))
 
-    def read(self, place: Place, rows: slice) -> Tensor:
+    def read(self, place: CheckpointSlot, rows: slice) -> Tensor:
         """Rows of the tensor at ``place``, put together from its chunks.
 
         Raises:
@@ -94,7 +94,7 @@ class TorchDistFolder:
             self._reader.read(self._info(place.key, chunk), index, into=target[(None,) * depth])
         return found
 
-    def _chunks_at(self, place: Place) -> list[dcp.ChunkStorageMetadata]:
+    def _chunks_at(self, place: CheckpointSlot) -> list[dcp.ChunkStorageMetadata]:
         """The chunks of a tensor that overlap the index (layer, expert) of the place."""
         which = place.key, len(place.index)
         if which not in self._chunks:
@@ -173,11 +173,11 @@ class TorchDistWeights:
             DataError: tensors are missing, unexpected, or of another shape.
         """
         self._folder = folder
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, CheckpointSlot] = {}
         spelling = spelling_of(arch)
         missing, misshapen, used = [], [], set()
         for name, placed in unique_placements(family, arch).items():
-            possible = spelling.possible_places(name)
+            possible = spelling.candidate_slots(name)
             present = [place for place in possible if place.key in folder.tensors]
             if not present:
                 missing.append(possible[0].key)
@@ -188,7 +188,7 @@ class TorchDistWeights:
             outer, found = size[: len(place.index)], size[len(place.index) :]
             expected = placed.rule.canonical_shape(arch)
             if outer != place.sizes:
-                counted = " and ".join(["layers", "experts"][: len(outer)] if spelling.alike else ["experts"])
+                counted = " and ".join(["layers", "experts"][: len(outer)] if spelling.homogeneous else ["experts"])
                 misshapen.append(
                     f"{place.key} has {'x'.join(map(str, outer))} {counted}, not {'x'.join(map(str, place.sizes))}"
                 )

@@ -22,7 +22,7 @@ from torch import Tensor
 from isthmus.convert.canonical import Destination, spelling_of, unique_placements
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import read_torch_pickle, save_without_data
-from isthmus.engine.checkpoint.checkpoint_names import Place
+from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot
 from isthmus.errors import disk_errors
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -73,7 +73,7 @@ class TorchDistWriter(Destination):
         with disk_errors(folder):
             for name, placed in placements.items():
                 shape = placed.rule.canonical_shape(arch)
-                self._infos[name] = [self._add_tensor(place, shape, dtypes[name]) for place in spelling.places(name)]
+                self._infos[name] = [self._add_tensor(place, shape, dtypes[name]) for place in spelling.slots(name)]
             for key in spelling.extra_states(placements):
                 self._add_empty_object(key)
         self.total_bytes = sum(info.nbytes for infos in self._infos.values() for info in infos)
@@ -101,7 +101,7 @@ class TorchDistWriter(Destination):
             done += self._writer.write_at(info, index, chunk[(None,) * depth])
         return done
 
-    def _add_tensor(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
+    def _add_tensor(self, place: CheckpointSlot, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
         """Reserve space for a tensor in the smallest file, and add it to the metadata."""
         stored = (*(1 for _ in place.index), *shape)
         frame = self._frame(dtype, stored)

@@ -14,7 +14,7 @@ from isthmus.convert.hf.from_hf import HfWeights
 from isthmus.convert.open_model import OpenedModel
 from isthmus.convert.verify.layerwise import Network
 from isthmus.engine.checkpoint.checkpoint_names import layer_of
-from isthmus.engine.meta_init import without_memory
+from isthmus.engine.meta_init import init_empty_weights
 from isthmus.errors import UsageError
 from isthmus.platforms.free_memory import free_bytes
 
@@ -27,7 +27,7 @@ def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
         UsageError: it cannot be run.
         DataError: the weights are not those that transformers expects.
     """
-    empty = without_memory() if by_layer else nullcontext()
+    empty = init_empty_weights() if by_layer else nullcontext()
     if isinstance(side.weights, HfWeights) and side.hf_folder is not None:
         from isthmus.hf.transformers_model import HfNetwork
 
@@ -35,7 +35,7 @@ def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
             network = HfNetwork(side.hf_folder.config, side.weights.source, by_layer=by_layer)
         yield network
         return
-    from isthmus.engine.single_process_model import MegatronNetwork, alone
+    from isthmus.engine.single_process_model import SingleProcessModel, single_process_groups
 
     placements = unique_placements(side.family, side.arch)
 
@@ -45,9 +45,9 @@ def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
             found[rows] = side.weights.read(name, rows)
         return found
 
-    with alone():
+    with single_process_groups():
         with empty:
-            model = MegatronNetwork(side.arch, read, by_layer=by_layer)
+            model = SingleProcessModel(side.arch, read, by_layer=by_layer)
         yield model
 
 

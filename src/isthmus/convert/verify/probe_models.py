@@ -65,12 +65,11 @@ def _load(family: Family, probe: ProbeModel) -> Any:
 
 
 def _logits(model: Any, probe: ProbeModel) -> list[Tensor]:
-    from isthmus.engine.layers.attention import Segments
+    from isthmus.data.batching.packed_batch import PackedBatch
 
     device = next(model.parameters()).device
-    input_ids, lengths = torch.cat(probe.samples).to(device), [len(sample) for sample in probe.samples]
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    return list(model(input_ids, positions, Segments(tuple(lengths))).float().cpu().split(lengths))
+    batch = PackedBatch.for_inference([sample.to(device) for sample in probe.samples])
+    return list(model(batch).float().cpu().split(batch.lengths))
 
 
 def max_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Best-fit-decreasing packing: as few sequences as possible, nothing cut, nothing reordered by chance."""
+"""Best-fit-decreasing packing: few sequences, no sample is cut, and the result is deterministic."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_fit(sizes: npt.NDArray[np.int64], capacity: int) -> None:
 def pack(lengths: Sequence[int] | npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Put items into bins of at most ``capacity`` and return the item numbers of each bin.
 
-    The longest item comes first; each goes into the fullest bin that still takes it. Equal lengths keep their order, so
-    the result is a function of the arguments alone. Open bins are kept by the room they have left, of which there are
-    at most ``capacity`` values: time is n log(capacity).
+    The longest item comes first; each goes into the fullest bin that it fits. Equal lengths keep their order, so the
+    result is a function of the arguments alone. Open bins are indexed by their free space, which has at most
+    ``capacity`` values: time is n log(capacity).
 
     Raises:
         DataError: an item is longer than ``capacity``.
@@ -61,7 +61,7 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.int64], capacity: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Bins as two arrays, 8 bytes an item and 8 a bin: there may be as many as windows in a large text."""
+    """Bins as two arrays, 8 bytes per item and 8 per bin: a large text has very many windows."""
 
     items: npt.NDArray[np.int64]
     """[items], bin after bin."""
@@ -70,9 +70,9 @@ class Bins:
 
     @classmethod
     def packed(cls, lengths: npt.NDArray[np.int64], capacity: int, first: int = 0) -> Bins:
-        """The bins of :func:`pack`, of items that are numbered from ``first`` on.
+        """The bins of :func:`pack`, of items numbered from ``first``.
 
-        Those that fill a bin alone, as most windows of a text do, are not gone through one by one.
+        Items that fill a bin alone, such as most windows of a text, are handled at once.
         """
         full, rest = np.flatnonzero(lengths == capacity), np.flatnonzero(lengths != capacity)
         bins = pack(lengths[rest], capacity)
@@ -83,7 +83,7 @@ class Bins:
 
     @classmethod
     def single(cls, first: int, end: int) -> Bins:
-        """Each item alone, in their order."""
+        """One bin per item, in their order."""
         return cls(np.arange(first, end), np.arange(end - first + 1))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a sharded model: each rank's rows, under the names that every other layout reads."""
+"""Checkpoint state of a fully sharded model: each rank's rows, under the names that every layout reads."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
-from isthmus.engine.parallel.sharded_params import own_rows
+from isthmus.engine.parallel.sharded_params import local_rows
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: bool) -> dict[str, Any]:
-    """Weights and optimizer of this rank, as Megatron-Core's ``DistributedOptimizer`` names them.
+    """Weights and optimizer state of this rank, as Megatron-Core's ``DistributedOptimizer`` names them.
 
-    No rank gathers anything: it writes its own rows, and reads just those.
+    Each rank writes and reads its own rows; nothing is gathered.
 
     Args:
         model: the wrapped decoder.
         adam: torch's AdamW over its parameters.
-        is_loading: the tensors are to be read into; those of the optimizer hold all that a weight is.
+        is_loading: return tensors to read into; trained weights are then read from the optimizer state.
     """
     weights: dict[str, Any] = {}
     moments: dict[str, Any] = {}
     for name, parameter in model.module.named_parameters():
-        described, rows = model.described[name], own_rows(parameter)
+        whole, rows = model.sharded_tensors[name], local_rows(parameter)
         local = parameter.detach().to_local()
         if not (is_loading and parameter.requires_grad):
-            kept = local if is_loading else local.to(described.data.dtype)
-            weights |= {f"{name}.{n}": part for n, part in enumerate(_parts(described, kept, rows))}
+            kept = local if is_loading else local.to(whole.data.dtype)
+            weights |= {f"{name}.{n}": part for n, part in enumerate(_parts(whole, kept, rows))}
         if not parameter.requires_grad:
             continue
         states = {"param": local} | {key: adam.state[parameter][key].to_local() for key in MOMENTS}
         for state, tensor in states.items():
-            entry = replace(described, key=f"optimizer.state.{state}.{described.key}")
+            entry = replace(whole, key=f"optimizer.state.{state}.{whole.key}")
             moments |= {f"{state}.{name}.{n}": part for n, part in enumerate(_parts(entry, tensor, rows))}
-    weights |= {name: entry for name, entry in model.described.items() if not _is_tensor(entry)}
+    weights |= {name: entry for name, entry in model.sharded_tensors.items() if not _is_tensor(entry)}
     groups = [dict(group) for group in adam.param_groups]
     for group in groups:
-        group["step"] = step_of(adam)
+        group["step"] = num_updates(adam)
         del group["params"]
     return {
         "model": weights,
@@ -55,13 +55,13 @@ def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: boo
     }
 
 
-def step_of(adam: Any) -> float:
-    """How many updates the parameters have had."""
+def num_updates(adam: Any) -> float:
+    """Number of updates that the parameters have had."""
     return float(next(iter(adam.state.values()))["step"])
 
 
-def count_from(adam: Any, steps: int) -> None:
-    """Go on behind ``steps`` updates; the tensors of a loaded state were read into their places."""
+def set_num_updates(adam: Any, steps: int) -> None:
+    """Set the number of updates; a loaded state has all other tensors in place."""
     for state in adam.state.values():
         state["step"].fill_(steps)
 
@@ -73,16 +73,16 @@ def _is_tensor(entry: Any) -> bool:
 def _parts(
     entry: ShardedTensor | ShardedTensorFactory, local: Tensor, rows: tuple[int, int]
 ) -> Iterator[ShardedTensor]:
-    """This rank's rows of a parameter, as places in the tensors that the checkpoint makes of it.
+    """This rank's rows of a parameter as entries of the checkpoint's tensors.
 
     Args:
-        entry: of the whole parameter on this tp rank; its data has no memory.
-        local: the rows of the parameter that this rank holds.
-        rows: first and last (exclusive) of them.
+        entry: of the whole parameter on this tp rank, without data.
+        local: this rank's rows of the parameter.
+        rows: their range [start, end).
     """
     pieces = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
     for piece in pieces:
-        # A piece is a view of the parameter's rows: where it begins is all that has to be known of it.
+        # A piece is a view of rows of the parameter; its storage offset gives the first of them.
         first = piece.data.storage_offset() // max(1, piece.data[0].numel())
         start, end = max(first, rows[0]), min(first + piece.data.shape[0], rows[1])
         if start >= end:
@@ -97,7 +97,7 @@ def _parts(
             dtype=own.dtype,
             local_shape=tuple(own.shape),
             global_offset=tuple(offset),
-            axis_fragmentations=None,  # ranks may hold unlike numbers of rows
-            replica_id=(*piece.replica_id[:-1], 0),  # and no two of a dp group the same
+            axis_fragmentations=None,  # ranks may have different numbers of rows
+            replica_id=(*piece.replica_id[:-1], 0),  # each dp rank has different rows
             prepend_axis_num=0,
         )

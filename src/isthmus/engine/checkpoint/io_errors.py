@@ -1,4 +1,4 @@
-"""What torch and Megatron-Core raise when a checkpoint cannot be written or read, as errors for the user."""
+"""Translates errors of torch and Megatron-Core in writing and reading checkpoints for the user."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.distributed.checkpoint.api import CheckpointException  # no subclass 
 
 from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace
 
-# The last is how torch's zip writer puts it: it asks where in the file it is, and finds less written than it wrote.
+# The last is that of torch's zip writer, which finds fewer bytes in the file than it wrote.
 _SIGNS_OF_NO_SPACE = ("No space left", "Disk quota", "File too large", "ENOSPC", "unexpected pos")
 
 
 @contextmanager
 def write_errors(stage: Path) -> Iterator[None]:
-    """Turn whatever fails in writing a checkpoint into ``stage`` into an error that names the cause.
+    """Translate an error in writing a checkpoint to ``stage``.
 
     Raises:
         NoSpace: the disk or the quota is full.
-        IOFailure: the system refused for another reason.
+        IOFailure: another error of the file system.
         IsthmusError: anything else.
     """
     try:
@@ -35,18 +35,18 @@ def write_errors(stage: Path) -> Iterator[None]:
                 "checkpoint.keep, or choose another --out; the checkpoint before it is intact."
             ) from error
         if isinstance(error, OSError | CheckpointException):
-            told = f"the checkpoint could not be written to {stage.parent}: {_lines(error)[-1]}"
-            raise IOFailure(told) from error
+            message = f"the checkpoint could not be written to {stage.parent}: {_lines(error)[-1]}"
+            raise IOFailure(message) from error
         raise IsthmusError(f"saving to {stage.parent} failed: {type(error).__name__}: {text}") from error
 
 
 @contextmanager
 def read_errors(folder: Path) -> Iterator[None]:
-    """Whatever fails in reading a checkpoint whose files are long enough: it is damaged, or of another model.
+    """Translate an error in reading a checkpoint whose files are complete.
 
     Raises:
-        IOFailure: the system refused.
-        DataError: anything else.
+        IOFailure: an error of the file system.
+        DataError: anything else: the checkpoint is damaged, or of another model.
     """
     try:
         yield
@@ -54,10 +54,12 @@ def read_errors(folder: Path) -> Iterator[None]:
         raise IOFailure(f"{folder} cannot be read: {error.strerror or error}.") from error
     except (Exception, CheckpointException) as error:
         lines = _lines(error)
-        told = lines[-1] if isinstance(error, CheckpointException) else lines[0]
-        told = told if len(told) <= 200 else f"{told[:200]}..."  # torch lists every tensor of the checkpoint
+        message = lines[-1] if isinstance(error, CheckpointException) else lines[0]
+        message = (
+            message if len(message) <= 200 else f"{message[:200]}..."
+        )  # torch lists every tensor of the checkpoint
         raise DataError(
-            f"{folder} cannot be taken up: it is damaged, or of another model ({told}). "
+            f"{folder} cannot be loaded: it is damaged, or of another model ({message}). "
             "Resume from another checkpoint, or start a new run with --out."
         ) from error
 

@@ -1,7 +1,7 @@
 """Checkpoints in Megatron's ``torch_dist`` format: whole tensors, readable under any layout.
 
-A checkpoint is a folder ``iter_0000010`` beside ``latest_checkpointed_iteration.txt``, as Megatron-LM has it.
-It is written beside its final place and renamed when every rank is done and every file is as long as it must be.
+A checkpoint is a folder ``iter_0000010`` beside ``latest_checkpointed_iteration.txt``, as in Megatron-LM. It is written
+to a temporary folder and renamed when every rank is done and every file has its full length.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch.distributed import checkpoint as dcp
 from isthmus.atomic_write import TEMPORARY, rename, write_atomic
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
-from isthmus.engine.checkpoint.fsdp_state import count_from, sharded_state
+from isthmus.engine.checkpoint.fsdp_state import set_num_updates, sharded_state
 from isthmus.engine.checkpoint.io_errors import read_errors, write_errors
-from isthmus.engine.optim.optimizer import adams, distributed_optimizers
+from isthmus.engine.optim.optimizer import distributed_optimizers, torch_optimizers
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.process_groups import agree
@@ -43,17 +43,18 @@ from isthmus.errors import DataError, IsthmusError, MissingInput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run has come, and in which data."""
+    """The step that a run has reached, and its data."""
 
     step: int
     data: str
-    """Fingerprint of the data and its order: step k means these sequences and no others."""
+    """Fingerprint of the data and its order, which decide the sequences of each step."""
 
 
 class _SynchronousSave(TorchDistSaveShardedStrategy):
-    """Megatron-Core's sharded format through torch's own writer, in this process.
+    """Megatron-Core's sharded format through torch's writer, in this process.
 
-    The asynchronous writer forks, starts a manager process and can publish a file that a dead thread cut short.
+    Megatron-Core's asynchronous writer forks, starts a manager process and can publish a file that a failed thread left
+    incomplete.
     """
 
     def __init__(self) -> None:
@@ -68,8 +69,8 @@ class _SynchronousSave(TorchDistSaveShardedStrategy):
         )
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+def checkpoint_dir(root: Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
     return root / f"iter_{step:07d}"
 
 
@@ -77,15 +78,17 @@ def latest(root: Path) -> Path | None:
     """The newest published checkpoint below ``root``, or None.
 
     Raises:
-        DataError: the tracker file is not a step, or names a checkpoint that is not there.
+        DataError: the tracker file does not name an existing checkpoint.
     """
     tracker = root / TRACKER
     if not tracker.exists():
         return None
     text = tracker.read_text().strip()
-    if not text.isdigit() or not folder_of(root, int(text)).is_dir():
-        raise DataError(f"{tracker} says {text!r}, which is not a checkpoint in {root}. Write the step of one into it.")
-    return folder_of(root, int(text))
+    if not text.isdigit() or not checkpoint_dir(root, int(text)).is_dir():
+        raise DataError(
+            f"{tracker} contains {text!r}, which is not a checkpoint in {root}. Write an existing step into it."
+        )
+    return checkpoint_dir(root, int(text))
 
 
 def _metadata() -> dict[str, Any]:
@@ -97,10 +100,10 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _random_state() -> ShardedObject:
-    """One entry per (pp, tp) place, as Megatron-LM stores it."""
+def _random_state(device: torch.device) -> ShardedObject:
+    """One entry per (pp, tp) rank, as in Megatron-LM."""
     state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         state["device"] = torch.cuda.get_rng_state()
     return ShardedObject(
         "rng_state",
@@ -115,27 +118,25 @@ def _random_state() -> ShardedObject:
 
 
 def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
-    """What is saved, or what is asked for: then ``optimizers`` has the tensors of each, whatever chain was saved."""
-    if isinstance(whole := stepper.model[0], FullyShardedDataParallel):  # it has no stages
-        (adam,) = adams(stepper.optimizer)
+    """The sharded state to save, or to load: then ``optimizers`` is a list, however the checkpoint names them."""
+    if isinstance(whole := stepper.model[0], FullyShardedDataParallel):  # without pipeline stages
+        (adam,) = torch_optimizers(stepper.optimizer)
         return sharded_state(whole, adam, is_loading=is_loading)
     gather_weights(stepper.model)
     optimizers = distributed_optimizers(stepper.optimizer)
     for optimizer in optimizers:
         compat.keep_bucket_padding(optimizer)
-    how: dict[str, Any] = {"is_loading": is_loading, "metadata": _metadata()}
-    # Under each stage's own name here; the keys in the file name layers of the whole model, whatever stage has them.
+    # Keyed by stage; the keys in the files number layers over the whole model.
     state = {name: stage.sharded_state_dict(metadata=_metadata()) for name, stage in _stages(stepper).items()}
-    states = [each.sharded_state_dict(state, **how) for each in optimizers]
+    states = [one.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata()) for one in optimizers]
     if is_loading:
         return state | {"optimizers": states}
-    # By number where there are several, as Megatron-Core's chain has them; it would also save those without parameters,
-    # which fails.
+    # Keyed by number if there are several, like Megatron-Core's chain, which would also save empty ones and fail.
     return state | {"optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
 
 
 def _stages(stepper: Stepper) -> dict[str, Any]:
-    """This rank's stages by the names that Megatron-LM gives them."""
+    """This rank's stages by Megatron-LM's names."""
     if len(stepper.model) == 1:
         return {"model": stepper.model[0].module}
     return {f"model{number}": stage.module for number, stage in enumerate(stepper.model)}
@@ -158,21 +159,21 @@ def save(
         stepper: what to save.
         progress: which step it is.
         parallel: recorded, because the random state is only restored under the same layout.
-        keep: newest checkpoints to keep; older ones are removed once this one is in place.
-        args: which model it is, for Megatron-LM and for whoever has no more than the checkpoint.
-        write_beside: puts more files into the folder, on rank 0.
+        keep: newest checkpoints to keep; older ones are removed once this one is complete.
+        args: describes the model, for Megatron-LM and for conversion.
+        write_beside: writes more files into the folder, on rank 0.
 
     Raises:
-        NoSpace, IOFailure: on every rank, when any rank could not write; nothing is published.
+        NoSpace, IOFailure: on every rank, if any could not write; nothing is published.
     """
-    final = folder_of(root, progress.step)
+    final = checkpoint_dir(root, progress.step)
     stage = root / f"{TEMPORARY}{final.name}"
     if dist.get_rank() == 0:
         shutil.rmtree(stage, ignore_errors=True)
         stage.mkdir(parents=True)
     dist.barrier()
     state = _state(stepper, is_loading=False) | {
-        "rng_state": _random_state(),
+        "rng_state": _random_state(stepper.device),
         "checkpoint_version": 3.0,
         "iteration": progress.step,
         "isthmus": {"progress": asdict(progress), "layout": _layout(parallel), "skipped": stepper.skipped},
@@ -211,15 +212,17 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """See that every file of a checkpoint is there and as long as its index says.
+    """Check that every file of a checkpoint exists and is complete according to the index.
 
     Raises:
         MissingInput: the folder or its index is absent.
-        DataError: a file is missing or cut short, or the index cannot be read.
+        DataError: a file is missing or truncated, or the index cannot be read.
     """
     index = folder / ".metadata"
     if not index.is_file():
-        raise MissingInput(f"{folder} holds no torch_dist checkpoint: .metadata is missing. Choose a folder that does.")
+        raise MissingInput(
+            f"{folder} has no torch_dist checkpoint: .metadata is missing. Choose a folder that has one."
+        )
     if not (folder / "common.pt").is_file():
         raise DataError(f"{folder / 'common.pt'} is missing. Resume from another checkpoint.")
     try:
@@ -237,20 +240,17 @@ def check_files(folder: Path) -> None:
 
 
 def _remove_old(root: Path, keep: int, newest: Path) -> None:
-    # A run that went back to an earlier step leaves folders with higher numbers; they must not push out its own.
+    # A run resumed from an earlier step leaves folders with higher numbers, which must not displace its own.
     others = sorted(path for path in root.glob("iter_*") if path != newest)
     for old in others[: max(0, len(others) + 1 - keep)]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
-    """Take up the state of a checkpoint under this layout, whatever layout wrote it; every rank calls it.
-
-    Returns:
-        How far the run had come.
+    """Load a checkpoint under this layout, whatever layout wrote it; every rank calls it.
 
     Raises:
-        MissingInput, DataError: the checkpoint is absent, cut short or not one of this model.
+        MissingInput, DataError: the checkpoint is missing, truncated or of another model.
     """
     check_files(folder)
     with read_errors(folder):
@@ -260,16 +260,16 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     state = _state(stepper, is_loading=True)
     same_layout = common["isthmus"]["layout"] == _layout(parallel)
     if same_layout:
-        state["rng_state"] = _random_state()
+        state["rng_state"] = _random_state(stepper.device)
     with read_errors(folder):
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-        sharded = isinstance(stepper.model[0], FullyShardedDataParallel)  # whose rows were read into their places
+        sharded = isinstance(stepper.model[0], FullyShardedDataParallel)  # read in place
         for name, stage in () if sharded else _stages(stepper).items():
             stage.load_state_dict(loaded[name])
     steps = _steps(common["optimizer"])
     if sharded:
-        (adam,) = adams(stepper.optimizer)
-        count_from(adam, steps)
+        (adam,) = torch_optimizers(stepper.optimizer)
+        set_num_updates(adam, steps)
     else:
         for optimizer, tensors in zip(distributed_optimizers(stepper.optimizer), loaded["optimizers"], strict=True):
             compat.load_adam(optimizer, tensors["param_state"], steps=steps)
@@ -279,23 +279,23 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     stepper.skipped = common["isthmus"].get("skipped", 0)
     stepper.schedule.step(increment=progress.step - stepper.skipped)
     if same_layout:
-        _restore_random_state(loaded["rng_state"][0])
+        _restore_random_state(loaded["rng_state"][0], stepper.device)
     return progress
 
 
 def _steps(saved: dict[Any, Any]) -> int:
-    """How many steps the optimizer had taken; where experts have one of their own, all have taken as many."""
+    """Number of updates; the optimizers of a chain have the same."""
     return int(_first(saved)["optimizer"]["param_groups"][0]["step"])
 
 
 def _first(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """Of the optimizers that were saved, whether there were several or one."""
+    """The first saved optimizer."""
     found: dict[Any, Any] = saved.get(0, saved)
     return found
 
 
-def _restore_random_state(state: dict[str, Any]) -> None:
+def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     get_cuda_rng_tracker().set_states(state["tracker"])
-    if "device" in state and torch.cuda.is_available():
+    if "device" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["device"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps only its input for the backward pass and writes both halves of the gradient in place."""
+    """Saves only its input and writes both halves of the gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -30,13 +30,13 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Activation(nn.Module):
-    """A function without parameters."""
+    """A module without parameters."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        """Nothing to save; Megatron-Core's MLP asks each of its parts."""
+        """Empty; Megatron-Core's MLP calls it on each submodule."""
         return {}
 
 
@@ -62,7 +62,7 @@ class SiLU(_Activation):
     """``x * sigmoid(x)`` (arXiv 1702.03118)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., F], as is its result."""
+        """``x`` [..., F] -> [..., F]."""
         return torch.nn.functional.silu(x)
 
 
@@ -74,7 +74,7 @@ class GELU(_Activation):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., F], as is its result."""
+        """``x`` [..., F] -> [..., F]."""
         return torch.nn.functional.gelu(x, approximate=self.approximate)
 
 

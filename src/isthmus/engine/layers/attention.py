@@ -1,13 +1,12 @@
-"""Causal self-attention over a line of packed samples.
+"""Causal self-attention over packed samples ("thd").
 
-A micro batch is one line of T tokens, samples end to end ("thd"). The projections see the whole line, the scores
-only ever one sample: no token is padded, none sees another sample, and no [T, T] mask exists.
+The projections run over the whole packed sequence, the scores only within each sample: no token is padded, no token
+attends to another sample, and there is no [T, T] mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,28 +18,15 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.norm import ProjectionNorm
-from isthmus.engine.layers.packed_attention_cpu import check_line, line_attention
+from isthmus.engine.layers.packed_attention_cpu import check_shapes, packed_attention
 from isthmus.engine.layers.rope import rotate
-from isthmus.engine.parallel.context_parallel import Spans, gather_line
+from isthmus.engine.parallel.context_parallel import Spans, gather_sequence
 from isthmus.families.architecture import Architecture
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Where the samples of a packed line begin and end, and which of its tokens are here."""
-
-    lengths: tuple[int, ...]
-    """Tokens of each sample, on the host, so that no layer waits for the device to learn them."""
-    learned: tuple[float, ...] = ()
-    """What each sample has in what the loss is a mean over, such as labels learned; () where nothing is learned."""
-    padded: bool = False
-    """Whether the last sample is padding."""
-    spans: Spans | None = None
-    """What this rank has of the line under context parallelism; None: all of it."""
-
-
-def sample_attention(
+def sdpa_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -50,14 +36,14 @@ def sample_attention(
     scale: float | None = None,
     spans: Spans | None = None,
 ) -> Tensor:
-    """Attend causally within each sample of a line, one after the other, with PyTorch's own kernel.
+    """Attend causally within each sample, one after the other, with PyTorch's kernel.
 
-    Args and returns: those of ``line_attention``, which is the one for CPUs and
-    has scores that are capped and sinks, which PyTorch's kernel has not.
+    Arguments and result are those of :func:`packed_attention`, which is used on CPUs and supports logit soft-capping
+    and attention sinks, which PyTorch's kernel does not.
     """
-    check_line(q, k, lengths, spans)
-    outputs, at = [], 0
-    for start, end, first in _pieces(lengths, window, spans):
+    check_shapes(q, k, lengths, spans)
+    outputs, offset = [], 0
+    for start, end, first in _query_ranges(lengths, window, spans):
         queries, keys = end - start, end - first
         mask = None
         if window is not None and keys > window:
@@ -65,7 +51,7 @@ def sample_attention(
         elif keys > queries:
             mask = causal_lower_right(queries, keys)  # the last query sees all keys
         out = scaled_dot_product_attention(
-            q[at : at + queries].flatten(1, 2).transpose(0, 1)[None],
+            q[offset : offset + queries].flatten(1, 2).transpose(0, 1)[None],
             k[first:end].transpose(0, 1)[None],
             v[first:end].transpose(0, 1)[None],
             attn_mask=mask,
@@ -74,14 +60,14 @@ def sample_attention(
             enable_gqa=q.size(2) > 1,
         )
         outputs.append(out[0].transpose(0, 1))
-        at += queries
+        offset += queries
     return torch.cat(outputs).unflatten(1, q.shape[1:3])
 
 
-def _pieces(lengths: tuple[int, ...], window: int | None, spans: Spans | None) -> Iterator[tuple[int, int, int]]:
-    """(start, end, first): queries [start, end) of one sample see keys [first, end).
+def _query_ranges(lengths: tuple[int, ...], window: int | None, spans: Spans | None) -> Iterator[tuple[int, int, int]]:
+    """(start, end, first): queries [start, end) of one sample attend to keys [first, end).
 
-    Where a window hides keys they are so few that a mask grows with the window and not with the sample.
+    With a window the ranges are so short that a mask grows with the window and not with the sample.
     """
     ends = list(accumulate(lengths))
     for span_start, span_end in ((0, ends[-1]),) if spans is None else spans:
@@ -98,14 +84,14 @@ def _pieces(lengths: tuple[int, ...], window: int | None, spans: Spans | None) -
 
 
 def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """True where a query may look: at its own key and the ``window - 1`` before; the last key is the last query's."""
+    """True where a query attends: its own key and the ``window - 1`` before; the last key is the last query's."""
     index = torch.arange(keys, device=device)
     distance = index[keys - queries :, None] - index[None, :]
     return (distance >= 0) & (distance < window)
 
 
 class VarlenAttention(nn.Module):
-    """Softmax attention within each sample; key/value heads are shared by a group of query heads, not copied."""
+    """Softmax attention within each sample; groups of query heads share key/value heads without copies."""
 
     def __init__(
         self,
@@ -128,39 +114,39 @@ class VarlenAttention(nn.Module):
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.recomputed = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """Attend.
 
         Args:
-            q: [T, G, R, D], R query heads to each of G key/value heads; T / cp under context parallelism.
-            k: [T, G, D], of the whole line or, under context parallelism, of this rank's tokens.
+            q: [T, G, R, D], R query heads for each of G key/value heads; T / cp under context parallelism.
+            k: [T, G, D], of the whole packed sequence or, under context parallelism, of this rank's tokens.
             v: [T, G, Dv], like the keys.
-            segments: sample lengths that sum to T.
+            batch: with sample lengths that sum to T.
 
         Returns:
             [T, G * R * Dv]
         """
         if self.recomputed and self.training:
-            attended = tensor_parallel.checkpoint(lambda q, k, v: self.attend(q, k, v, segments), False, q, k, v)
+            attended = tensor_parallel.checkpoint(lambda q, k, v: self.attend(q, k, v, batch), False, q, k, v)
             return attended  # type: ignore[no-any-return]
-        return self.attend(q, k, v, segments)
+        return self.attend(q, k, v, batch)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-        """What :meth:`forward` does, with everything kept for the backward pass."""
-        if segments.spans is not None and k.size(0) == q.size(0):
-            # Here and not earlier: what is recomputed keeps only this rank's keys and values.
-            k, v = gather_line(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
-        lengths, spans = segments.lengths, segments.spans
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
+        """:meth:`forward` without recomputation."""
+        if batch.spans is not None and k.size(0) == q.size(0):
+            # Here and not earlier: recomputation keeps only this rank's keys and values.
+            k, v = gather_sequence(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
+        lengths, spans = batch.lengths, batch.spans
         plain = self.softcap is None and self.softmax_offset is None
         if plain and q.device.type != "cpu":
-            return sample_attention(q, k, v, lengths, self.window, scale=self.scale, spans=spans).flatten(1)
-        how: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.softmax_offset}
-        return line_attention(q, k, v, lengths, self.window, spans=spans, **how).flatten(1)
+            return sdpa_attention(q, k, v, lengths, self.window, scale=self.scale, spans=spans).flatten(1)
+        kwargs: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.softmax_offset}
+        return packed_attention(q, k, v, lengths, self.window, spans=spans, **kwargs).flatten(1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """The sinks, cut by heads."""
+        """The attention sinks, sharded by heads."""
         own = self.state_dict(prefix="", keep_vars=True)
         axes = {"softmax_offset": 0}
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
@@ -168,42 +154,41 @@ class VarlenAttention(nn.Module):
 
 
 class PackedSelfAttention(SelfAttention):
-    """Megatron-Core's self-attention parameters with a forward pass for packed lines.
+    """Megatron-Core's self-attention with a forward pass for packed samples.
 
-    The parent's forward handles inference, padding and a rotary table per layer; this one does what training
-    needs and nothing else. Parameters, sharding and checkpoint names are the parent's.
+    Parameters, sharding and checkpoint names are the parent's, whose forward pass handles inference and padding.
     """
 
     def __init__(self, config: Any, *args: Any, architecture: Architecture, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         layer = self.layer_number - 1
         self.rotated = architecture.position == "rope" and layer not in architecture.unrotated_layers
-        # Of the tables of angles, that of layers with a window stands last.
-        self.tables = 1 if architecture.window_rotary_base is None else 2
-        self.table = 0 if architecture.window(layer) is None else self.tables - 1
+        # The rotary table of layers with a window, if it differs, comes last.
+        self.num_tables = 1 if architecture.window_rotary_base is None else 2
+        self.table = 0 if architecture.window(layer) is None else self.num_tables - 1
         if architecture.qk_norm and architecture.qk_norm_over == "projection":
-            place = {"rank": self.tp_group.rank(), "ranks": self.tp_group.size()}
+            ranks = {"rank": self.tp_group.rank(), "ranks": self.tp_group.size()}
             shape = (architecture.kv_channels, architecture.norm_epsilon)
-            self.q_layernorm = ProjectionNorm(config, architecture.num_attention_heads, *shape, **place)
-            self.k_layernorm = ProjectionNorm(config, architecture.num_query_groups, *shape, **place)
+            self.q_layernorm = ProjectionNorm(config, architecture.num_attention_heads, *shape, **ranks)
+            self.k_layernorm = ProjectionNorm(config, architecture.num_query_groups, *shape, **ranks)
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: Segments, **_unused: Any
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend and project.
 
         Args:
-            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism; T is here and below what this rank
-                has of the line under context parallelism.
-            rotary_pos_emb: from :func:`isthmus.engine.layers.rope.line_tables`; None where positions are learned.
-            packed_seq_params: the samples of the line.
+            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism; T is the number of this rank's
+                tokens under context parallelism, here and below.
+            rotary_pos_emb: from :func:`isthmus.engine.layers.rope.rotary_tables`; None for learned positions.
+            packed_seq_params: the samples.
 
         Returns:
-            The output [T, 1, H] (or [T / tp, 1, H]) and the bias that the caller still has to add, or None.
+            The output [T, 1, H] (or [T / tp, 1, H]) and the bias that the caller adds, or None.
         """
         q, k, v = self._project(hidden_states)
         if self.rotated and rotary_pos_emb is not None:
-            table = rotary_pos_emb.chunk(self.tables, dim=-1)[self.table]
+            table = rotary_pos_emb.chunk(self.num_tables, dim=-1)[self.table]
             interleaved = self.config.rotary_interleaved
             q, k = (rotate(heads, table, interleaved=interleaved) for heads in (q, k))
         return self.linear_proj(self.core_attention(q, k, v, packed_seq_params)[:, None])
@@ -215,9 +200,8 @@ class PackedSelfAttention(SelfAttention):
             return q, k[:, 0], v[:, 0]
         mixed, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
-        head_dim = self.hidden_size_per_attention_head
         heads_per_group = self.num_attention_heads_per_partition // groups
-        mixed = mixed.view(mixed.size(0), groups, heads_per_group + 2, head_dim)
+        mixed = mixed.view(mixed.size(0), groups, heads_per_group + 2, self.hidden_size_per_attention_head)
         q, k, v = mixed.split((heads_per_group, 1, 1), dim=2)
         if self.q_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)

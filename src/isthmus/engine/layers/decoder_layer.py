@@ -1,4 +1,4 @@
-"""A decoder layer whose norms stand where its architecture has them."""
+"""A decoder layer with the norms of any :data:`~isthmus.families.architecture.Form`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from isthmus.engine.layers.attention import Segments
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.families.architecture import Form
 
 
 @dataclass
 class LayerSubmodules(TransformerLayerSubmodules):
-    """Megatron-Core's parts of a layer, and the norms behind attention and behind the feed-forward block."""
+    """Megatron-Core's submodules of a layer, and norms behind attention and behind the feed-forward block."""
 
     post_self_attn_layernorm: ModuleSpec | type = IdentityOp
     post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
-class ShapedLayer(TransformerLayer):
-    """Megatron-Core's layer with a forward pass for every :data:`~isthmus.families.architecture.Form`.
-
-    Parameters, sharding and checkpoint names are the parent's, with those of two more norms.
-    """
+class FlexibleNormLayer(TransformerLayer):
+    """Megatron-Core's layer with a forward pass for every form, and the two more norms that some have."""
 
     def __init__(
         self,
@@ -47,36 +44,37 @@ class ShapedLayer(TransformerLayer):
         self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, **shape)
 
     def forward(
-        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: Segments, **_unused: Any
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """Run the layer on one packed line.
+        """Run the layer.
 
         Args:
             hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
-            rotary_pos_emb: the table of angles, None where positions are learned.
-            packed_seq_params: the samples of the line.
+            rotary_pos_emb: the rotary table, None for learned positions.
+            packed_seq_params: the samples.
 
         Returns:
-            The new hidden states, and None for the context that a decoder does not have.
+            The new hidden states, and None for the context of an encoder.
         """
         normed = self.input_layernorm(hidden_states)
-        attended = self._finished(
+        attended = self._residual(
             self.self_attention(
                 normed, attention_mask=None, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
             ),
             self.post_self_attn_layernorm,
         )
-        beside = self.form in ("parallel", "parallel_two_norms")
-        stream = hidden_states if beside else hidden_states + attended
-        fed = normed if self.form == "parallel" else self.pre_mlp_layernorm(stream)
-        made = (
-            tensor_parallel.checkpoint(self.mlp, False, fed) if self.recompute_mlp and self.training else self.mlp(fed)
-        )
-        output = self._finished(made, self.post_mlp_layernorm)
-        return stream + (attended + output if beside else output), None
+        parallel = self.form in ("parallel", "parallel_two_norms")
+        stream = hidden_states if parallel else hidden_states + attended
+        mlp_input = normed if self.form == "parallel" else self.pre_mlp_layernorm(stream)
+        if self.recompute_mlp and self.training:
+            mlp_output = tensor_parallel.checkpoint(self.mlp, False, mlp_input)
+        else:
+            mlp_output = self.mlp(mlp_input)
+        output = self._residual(mlp_output, self.post_mlp_layernorm)
+        return stream + (attended + output if parallel else output), None
 
-    def _finished(self, output_with_bias: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
-        """What a block adds to the stream: its output with the bias, normalised and scaled."""
+    def _residual(self, output_with_bias: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
+        """What a block adds to the residual stream: its output with the bias, normalized and scaled."""
         output, bias = output_with_bias
         output = norm(output if bias is None else output + bias)
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier

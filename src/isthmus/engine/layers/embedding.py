@@ -1,6 +1,6 @@
-"""The vocabulary-parallel embedding and that of learned positions; gradients touch only rows that were looked up.
+"""Vocabulary-parallel and position embeddings whose gradients touch only the rows that were looked up.
 
-Autograd's own would fill a tensor of the embedding's size with zeros for every micro batch and then add all of it.
+Autograd's would fill a tensor of the embedding's size with zeros for every micro batch and then add all of it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, mine: Tensor | None) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, own: Tensor | None) -> Tensor:
         ctx.weight = weight
-        ctx.save_for_backward(rows, mine)
+        ctx.save_for_backward(rows, own)
         found = weight.index_select(0, rows)
-        return found if mine is None else found.mul_(mine[:, None])
+        return found if own is None else found.mul_(own[:, None])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        rows, mine = ctx.saved_tensors
+        rows, own = ctx.saved_tensors
         weight = ctx.weight
-        grad = grads[0] if mine is None else grads[0] * mine[:, None]
+        grad = grads[0] if own is None else grads[0] * own[:, None]
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is not None:
             main_grad.index_add_(0, rows, grad.to(main_grad.dtype))
@@ -39,37 +39,19 @@ class _Lookup(torch.autograd.Function):
 
 
 def embed(table: VocabParallelEmbedding, input_ids: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Look tokens up.
-
-    Args:
-        table: Megatron-Core's module, for its parameter and its part of the vocabulary.
-        input_ids: int64 [T].
-        sequence_parallel: whether each tp rank gets only its part of the line.
-
-    Returns:
-        [T, 1, H], or [T / tp, 1, H].
-    """
+    """Embed int64 [T] tokens; returns [T, 1, H], or this tp rank's [T / tp, 1, H] under sequence parallelism."""
     if table.tp_group.size() == 1:
         return _Lookup.apply(table.weight, input_ids, None)[:, None]
     local = input_ids - table.vocab_start_index
-    mine = (local >= 0) & (local < table.weight.size(0))
-    partial = _Lookup.apply(table.weight, local.where(mine, 0), mine.to(table.weight.dtype))[:, None]
+    own = (local >= 0) & (local < table.weight.size(0))
+    partial = _Lookup.apply(table.weight, local.where(own, 0), own.to(table.weight.dtype))[:, None]
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial)
     return reduce_from_tensor_model_parallel_region(partial)
 
 
 def embed_positions(table: Tensor, position_ids: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Look learned positions up.
-
-    Args:
-        table: [P, H], whole on every rank.
-        position_ids: int64 [T].
-        sequence_parallel: whether each tp rank gets only its part of the line.
-
-    Returns:
-        [T, 1, H], or [T / tp, 1, H].
-    """
+    """Embed int64 [T] positions with ``table`` [P, H], which every rank has; the result is that of :func:`embed`."""
     if sequence_parallel:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         position_ids = position_ids.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]

@@ -1,9 +1,8 @@
-"""Linear layers whose three products are taken in 8 bits; weights, activations and sums stay as they are.
+"""Linear layers whose three matmuls run in FP8; weights, activations and accumulators keep their dtype.
 
-A matrix is brought into the range of an FP8 type by a scale of its own (tensorwise), or one for each row that is
-summed over (rowwise), taken from its largest element at that moment ("current scaling"). The types and their use, e4m3
-forward and e5m2 for gradients, are those of arXiv 2209.05433; the arithmetic of scales is that of torchao and of
-TransformerEngine's current scaling.
+A matrix is scaled to the range of an FP8 dtype by one scale (tensorwise) or one per row (rowwise), computed from its
+current largest element ("current scaling"). The dtypes, e4m3 forward and e5m2 for gradients, are those of arXiv
+2209.05433; the arithmetic of scales is that of torchao and of TransformerEngine's current scaling.
 """
 
 from __future__ import annotations
@@ -19,71 +18,62 @@ from torch import Tensor
 from torch.nn import functional
 
 ALIGNMENT = 16
-"""What the hardware wants the width of a matrix to be a multiple of; the sum over tokens is padded to it with zeros."""
+"""The hardware requires widths that are a multiple of it; the sum over tokens is padded to it with zeros."""
 LARGEST_SCALE = 2.0**126
 """Its inverse is the smallest normal float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Recipe:
-    """How matrices become 8 bits wide."""
+    """How matrices are quantized."""
 
     scaling: Literal["tensorwise", "rowwise"]
     forward: torch.dtype
-    """Of activations and weights: an e4m3 type of the device."""
+    """Dtype of activations and weights: e4m3."""
     backward: torch.dtype
-    """Of the gradient of a layer's output."""
+    """Dtype of the gradient of a layer's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix whose rows are what a product sums over."""
+    """A matrix to be summed over its rows' elements in a matmul."""
 
     values: Tensor
-    """FP8 [rows, n], row after row in memory."""
+    """FP8 [rows, n], contiguous."""
     inverse_scale: Tensor
-    """float32 [] or [rows, 1]: times the values it is the matrix."""
+    """float32 [] or [rows, 1]; the matrix is ``values * inverse_scale``."""
 
 
 def quantize(matrix: Tensor, dtype: torch.dtype, scaling: str) -> Quantized:
-    """Scale so that the largest element is the largest number of the type, and round.
+    """Scale ``matrix`` [rows, n] so that its largest element is the largest number of the dtype, and round.
 
-    Args:
-        matrix: [rows, n]; the product sums over n.
-        dtype: an FP8 type.
-        scaling: ``tensorwise`` or ``rowwise``.
-
-    Returns:
-        Zeros have a scale of one; what is not a finite number makes all that shares its scale NaN.
+    Zeros have a scale of one; an element that is not finite makes all elements with the same scale NaN.
     """
     largest = torch.finfo(dtype).max
     amax = matrix.abs().amax(1 if scaling == "rowwise" else (0, 1), keepdim=True).float()
     scale = torch.where(amax == 0, 1.0, (largest / amax).clamp(max=LARGEST_SCALE))
-    # A conversion beyond the range gives NaN, and the scale is rounded: hence the clamp.
+    # The scale is rounded, and a conversion beyond the range gives NaN: hence the clamp.
     values = (matrix.float() * scale).clamp(-largest, largest).to(dtype).contiguous()
     inverse = scale.reciprocal()
     return Quantized(values, inverse if scaling == "rowwise" else inverse.view(()))
 
 
-def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """``a @ b.T`` of [M, n] and [N, n] as ``dtype``, summed in float32 or nearly so.
+def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """``a @ b.T`` of [M, n] (e4m3 or e5m2) and [N, n] (e4m3) as ``dtype``.
 
-    Args:
-        a: of an e4m3 or e5m2 type.
-        b: of an e4m3 type.
-        dtype: of the result.
-        fast: let the hardware keep its partial sums in fewer bits, as forward passes bear and gradients do not.
+    ``fast`` allows accumulators with fewer bits than float32, which is accurate enough for forward passes but not for
+    gradients.
     """
-    return reference(a, b, dtype) if a.values.device.type == "cpu" else scaled_mm(a, b, dtype, fast=fast)
+    return emulated_scaled_mm(a, b, dtype) if a.values.device.type == "cpu" else scaled_mm(a, b, dtype, fast=fast)
 
 
-def reference(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """What :func:`product` is on a CPU, which no run is let onto: in float32, of the very same rounded numbers."""
+def emulated_scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """Emulation on a CPU, for tests: a float32 matmul of the same rounded numbers."""
     return (a.values.float() @ b.values.float().t() * a.inverse_scale * b.inverse_scale.t()).to(dtype)
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """What :func:`product` is on a GPU; widths are multiples of 16, and rowwise gives bfloat16."""
+    """The GPU kernel; widths are multiples of 16, and rowwise scaling returns bfloat16."""
     rowwise = functional.ScalingType.RowWise if a.inverse_scale.dim() else functional.ScalingType.TensorWise
     return functional.scaled_mm(
         a.values,
@@ -98,12 +88,12 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> 
 
 
 def _padded(matrix: Tensor) -> Tensor:
-    """[n, tokens] with zeros behind the tokens, up to a multiple that the hardware sums over."""
+    """[n, tokens] padded with zero tokens to a multiple of the alignment."""
     return functional.pad(matrix, (0, -matrix.size(1) % ALIGNMENT))
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """``x @ weight.T`` with the exchanges of a tensor-parallel layer around it; keeps ``x`` as it came."""
+    """``x @ weight.T`` with the communication of a tensor-parallel layer; saves ``x`` in its own dtype."""
 
     @staticmethod
     def forward(
@@ -116,13 +106,13 @@ class _Fp8Linear(torch.autograd.Function):
         sequence_parallel: bool,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight  # not saved: a hook on saved tensors would hand it back without its main_grad
+        ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
         ctx.recipe, ctx.group = recipe, group
         ctx.allreduce_dgrad, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
         whole = gather_from_sequence_parallel_region(x, group=group) if sequence_parallel else x
         tokens = quantize(whole.flatten(0, -2), recipe.forward, recipe.scaling)
         rows = quantize(weight, recipe.forward, recipe.scaling)
-        return product(tokens, rows, x.dtype, fast=True).view(*whole.shape[:-1], -1)
+        return scaled_matmul(tokens, rows, x.dtype, fast=True).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,7 +120,7 @@ class _Fp8Linear(torch.autograd.Function):
         grad = grads[0].flatten(0, -2)
         tokens = quantize(grad, recipe.backward, recipe.scaling)
         columns = quantize(weight.t(), recipe.forward, recipe.scaling)
-        grad_whole = product(tokens, columns, x.dtype, fast=False).view(*grads[0].shape[:-1], -1)
+        grad_whole = scaled_matmul(tokens, columns, x.dtype, fast=False).view(*grads[0].shape[:-1], -1)
         grad_x, wait = _sum_over_ranks(grad_whole, ctx)
         grad_weight = _weight_gradient(ctx, x, grad) if weight.requires_grad else None
         wait()
@@ -138,7 +128,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _sum_over_ranks(grad: Tensor, ctx: Any) -> tuple[Tensor, Callable[[], object]]:
-    """Begin to add up the ranks' parts of the input's gradient; the weight's is computed meanwhile."""
+    """Start summing the input's gradient over the ranks; returns a function that waits for it."""
     if ctx.sequence_parallel:
         part = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
         return part, dist.reduce_scatter_tensor(part, grad, group=ctx.group, async_op=True).wait  # type: ignore[union-attr]
@@ -148,12 +138,12 @@ def _sum_over_ranks(grad: Tensor, ctx: Any) -> tuple[Tensor, Callable[[], object
 
 
 def _weight_gradient(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
-    """Add it to the buffer beside the weight and return nothing; or return it where there is no buffer."""
+    """Add it to the weight's gradient buffer, or return it if there is none."""
     weight, recipe = ctx.weight, ctx.recipe
     whole = gather_from_sequence_parallel_region(x, group=ctx.group) if ctx.sequence_parallel else x
     outputs = quantize(_padded(grad.t()), recipe.backward, recipe.scaling)
     inputs = quantize(_padded(whole.flatten(0, -2).t()), recipe.forward, recipe.scaling)
-    found = product(outputs, inputs, x.dtype, fast=False)
+    found = scaled_matmul(outputs, inputs, x.dtype, fast=False)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return found
@@ -163,7 +153,7 @@ def _weight_gradient(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether a weight [N, n] has the widths that the hardware multiplies in FP8."""
+    """Whether the hardware supports a weight [N, n] in FP8."""
     return weight.size(0) % ALIGNMENT == 0 and weight.size(1) % ALIGNMENT == 0
 
 
@@ -176,18 +166,18 @@ def fp8_linear(
     allreduce_dgrad: bool = False,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    """``x @ weight.T`` and its gradients in FP8 products.
+    """``x @ weight.T`` and its gradients as FP8 matmuls.
 
     Args:
-        x: [..., n], of at least two dims; under sequence parallelism this rank's part of the first one.
+        x: [..., n] with at least two dims; under sequence parallelism this rank's part of the first one.
         weight: [N, n] that :func:`fits`; its gradient is added to its ``main_grad`` if it has one.
-        recipe: how matrices are rounded.
+        recipe: dtypes and scaling.
         group: the tensor-parallel ranks.
-        allreduce_dgrad: add up the input's gradient over them.
-        sequence_parallel: gather the first dim of ``x`` from them, and share out the sum of its gradient.
+        allreduce_dgrad: sum the input's gradient over them.
+        sequence_parallel: gather the first dim of ``x`` over them, and reduce-scatter its gradient.
 
     Returns:
-        [..., N] in the type of ``x``.
+        [..., N] in the dtype of ``x``.
     """
     function: Any = _Fp8Linear
     out: Tensor = function.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)

@@ -1,11 +1,11 @@
-"""The last projection and the cross entropy in one: vocabulary-parallel, chunked, gradient computed on the way.
+"""Fused output projection and cross entropy: vocabulary-parallel and chunked.
 
-Logits exist for one chunk of tokens at a time, in the model's dtype, and in float32 only for a block of its rows that
-fits the cache. Only tokens that are learned are projected at all.
+Logits exist for one chunk of tokens at a time, in the model's dtype, and in float32 only for a block of rows that fits
+the cache. Only loss tokens are projected.
 
-For a sum of losses the gradients of the hidden states and of the projection are taken while a chunk exists, so the
-backward pass multiplies by a scalar and no logits are kept or computed twice. What is to become of each token's loss by
-itself is not known then: those logits are computed again in the backward pass.
+For the sum of the losses, the gradients of hidden states and projection are computed in the forward pass, so the
+backward pass only scales them. For per-token losses their gradient is not known then: the logits are recomputed in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -14,51 +14,95 @@ import functools
 import math
 import mmap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.engine.layers.matmul import add_product, product
+from isthmus.engine.layers.matmul import add_matmul, matmul
 
 CHUNK_ELEMENTS = 1 << 25
-"""Logits of a chunk. Larger chunks add to the projection's gradient less often; measured best on CPU."""
+"""Logits of a chunk. Larger chunks add to the projection's gradient less often; the fastest size on a CPU."""
 BLOCK_ELEMENTS = 1 << 20
-"""Logits of a chunk that are float32 at a time: 4 MiB, which stay in the cache over the passes of a softmax."""
+"""Logits of a chunk that are float32 at a time: 4 MiB, which stay in the cache during a softmax."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """This rank's part of the vocabulary, and how logits become a loss."""
+
+    start: int = 0
+    """Vocabulary index of this rank's first row."""
+    rows: int | None = None
+    """Rows of the weight that are not padding; None means all."""
+    group: dist.ProcessGroup | None = None
+    """The tensor-parallel group, None for one rank."""
+    softcap: float | None = None
+    """Logits l become softcap * tanh(l / softcap)."""
+
+    def chunk_losses(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        grad_scale: Tensor | None = None,
+        grad_hidden: Tensor | None = None,
+        grad_weight: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield the losses of each chunk of tokens; write the gradients if there are tensors for them.
+
+        ``grad_scale`` is a scalar or [n, 1]; ``grad_hidden`` is overwritten, ``grad_weight`` is added to.
+        """
+        rows = weight[: self.rows]
+        for start, end in _chunks(hidden.size(0), rows.size(0)):
+            part = hidden[start:end]
+            logits = matmul(part, rows.t(), out=_buffer(end - start, rows.size(0), like=hidden))
+            slope = None if self.softcap is None else _cap(logits, self.softcap)
+            scale = grad_scale if grad_scale is None or grad_scale.dim() == 0 else grad_scale[start:end]
+            yield _loss_and_gradient(logits, labels[start:end] - self.start, self.group, scale)
+            if grad_hidden is None or grad_weight is None:
+                continue
+            if slope is not None:
+                logits.mul_(slope)
+            matmul(logits, rows, out=grad_hidden[start:end])
+            add_matmul(grad_weight[: self.rows], logits.t(), part)
+
+
+_WHOLE = VocabShard()
+
+
+def _new_grad(weight: Tensor) -> Tensor | None:
+    """A float32 gradient for a weight without ``main_grad``."""
+    if getattr(weight, "main_grad", None) is not None:
+        return None
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Sums the losses and computes the gradients in the forward pass, while a chunk's logits exist."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        vocab_start: int,
-        num_rows: int,
-        group: dist.ProcessGroup | None,
-        softcap: float | None,
+        shard: VocabShard,
         grad_scale: Tensor | None,
         wants_grad: bool,
     ) -> Tensor:
-        rows = weight[:num_rows]
-        grad_hidden = torch.empty_like(hidden) if wants_grad else None
-        into = getattr(weight, "main_grad", None)
-        grad_weight = None
-        if wants_grad and into is None:
-            into = grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grads: dict[str, Any] = {}
+        grad_hidden = grad_weight = None
+        if wants_grad:
+            grad_hidden, grad_weight = torch.empty_like(hidden), _new_grad(weight)
+            into = weight.main_grad if grad_weight is None else grad_weight  # type: ignore[attr-defined]
+            grads = {"grad_scale": grad_scale, "grad_hidden": grad_hidden, "grad_weight": into}
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start, end in _chunks(hidden.size(0), num_rows):
-            part = hidden[start:end]
-            logits = product(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
-            slope = None if softcap is None else _cap(logits, softcap)
-            loss_sum += _loss_and_gradient(logits, labels[start:end] - vocab_start, group, grad_scale).sum()
-            if slope is not None:
-                logits.mul_(slope)
-            if grad_hidden is not None and into is not None:
-                product(logits, rows, out=grad_hidden[start:end])
-                add_product(into[:num_rows], logits.t(), part)
+        for losses in shard.chunk_losses(hidden, weight, labels, **grads):
+            loss_sum += losses.sum()
         ctx.weight, ctx.grad_scale = weight, grad_scale
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss_sum
@@ -70,80 +114,57 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.weight.dtype)
         else:
-            told = "the projection's gradient was already taken, for a gradient of one times the loss scale"
-            torch._assert_async(scale == 1, told)
+            message = "the gradient was computed in the forward pass, for a loss gradient of 1 times the loss scale"
+            torch._assert_async(scale == 1, message)
             ctx.weight.grad_added_to_main_grad = True
-        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None, None, None
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
+    """Returns the loss of each token; recomputes the logits in the backward pass."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        vocab_start: int,
-        num_rows: int,
-        group: dist.ProcessGroup | None,
-        softcap: float | None,
-    ) -> Tensor:
-        rows = weight[:num_rows]
-        losses = torch.empty(hidden.size(0), dtype=torch.float32, device=hidden.device)
-        for start, end in _chunks(hidden.size(0), num_rows):
-            logits = product(hidden[start:end], rows.t(), out=_room(end - start, num_rows, like=hidden))
-            if softcap is not None:
-                _cap(logits, softcap)
-            losses[start:end] = _loss_and_gradient(logits, labels[start:end] - vocab_start, group, None)
-        ctx.weight = weight
-        ctx.how = vocab_start, num_rows, group, softcap
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
+        empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
+        ctx.weight, ctx.shard = weight, shard
         ctx.save_for_backward(hidden, weight, labels)
-        return losses
+        return torch.cat([empty, *shard.chunk_losses(hidden, weight, labels)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
-        vocab_start, num_rows, group, softcap = ctx.how
-        rows, scale = weight[:num_rows], grads[0][:, None].contiguous()
-        grad_hidden = torch.empty_like(hidden)
-        into = getattr(ctx.weight, "main_grad", None)
-        grad_weight = None
-        if into is None:
-            into = grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start, end in _chunks(hidden.size(0), num_rows):
-            part = hidden[start:end]
-            logits = product(part, rows.t(), out=_room(end - start, num_rows, like=hidden))
-            slope = None if softcap is None else _cap(logits, softcap)
-            _loss_and_gradient(logits, labels[start:end] - vocab_start, group, scale[start:end])
-            if slope is not None:
-                logits.mul_(slope)
-            product(logits, rows, out=grad_hidden[start:end])
-            add_product(into[:num_rows], logits.t(), part)
+        grad_hidden, grad_weight = torch.empty_like(hidden), _new_grad(ctx.weight)
+        into = ctx.weight.main_grad if grad_weight is None else grad_weight
+        scale = grads[0][:, None].contiguous()
+        for _ in ctx.shard.chunk_losses(
+            hidden, weight, labels, grad_scale=scale, grad_hidden=grad_hidden, grad_weight=into
+        ):
+            pass
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         else:
             ctx.weight.grad_added_to_main_grad = True
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None
 
 
 def _cap(logits: Tensor, softcap: float) -> Tensor:
-    """Overwrite ``logits`` with ``softcap * tanh(logits / softcap)`` and return the slope of that at each of them."""
+    """Overwrite ``logits`` with ``softcap * tanh(logits / softcap)`` and return the derivative."""
     share = logits.div_(softcap).tanh_()
     slope = 1 - share.square()
     share.mul_(softcap)
     return slope
 
 
-def _room(num_tokens: int, num_rows: int, *, like: Tensor) -> Tensor:
-    """Memory for the logits of a chunk; on a CPU the same for every chunk, GPUs have an allocator for that."""
+def _buffer(num_tokens: int, num_rows: int, *, like: Tensor) -> Tensor:
+    """Memory for the logits of a chunk; on a CPU the same for every chunk, on a GPU the allocator reuses it."""
     if like.device.type != "cpu":
         return like.new_empty(num_tokens, num_rows)
-    return _kept(max(CHUNK_ELEMENTS, num_rows), like.dtype)[: num_tokens * num_rows].view(num_tokens, num_rows)
+    return _cpu_buffer(max(CHUNK_ELEMENTS, num_rows), like.dtype)[: num_tokens * num_rows].view(num_tokens, num_rows)
 
 
 @functools.lru_cache(maxsize=1)
-def _kept(numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory outside the heap, which so large a hole would tear up; pages are taken when they are first written."""
+def _cpu_buffer(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory outside the heap, which it would fragment; pages are allocated when they are first written."""
     pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -151,7 +172,7 @@ def _kept(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(num_tokens: int, num_rows: int) -> Iterator[tuple[int, int]]:
-    """Start and end of chunks of about equal size, none with more than CHUNK_ELEMENTS logits."""
+    """Start and end of chunks of about equal size with at most CHUNK_ELEMENTS logits."""
     most = max(1, CHUNK_ELEMENTS // max(1, num_rows))
     size = math.ceil(num_tokens / max(1, math.ceil(num_tokens / most)))
     for start in range(0, num_tokens, max(1, size)):
@@ -165,10 +186,10 @@ def _loss_and_gradient(
 
     Args:
         logits: [n, V / tp] of this rank's part of the vocabulary.
-        targets: [n] index into this rank's part; outside of it on the ranks that do not hold the target.
+        targets: [n] indices into this rank's part; out of range for targets of other ranks.
         group: the tensor-parallel group, None for one rank.
-        grad_scale: what the gradient is multiplied by, a scalar or [n, 1], in float32 and before it is rounded: that is
-            what saves the small ones in float16.
+        grad_scale: factor of the gradient, a scalar or [n, 1], applied in float32 so that small gradients do not
+            underflow in float16.
     """
     block = max(1, BLOCK_ELEMENTS // max(1, logits.size(1)))
     mine = (targets >= 0) & (targets < logits.size(1))
@@ -182,7 +203,7 @@ def _loss_and_gradient(
         wide = part if scratch is None else scratch[: part.size(0)].copy_(part)
         peak = wide.amax(dim=1, keepdim=True)
         torch.softmax(wide, dim=1, out=wide)
-        # The largest probability is exp(peak - log_total), so one more look at it gives the sum in full precision.
+        # The largest probability is exp(peak - log_total), which gives the sum in full precision.
         log_total[start : start + block] = peak - wide.amax(dim=1, keepdim=True).log()
         if grad_scale is not None:
             wide.mul_(grad_scale if grad_scale.dim() == 0 else grad_scale[start : start + block])
@@ -195,68 +216,39 @@ def _loss_and_gradient(
         own, log_total = log_total, torch.logsumexp(parts.view(group.size(), -1), dim=0)[:, None]
         logits.mul_((own - log_total).exp_().to(logits.dtype))
     loss = log_total - target_logit
-    # Where the target is another rank's, the probability at column 0 stays as it is.
+    # For targets of other ranks the probability at column 0 does not change.
     own_gradient = torch.expm1(-loss) if grad_scale is None else torch.expm1(-loss) * grad_scale
     at_target = torch.where(mine[:, None], own_gradient.to(logits.dtype), logits.gather(1, column))
-    # Not scatter_, which on a CPU copies a bfloat16 tensor whole.
+    # Not scatter_, which on a CPU copies a whole bfloat16 tensor.
     logits[torch.arange(logits.size(0), device=logits.device), column[:, 0]] = at_target[:, 0]
     return loss[:, 0]
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab_start: int = 0,
-    num_rows: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    softcap: float | None = None,
-    grad_scale: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE, *, grad_scale: Tensor | None = None
 ) -> Tensor:
     """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, in float32.
 
     Args:
-        hidden: [n, H] of the tokens that are learned, the same on every rank of ``group``.
-        weight: [V / tp, H], this rank's rows of the projection. With a ``main_grad`` beside it, its gradient is added
-            there straight away; else it reaches autograd.
+        hidden: [n, H] of the loss tokens, the same on every tensor-parallel rank.
+        weight: [V / tp, H], this rank's rows of the projection. Its gradient is added to its ``main_grad`` immediately
+            if it has one; else it goes to autograd.
         labels: int64 [n], indices into the whole vocabulary.
-        vocab_start: index of the first row that this rank holds.
-        num_rows: rows of ``weight`` that are vocabulary, the rest being padding; None means all.
-        group: the tensor-parallel group, None for one rank.
-        softcap: logits l become softcap * tanh(l / softcap).
+        shard: which rows these are.
         grad_scale: a scalar, the gradient that the loss will get (the loss scale of float16); None means one.
 
     Returns:
-        A scalar, equal on every rank of ``group``. The gradient that reaches ``hidden`` is this rank's part:
-        the caller sums it over the group.
+        A scalar, equal on every rank. The gradient of ``hidden`` is this rank's part, to be summed over the ranks.
     """
-    rows = weight.size(0) if num_rows is None else num_rows
-    # Asked here: inside a Function autograd is off, and needs_input_grad is true even under no_grad.
+    # Checked here: inside a Function autograd is off, and needs_input_grad is true even under no_grad.
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     function: Any = _LinearCrossEntropy
-    loss: Tensor = function.apply(
-        hidden, weight, labels, vocab_start, rows, group, softcap, grad_scale if wants_grad else None, wants_grad
-    )
+    loss: Tensor = function.apply(hidden, weight, labels, shard, grad_scale if wants_grad else None, wants_grad)
     return loss
 
 
-def token_cross_entropies(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab_start: int = 0,
-    num_rows: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """The cross entropy of each token, float32 [n], for losses that are more than their sum.
-
-    Args and the gradient of ``hidden``: those of :func:`linear_cross_entropy`. A loss scale comes with the gradient,
-    which is multiplied in float32.
-    """
-    rows = weight.size(0) if num_rows is None else num_rows
+def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE) -> Tensor:
+    """The cross entropy of each token, float32 [n]; otherwise like :func:`linear_cross_entropy`."""
     function: Any = _TokenCrossEntropy
-    losses: Tensor = function.apply(hidden, weight, labels, vocab_start, rows, group, softcap)
+    losses: Tensor = function.apply(hidden, weight, labels, shard)
     return losses

@@ -1,9 +1,9 @@
-"""Layers behind the last, which predict the token after the next: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+"""Multi-token prediction: DeepSeek-V3, arXiv 2412.19437, section 2.2.
 
-At depth k the hidden state of a token and the embedding of the token k places on are normalised, laid side by side,
-projected to the model's width and go through a layer of their own; a norm and the model's own output layer make logits
-of them, for the token k + 1 places on. Embedding and output layer are the model's, not copies. As in Megatron-Core (and
-in what DeepSeek's weights are served with) the first depth takes the hidden states behind the model's last norm.
+At depth k the hidden state of a token and the embedding of the token k positions later are normalized, concatenated,
+projected to the hidden size and passed through an additional layer; a norm and the model's output layer give the logits
+of the token k + 1 positions later. Embedding and output layer are the model's, not copies. As in Megatron-Core (and in
+the inference engines for DeepSeek's weights) the first depth takes the hidden states behind the model's last norm.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from isthmus.config.schema.moe import MoeConfig
-from isthmus.engine.layers.attention import Segments
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.linear import ColumnParallelLinear
 from isthmus.engine.spec import layer_spec, norm_spec
 from isthmus.families.architecture import Architecture
 
 
-class AheadLayer(MultiTokenPredictionLayer):
-    """Megatron-Core's layer with a forward pass for packed lines; parameters and checkpoint names are the parent's."""
+class MtpLayer(MultiTokenPredictionLayer):
+    """Megatron-Core's layer, with its parameters and checkpoint names and a forward pass for packed samples."""
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, embedded: Tensor, tables: Tensor | None, segments: Segments
+        self, hidden: Tensor, embedded: Tensor, tables: Tensor | None, batch: PackedBatch
     ) -> Tensor:
-        """One depth further.
+        """Compute the next depth.
 
         Args:
-            hidden: [T, 1, H] of the depth before, or [T / tp, 1, H] under sequence parallelism.
-            embedded: as large, the embeddings of the tokens this many places on.
-            tables: angles of rotary positions.
-            segments: the samples of the line.
+            hidden: [T, 1, H] of the previous depth, or [T / tp, 1, H] under sequence parallelism.
+            embedded: like ``hidden``, the embeddings of the tokens k positions later.
+            tables: the rotary table.
+            batch: the samples.
 
         Returns:
-            What the output layer and the next depth take, as large as ``hidden``.
+            The input of the output layer and of the next depth, like ``hidden``.
         """
 
-        def ahead(hidden: Tensor, embedded: Tensor) -> Tensor:
+        def run(hidden: Tensor, embedded: Tensor) -> Tensor:
             joined = self._concat_embeddings(hidden, embedded)
             found, _ = self.transformer_layer(
-                hidden_states=joined, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=segments
+                hidden_states=joined, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=batch
             )
             normed: Tensor = self.final_layernorm(found)
             return normed
 
         if self.config.recompute_granularity == "full" and self.training:
-            return tensor_parallel.checkpoint(ahead, False, hidden, embedded)  # type: ignore[no-any-return]
-        return ahead(hidden, embedded)
+            return tensor_parallel.checkpoint(run, False, hidden, embedded)  # type: ignore[no-any-return]
+        return run(hidden, embedded)
 
 
-def ahead_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
-    """All layers ahead, which stand on the last stage."""
+def mtp_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
+    """All MTP layers, which are on the last stage."""
     norm = norm_spec(architecture)
     layers = [
         ModuleSpec(
-            module=AheadLayer,
+            module=MtpLayer,
             submodules=MultiTokenPredictionLayerSubmodules(
                 enorm=norm,
                 hnorm=norm,
@@ -81,12 +81,12 @@ def ahead_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
     )
 
 
-def places_ahead(learned: Tensor, position_ids: Tensor, depths: int) -> Sequence[Tensor]:
-    """For each depth k, from 1: the places of a line from which a learned label is seen k places on, in its own sample.
+def mtp_positions(loss_positions: Tensor, position_ids: Tensor, depths: int) -> Sequence[Tensor]:
+    """For each depth k, from 1: the positions whose label k positions later, in the same sample, counts in the loss.
 
     Args:
-        learned: int64 [n], the places whose own label is learned.
+        loss_positions: int64 [n], the positions whose own label counts.
         position_ids: int64 [T], from 0 in each sample.
-        depths: how many layers there are.
+        depths: number of MTP layers.
     """
-    return [learned[position_ids[learned] >= depth] - depth for depth in range(1, depths + 1)]
+    return [loss_positions[position_ids[loss_positions] >= depth] - depth for depth in range(1, depths + 1)]

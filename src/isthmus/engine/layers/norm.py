@@ -24,16 +24,16 @@ class _Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if bias else None
         for parameter in self.parameters():
-            # finalize_model_grads reads this mark: each rank saw only its part of the sequence.
+            # Read by finalize_model_grads: each rank saw only its part of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def gain(self) -> Tensor:
-        """What each channel is multiplied by; one plus the weight is taken in float32, where it is not rounded."""
+        """The factor of each channel; one plus the weight is computed in float32, which does not round it."""
         return self.weight.float() + 1 if self.zero_centered else self.weight
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """Keeps its input and one scale a row; torch's own on CPU is put together of six operations that keep theirs."""
+    """Saves its input and one scale per row; torch's on a CPU is six operations that each save their input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,11 +59,10 @@ class RMSNorm(_Norm):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (arXiv 1910.07467)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        """Weights of one."""
         super().__init__(config, hidden_size, eps, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` [..., hidden_size]; in float32 whatever its dtype is."""
+        """Normalize ``x`` [..., hidden_size] in float32."""
         if x.device.type == "cpu":
             return _RMSNormFunction.apply(x, self.gain(), self.eps)  # type: ignore[no-any-return]
         if self.zero_centered:
@@ -75,46 +74,36 @@ class LayerNorm(_Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim (arXiv 1607.06450)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, bias: bool = True) -> None:
-        """Weights of one, biases of zero or none."""
         super().__init__(config, hidden_size, eps, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` [..., hidden_size]."""
+        """Normalize ``x`` [..., hidden_size]."""
         return torch.layer_norm(x, self.shape, self.gain().to(x.dtype), self.bias, self.eps)
 
 
 class ProjectionNorm(_Norm):
-    """RMSNorm over the channels of all heads together, of which each tensor-parallel rank has its own.
+    """RMSNorm over the channels of all heads together, which are sharded over the tensor-parallel ranks.
 
-    Every rank holds all the weights and uses those of its heads; Megatron-Core adds up their gradients over the ranks,
-    as it does for any norm of queries and keys.
+    Every rank has all weights and uses those of its heads; Megatron-Core sums their gradients over the ranks, as for
+    any norm of queries and keys. ``num_heads`` counts the heads of all ranks; if there are fewer than ranks, several
+    ranks have the same head.
     """
 
     def __init__(
         self, config: TransformerConfig, num_heads: int, head_dim: int, eps: float, *, rank: int, ranks: int
     ) -> None:
-        """Weights of one.
-
-        Args:
-            config: the model's.
-            num_heads: of queries or of keys, over all ranks; with fewer than ranks, several ranks have the same head.
-            head_dim: channels of one.
-            eps: added to the mean square.
-            rank: this rank's place.
-            ranks: over which the heads are spread.
-        """
         super().__init__(config, num_heads * head_dim, eps, bias=False)
-        self.holders = max(1, ranks // num_heads)
-        width = num_heads * head_dim * self.holders // ranks
+        self.copies = max(1, ranks // num_heads)
+        width = num_heads * head_dim * self.copies // ranks
         self.ranks = ranks
-        self.own = slice(rank // self.holders * width, (rank // self.holders + 1) * width)
+        self.own = slice(rank // self.copies * width, (rank // self.copies + 1) * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` [T, ...], which after its first dim are this rank's channels; in float32."""
+        """Normalize ``x`` [T, ...], this rank's channels, in float32."""
         wide = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)
         if self.ranks > 1:
-            # Each rank's channels decide the scale of all: forth and back it is a sum over the ranks.
+            # The scale depends on all ranks' channels: forward and backward sum over the ranks.
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
-        scale = (squares / (self.holders * self.shape[0]) + self.eps).rsqrt()
+        scale = (squares / (self.copies * self.shape[0]) + self.eps).rsqrt()
         return (wide * scale * self.gain()[self.own]).to(x.dtype).view_as(x)

@@ -1,8 +1,7 @@
-"""Rotary positions: the table of angles for a line of packed samples, and the rotation itself.
+"""Rotary position embeddings: the table of cosines and sines of packed samples, and the rotation.
 
-Frequencies follow RoFormer (arXiv 2104.09864); the ``llama3`` stretch is the one that Llama 3.1 introduced, with
-all four of its constants taken from the model's config (Megatron-Core's own has three of them fixed). YaRN is that of
-arXiv 2309.00071, section 3.
+Frequencies follow RoFormer (arXiv 2104.09864); ``llama3`` scaling is that of Llama 3.1, with all four constants from
+the model's config (Megatron-Core hard-codes three of them). YaRN is that of arXiv 2309.00071, section 3.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.engine.parallel.context_parallel import Spans, own_part
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.parallel.context_parallel import local_tokens
 from isthmus.families.architecture import Architecture, RopeScaling
 
 
 def frequency_sets(architecture: Architecture) -> Tensor:
-    """All that the model's layers and samples use, float32 [sets, R / 2]; R channels of a head are rotated.
+    """All frequencies that the model uses, float32 [sets, R / 2], where R channels of a head are rotated.
 
-    The first is that of :func:`inverse_frequencies`. A second is that of layers with a window, whose base is their
-    own, or that of samples beyond the original length (LongRoPE).
+    The first set is that of :func:`inverse_frequencies`. A second one is for layers with a window and another rotary
+    base, or for samples longer than the original context (LongRoPE).
     """
     sets = [inverse_frequencies(architecture)]
     scaling = architecture.rope_scaling
@@ -55,7 +55,7 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
 
 
 def magnitude(scaling: RopeScaling | None) -> float:
-    """What cosines and sines are multiplied by (arXiv 2309.00071, section 3.4; arXiv 2402.13753, section 3.3)."""
+    """Factor of cosines and sines (arXiv 2309.00071, section 3.4; arXiv 2402.13753, section 3.3)."""
     if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -69,18 +69,18 @@ def magnitude(scaling: RopeScaling | None) -> float:
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """By how much more sharply a model looks whose context is stretched ``factor`` times."""
+    """YaRN's ``mscale`` for a context extended by ``factor``."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     pairs = frequencies.numel()
 
-    def pair_that_turns(times: float) -> float:
-        """Number of the pair that turns so many times within the original length."""
+    def pair_with(times: float) -> float:
+        """Index of the pair that makes so many rotations within the original length."""
         return pairs * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
 
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
@@ -101,46 +101,37 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(wavelength < shortest, frequencies, stretched)
 
 
-def line_tables(
-    architecture: Architecture,
-    sets: Tensor,
-    position_ids: Tensor,
-    lengths: tuple[int, ...],
-    dtype: torch.dtype,
-    spans: Spans | None = None,
-) -> Tensor:
-    """The table of :func:`rotation_table` for a line of samples, [T, R].
+def rotary_tables(architecture: Architecture, sets: Tensor, batch: PackedBatch, dtype: torch.dtype) -> Tensor:
+    """The table of :func:`rotation_table` for a packed batch, [T, R].
 
-    Where layers with a window have frequencies of their own, their table stands beside it: [T, 2 R].
+    If layers with a window have other frequencies, their table follows it: [T, 2 R].
 
     Args:
-        architecture: whose positions they are.
-        sets: of :func:`frequency_sets`.
-        position_ids: int64 [T], restarting at 0 in each packed sample.
-        lengths: tokens of each sample.
+        architecture: of the model.
+        sets: from :func:`frequency_sets`.
+        batch: gives positions and sample lengths.
         dtype: of the activations.
-        spans: which tokens of the samples the positions are of; None: all.
     """
-    scaling = architecture.rope_scaling
+    scaling, position_ids = architecture.rope_scaling, batch.position_ids
     table = functools.partial(rotation_table, position_ids=position_ids, dtype=dtype)
     if architecture.window_rotary_base is not None:
         return torch.cat((table(sets[0], magnitude=magnitude(scaling)), table(sets[1])), dim=-1)
     if scaling is not None and scaling.kind == "longrope":
-        samples = torch.tensor(lengths, device=position_ids.device)
+        samples = torch.tensor(batch.lengths, device=position_ids.device)
         beyond = samples > scaling.original_max_position_embeddings
-        of_token = own_part(beyond.long().repeat_interleave(samples), spans)
+        of_token = local_tokens(beyond.long().repeat_interleave(samples), batch.spans)
         return table(sets[of_token], magnitude=magnitude(scaling))
     return table(sets[0], magnitude=magnitude(scaling))
 
 
 def rotation_table(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, magnitude: float = 1.0) -> Tensor:
-    """Cosines and sines of the angles of each position, one tensor so that recomputation can carry it.
+    """Cosines and sines of each position, as one tensor so that activation recomputation can pass it on.
 
     Args:
-        frequencies: float32 [R / 2], or [T, R / 2] where tokens have their own.
+        frequencies: float32 [R / 2], or [T, R / 2] if they differ by token.
         position_ids: int64 [T], restarting at 0 in each packed sample.
-        dtype: of the activations; the angles are computed in float32 whatever it is.
-        magnitude: what both are multiplied by.
+        dtype: of the activations; the angles are computed in float32.
+        magnitude: factor of both.
 
     Returns:
         [T, R]: R / 2 cosines, then R / 2 sines.
@@ -158,7 +149,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # The transpose of a rotation is the one by the opposite angle.
+        # The transpose of a rotation is the rotation by the opposite angle.
         (table,) = ctx.saved_tensors
         return _rotated(grads[0], table, ctx.interleaved, inverse=True), None, None
 
@@ -167,7 +158,7 @@ def _rotated(x: Tensor, table: Tensor, interleaved: bool, *, inverse: bool) -> T
     width = table.size(-1)
     cos, sin = table.view(table.size(0), *(1,) * (x.dim() - 2), -1).chunk(2, dim=-1)
     first, second = _pairs(x, width, interleaved)
-    # In memory the heads come first, as attention wants them.
+    # Heads are outermost in memory, as attention needs them.
     out = torch.empty(x.size(1), x.size(0), *x.shape[2:], dtype=x.dtype, device=x.device).transpose(0, 1)
     out_first, out_second = _pairs(out, width, interleaved)
     sign = -1 if inverse else 1
@@ -188,8 +179,8 @@ def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn pairs of channels of ``x`` [T, G, ..., D] by their angles in ``table`` [T, R]; those beyond R stay.
+    """Rotate the first R channels of ``x`` [T, G, ..., D] in pairs, by the angles in ``table`` [T, R].
 
-    A pair is (channel i, channel i + R/2), or two neighbours where they are ``interleaved``.
+    A pair is (channel i, channel i + R / 2), or two neighbours if ``interleaved``.
     """
     return _Rotate.apply(x, table, interleaved)

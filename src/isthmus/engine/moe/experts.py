@@ -1,4 +1,4 @@
-"""The experts of a rank: their parameters one by one, as checkpoints know them, their arithmetic all at once."""
+"""The experts of a rank: separate parameters, as in checkpoints, computed together as grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -11,55 +11,52 @@ from torch import Tensor
 from isthmus.engine.moe.grouped_gemm import grouped_linear
 
 
-class Experts(SequentialMLP):
-    """Feed-forward blocks whose inputs arrive sorted: first the tokens of the last expert, then of the one before it.
+class GroupedExperts(SequentialMLP):
+    """Feed-forward blocks whose inputs are sorted by expert, the last expert first.
 
     That is the order of their weights in the buffers of data-parallel training.
     """
 
     def __init__(self, *args: Any, own_copies: bool) -> None:
-        """Memory for the weights.
+        """Create the parameters.
 
-        Args:
-            args: Megatron-Core's.
-            own_copies: whether other ranks hold copies of the experts than of the rest of the model, so that the
-                gradients of both are summed in groups of their own.
+        ``own_copies``: the data-parallel group of the experts is not that of the rest of the model.
         """
         super().__init__(*args)
         for expert in self.local_experts:
             for parameter in expert.parameters():
                 parameter.allreduce = not own_copies
             if (bias := expert.linear_fc2.bias) is not None:
-                # Megatron-Core marks it to be summed over tp; here each rank sees all tokens, and all of its gradient.
+                # Megatron-Core marks it to be summed over tp; here each rank has all tokens and the whole gradient.
                 bias.sequence_parallel = False
-                # All etp ranks have it: the gradient's norm counts it on the first of them, whatever its tp rank is.
+                # All etp ranks have it: the gradient norm counts it on the first of them, whatever its tp rank is.
                 if own_copies:
                     bias.tensor_model_parallel = self.tp_group.rank() == 0
                     bias.shared = self.tp_group.rank() != 0
 
-    def forward(self, hidden: Tensor, shares: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Run each expert on its tokens.
 
         Args:
-            hidden: [n, H], sorted by expert, the last expert's first.
-            shares: [n], what each result is multiplied by.
-            counts: int64 [local experts], tokens of each, the last expert's first.
+            hidden: [n, H], sorted by expert, the last expert first.
+            weights: [n], factor of each result.
+            counts: int64 [local experts], tokens of each, the last expert first.
 
         Returns:
             [n, H]; with tensor-parallel experts this rank's part of the sum.
         """
         experts = list(reversed(self.local_experts))
-        shares = shares.to(hidden.dtype)[:, None]
+        weights = weights.to(hidden.dtype)[:, None]
         wide = grouped_linear(hidden, counts, [expert.linear_fc1.weight for expert in experts])
         if experts[0].linear_fc1.bias is not None:
             wide = wide + _by_row([expert.linear_fc1.bias for expert in experts], counts, wide)
-        inner = experts[0].activation_func(wide) * shares
+        inner = experts[0].activation_func(wide) * weights
         out = grouped_linear(inner, counts, [expert.linear_fc2.weight for expert in experts])
         if experts[0].linear_fc2.bias is None:
             return out
-        # The ranks' parts are added up: each adds its share of the bias, and the gradient is that of all of it.
+        # The ranks' parts are summed: each adds its share of the bias, and the gradient is that of the whole bias.
         bias = _by_row([expert.linear_fc2.bias for expert in experts], counts, out)
-        return torch.addcmul(out, bias + bias.detach() * (1 / self.tp_group.size() - 1), shares)
+        return torch.addcmul(out, bias + bias.detach() * (1 / self.tp_group.size() - 1), weights)
 
 
 def _by_row(biases: list[Tensor], counts: Tensor, rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Groups of rows, each multiplied with a matrix of its own: what all experts of a rank do, as one operation.
+"""Grouped GEMM: groups of rows, each multiplied with its own weight, as all experts of a rank do.
 
-A GPU has PyTorch's grouped product, one kernel that reads the sizes of the groups from the device's memory. Elsewhere
-the products are taken one after the other, into one result, without a step of autograd for each.
+On a GPU it is PyTorch's ``grouped_mm``, one kernel that reads the group sizes from device memory. On a CPU the matmuls
+run one after the other into one result, without an autograd node for each.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isthmus.engine.layers.matmul import add_product
+from isthmus.engine.layers.matmul import add_matmul
 
 _GROUPED_MM: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _ALIGNED_BYTES = 16
-"""Of each row that the kernel reads."""
+"""Alignment of rows that the kernel requires."""
 
 
 def grouped_linear(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Multiply each group of rows with its weight, whose gradient goes to ``main_grad`` where the weight has one.
+    """Multiply each group of rows with its weight; weight gradients are added to ``main_grad`` if there is one.
 
     Args:
-        x: [n, K], the groups one behind the other.
+        x: [n, K], sorted by group.
         counts: int64 [G], rows of each group.
-        weights: G of [N, K].
+        weights: G tensors [N, K].
 
     Returns:
         [n, N].
     """
-    product: Tensor = _GroupedLinear.apply(x, counts, *weights)
-    return product
+    out: Tensor = _GroupedLinear.apply(x, counts, *weights)
+    return out
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, counts)
-        ctx.weights = weights  # not saved: a hook on saved tensors would hand them back without their main_grad
-        return _product(x, counts, weights, transposed=True)
+        ctx.weights = weights  # not saved: a hook on saved tensors would return them without their main_grad
+        return _grouped_matmul(x, counts, weights, transposed=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, counts), weights, grad = ctx.saved_tensors, ctx.weights, grads[0].contiguous()
-        grad_x = _product(grad, counts, weights, transposed=False) if ctx.needs_input_grad[0] else None
+        grad_x = _grouped_matmul(grad, counts, weights, transposed=False) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *[None] * len(weights)
         if getattr(weights[0], "main_grad", None) is None:
@@ -59,11 +59,11 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, None, *[None] * len(weights)
 
 
-def _product(x: Tensor, counts: Tensor, weights: Sequence[Tensor], *, transposed: bool) -> Tensor:
+def _grouped_matmul(x: Tensor, counts: Tensor, weights: Sequence[Tensor], *, transposed: bool) -> Tensor:
     if _has_kernel(x, weights[0]):
-        matrices = bank(weights)
+        stacked = stack_tensors(weights)
         offsets = counts.cumsum(0, dtype=torch.int32)
-        grouped: Tensor = _GROUPED_MM(x, matrices.mT if transposed else matrices, offs=offsets)
+        grouped: Tensor = _GROUPED_MM(x, stacked.mT if transposed else stacked, offs=offsets)
         return grouped
     sizes = counts.tolist()
     out = x.new_empty(x.size(0), weights[0].size(0 if transposed else 1))
@@ -82,11 +82,11 @@ def _add_gradients(targets: Sequence[Tensor], grad: Tensor, x: Tensor, counts: T
     sizes = counts.tolist()
     for target, grad_part, x_part in zip(targets, grad.split(sizes), x.split(sizes), strict=True):
         if x_part.size(0):
-            add_product(target, grad_part.t(), x_part, recurs=False)
+            add_matmul(target, grad_part.t(), x_part, shape_repeats=False)
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these on this device."""
+    """Whether PyTorch's kernel supports these tensors."""
     return (
         _GROUPED_MM is not None
         and x.is_cuda
@@ -96,10 +96,10 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def bank(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one tensor [G, ...]: a view where they lie in memory at even distances, else a copy.
+def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors of one shape to [G, ...]: a view if they have a constant stride in one storage, else a copy.
 
-    In the buffers of data-parallel training they do, from a layer's last expert to its first.
+    In the buffers of data-parallel training they have, from a layer's last expert to its first.
     """
     first = tensors[0]
     starts = [tensor.data_ptr() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""AdamW on the distributed optimizer, and the learning rate over the steps."""
+"""AdamW on Megatron-Core's distributed optimizer, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.megatron_model import Decoder
-from isthmus.engine.optim.optimizer_offload import HostAdamW
+from isthmus.engine.optim.optimizer_offload import CpuOffloadAdamW
 from isthmus.engine.parallel.ddp import Overlap, OverlappingDataParallel
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.upstream.compat import clip_in_place, fill_adam_state
 
 _DEFAULT_TRAIN = TrainConfig()
 MIN_LOSS_SCALE = 1.0
-"""Of float16; an overflow at it is the gradient's own, and the run has diverged."""
+"""Of float16; if the gradient overflows at this scale, the run has diverged."""
 
 
 def wrap_data_parallel(model: Decoder, overlap: Overlap | None = None) -> DistributedDataParallel:
-    """Move the parameters into flat buffers with float32 gradients beside them, sharded over dp for the optimizer.
+    """Move the parameters into flat buffers with float32 gradient buffers, sharded over dp for the optimizer.
 
     Args:
-        model: without or with its weights.
-        overlap: what of the exchange over dp runs beside the computation; None: nothing.
+        model: one stage; its weights may be loaded before or after.
+        overlap: None overlaps no communication.
     """
     alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
     overlap = Overlap() if overlap is None or alone else overlap
@@ -43,11 +43,11 @@ def wrap_data_parallel(model: Decoder, overlap: Overlap | None = None) -> Distri
     )
     wrapped = OverlappingDataParallel(config=model.config, ddp_config=ddp, module=model)
     if overlap.grad_reduce:
-        # Only the last micro batch's gradients are complete; Megatron-Core wants a list where there are several stages.
+        # Gradients are complete after the last micro batch; Megatron-Core needs a list if there are several stages.
         others = model.config.no_sync_func
         others = [] if others is None else others if isinstance(others, list) else [others]
         model.config.no_sync_func = [*others, wrapped.no_sync] if others else wrapped.no_sync
-    # Alone there is nothing to exchange, but gloo would copy all gradients and all weights onto themselves.
+    # With one rank there is nothing to communicate, but gloo would copy all gradients and weights onto themselves.
     idle = wrapped.bucket_groups if alone else []
     if parallel_state.get_expert_data_parallel_world_size() == 1 and not overlap.grad_reduce:
         idle = [*idle, *wrapped.expert_parallel_bucket_groups]
@@ -56,22 +56,21 @@ def wrap_data_parallel(model: Decoder, overlap: Overlap | None = None) -> Distri
     return wrapped
 
 
-def _no_exchange(**_how: bool) -> None:
-    """In place of a bucket's collectives."""
+def _no_exchange(**_kwargs: bool) -> None:
+    """Replaces a bucket's collectives."""
 
 
-Wrapped: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
-"""A stage of the model with what shares its gradients and optimizer state out over dp."""
+WrappedModel: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
+"""One stage of the model in its data-parallel wrapper."""
 
 
 def build_optimizer(
-    model: Sequence[Wrapped], optim: OptimConfig, train: TrainConfig = _DEFAULT_TRAIN
+    model: Sequence[WrappedModel], optim: OptimConfig, train: TrainConfig = _DEFAULT_TRAIN
 ) -> MegatronOptimizer:
-    """AdamW over this rank's shard of its stages' parameters; float32 main weights when the model's have 16 bits.
+    """AdamW over this rank's shard of its stages' parameters, with float32 main weights if the model has 16 bits.
 
-    The rows of a fully sharded model are float32 themselves and are updated as they are.
-
-    Call it after the weights are loaded: the main weights are copied from them. ``train`` has the loss scale of fp16.
+    The rows of a fully sharded model are float32 and are updated in place. Call it after the weights are loaded: the
+    main weights are copied from them. ``train`` has the loss scale of fp16.
     """
     clip_in_place()
     by_rows = isinstance(model[0], FullyShardedDataParallel)
@@ -104,30 +103,30 @@ def build_optimizer(
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
         fill_adam_state(one.optimizer)
         if optim.offload:
-            one.optimizer = HostAdamW.taking_over(one.optimizer)
+            one.optimizer = CpuOffloadAdamW.from_adamw(one.optimizer)
     return optimizer
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Those in Megatron-Core's chain that have parameters on this rank's stage.
+    """The optimizers in Megatron-Core's chain that have parameters on this rank's stage.
 
-    Experts have one of their own where other ranks hold their copies; a stage without experts has it without any.
+    Experts have their own optimizer if their data-parallel group differs; it is empty on a stage without experts.
     """
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if each.buffers]
 
 
-def adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """Torch's own optimizers inside, those with parameters on this rank's stage."""
+def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimizers with parameters on this rank's stage."""
     return [each.optimizer for each in _with_parameters(optimizer)]
 
 
 def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """The links of Megatron-Core's chain; one of fully sharded rows has no buffers to be without."""
+    """The non-empty optimizers of Megatron-Core's chain; that of a fully sharded model has no ``buffers``."""
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if getattr(each, "buffers", True)]
 
 
 def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up from zero to ``lr``, then the schedule down to ``min_lr``, at the last step or the one named."""
+    """Linear warm-up from zero to ``lr``, then decay to ``min_lr`` at ``schedule_steps``, by default the last step."""
     end = optim.schedule_steps or total_steps
     return OptimizerParamScheduler(
         optimizer,

@@ -1,4 +1,4 @@
-"""Adam's running means in the machine's memory, for a GPU that the model itself nearly fills."""
+"""AdamW with its moments in CPU memory, for models that nearly fill the GPU."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as update
 
-_MEANS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class HostAdamW(torch.optim.AdamW):
-    """AdamW that keeps its two running means on the host: 8 bytes less a parameter on the device.
+class CpuOffloadAdamW(torch.optim.AdamW):
+    """AdamW that keeps both moments on the host, which saves 8 bytes per parameter on the device.
 
-    A step brings those of one parameter at a time to the device, updates there, and takes them back: 16 bytes over the
-    bus a parameter. Main weights stay on the device. The arithmetic is that of torch's fused AdamW.
+    A step copies the moments of one parameter at a time to the device, updates there and copies them back: 16 bytes
+    over the bus per parameter. Main weights stay on the device. The arithmetic is that of torch's fused AdamW.
     """
 
     @classmethod
-    def taking_over(cls, adam: torch.optim.AdamW) -> HostAdamW:
-        """One over the very groups of ``adam``, whose state is filled; what it has counted goes along."""
-        taken = cls([torch.empty(0)])
-        taken.param_groups = adam.param_groups  # views of the model's buffers among them, which torch would not take
+    def from_adamw(cls, adam: torch.optim.AdamW) -> CpuOffloadAdamW:
+        """Take over the parameter groups and the filled state of ``adam``."""
+        optimizer = cls([torch.empty(0)])
+        optimizer.param_groups = (
+            adam.param_groups
+        )  # some are views of the model's buffers, which torch's constructor rejects
         for parameter, state in adam.state.items():
-            pinned = parameter.is_cuda  # only pinned memory is copied while the device computes
-            means = {name: torch.empty_like(parameter, device="cpu", pin_memory=pinned) for name in _MEANS}
-            for name, mean in means.items():
-                mean.copy_(state[name])
-            taken.state[parameter] = state | means
-        return taken
+            pinned = parameter.is_cuda  # copies overlap with computation only from pinned memory
+            moments = {name: torch.empty_like(parameter, device="cpu", pin_memory=pinned) for name in _MOMENTS}
+            for name, moment in moments.items():
+                moment.copy_(state[name])
+            optimizer.state[parameter] = state | moments
+        return optimizer
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -39,16 +41,16 @@ class HostAdamW(torch.optim.AdamW):
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
         if any(parameter.is_cuda for parameter in self.state):
-            torch.cuda.current_stream().synchronize()  # a checkpoint reads the host's copy without asking the device
+            torch.cuda.current_stream().synchronize()  # a checkpoint reads the host's copy without synchronizing
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        here = {name: state[name].to(parameter.device, non_blocking=True) for name in _MEANS}
+        moments = {name: state[name].to(parameter.device, non_blocking=True) for name in _MOMENTS}
         update(
             [parameter],
             [gradient],
-            [here["exp_avg"]],
-            [here["exp_avg_sq"]],
+            [moments["exp_avg"]],
+            [moments["exp_avg_sq"]],
             [],
             [state["step"]],
             fused=True,
@@ -61,6 +63,6 @@ class HostAdamW(torch.optim.AdamW):
             maximize=False,
             decoupled_weight_decay=True,
         )
-        for name, mean in here.items():
-            if mean is not state[name]:
-                state[name].copy_(mean, non_blocking=True)
+        for name, moment in moments.items():
+            if moment is not state[name]:
+                state[name].copy_(moment, non_blocking=True)

@@ -1,15 +1,16 @@
-"""Context parallelism: which tokens of a line each rank has, and how it gets to see the keys before them.
+"""Context parallelism: which tokens of a packed sequence each rank has, and the exchange of keys and values.
 
-A line is cut into chunks of equal length that are dealt to the ranks forth and back (0, 1, ..., 1, 0, 0, 1, ...), in
-several turns. A token costs as much attention as there are tokens before it in its sample, so two neighbouring turns
-even out what one long sample costs, and many turns what several do; nothing is padded but the line. All that concerns a
-token alone is done for a rank's own tokens. For attention the ranks exchange keys and values: each gathers those of the
-whole line, as Llama 3 was trained (arXiv 2407.21783, section 3.3.2); what a ring would save is in docs/decisions/0013.
+A packed sequence is cut into chunks of equal length that are zigzag-partitioned over the ranks (0, 1, ..., 1, 0), in
+several rounds. A token costs as much attention as there are tokens before it in its sample: two neighbouring rounds
+balance one long sample, many rounds balance several. Everything that concerns single tokens is computed for a rank's
+own tokens. For attention each rank gathers the keys and values of the whole sequence, as in Llama 3 training
+(arXiv 2407.21783, section 3.3.2); docs/decisions/0013 compares that with a ring.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,93 +18,109 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-Spans = tuple[tuple[int, int], ...]
-"""Stretches [start, end) of a line, in its order."""
+from isthmus.data.batching.packed_batch import PackedBatch
 
-TURNS = 8
-"""Times that each rank is dealt two chunks of a long line."""
-FEWEST = 64
-"""Tokens of a chunk below which there are fewer turns: about a block of queries in line_attention."""
+Spans = tuple[tuple[int, int], ...]
+"""Ranges [start, end) of a packed sequence, in ascending order."""
+
+MAX_ROUNDS = 8
+"""Rounds in which a long sequence is partitioned; each rank gets two chunks in each."""
+MIN_CHUNK = 64
+"""Tokens of a chunk below which there are fewer rounds: about a block of queries in packed_attention_cpu."""
 
 
 @functools.lru_cache(maxsize=8)
-def spans_of(tokens: int, ranks: int) -> tuple[Spans, ...]:
-    """Deal a line out: for each rank the stretches that are its own, as many tokens as any other's.
+def partition(tokens: int, ranks: int) -> tuple[Spans, ...]:
+    """The spans of each rank; all ranks have the same number of tokens.
 
     Args:
-        tokens: of the line, a multiple of 2 * ``ranks``.
+        tokens: of the packed sequence, a multiple of 2 * ``ranks``.
         ranks: of the context parallel group.
 
     Raises:
-        ValueError: the line cannot be cut so.
+        ValueError: ``tokens`` is not such a multiple.
     """
     chunk, rest = divmod(tokens, 2 * ranks)
     if rest or not chunk:
-        raise ValueError(f"a line of {tokens} tokens cannot be cut into 2 x {ranks} equal chunks")
-    turns = max(1, min(TURNS, chunk // FEWEST))
-    dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        raise ValueError(f"a packed sequence of {tokens} tokens cannot be cut into 2 x {ranks} equal chunks")
+    rounds = max(1, min(MAX_ROUNDS, chunk // MIN_CHUNK))
+    found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     start = 0
-    for turn in range(turns):
-        size = chunk * (turn + 1) // turns - chunk * turn // turns
-        for own in (*dealt, *reversed(dealt)):
-            touching = bool(own) and own[-1][1] == start
-            own.append((own.pop()[0] if touching else start, start + size))
+    for number in range(rounds):
+        size = chunk * (number + 1) // rounds - chunk * number // rounds
+        for own in (*found, *reversed(found)):
+            adjacent = bool(own) and own[-1][1] == start
+            own.append((own.pop()[0] if adjacent else start, start + size))
             start += size
-    return tuple(tuple(own) for own in dealt)
+    return tuple(tuple(own) for own in found)
 
 
-def own_spans(tokens: int) -> Spans | None:
-    """What this rank has of a line; None without context parallelism, which is all of it."""
+def local_spans(tokens: int) -> Spans | None:
+    """The spans of this rank; None without context parallelism."""
     ranks = parallel_state.get_context_parallel_world_size()
-    return None if ranks == 1 else spans_of(tokens, ranks)[parallel_state.get_context_parallel_rank()]
+    return None if ranks == 1 else partition(tokens, ranks)[parallel_state.get_context_parallel_rank()]
 
 
-def own_part(line: Tensor, spans: Spans | None) -> Tensor:
-    """Of a tensor [T, ...] of the whole line, the tokens in ``spans``: [T / cp, ...]."""
-    return line if spans is None else torch.cat([line[start:end] for start, end in spans])
+def local_tokens(whole: Tensor, spans: Spans | None) -> Tensor:
+    """The rows in ``spans`` of a tensor [T, ...] of the whole packed sequence: [T / cp, ...]."""
+    return whole if spans is None else torch.cat([whole[start:end] for start, end in spans])
+
+
+def local_batch(batch: PackedBatch) -> PackedBatch:
+    """This rank's tokens of a whole packed sequence."""
+    spans = local_spans(batch.input_ids.numel())
+    if spans is None:
+        return batch
+    return replace(
+        batch,
+        spans=spans,
+        input_ids=local_tokens(batch.input_ids, spans),
+        position_ids=local_tokens(batch.position_ids, spans),
+        labels=None if batch.labels is None else local_tokens(batch.labels, spans),
+        loss_mask=None if batch.loss_mask is None else local_tokens(batch.loss_mask, spans),
+    )
 
 
 @functools.lru_cache(maxsize=8)
-def _line_order(tokens: int, ranks: int) -> tuple[tuple[int, slice], ...]:
-    """The stretches of a line in its order: whose it is, and where among that rank's tokens it lies."""
-    held = []
-    for rank, spans in enumerate(spans_of(tokens, ranks)):
-        at = 0
+def _sequence_order(tokens: int, ranks: int) -> tuple[tuple[int, slice], ...]:
+    """The spans of all ranks in the order of the sequence: rank, and the rows among that rank's tokens."""
+    found = []
+    for rank, spans in enumerate(partition(tokens, ranks)):
+        offset = 0
         for start, end in spans:
-            held.append((start, rank, slice(at, at + end - start)))
-            at += end - start
-    return tuple((rank, place) for _, rank, place in sorted(held))
+            found.append((start, rank, slice(offset, offset + end - start)))
+            offset += end - start
+    return tuple((rank, rows) for _, rank, rows in sorted(found))
 
 
-class _GatherLine(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         own = part.transpose(0, 1).contiguous()
-        everyone = own.new_empty(group.size(), *own.shape)
-        dist.all_gather_into_tensor(everyone.flatten(0, 1), own, group=group)
-        order = _line_order(group.size() * own.size(1), group.size())
-        return torch.cat([everyone[rank, :, place] for rank, place in order], dim=1).transpose(0, 1)
+        gathered = own.new_empty(group.size(), *own.shape)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), own, group=group)
+        order = _sequence_order(group.size() * own.size(1), group.size())
+        return torch.cat([gathered[rank, :, rows] for rank, rows in order], dim=1).transpose(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        line, ranks = grads[0].transpose(0, 1), ctx.group.size()
-        everyone = line.new_empty(ranks, line.size(0), line.size(1) // ranks, line.size(2))
-        for theirs, spans in zip(everyone, spans_of(line.size(1), ranks), strict=True):
-            torch.cat([line[:, start:end] for start, end in spans], dim=1, out=theirs)
-        own = torch.empty_like(everyone[0])
-        dist.reduce_scatter_tensor(own, everyone.flatten(0, 1), group=ctx.group)
+        whole, ranks = grads[0].transpose(0, 1), ctx.group.size()
+        by_rank = whole.new_empty(ranks, whole.size(0), whole.size(1) // ranks, whole.size(2))
+        for part, spans in zip(by_rank, partition(whole.size(1), ranks), strict=True):
+            torch.cat([whole[:, start:end] for start, end in spans], dim=1, out=part)
+        own = torch.empty_like(by_rank[0])
+        dist.reduce_scatter_tensor(own, by_rank.flatten(0, 1), group=ctx.group)
         return own.transpose(0, 1), None
 
 
-def gather_line(part: Tensor) -> Tensor:
-    """What all ranks of the context parallel group have of a line, in its order.
+def gather_sequence(part: Tensor) -> Tensor:
+    """Gather the tokens of all ranks of the context parallel group, in the order of the packed sequence.
 
     Args:
         part: [T / cp, G, W] of this rank's tokens.
 
     Returns:
-        [T, G, W], in memory with G outermost. Its gradient, of which each rank has that of its own queries, is summed
-        over the ranks, and each gets that of its own tokens.
+        [T, G, W], in memory with G outermost. Gradients are summed over the ranks and scattered.
     """
-    return _GatherLine.apply(part, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]
+    return _GatherSequence.apply(part, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]

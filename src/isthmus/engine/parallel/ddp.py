@@ -1,4 +1,4 @@
-"""Gradients summed over the ranks while others are still computed, and weights gathered while layers already run."""
+"""Data parallelism that overlaps gradient reduction and weight gathering with computation."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from isthmus.engine.moe.moe_layer import MoeBlock
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """What of the exchange between data parallel ranks runs beside the computation."""
+    """Which communication between data-parallel ranks overlaps with computation."""
 
     grad_reduce: bool = False
     param_gather: bool = False
     """Only together with ``grad_reduce``."""
     bucket_elements: int | None = None
-    """Gradients that are exchanged together; None: Megatron-Core's number, at least 40 million."""
+    """Gradients that are reduced together; None: Megatron-Core's default, at least 40 million."""
 
 
 class OverlappingDataParallel(DistributedDataParallel):
-    """Megatron-Core's wrapper for a decoder that adds gradients up by itself and uses weights outside their modules.
+    """Megatron-Core's wrapper for a decoder that accumulates gradients itself and uses weights outside their modules.
 
-    Megatron-Core learns from a gradient that a weight has one, and from the call of a module that its weights are
-    wanted. Neither happens for all of this decoder's: the gradients of its matrices go straight into the buffers, and
-    it looks tokens up, projects onto the vocabulary and runs experts without calling the modules.
+    Megatron-Core starts a reduction when autograd sets a gradient, and waits for weights when a module is called. This
+    decoder adds gradients of matrices directly to the buffers, and runs embedding, projection and experts without
+    calling the modules.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As the parent's; ``module`` is a :class:`~isthmus.engine.megatron_model.Decoder`."""
+        """Like the parent's; ``module`` is a :class:`~isthmus.engine.megatron_model.Decoder`."""
         super().__init__(*args, **kwargs)
         if self.use_forward_hook:
             decoder = self.module
@@ -68,9 +68,9 @@ class OverlappingDataParallel(DistributedDataParallel):
 
 
 def gather_weights(models: Iterable[Any]) -> None:
-    """Make the weights whole after an optimizer step, before anything but a forward pass reads them.
+    """Finish gathering weights after an optimizer step, before anything but a forward pass reads them.
 
-    Every rank calls it. It does nothing where they are whole already.
+    Every rank calls it. It does nothing if weights are not gathered asynchronously.
     """
     for model in models:
         if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:

@@ -1,7 +1,7 @@
-"""Fully sharded data parallelism: each rank keeps a part of every weight, its gradient and its optimizer state.
+"""Fully sharded data parallelism: each rank keeps a shard of every weight, its gradient and its optimizer state.
 
-The weights of a layer are gathered when the layer runs and let go behind it; their gradients are summed and dealt out
-as soon as a micro batch has them. PyTorch's ``fully_shard`` does this. Megatron-Core 0.16 has a wrapper around it
+PyTorch's ``fully_shard`` gathers the weights of a layer when it runs and frees them afterwards, and reduce-scatters
+gradients in the backward pass of each micro batch. Megatron-Core 0.16 has a wrapper around it
 (``TorchFullyShardedDataParallel``) that cannot be used here: see ``docs/decisions/0015-fsdp.md``.
 """
 
@@ -22,36 +22,36 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from isthmus.engine.megatron_model import Decoder, build_model
-from isthmus.engine.meta_init import without_memory
-from isthmus.engine.moe.router import Router
+from isthmus.engine.meta_init import init_empty_weights
+from isthmus.engine.moe.router import TopKRouter
 from isthmus.families.architecture import Architecture
 
 _MESHES = itertools.count()
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
-    """A decoder whose parameters are float32 and sharded by rows; a layer computes in the decoder's own dtype.
+    """A decoder whose parameters are float32 and sharded by rows; layers compute in the decoder's dtype.
 
-    It stands where Megatron-Core's ``DistributedDataParallel`` does. There is no second copy of the weights: the
-    optimizer updates the float32 rows, and what is gathered is rounded to the dtype of the arithmetic on the way.
+    It replaces Megatron-Core's ``DistributedDataParallel``. There is no second copy of the weights: the optimizer
+    updates the float32 rows, which are rounded to the dtype of the layer before they are gathered.
     """
 
     def __init__(self, model: Decoder) -> None:
-        """Shard ``model``, which was built :func:`without_memory`; its rows get memory here and nothing in it."""
+        """Shard ``model``, which was built with :func:`init_empty_weights`, and allocate this rank's rows."""
         super().__init__(config=model.config, module=model)
         self.ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.described: dict[str, Any] = model.sharded_state_dict(
+        self.sharded_tensors: dict[str, Any] = model.sharded_state_dict(
             metadata={"singleton_local_shards": False, "dp_cp_group": group}
         )
-        """How a checkpoint keeps each tensor, from Megatron-Core; told of whole tensors that have no memory."""
-        for entry in self.described.values():
+        """Megatron-Core's checkpoint entry for each whole tensor, without data."""
+        for entry in self.sharded_tensors.values():
             entry.data = entry.data.detach() if isinstance(entry.data, Tensor) else entry.data
         marks = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         model._apply(lambda tensor: tensor.float() if tensor.is_meta else tensor)
-        device = torch.device(torch.cuda.current_device())
-        # DTensor remembers what an operation yields, the mesh included, and takes one over the same ranks for the same:
-        # a name of its own keeps a second model in this process from an earlier one's groups.
+        device = model.config.device
+        # DTensor caches results of operations by mesh, and takes meshes over the same ranks for equal: a unique name
+        # keeps a second model in this process from using the groups of an earlier one.
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"dp{next(_MESHES)}",))
         _shard(model, mesh, model.config.params_dtype)
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
@@ -63,45 +63,45 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """The decoder's forward pass."""
         output: Tensor = self.module(*inputs, **named)
         if not torch.is_grad_enabled():
-            # With no backward pass to come, nothing else lets go of the embedding and the projection.
+            # Without a backward pass nothing else frees the embedding and the projection.
             self.module.reshard()
         return output
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Nothing is left to do: gradients were summed over the ranks in the backward pass of each micro batch."""
+        """Do nothing: gradients are reduced in the backward pass of each micro batch."""
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply this rank's part of all gradients."""
+        """Multiply this rank's shards of all gradients."""
         grads = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         torch._foreach_mul_([grad.to_local() for grad in grads if isinstance(grad, DTensor)], scaling_factor)
 
 
 def build_sharded(architecture: Architecture, config: TransformerConfig) -> FullyShardedDataParallel:
-    """The decoder with memory for this rank's rows of each parameter and nothing in it; it is never whole."""
-    with without_memory():
+    """Build a decoder of which only this rank's rows of each parameter are ever allocated; they are not initialized."""
+    with init_empty_weights():
         model = build_model(architecture, config)
     return FullyShardedDataParallel(model)
 
 
 def _shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Cut each layer's parameters, and then the decoder's others, which are gathered together.
+    """Shard each layer, and then the decoder's other parameters as one unit.
 
-    The embedding and the projection may be one tensor, and the decoder uses both outside of their modules: they are
-    the root's own.
+    The embedding and the projection belong to the root: they may be one tensor, and the decoder uses both outside of
+    their modules.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     if policy.param_dtype is not None:
-        for module in _of(model, Router):  # it computes in float32 whatever the layer does
+        for module in _of(model, TopKRouter):  # computes in float32 in any precision
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for module in _of(model, TransformerLayer):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in _of(model, FSDPModule):
-        # The loss is a sum over tokens, divided once by their number: gradients are summed, not averaged.
+        # The loss is a sum over tokens, divided once by their number, so gradients are summed and not averaged.
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
 
 
 def _of(model: nn.Module, kind: type) -> list[Any]:

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where this rank stands in every group."""
+    """The rank of this process in every group."""
 
     rank: int
     tp_rank: int
     pp_rank: int
     dp_rank: int
-    """Which data this rank gets; the ranks of a context parallel group share it."""
+    """Selects the data of this rank; the ranks of a context parallel group have the same."""
     cp_rank: int
     etp_rank: int
     edp_rank: int
-    """Which of the copies of its experts this rank has."""
+    """Data-parallel rank of its experts."""
     is_first_stage: bool
 
 
@@ -68,7 +68,7 @@ def join_ranks(
         from isthmus.engine.upstream import compat, cpu_adapter
 
         cpu_adapter.install()
-        compat.random_state_on_cpu()
+        compat.cpu_random_state()
     else:
         torch.cuda.set_device(local_rank)
     if dist.is_initialized():
@@ -144,9 +144,9 @@ def open_groups(
     )
 
 
-def sum_over_ranks(values: list[float]) -> list[float]:
-    """Each value summed over all ranks, in float64."""
-    total = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Sum each value over all ranks, in float64; ``device`` is that of this rank."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     summed: list[float] = total.tolist()
     return summed

@@ -1,4 +1,4 @@
-"""Tensors whose rows are dealt out over the data parallel ranks, as ``torch.distributed.fsdp.fully_shard`` does it."""
+"""DTensors whose rows are sharded over the data-parallel ranks by ``torch.distributed.fsdp.fully_shard``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def own_rows(tensor: DTensor) -> tuple[int, int]:
-    """First and last (exclusive) of the rows that this rank holds; the last ranks may hold fewer, or none."""
+def local_rows(tensor: DTensor) -> tuple[int, int]:
+    """The range [start, end) of rows that this rank has; the last ranks may have fewer rows, or none."""
     rows, ranks = tensor.shape[0], tensor.device_mesh.size()
-    each = -(-rows // ranks)
-    start = min(rows, tensor.device_mesh.get_local_rank() * each)
-    return start, min(rows, start + each)
+    per_rank = -(-rows // ranks)
+    start = min(rows, tensor.device_mesh.get_local_rank() * per_rank)
+    return start, min(rows, start + per_rank)
 
 
 @contextmanager
-def whole_to_fill(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor to write all rows of ``tensor`` into; a sharded one keeps its own of them, and the others are let go."""
+def full_to_shard(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor to write all rows into; on exit a sharded ``tensor`` copies its own rows from it."""
     if not isinstance(tensor, DTensor):
         yield tensor
         return
-    start, end = own_rows(tensor)
+    start, end = local_rows(tensor)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     yield whole
     tensor.to_local().copy_(whole[start:end])
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """All rows of ``tensor``; every rank that holds some of them has to call it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather all rows; every rank that has some of them must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

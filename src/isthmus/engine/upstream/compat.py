@@ -1,6 +1,6 @@
-"""Upstream defects, one function each: what is wrong, in which versions, and what is done about it.
+"""Workarounds for upstream defects, one function each: the defect, the affected versions, the workaround.
 
-Each has a test in tests/unit/engine/test_compat.py that fails once upstream is mended, so that it can go.
+Each has a test in tests/unit/engine/upstream/test_compat.py that fails once upstream is fixed, so it can go.
 """
 
 from __future__ import annotations
@@ -12,18 +12,11 @@ from typing import Any
 import torch
 
 
-def plain_classes() -> list[Any]:
-    """Classes without behaviour that megatron-core 0.16 itself lets a checkpoint's arguments name."""
-    from megatron.core.safe_globals import SAFE_GLOBALS
-
-    return list(SAFE_GLOBALS)
-
-
-def random_state_on_cpu() -> None:
+def cpu_random_state() -> None:
     """megatron-core 0.16: the random-state tracker sets the CUDA state through ``torch.cuda._lazy_call``.
 
-    On a CPU build that call is queued for a CUDA start that never comes, so forking a random stream, as sequence
-    parallelism does, would leave the state untouched. The setter is pointed at the CPU's generator.
+    On a CPU build that call is queued until CUDA is initialized, which never happens, so forking a random stream, as
+    sequence parallelism does, would not change the state. The setter is replaced by that of the CPU's generator.
     """
     from megatron.core.tensor_parallel import random
 
@@ -58,8 +51,8 @@ def clip_in_place() -> None:
 def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
     """megatron-core 0.16: DistributedOptimizer.state_dict fails before the first step of torch's AdamW.
 
-    It reads the step count out of the state, which torch fills only in the first step; loading a checkpoint asks
-    for it earlier. The state that a first step would create is created here, with nothing counted.
+    It reads the step count from the state, which torch fills in the first step; loading a checkpoint needs it earlier.
+    The state that the first step would create is created here, with a count of zero.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -74,10 +67,10 @@ def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
 def keep_bucket_padding(optimizer: Any) -> None:
     """megatron-core 0.16: DistributedOptimizer saves wrong state behind a padded bucket.
 
-    It gathers the buckets without the padding between them and then cuts the parameters out at places that count
-    it. A tied embedding has a bucket of its own, so with pp > 1 all that follows it on the last stage is shifted
-    unless its size happens to be a multiple of 128 (and of dp). Here the padding is put back before the cutting.
-    (Upstream's own comment: "This is a bug in the param ranges logic", its issue 504.)
+    It gathers the buckets without the padding between them and then slices the parameters at offsets that include it.
+    A tied embedding has its own bucket, so with pp > 1 everything behind it on the last stage is shifted unless its
+    size is a multiple of 128 (and of dp). Here the padding is restored before the parameters are sliced.
+    (Upstream's comment: "This is a bug in the param ranges logic", its issue 504.)
 
     Args:
         optimizer: a ``DistributedOptimizer``; a second call changes nothing.
@@ -99,14 +92,14 @@ def keep_bucket_padding(optimizer: Any) -> None:
     optimizer.get_parameter_state_dp_zero = gather_padded
 
 
-def same_loss_scale(optimizer: Any) -> None:
+def sync_loss_scales(optimizer: Any) -> None:
     """megatron-core 0.16: optimizers in a chain (of dense weights, of experts) lower their loss scales one by one.
 
-    Each lowers its own when its own gradients overflow, but the loss is multiplied by the first one's, so that
-    the others would divide by the wrong number from then on. Here all take up the state of the lowest.
+    Each lowers its own when its gradients overflow, but the loss is multiplied by the first one's scale, so the others
+    would then divide by the wrong number. Here all get the state of the lowest.
 
     Args:
-        optimizer: a ``ChainedOptimizer`` that has just taken a step, or any other, with which nothing is done.
+        optimizer: a ``ChainedOptimizer`` after a step; another optimizer is left unchanged.
     """
     chain = [each.grad_scaler for each in getattr(optimizer, "chained_optimizers", ())]
     scalers = [scaler for scaler in chain if scaler is not None]
@@ -121,14 +114,14 @@ def same_loss_scale(optimizer: Any) -> None:
 def load_adam(optimizer: Any, tensors: dict[Any, Any], *, steps: int) -> None:
     """megatron-core 0.16: DistributedOptimizer cannot load what it saved of torch's AdamW.
 
-    It looks for ``step`` among the sharded tensors, where it never is, and it gives all parameters one shared
-    ``step`` tensor, to which AdamW would then add one per parameter. Here the count is set aside while the tensors
-    are loaded, and each parameter gets its own. Learning rates, decay, ``betas`` and ``eps`` stay as configured now.
+    It looks for ``step`` among the sharded tensors, which never contain it, and it gives all parameters one shared
+    ``step`` tensor, to which AdamW would then add one per parameter. Here the counts are removed while the tensors are
+    loaded, and each parameter gets its own. Learning rates, decay, ``betas`` and ``eps`` stay as configured now.
 
     Args:
-        optimizer: a ``DistributedOptimizer`` around torch's AdamW, whose state is filled.
+        optimizer: a ``DistributedOptimizer`` around torch's AdamW, with a filled state.
         tensors: its ``param_state`` as ``dist_checkpointing.load`` returns it.
-        steps: how many it had taken.
+        steps: the number of updates it had done.
     """
     counts = {parameter: state.pop("step") for parameter, state in optimizer.optimizer.state.items()}
     optimizer.load_parameter_state_from_fully_reshardable(tensors)

@@ -1,14 +1,12 @@
-"""Lets megatron.core run on a CPU: the calls to ``torch.cuda`` that it hard-codes land on the CPU instead.
+"""Runs megatron.core on a CPU: redirects the ``torch.cuda`` calls that it hard-codes.
 
-Installed once, before the first megatron.core import of a run whose platform is cpu, and never elsewhere.
-What megatron.core asks of CUDA falls into four kinds, and each is answered as narrowly as it can be:
+Installed once, before the first megatron.core import of a run on the cpu platform, and never on other platforms.
+It redirects four kinds of calls, each as narrowly as possible:
 
-- where is the device (``current_device``, ``device="cuda"`` in tensor factories, ``Tensor.cuda``): on the CPU;
-- wait for the device (streams, events, ``synchronize``): a CPU is never behind, so nothing is waited for;
-- the random state of the device: the CPU's own generator;
-- what type is this tensor (``Tensor.type()``): megatron.core compares with ``torch.cuda.FloatTensor``.
-
-A request for a CUDA device is only answered this way because a CPU build of torch could do nothing but fail on it.
+- the device (``current_device``, ``device="cuda"`` in tensor factories, ``Tensor.cuda``) is the CPU;
+- waiting for the device (streams, events, ``synchronize``) does nothing, since CPU operations are synchronous;
+- the random state of the device is that of the CPU's generator;
+- ``Tensor.type()`` returns CUDA names to megatron.core, which compares with ``torch.cuda.FloatTensor``.
 """
 
 from __future__ import annotations
@@ -22,13 +20,15 @@ from typing import Any
 import torch
 from torch.utils import _device
 
+from isthmus.errors import UsageError
+
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "rand", "randn", "randint", "as_tensor", "linspace")
 _installed = False
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event: everything recorded on it is done already."""
+    """A CUDA stream or event on which everything is complete."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         pass
@@ -48,7 +48,7 @@ class _NoEvent(_NoStream):
 
 
 def _nothing() -> Callable[..., None]:
-    """A new function each time: torch's compiler, told of one object under two names, refuses to start."""
+    """A new function each time: torch's compiler rejects one object under two names."""
     return lambda *_args, **_kwargs: None
 
 
@@ -77,13 +77,13 @@ def install() -> None:
     """Redirect the CUDA calls of megatron.core to the CPU; a second call changes nothing.
 
     Raises:
-        RuntimeError: a CUDA or ROCm device is usable, so redirecting would hide it.
+        UsageError: this process uses a CUDA or ROCm device, which redirecting would hide.
     """
     global _installed
     if _installed:
         return
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        raise RuntimeError("the CPU adapter must not be installed in a process that uses a GPU")
+        raise UsageError("this process uses a GPU, so it cannot run a model on the CPU as well. Start another process.")
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
@@ -97,8 +97,8 @@ def install() -> None:
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
 
-    # ``with torch.device(...)`` knows factories by identity and looks them up at its first use: let it see torch's own,
-    # or transformers, which builds models on the meta device, gets some of their tensors elsewhere and wrong.
+    # ``with torch.device(...)`` compares factories by identity and looks them up at its first use. It must see torch's
+    # own, or models that transformers builds on the meta device get some of their tensors on the CPU.
     _device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

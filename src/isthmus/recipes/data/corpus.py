@@ -6,14 +6,14 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import Batches
+from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.readers.field_mapping import check_columns
 from isthmus.data.store.mixture import MixtureSet
@@ -62,29 +62,29 @@ class Corpus:
         return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
 
     def batches(self, config: RunConfig, position: Position, dp: int) -> tuple[Batches, Batches | None, Batches | None]:
-        """The lines of this rank, for training, for held-out loss and for the test."""
-        settings: dict[str, Any] = {
-            "seq_length": config.data.seq_length,
-            "micro_batch_size": config.train.micro_batch_size,
-            "global_batch_size": config.train.global_batch_size,
-            "packing": config.data.packing,
-            "seed": config.data.seed,
-            "dp_rank": position.dp_rank,
-            "dp_size": dp,
-            "pad_to_multiple_of": config.parallel.line_multiple,
-            # Micro batches take turns on virtual stages, in rounds of one for each rank of the pipeline.
-            "micro_batches_multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
-            "length_buckets": config.data.length_buckets,
-        }
-
+        """The batches of this rank for training, validation and test."""
+        settings = BatchSettings(
+            seq_length=config.data.seq_length,
+            micro_batch_size=config.train.micro_batch_size,
+            global_batch_size=config.train.global_batch_size,
+            packing=config.data.packing,
+            seed=config.data.seed,
+            shuffle=not config.data.mock,  # mock samples are random already
+            length_buckets=config.data.length_buckets,
+        )
+        shard = BatchShard(
+            dp_rank=position.dp_rank,
+            dp_size=dp,
+            pad_to_multiple_of=config.parallel.line_multiple,
+            # The interleaved pipeline schedule runs micro batches in rounds of pp.
+            micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
+        )
         kind = PairBatches if config.recipe == "dpo" else Batches
 
         def in_order(samples: Samples | None) -> Batches | None:
-            return None if samples is None else kind(samples, shuffle=False, **settings)
+            return None if samples is None else kind(samples, replace(settings, shuffle=False), shard)
 
-        # Samples that are drawn at random are in no order that could be shuffled.
-        train = kind(self.train, shuffle=not config.data.mock, shares=self.shares, **settings)
-        return train, in_order(self.valid), in_order(self.test)
+        return kind(self.train, settings, shard, shares=self.shares), in_order(self.valid), in_order(self.test)
 
 
 def check_files(config: RunConfig) -> None:

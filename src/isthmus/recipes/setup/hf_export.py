@@ -76,10 +76,10 @@ def export_hf(
 def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
     """The tensors this rank passes to the export, and whether it writes (or, with fsdp, only helps to gather)."""
     from isthmus.engine.checkpoint.checkpoint_names import expert_of
-    from isthmus.engine.megatron_model import copied_tensors, live_tensors
+    from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
 
     position = model.position
-    tensors, mtp_copies = live_tensors(model.stages), copied_tensors(model.stages)
+    tensors, mtp_copies = live_tensors(model.stages), mtp_shared_tensors(model.stages)
     if mtp_copies and not position.is_first_stage:
         del tensors["embedding.word_embeddings.weight"]  # the first stage writes it
     tensors |= mtp_copies

@@ -56,9 +56,8 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
 @torch.no_grad()
 def model_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Float32 logits [S, V] of one sequence, int64 [S]; the model has one pipeline stage."""
-    from isthmus.engine.layers.attention import Segments
+    from isthmus.data.batching.packed_batch import PackedBatch
 
-    input_ids = input_ids.to(next(model.parameters()).device)
-    length = input_ids.numel()
-    logits: torch.Tensor = model(input_ids, torch.arange(length, device=input_ids.device), Segments((length,)))
+    batch = PackedBatch.for_inference([input_ids.to(next(model.parameters()).device)])
+    logits: torch.Tensor = model(batch)
     return logits.float().cpu()

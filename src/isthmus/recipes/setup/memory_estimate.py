@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from isthmus.config.schema import ParallelConfig, RunConfig
-from isthmus.engine.parallel.pipeline_layout import layers_of_stages
+from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
@@ -167,7 +167,7 @@ def _count_parameters(
     padded = math.ceil(arch.vocab_size / parallel.tp) * parallel.tp
     layout = Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=padded)
     rank_of: list[int] = []
-    for stage, layers in enumerate(layers_of_stages(arch.num_layers, parallel.pp, parallel.vpp)):
+    for stage, layers in enumerate(layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)):
         rank_of += [stage % parallel.pp] * layers
     counts, numel_of_rule = [_ParameterCounts() for _ in range(parallel.pp)], dict[int, int]()
     by_layer: dict[str, int] = {}
@@ -218,7 +218,7 @@ def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: in
     longest = train.micro_batch_size * samples * config.data.seq_length
     num_tokens = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest) // parallel.cp
     micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * parallel.dp(plan.world_size)))
-    chunks = layers_of_stages(arch.num_layers, parallel.pp, parallel.vpp)[rank :: parallel.pp]
+    chunks = layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)[rank :: parallel.pp]
     dense, extra = _as_dense(arch)
     how = {"num_tokens": num_tokens, "bytes_per_element": element, "tp": parallel.tp, "sp": parallel.sequence_parallel}
     modules = tuple(name for name in train.recompute_modules if name != "moe")

@@ -84,7 +84,7 @@ def build_rank_model(
         UsageError: the MTP layers have an embedding or output layer that differs from the model's.
     """
     from isthmus.engine.layers.linear import use_fp8
-    from isthmus.engine.megatron_model import build_stages, copied_tensors, live_tensors
+    from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.optim.optimizer import wrap_data_parallel
     from isthmus.engine.parallel.fsdp import build_sharded
@@ -92,7 +92,13 @@ def build_rank_model(
     dtype = DTYPES[precision]
     fsdp = plan.parallel.fsdp
     settings = transformer_config(
-        plan.architecture, plan.parallel, dtype=dtype, train=config.train, moe=config.moe, mtp=True
+        plan.architecture,
+        plan.parallel,
+        dtype=dtype,
+        device=torch.device(platform.device_type),
+        train=config.train,
+        moe=config.moe,
+        mtp=True,
     )
     stages: list[Any] = (
         [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)
@@ -108,7 +114,7 @@ def build_rank_model(
         source = RandomWeights(plan.family, plan.architecture, config.train.seed)
     import_weights(live_tensors(stages), plan.family, plan.architecture, source, layout=model.layout)
     if config.model.init != "random" and plan.architecture.mtp_layers:
-        agree(lambda: _check_mtp_copies(model, copied_tensors(stages)))
+        agree(lambda: _check_mtp_copies(model, mtp_shared_tensors(stages)))
     return model
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
-from isthmus.data.batching.batches import Batches, MicroBatch
+from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.mock_data import MockSamples
 from isthmus.data.store.sample_store import SampleStore
@@ -26,28 +28,33 @@ def store(n: int = 23, seed: int = 0) -> SampleStore:
     return SampleStore.from_samples(samples)
 
 
-def seen(micro_batches: list[MicroBatch]) -> list[int]:
+def seen(micro_batches: list[PackedBatch]) -> list[int]:
     return [int(i) - 1000 for mb in micro_batches for i in mb.input_ids[mb.position_ids == 0] if i >= 1000]
 
 
 def make(s: SampleStore, **options) -> Batches:
     options = {"seq_length": 16, "micro_batch_size": 1, "global_batch_size": 4, "packing": False, **options}
-    return Batches(s, **options)
+    shares = options.pop("shares", ())
+    settings, shard = (
+        kind(**{field.name: options.pop(field.name) for field in fields(kind) if field.name in options})
+        for kind in (BatchSettings, BatchShard)
+    )
+    return Batches(s, settings, shard, shares=shares, **options)
 
 
-def test_line_of_samples():
+def test_samples_are_packed_end_to_end():
     s = SampleStore.from_samples([([5, 6, 7], [1, 0, 1]), ([8, 9], [0, 1])])
     (mb,) = make(s, packing=True, global_batch_size=1, pad_to_multiple_of=8).step(0)
     assert mb.input_ids.tolist() == [5, 6, 8, 0, 0, 0, 0, 0]
     assert mb.labels.tolist() == [0, 7, 9, 0, 0, 0, 0, 0]
     assert mb.loss_mask.tolist() == [False, True, True] + [False] * 5
     assert mb.position_ids.tolist() == [0, 1, 0, 0, 1, 2, 3, 4]
-    assert mb.cu_seqlens.tolist() == [0, 2, 3, 8]
-    assert (mb.num_tokens, mb.num_samples, mb.num_learned, mb.max_seqlen) == (3, 2, 2, 5)
+    assert (mb.lengths, mb.padding, mb.loss_tokens, mb.sample_ids) == ((2, 1, 5), 5, (1, 1, 0), (0, 1))
+    assert (mb.sample_lengths, mb.num_tokens, mb.num_loss_tokens) == ((2, 1), 3, 2)
     assert [mb.input_ids.dtype, mb.labels.dtype, mb.position_ids.dtype] == [torch.int64] * 3
-    assert (mb.loss_mask.dtype, mb.cu_seqlens.dtype) == (torch.bool, torch.int32)
+    assert mb.loss_mask.dtype == torch.bool
     (exact,) = make(s, packing=True, global_batch_size=1).step(0)
-    assert exact.cu_seqlens.tolist() == [0, 2, 3]
+    assert (exact.lengths, exact.padding) == ((2, 1), 0)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -90,9 +97,9 @@ def test_every_layout_sees_the_same_global_batch(packing, micro, dp):
         assert dealt == expected
 
 
-def contents(micro_batches: list[MicroBatch]) -> list[tuple[int, ...]]:
+def contents(micro_batches: list[PackedBatch]) -> list[tuple[int, ...]]:
     """Each sample's tokens; of padding, which only zeros are, none."""
-    lines = [mb.input_ids.split(torch.diff(mb.cu_seqlens).tolist()) for mb in micro_batches]
+    lines = [mb.input_ids.split(mb.lengths) for mb in micro_batches]
     return sorted(sample for line in lines for part in line if any(sample := tuple(part.tolist())))
 
 
@@ -145,7 +152,7 @@ def test_buckets_pad_lines_and_even_out_ranks():
         for line in (mb for round_ in rounds for mb in round_):
             total = len(line.input_ids)
             assert total in lengths and total == min(bucket for bucket in lengths if bucket >= line.num_tokens)
-            assert line.cu_seqlens[-1] == total and not line.loss_mask[line.num_tokens :].any()
+            assert sum(line.lengths) == total and not line.loss_mask[line.num_tokens :].any()
         tokens = [[mb.num_tokens for mb in round_] for round_ in rounds]
         flat = [count for k, round_ in enumerate(tokens) for count in (round_[::-1] if k % 2 else round_)]
         assert flat == sorted(flat, reverse=True)
@@ -154,7 +161,7 @@ def test_buckets_pad_lines_and_even_out_ranks():
     assert max(int(mb.position_ids.max()) for mb in wide.step(0)) == 8
     empty = list(make(store(1), global_batch_size=2, dp_rank=1, dp_size=2, length_buckets=lengths).eval_batches())
     assert [[len(mb.input_ids) for mb in part] for part in empty] == [[4]]
-    with pytest.raises(UsageError, match=r"a line has \d tokens, data\.length_buckets ends at 4"):
+    with pytest.raises(UsageError, match=r"a micro batch has \d tokens, data\.length_buckets ends at 4"):
         [make(s, length_buckets=[2, 4]).step(k) for k in range(50)]
 
 
@@ -168,15 +175,15 @@ def test_evaluation_takes_each_sample_once_and_keeps_ranks_in_step(packing, micr
     everything = [mb for one in passes for part in one for mb in part]
     assert Counter(x for mb in everything for x in seen([mb])) == Counter(range(21))
     assert sum(mb.num_tokens for mb in everything) == int((s.lengths - 1).sum())
-    assert all(len(mb.input_ids) >= 2 or mb.num_samples for mb in everything)
-    assert all(mb.cu_seqlens[-1] == len(mb.input_ids) for mb in everything)
-    assert not any(mb.loss_mask.any() for mb in everything if mb.num_samples == 0)
+    assert all(len(mb.input_ids) >= 2 or mb.sample_ids for mb in everything)
+    assert all(sum(mb.lengths) == len(mb.input_ids) for mb in everything)
+    assert not any(mb.loss_mask.any() for mb in everything if not mb.sample_ids)
 
 
 def test_empty_micro_batch_is_padded_like_the_others():
     parts = list(make(store(1), global_batch_size=2, dp_rank=1, dp_size=2, pad_to_multiple_of=3).eval_batches())
     assert [[len(mb.input_ids) for mb in part] for part in parts] == [[3]]
-    assert parts[0][0].cu_seqlens.tolist() == [0, 3]
+    assert parts[0][0].lengths == (3,)
 
 
 def test_no_sequence_is_longer_than_asked():

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.data.batching.pair_batches import PairBatches, PairLine, spread
+from isthmus.data.batching.batches import BatchSettings, BatchShard
+from isthmus.data.batching.pair_batches import PairBatches, balance
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.split import split
@@ -23,18 +24,26 @@ def store(pairs: int = 11) -> SampleStore:
 
 
 def make(s: SampleStore, **options: Any) -> PairBatches:
-    settings = {"seq_length": 16, "micro_batch_size": 1, "global_batch_size": 4, "packing": True, **options}
-    return PairBatches(s, **settings)
+    settings: dict[str, Any] = {
+        "seq_length": 16,
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
+        "packing": True,
+        **options,
+    }
+    shares = settings.pop("shares", ())
+    shard = BatchShard(**{name: settings.pop(name) for name in ("dp_rank", "dp_size") if name in settings})
+    return PairBatches(s, BatchSettings(**settings), shard, shares=shares)
 
 
 def numbers(lines: list[Any]) -> list[int]:
     found = []
     for line in lines:
-        assert isinstance(line, PairLine)
-        starts = line.input_ids[line.cu_seqlens[:-1].long()][: line.num_samples] - 1000
-        assert starts.tolist() == line.samples.tolist()
-        assert (line.samples[::2] + 1).tolist() == line.samples[1::2].tolist() and not (line.samples[::2] % 2).any()
-        found += line.samples.tolist()
+        samples = list(line.sample_ids)
+        starts = [int(sample[0]) - 1000 for sample in line.input_ids.split(line.lengths)]
+        assert starts[: len(samples)] == samples
+        assert [k + 1 for k in samples[::2]] == samples[1::2] and not any(k % 2 for k in samples[::2])
+        found += samples
     return found
 
 
@@ -55,17 +64,17 @@ def test_every_layout_sees_the_same_pairs(packing: bool, micro: int, dp: int) ->
 
 
 def test_packing_evens_lines_out() -> None:
-    assert spread([9, 1, 8, 2, 7, 3], 3) == [[0, 1], [2, 3], [4, 5]]
-    assert spread([5], 2) == [[0], []]
+    assert balance([9, 1, 8, 2, 7, 3], 3) == [[0, 1], [2, 3], [4, 5]]
+    assert balance([5], 2) == [[0], []]
 
 
 def test_lines_bring_their_part_of_the_reference() -> None:
     batches = make(store(), micro_batch_size=2)
-    assert all(line.reference is None for line in batches.step(0) if isinstance(line, PairLine))
+    assert all(line.reference_logps is None for line in batches.step(0))
     batches.reference = torch.arange(22).double() / 2
     for line in batches.step(1):
-        assert isinstance(line, PairLine) and line.reference is not None
-        assert line.reference.tolist() == [k / 2 for k in line.samples.tolist()]
+        assert line.reference_logps is not None
+        assert line.reference_logps.tolist() == [k / 2 for k in line.sample_ids]
 
 
 def test_sets_are_mixed_by_pairs() -> None:
@@ -80,5 +89,5 @@ def test_only_pairs_are_taken() -> None:
     training, (held_out,) = split(s, [0.3])
     assert [make(part).sequences_per_epoch for part in (training, held_out)] == [8, 3]
     for broken in (s.select(range(21)), s.select(range(1, 21))):
-        with pytest.raises(DataError, match="no pairs of answers"):
+        with pytest.raises(DataError, match="not pairs of answers"):
             make(broken)

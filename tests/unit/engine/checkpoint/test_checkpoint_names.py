@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.engine.checkpoint.checkpoint_names import Place, Spelling, live_names, transformer_engine_name
+from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot, Spelling, live_names, transformer_engine_name
 
 DENSE = Spelling(num_layers=4)
 ALL_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset(range(4)))
@@ -20,80 +20,83 @@ FUSED_MLP = "mlp.linear_fc1.layer_norm_weight"
 @pytest.mark.parametrize("spelling", [DENSE, ALL_EXPERTS, SOME_EXPERTS, LATENT])
 @pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "output_layer.weight"])
 def test_what_is_in_no_layer(spelling: Spelling, name: str) -> None:
-    assert spelling.places(name) == [Place(name)]
+    assert spelling.slots(name) == [CheckpointSlot(name)]
 
 
 @pytest.mark.parametrize(
     ("spelling", "canonical", "places"),
     [
-        (DENSE, f"{M2}linear_fc1.weight", [Place("decoder.layers.mlp.linear_fc1.weight", (2,), (4,))]),
-        (DENSE, f"{L2}input_layernorm.weight", [Place(f"decoder.layers.{FUSED_INPUT}", (2,), (4,))]),
-        (DENSE, f"{L2}pre_mlp_layernorm.weight", [Place(f"decoder.layers.{FUSED_MLP}", (2,), (4,))]),
-        (DENSE, "decoder.final_layernorm.weight", [Place("decoder.final_layernorm.weight")]),
+        (DENSE, f"{M2}linear_fc1.weight", [CheckpointSlot("decoder.layers.mlp.linear_fc1.weight", (2,), (4,))]),
+        (DENSE, f"{L2}input_layernorm.weight", [CheckpointSlot(f"decoder.layers.{FUSED_INPUT}", (2,), (4,))]),
+        (DENSE, f"{L2}pre_mlp_layernorm.weight", [CheckpointSlot(f"decoder.layers.{FUSED_MLP}", (2,), (4,))]),
+        (DENSE, "decoder.final_layernorm.weight", [CheckpointSlot("decoder.final_layernorm.weight")]),
         (
             ALL_EXPERTS,
             f"{L2}pre_mlp_layernorm.weight",  # TransformerEngine's layers and the plain ones do not agree
             [
-                Place("decoder.layers.pre_mlp_layernorm.weight", (2,), (4,)),
-                Place(f"decoder.layers.{FUSED_MLP}", (2,), (4,)),
+                CheckpointSlot("decoder.layers.pre_mlp_layernorm.weight", (2,), (4,)),
+                CheckpointSlot(f"decoder.layers.{FUSED_MLP}", (2,), (4,)),
             ],
         ),
-        (ALL_EXPERTS, EXPERT, [Place("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 5), (4, 8))]),
-        (ALL_EXPERTS, f"{M2}router.weight", [Place("decoder.layers.mlp.router.weight", (2,), (4,))]),
-        (SOME_EXPERTS, EXPERT, [Place(f"{M2}experts.experts.linear_fc1.weight", (5,), (8,))]),
-        (SOME_EXPERTS, f"{L2}input_layernorm.weight", [Place(f"{L2}{FUSED_INPUT}")]),
+        (ALL_EXPERTS, EXPERT, [CheckpointSlot("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 5), (4, 8))]),
+        (ALL_EXPERTS, f"{M2}router.weight", [CheckpointSlot("decoder.layers.mlp.router.weight", (2,), (4,))]),
+        (SOME_EXPERTS, EXPERT, [CheckpointSlot(f"{M2}experts.experts.linear_fc1.weight", (5,), (8,))]),
+        (SOME_EXPERTS, f"{L2}input_layernorm.weight", [CheckpointSlot(f"{L2}{FUSED_INPUT}")]),
         (
             SOME_EXPERTS,
             "decoder.layers.0.pre_mlp_layernorm.weight",
-            [Place(f"decoder.layers.0.{FUSED_MLP}")],
+            [CheckpointSlot(f"decoder.layers.0.{FUSED_MLP}")],
         ),
         (
             SOME_EXPERTS,
             f"{L2}pre_mlp_layernorm.weight",
-            [Place(f"{L2}pre_mlp_layernorm.weight"), Place(f"{L2}{FUSED_MLP}")],
+            [CheckpointSlot(f"{L2}pre_mlp_layernorm.weight"), CheckpointSlot(f"{L2}{FUSED_MLP}")],
         ),
-        (LATENT, f"{L2}input_layernorm.weight", [Place(f"{L2}input_layernorm.weight")]),
-        (LATENT, f"{L2}pre_mlp_layernorm.weight", [Place(f"{L2}pre_mlp_layernorm.weight")]),
+        (LATENT, f"{L2}input_layernorm.weight", [CheckpointSlot(f"{L2}input_layernorm.weight")]),
+        (LATENT, f"{L2}pre_mlp_layernorm.weight", [CheckpointSlot(f"{L2}pre_mlp_layernorm.weight")]),
         (
             LATENT,
             f"{L2}self_attention.kv_layernorm.weight",
             [
-                Place(f"{L2}self_attention.linear_kv_up_proj.layer_norm_weight"),
-                Place(f"{L2}self_attention.kv_layernorm.weight"),
+                CheckpointSlot(f"{L2}self_attention.linear_kv_up_proj.layer_norm_weight"),
+                CheckpointSlot(f"{L2}self_attention.kv_layernorm.weight"),
             ],
         ),
         (
             LATENT,
             "decoder.layers.0.pre_mlp_layernorm.weight",
-            [Place(f"decoder.layers.0.{FUSED_MLP}"), Place("decoder.layers.0.pre_mlp_layernorm.weight")],
+            [
+                CheckpointSlot(f"decoder.layers.0.{FUSED_MLP}"),
+                CheckpointSlot("decoder.layers.0.pre_mlp_layernorm.weight"),
+            ],
         ),
         (
             LATENT,
             "mtp.layers.0.transformer_layer.mlp.experts.local_experts.7.linear_fc2.weight",
-            [Place("mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc2.weight", (7,), (8,))],
+            [CheckpointSlot("mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc2.weight", (7,), (8,))],
         ),
         (
             LATENT,
             "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
-            [Place("mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight")],
+            [CheckpointSlot("mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight")],
         ),
     ],
 )
-def test_places(spelling: Spelling, canonical: str, places: list[Place]) -> None:
-    assert spelling.places(canonical) == places
-    possible = spelling.possible_places(canonical)
+def test_places(spelling: Spelling, canonical: str, places: list[CheckpointSlot]) -> None:
+    assert spelling.slots(canonical) == places
+    possible = spelling.candidate_slots(canonical)
     assert possible[: len(places)] == places
 
 
 def test_a_tensor_is_looked_for_under_every_name_that_it_may_have() -> None:
-    found = [place.key for place in DENSE.possible_places(f"{L2}input_layernorm.weight")]
+    found = [place.key for place in DENSE.candidate_slots(f"{L2}input_layernorm.weight")]
     assert found == [
         f"decoder.layers.{FUSED_INPUT}",
         "decoder.layers.input_layernorm.weight",
         f"{L2}{FUSED_INPUT}",
         f"{L2}input_layernorm.weight",
     ]
-    assert [place.key for place in SOME_EXPERTS.possible_places(EXPERT)] == [
+    assert [place.key for place in SOME_EXPERTS.candidate_slots(EXPERT)] == [
         f"{M2}experts.experts.linear_fc1.weight",
         "decoder.layers.mlp.experts.experts.linear_fc1.weight",
     ]

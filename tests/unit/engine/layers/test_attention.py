@@ -10,32 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.engine.layers import packed_attention_cpu as line
-from isthmus.engine.layers.attention import Segments, VarlenAttention, sample_attention
-from isthmus.engine.layers.packed_attention_cpu import line_attention, stacks_of
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers import attention_blocks
+from isthmus.engine.layers.attention import VarlenAttention, sdpa_attention
+from isthmus.engine.layers.attention_blocks import plan_stacks
+from isthmus.engine.layers.packed_attention_cpu import packed_attention
 from unit.engine.recorder import Recorder
 
 HEADS, CHANNELS = 4, 16
 
-WAYS = [line_attention, sample_attention]
+WAYS = [packed_attention, sdpa_attention]
 
 
 SIZES = {
-    "QUERIES": (6, 4, 96),
-    "KEYS": (4, 4, 64),
-    "FILL": ({torch.float64: 4}, {}, {torch.float64: 32}),
-    "HIGHEST": ({}, {torch.float64: 5}, {}),
-    "SCORES": (300, 1 << 20, 3 << 18),
+    "BLOCK_QUERIES": (6, 4, 96),
+    "KEYS_MULTIPLE": (4, 4, 64),
+    "ROWS_MULTIPLE": ({torch.float64: 4}, {}, {torch.float64: 32}),
+    "MAX_STACKED": ({}, {torch.float64: 5}, {}),
+    "MAX_SCORES": (300, 1 << 20, 3 << 18),
 }
 
 
 @pytest.fixture(params=range(3), ids=["small-blocks", "nothing-filled-up", "blocks"])
 def block_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, values in SIZES.items():
-        monkeypatch.setattr(line, name, values[request.param])
-    stacks_of.cache_clear()
+        monkeypatch.setattr(attention_blocks, name, values[request.param])
+    plan_stacks.cache_clear()
     yield
-    stacks_of.cache_clear()
+    plan_stacks.cache_clear()
 
 
 def inputs(tokens: int, groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,12 +90,12 @@ CASES = [
 @pytest.mark.parametrize(("lengths", "window", "groups"), CASES)
 @pytest.mark.usefixtures("block_sizes")
 def test_values_and_gradients_in_blocks(lengths: tuple[int, ...], window: int | None, groups: int) -> None:
-    check_values_and_gradients(line_attention, lengths, window, groups)
+    check_values_and_gradients(packed_attention, lengths, window, groups)
 
 
 @pytest.mark.parametrize(("lengths", "window", "groups"), CASES)
 def test_values_and_gradients_of_the_kernel(lengths: tuple[int, ...], window: int | None, groups: int) -> None:
-    check_values_and_gradients(sample_attention, lengths, window, groups)
+    check_values_and_gradients(sdpa_attention, lengths, window, groups)
 
 
 def check_values_and_gradients(
@@ -118,7 +120,7 @@ def test_scores_scaled_capped_and_with_sinks(how: dict[str, Any], window: int | 
         changed["sinks"] = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(20, 2, HEADS // 2, CHANNELS, dtype=torch.float64)
     lengths = (9, 1, 4, 6)
-    out, wanted = (attend(*given, lengths, window, **changed) for attend in (line_attention, reference))
+    out, wanted = (attend(*given, lengths, window, **changed) for attend in (packed_attention, reference))
     assert torch.allclose(out, wanted)
     assert not torch.allclose(out, reference(*given, lengths, window), atol=1e-3)
     learned = (*given, changed["sinks"]) if "sinks" in how else given
@@ -130,7 +132,7 @@ def test_scores_scaled_capped_and_with_sinks(how: dict[str, Any], window: int | 
 def test_the_kernel_of_a_gpu_scales_too() -> None:
     given = inputs(20, 2)
     for scale, window in ((0.7, None), (0.1, 4)):
-        out = sample_attention(*given, (9, 11), window, scale=scale)
+        out = sdpa_attention(*given, (9, 11), window, scale=scale)
         assert torch.allclose(out, reference(*given, (9, 11), window, scale=scale))
 
 
@@ -138,7 +140,7 @@ def test_bf16_sinks_get_a_gradient_of_their_own_type() -> None:
     lengths = (22, 18)  # one above the other
     q, k, v = inputs(40, 2, torch.bfloat16)
     sinks = torch.randn(HEADS, dtype=torch.bfloat16, requires_grad=True)
-    line_attention(q, k, v, lengths, sinks=sinks).sum().backward()
+    packed_attention(q, k, v, lengths, sinks=sinks).sum().backward()
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, sinks)]
     reference(*wide[:3], lengths, None, sinks=wide[3]).sum().backward()
     assert sinks.grad is not None and wide[3].grad is not None
@@ -149,7 +151,7 @@ def test_bf16_sinks_get_a_gradient_of_their_own_type() -> None:
 def test_values_of_another_width_than_keys() -> None:
     q, k, v = inputs(20, 2)
     wide = torch.cat((v, -v), dim=-1)
-    out = line_attention(q, k, wide, (9, 11))
+    out = packed_attention(q, k, wide, (9, 11))
     assert torch.allclose(out, torch.cat((reference(q, k, v, (9, 11), None), -reference(q, k, v, (9, 11), None)), -1))
 
 
@@ -160,7 +162,10 @@ def test_the_layer_takes_its_window_from_the_config() -> None:
     )
     for number, window in ((1, 4), (2, None)):
         layer = VarlenAttention(config, number)
-        assert torch.allclose(layer(*given, Segments((20,))), reference(*given, (20,), window).flatten(1))
+        assert torch.allclose(
+            layer(*given, PackedBatch.for_inference([torch.zeros(20, dtype=torch.int64)])),
+            reference(*given, (20,), window).flatten(1),
+        )
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -187,14 +192,14 @@ def test_nothing_of_the_size_of_the_scores_is_kept() -> None:
     kept: list[int] = []
     q, k, v = inputs(600, 2, torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
-        line_attention(q, k, v, (600,))
+        packed_attention(q, k, v, (600,))
     assert max(kept) == 600 * HEADS * CHANNELS
 
 
 def test_a_window_longer_than_the_sample_needs_no_mask() -> None:
     given = inputs(40, 2, torch.float32)
     with Recorder() as seen:
-        sample_attention(*given, (30, 10), 30)
+        sdpa_attention(*given, (30, 10), 30)
     assert seen.largest(torch.bool) == 0
 
 
@@ -222,15 +227,15 @@ def test_samples_of_like_length_share_a_product() -> None:
     for lengths in ((64,), (64,) * 8, (40, 64, 50, 61)):
         given = inputs(sum(lengths), 2, torch.float32)
         with Recorder() as seen:
-            line_attention(*given, lengths)
+            packed_attention(*given, lengths)
         taken.append([name for name, _ in seen.taken if name in ("bmm", "baddbmm")])
     assert taken[0] == taken[1] == taken[2] and taken[0]
 
 
 def test_blocks_see_few_shapes_of_keys() -> None:
     lengths = tuple(torch.randint(20, 700, (40,), generator=torch.Generator().manual_seed(0)).tolist())
-    stacks = stacks_of(lengths, None, (2, 2), torch.bfloat16)
+    stacks = plan_stacks(lengths, None, (2, 2), torch.bfloat16)
     shapes = {(block.end - block.start, block.last - block.first) for stack in stacks for block in stack.blocks}
     assert len({keys for _, keys in shapes} - {96}) <= 1 + (700 + 96) // 64
     assert {queries for queries, _ in shapes} <= {32, 64, 96}
-    assert len(stacks) < 8 and len({len(stack.pieces) for stack in stacks}) > 1
+    assert len(stacks) < 8 and len({len(stack.ranges) for stack in stacks}) > 1

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.layers import linear_cross_entropy as module
-from isthmus.engine.layers.linear_cross_entropy import linear_cross_entropy, token_cross_entropies
+from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy, token_cross_entropies
 from unit.engine.recorder import Recorder
 
 VOCAB, HIDDEN = 300, 16
@@ -21,7 +21,7 @@ def inputs(tokens: int, dtype: torch.dtype, *, scale: float = 1.0) -> tuple[Tens
 
 
 def ours(hidden: Tensor, weight: Tensor, labels: Tensor, num_rows: int = VOCAB) -> tuple[Tensor, ...]:
-    loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=num_rows, group=None)
+    loss = linear_cross_entropy(hidden, weight, labels, VocabShard(rows=num_rows))
     return loss, *torch.autograd.grad(loss * 3, (hidden, weight))
 
 
@@ -58,7 +58,7 @@ def test_one_chunk_is_enough_for_few_tokens() -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_capped_logits() -> None:
     hidden, weight, labels = inputs(37, torch.float32)
-    loss = linear_cross_entropy(hidden, weight, labels, softcap=3.0)
+    loss = linear_cross_entropy(hidden, weight, labels, VocabShard(softcap=3.0))
     wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     logits = 3 * torch.tanh(wide_hidden @ wide_weight.t() / 3)
     wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -84,7 +84,7 @@ def test_a_loss_scale_saves_small_gradients_in_fp16() -> None:
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
     loss = linear_cross_entropy(hidden, weight, labels, grad_scale=torch.tensor(64.0))
-    with pytest.raises(RuntimeError, match="a gradient of one times the loss scale"):
+    with pytest.raises(RuntimeError, match="a loss gradient of 1 times the loss scale"):
         loss.backward()
     (loss * 64).backward()
     assert error(weight.main_grad / 64, wanted[1]) < 2**-9  # type: ignore[attr-defined]
@@ -101,12 +101,12 @@ def test_each_token_by_itself(softcap: float | None) -> None:
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     expected = torch.autograd.grad((wanted * factors).sum(), (wide_hidden, wide_weight))
-    found = token_cross_entropies(hidden, weight, labels, softcap=softcap)
+    found = token_cross_entropies(hidden, weight, labels, VocabShard(softcap=softcap))
     assert error(found, wanted) < 1e-6
     gradients = torch.autograd.grad((found * factors).sum(), (hidden, weight))
     assert max(error(*pair) for pair in zip(gradients, expected, strict=True)) < 1e-6
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
-    (token_cross_entropies(hidden, weight, labels, softcap=softcap) * factors).sum().backward()
+    (token_cross_entropies(hidden, weight, labels, VocabShard(softcap=softcap)) * factors).sum().backward()
     assert weight.grad is None and error(weight.main_grad, expected[1]) < 1e-6  # type: ignore[attr-defined]
 
 
@@ -151,7 +151,7 @@ def test_the_gradient_is_added_to_a_buffer_where_there_is_one() -> None:
     hidden, weight, labels = inputs(37, torch.float32)
     weight.main_grad = torch.ones(VOCAB, HIDDEN)
     weight.grad_added_to_main_grad = False
-    loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=VOCAB, group=None)
+    loss = linear_cross_entropy(hidden, weight, labels, VocabShard(rows=VOCAB))
     loss.backward()
     assert weight.grad is None and weight.grad_added_to_main_grad
     _, grad_hidden, grad_weight = exact(hidden, weight, labels)
@@ -163,7 +163,7 @@ def test_a_gradient_that_was_not_foreseen_is_refused() -> None:
     hidden, weight, labels = inputs(5, torch.float32)
     weight.main_grad = torch.zeros(VOCAB, HIDDEN)
     loss = linear_cross_entropy(hidden, weight, labels)
-    with pytest.raises(RuntimeError, match="gradient of one"):
+    with pytest.raises(RuntimeError, match="loss gradient of 1"):
         (loss * 3).backward()
 
 
@@ -203,6 +203,6 @@ def test_evaluation_takes_no_gradient() -> None:
     hidden, weight, labels = inputs(37, torch.float32)
     wanted = exact(hidden, weight, labels)[0]
     with torch.no_grad(), Recorder() as seen:
-        loss = linear_cross_entropy(hidden, weight, labels, vocab_start=0, num_rows=VOCAB, group=None)
+        loss = linear_cross_entropy(hidden, weight, labels, VocabShard(rows=VOCAB))
     assert error(loss, wanted) < 1e-6
     assert not any(name.startswith("addmm") for name, _ in seen.taken)

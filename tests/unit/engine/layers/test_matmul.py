@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.engine.layers import matmul
-from isthmus.engine.layers.linear import _LinearIntoMainGrad, _product_alone
-from isthmus.engine.layers.matmul import add_product, product
+from isthmus.engine.layers import matmul as module
+from isthmus.engine.layers.linear import _fused_linear, _LinearIntoMainGrad
+from isthmus.engine.layers.matmul import add_matmul, matmul
 
-ONEDNN = torch.backends.mkldnn.is_available() and matmul._onednn_keeps_float32()
+ONEDNN = torch.backends.mkldnn.is_available() and module._onednn_is_exact()
 
 
 @pytest.fixture(params=["onednn", "torch"])
@@ -24,7 +24,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "onednn" and not ONEDNN:
         pytest.skip("here oneDNN is no faster, or does not keep float32")
     told: list[str] = []
-    inside = matmul._onednn
+    inside = module._onednn
 
     @contextmanager
     def watched() -> Iterator[None]:
@@ -32,9 +32,9 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             told.append(torch.backends.mkldnn.matmul.fp32_precision)
             yield
 
-    monkeypatch.setattr(matmul, "_onednn", watched)
-    monkeypatch.setattr(matmul, "_onednn_keeps_float32", lambda: request.param == "onednn")
-    monkeypatch.setattr(matmul, "WORTH", 2 * 20 * 12)
+    monkeypatch.setattr(module, "_onednn", watched)
+    monkeypatch.setattr(module, "_onednn_is_exact", lambda: request.param == "onednn")
+    monkeypatch.setattr(module, "ONEDNN_MIN_FLOP", 2 * 20 * 12)
     return told
 
 
@@ -54,13 +54,13 @@ def drawn(*shape: int) -> Tensor:
 def test_of_any_layout(library: list[str], rows: tuple[int, ...], request: pytest.FixtureRequest) -> None:
     a, b = drawn(*rows, 20), drawn(20, 12)
     transposed, wide = drawn(12, 20).t(), drawn(20, 30)
-    assert close(product(a, b), a, b) and product(a, b).shape == (*rows, 12)
-    assert close(product(a, transposed), a, transposed)
-    assert close(product(a, wide[:, 5:17]), a, wide[:, 5:17])
+    assert close(matmul(a, b), a, b) and matmul(a, b).shape == (*rows, 12)
+    assert close(matmul(a, transposed), a, transposed)
+    assert close(matmul(a, wide[:, 5:17]), a, wide[:, 5:17])
     turned = drawn(20, *rows).movedim(0, -1)
-    assert close(product(turned, b), turned, b)
+    assert close(matmul(turned, b), turned, b)
     room = torch.empty(*rows, 12)
-    assert product(a, b, out=room) is room and close(room, a, b)
+    assert matmul(a, b, out=room) is room and close(room, a, b)
     assert used(library, request)
     assert torch.backends.mkldnn.matmul.fp32_precision == "none" and torch.get_float32_matmul_precision() == "highest"
 
@@ -76,35 +76,35 @@ def test_no_bit_of_float32_is_lost(library: list[str], shape: tuple[int, int, in
     picks[column, torch.arange(outputs)] = 1.0
     wanted = fine[:, column]
     if way == "forward":
-        assert torch.equal(product(fine, picks.t().contiguous().t()), wanted)
+        assert torch.equal(matmul(fine, picks.t().contiguous().t()), wanted)
     elif way == "grad_x":
-        assert torch.equal(product(fine, picks), wanted)
+        assert torch.equal(matmul(fine, picks), wanted)
     elif way == "grad_w":
-        assert torch.equal(product(fine.t().contiguous().t(), picks), wanted)
+        assert torch.equal(matmul(fine.t().contiguous().t(), picks), wanted)
     else:
         into = torch.zeros(tokens, outputs)
-        add_product(into, fine.t().contiguous().t(), picks)
+        add_matmul(into, fine.t().contiguous().t(), picks)
         assert torch.equal(into, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types_and_nothing_at_all_are_left_to_torch(library: list[str], dtype: torch.dtype) -> None:
     a, b = drawn(50, 40).to(dtype), drawn(40, 30).to(dtype)
-    assert torch.equal(product(a, b), a @ b)
-    assert product(drawn(0, 40), drawn(40, 30)).shape == (0, 30)
+    assert torch.equal(matmul(a, b), a @ b)
+    assert matmul(drawn(0, 40), drawn(40, 30)).shape == (0, 30)
     assert not library
 
 
 def test_small_ones_and_those_that_do_not_recur_are_left_to_torch(library: list[str]) -> None:
     a, b = drawn(1, 20), drawn(20, 12)
-    product(a[:, :19], b[:19])
-    add_product(torch.zeros(1, 12), a, b, recurs=False)
+    matmul(a[:, :19], b[:19])
+    add_matmul(torch.zeros(1, 12), a, b, shape_repeats=False)
     assert not library
 
 
 def test_what_was_set_before_comes_back_after_an_error(library: list[str]) -> None:
     with pytest.raises(RuntimeError, match="shapes"):
-        product(drawn(40, 20), drawn(30, 12))
+        matmul(drawn(40, 20), drawn(30, 12))
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
 
 
@@ -125,8 +125,8 @@ def test_with_and_without_gradients_a_layer_says_the_same(library: list[str]) ->
     x, weight = drawn(40, 1, 8), torch.nn.Parameter(drawn(6, 8))
     weight.main_grad = torch.zeros(6, 8)  # type: ignore[attr-defined]
     with torch.no_grad():
-        first = _product_alone(x, weight)
-    second = _product_alone(x, weight)
+        first = _fused_linear(x, weight)
+    second = _fused_linear(x, weight)
     assert first is not None and second is not None and torch.equal(first, second)
 
 
@@ -134,4 +134,4 @@ def test_with_and_without_gradients_a_layer_says_the_same(library: list[str]) ->
 def test_what_needs_more_than_a_product_is_megatron_s(asked: dict[str, Any]) -> None:
     weight: Any = SimpleNamespace(main_grad=torch.zeros(6, 8))
     with torch.no_grad():
-        assert _product_alone(drawn(9, 1, 8), weight, asked) is None
+        assert _fused_linear(drawn(9, 1, 8), weight, asked) is None

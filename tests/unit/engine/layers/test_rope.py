@@ -11,11 +11,12 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.rope import (
     frequency_sets,
     inverse_frequencies,
-    line_tables,
     magnitude,
+    rotary_tables,
     rotate,
     rotation_table,
 )
@@ -112,10 +113,14 @@ def test_channels_beyond_the_table_stay(interleaved: bool) -> None:
     assert torch.equal(turned[..., :4], rotate(x[..., :4], table, interleaved=interleaved))
 
 
+def packed(*lengths: int) -> PackedBatch:
+    return PackedBatch.for_inference([torch.zeros(length, dtype=torch.int64) for length in lengths])
+
+
 def test_layers_with_a_window_have_a_table_of_their_own() -> None:
     _, architecture = both("linear")
     layered = dataclasses.replace(architecture, sliding_window=5, window_rotary_base=77.0)
-    tables = line_tables(layered, frequency_sets(layered), torch.arange(9), (9,), torch.float32)
+    tables = rotary_tables(layered, frequency_sets(layered), packed(9), torch.float32)
     own = dataclasses.replace(architecture, rotary_base=77.0, rope_scaling=None)
     for table, plain in zip(tables.chunk(2, dim=-1), (architecture, own), strict=True):
         assert torch.equal(table, rotation_table(inverse_frequencies(plain), torch.arange(9), torch.float32))
@@ -134,8 +139,7 @@ def test_longrope_goes_by_the_length_of_each_sample(length: int) -> None:
         pad_token_id=None,
     )
     architecture = family_for(config.to_dict()).to_architecture(config.to_dict())
-    positions = torch.cat((torch.arange(3), torch.arange(length)))
-    line = line_tables(architecture, frequency_sets(architecture), positions, (3, length), torch.float32)
+    line = rotary_tables(architecture, frequency_sets(architecture), packed(3, length), torch.float32)
     for mine, count in zip(line.split((3, length)), (3, length), strict=True):
         cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(count)[None])
         assert torch.allclose(mine, torch.cat((cos[0, :, :4], sin[0, :, :4]), -1), atol=1e-5)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.moe import grouped_gemm
-from isthmus.engine.moe.grouped_gemm import bank, grouped_linear
+from isthmus.engine.moe.grouped_gemm import grouped_linear, stack_tensors
 
 COUNTS = [3, 0, 5, 1]
 
@@ -59,11 +59,11 @@ def test_no_rows_at_all() -> None:
 def test_a_bank_is_a_view_where_it_can_be() -> None:
     buffer = torch.arange(60.0)
     even = [buffer[start : start + 6].view(2, 3) for start in (4, 20, 36)]
-    assert torch.equal(bank(even), torch.stack(even))
-    assert bank(even).data_ptr() == even[0].data_ptr()
+    assert torch.equal(stack_tensors(even), torch.stack(even))
+    assert stack_tensors(even).data_ptr() == even[0].data_ptr()
     for others in ([even[0], even[2], even[1]], [even[0], even[1], torch.ones(2, 3)], [even[0], even[0]]):
-        assert torch.equal(bank(others), torch.stack(others))
-        assert bank(others).data_ptr() != others[0].data_ptr()
+        assert torch.equal(stack_tensors(others), torch.stack(others))
+        assert stack_tensors(others).data_ptr() != others[0].data_ptr()
 
 
 @pytest.mark.parametrize("evenly", [True, False])

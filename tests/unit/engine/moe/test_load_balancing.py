@@ -9,14 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.engine.layers.attention import Segments
-from isthmus.engine.moe.load_balancing import aux_loss, balance_scores, spans_of, updated_bias, z_loss
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.moe.load_balancing import aux_loss, balance_scores, token_groups, updated_bias, z_loss
 from isthmus.engine.moe.routing import route, within_capacity
 from isthmus.families.architecture import Moe
 
 E, K = 6, 2
-SEGMENTS = Segments((5, 1, 7, 3), learned=(4, 1, 0, 0), padded=True)
-"""The third sample teaches nothing, and the last is padding."""
+
+
+def batch(lengths: tuple[int, ...], padding: int, weights: tuple[float, ...]) -> PackedBatch:
+    tokens = torch.zeros(sum(lengths), dtype=torch.int64)
+    return PackedBatch(input_ids=tokens, position_ids=tokens, lengths=lengths, padding=padding, sample_weights=weights)
+
+
+BATCH = batch((5, 1, 7, 3), 3, (4, 1, 0, 0))
+"""The third sample has no loss tokens, and the last is padding."""
 
 
 def logits() -> Tensor:
@@ -37,7 +44,7 @@ def by_hand(scores: Tensor, chosen: list[list[int]], spans: list[tuple[range, in
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
 def test_balance_losses_and_their_gradients_are_those_of_the_definition(score: Any) -> None:
     moe = Moe(num_experts=E, top_k=K, ffn_hidden_size=4, score=score)
-    samples, line = spans_of(SEGMENTS, 0, 1, device=torch.device("cpu"))
+    samples, line = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
     x = logits()
     _, chosen = route(x, None, moe)
     wanted_scores = x.sigmoid() / x.sigmoid().sum(-1, keepdim=True) if score == "sigmoid" else x.softmax(-1)
@@ -54,7 +61,7 @@ def test_balance_losses_and_their_gradients_are_those_of_the_definition(score: A
 
 
 def test_z_loss_is_a_mean_over_each_sample() -> None:
-    samples, _ = spans_of(SEGMENTS, 0, 1, device=torch.device("cpu"))
+    samples, _ = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
     x = logits()
     squares = x.exp().sum(-1).log().square()
     wanted = 4 * squares[:5].mean() + squares[5]
@@ -64,14 +71,14 @@ def test_z_loss_is_a_mean_over_each_sample() -> None:
 
 
 def test_parts_of_a_line_have_parts_of_the_spans() -> None:
-    whole, _ = spans_of(SEGMENTS, 0, 1, device=torch.device("cpu"))
-    parts = [spans_of(SEGMENTS, rank, 2, device=torch.device("cpu"))[0] for rank in range(2)]
+    whole, _ = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
+    parts = [token_groups(BATCH, rank, 2, device=torch.device("cpu"))[0] for rank in range(2)]
     assert torch.equal(torch.cat([part.of_token for part in parts]), whole.of_token)
     assert all(torch.equal(part.lengths, whole.lengths) for part in parts)
 
 
 def test_a_line_of_padding_costs_nothing() -> None:
-    samples, line = spans_of(Segments((4,), (0,), padded=True), 0, 1, device=torch.device("cpu"))
+    samples, line = token_groups(batch((4,), 4, (0,)), 0, 1, device=torch.device("cpu"))
     x = torch.randn(4, E)
     for spans in (samples, line):
         assert aux_loss(x.softmax(-1), torch.zeros(4, K, dtype=torch.int64), spans) == 0

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from isthmus.engine.layers import packed_attention_cpu as line
-from isthmus.engine.layers.attention import sample_attention
-from isthmus.engine.layers.packed_attention_cpu import line_attention, stacks_of
-from isthmus.engine.layers.rope import frequency_sets, line_tables
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers import attention_blocks
+from isthmus.engine.layers.attention import sdpa_attention
+from isthmus.engine.layers.attention_blocks import plan_stacks
+from isthmus.engine.layers.packed_attention_cpu import packed_attention
+from isthmus.engine.layers.rope import frequency_sets, rotary_tables
 from isthmus.engine.parallel import context_parallel
-from isthmus.engine.parallel.context_parallel import own_part, spans_of
+from isthmus.engine.parallel.context_parallel import local_tokens, partition
 from isthmus.families.registry import family_for
 
 PACKINGS: dict[str, tuple[int, ...]] = {
@@ -30,19 +33,19 @@ PACKINGS: dict[str, tuple[int, ...]] = {
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(context_parallel, "FEWEST", 2)
-    monkeypatch.setattr(line, "QUERIES", 6)
-    monkeypatch.setattr(line, "KEYS", 4)
-    for cached in (spans_of, stacks_of):
+    monkeypatch.setattr(context_parallel, "MIN_CHUNK", 2)
+    monkeypatch.setattr(attention_blocks, "BLOCK_QUERIES", 6)
+    monkeypatch.setattr(attention_blocks, "KEYS_MULTIPLE", 4)
+    for cached in (partition, plan_stacks):
         cached.cache_clear()
     yield
-    for cached in (spans_of, stacks_of):
+    for cached in (partition, plan_stacks):
         cached.cache_clear()
 
 
 @pytest.mark.parametrize(("chunk", "ranks"), [(1, 2), (2, 8), (95, 3), (96, 4), (97, 2), (700, 8), (10_001, 3)])
 def test_every_token_has_one_rank_and_every_rank_as_many(chunk: int, ranks: int) -> None:
-    dealt = spans_of(2 * ranks * chunk, ranks)
+    dealt = partition(2 * ranks * chunk, ranks)
     tokens = [[token for start, end in spans for token in range(start, end)] for spans in dealt]
     assert [len(own) for own in tokens] == [2 * chunk] * ranks
     assert sorted(token for own in tokens for token in own) == list(range(2 * ranks * chunk))
@@ -52,7 +55,7 @@ def test_every_token_has_one_rank_and_every_rank_as_many(chunk: int, ranks: int)
 @pytest.mark.parametrize("tokens", [0, 2, 6, 10])
 def test_a_line_that_cannot_be_cut_is_refused(tokens: int) -> None:
     with pytest.raises(ValueError, match="2 x 2 equal chunks"):
-        spans_of(tokens, 2)
+        partition(tokens, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -60,12 +63,12 @@ def test_a_line_that_cannot_be_cut_is_refused(tokens: int) -> None:
 def test_attention_costs_each_rank_about_as_much(lengths: tuple[int, ...], ranks: int) -> None:
     """A token costs as many keys as it sees; the sum over a rank's tokens is at most a tenth above the mean."""
     seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
-    work = torch.tensor([own_part(seen, spans).sum() for spans in spans_of(len(seen), ranks)]).double()
+    work = torch.tensor([local_tokens(seen, spans).sum() for spans in partition(len(seen), ranks)]).double()
     print(work / work.mean())
     assert work.max() <= 1.1 * work.mean()
 
 
-@pytest.mark.parametrize("attend", [line_attention, sample_attention])
+@pytest.mark.parametrize("attend", [packed_attention, sdpa_attention])
 @pytest.mark.parametrize(
     ("lengths", "window", "ranks"),
     [
@@ -84,7 +87,7 @@ def test_the_parts_attend_as_the_line(
 @pytest.mark.usefixtures("small_chunks")
 def test_the_parts_attend_as_the_line_with_other_scores(how: dict[str, Any]) -> None:
     sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    _compare(line_attention, (9, 1, 4, 34), 7, 2, {**how, "sinks": sinks} if "sinks" in how else how)
+    _compare(packed_attention, (9, 1, 4, 34), 7, 2, {**how, "sinks": sinks} if "sinks" in how else how)
 
 
 def _compare(
@@ -98,19 +101,19 @@ def _compare(
     whole = attend(q, k, v, lengths, window, **how)
     wanted = torch.autograd.grad(whole, learned, upstream)
     got = [torch.zeros_like(tensor) for tensor in learned]
-    for spans in spans_of(48, ranks):
-        part = attend(own_part(q, spans), k, v, lengths, window, spans=spans, **how)
-        assert torch.allclose(part, own_part(whole, spans), rtol=0, atol=1e-12)
-        for total, grad in zip(got, torch.autograd.grad(part, learned, own_part(upstream, spans)), strict=True):
+    for spans in partition(48, ranks):
+        part = attend(local_tokens(q, spans), k, v, lengths, window, spans=spans, **how)
+        assert torch.allclose(part, local_tokens(whole, spans), rtol=0, atol=1e-12)
+        for total, grad in zip(got, torch.autograd.grad(part, learned, local_tokens(upstream, spans)), strict=True):
             total += grad
     for mine, theirs in zip(got, wanted, strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("attend", [line_attention, sample_attention])
+@pytest.mark.parametrize("attend", [packed_attention, sdpa_attention])
 def test_queries_that_are_not_those_of_the_spans_are_refused(attend: Callable[..., Tensor]) -> None:
     tensors = [torch.zeros(16, *shape) for shape in ((1, 1, 4), (1, 4), (1, 4))]
-    with pytest.raises(ValueError, match="8 of them ask"):
+    with pytest.raises(ValueError, match="expected 8 queries"):
         attend(*tensors, (16,), spans=((0, 4), (12, 16)))
 
 
@@ -123,9 +126,9 @@ def test_each_part_has_the_angles_of_its_samples() -> None:
     lengths = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
     config = {"model_type": "phi3", **sizes, **heads, **lengths, "rope_parameters": rope}
     architecture = family_for(config).to_architecture(config)
-    sets, samples = frequency_sets(architecture), (12, 20)
-    positions = torch.cat([torch.arange(length) for length in samples])
-    whole = line_tables(architecture, sets, positions, samples, torch.float32)
-    for spans in spans_of(32, 2):
-        part = line_tables(architecture, sets, own_part(positions, spans), samples, torch.float32, spans)
-        assert torch.equal(part, own_part(whole, spans))
+    sets = frequency_sets(architecture)
+    batch = PackedBatch.for_inference([torch.zeros(length, dtype=torch.int64) for length in (12, 20)])
+    whole = rotary_tables(architecture, sets, batch, torch.float32)
+    for spans in partition(32, 2):
+        local = replace(batch, position_ids=local_tokens(batch.position_ids, spans), spans=spans)
+        assert torch.equal(rotary_tables(architecture, sets, local, torch.float32), local_tokens(whole, spans))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.engine.parallel.pipeline_layout import layers_of_stages, pipeline_layout
+from isthmus.engine.parallel.pipeline_layout import layers_per_stage, pipeline_layout
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,12 @@ from isthmus.engine.parallel.pipeline_layout import layers_of_stages, pipeline_l
     ],
 )
 def test_the_last_stage_has_the_fewest(num_layers: int, pp: int, vpp: int, wanted: list[int]) -> None:
-    assert layers_of_stages(num_layers, pp, vpp) == wanted
+    assert layers_per_stage(num_layers, pp, vpp) == wanted
 
 
 @pytest.mark.parametrize(("num_layers", "pp"), [(1, 1), (1, 2), (3, 5), (5, 5), (6, 4), (7, 3), (13, 5)])
 def test_every_layer_is_dealt_out(num_layers: int, pp: int) -> None:
-    dealt = layers_of_stages(num_layers, pp)
+    dealt = layers_per_stage(num_layers, pp)
     assert sum(dealt) == num_layers
     assert max(dealt) - min(dealt) <= 1
     assert dealt[-1] == min(dealt)
@@ -33,7 +33,7 @@ def test_every_layer_is_dealt_out(num_layers: int, pp: int) -> None:
 
 def test_the_ends_stand_at_the_ends() -> None:
     assert pipeline_layout(4, 1) is None
-    assert pipeline_layout(5, 2, ahead=1) == [
+    assert pipeline_layout(5, 2, mtp_layers=1) == [
         ["embedding", "decoder", "decoder", "decoder"],
         ["decoder", "decoder", "mtp", "loss"],
     ]

@@ -25,7 +25,7 @@ def stderr_of(code: str) -> str:
 @pytest.mark.processes
 def test_random_state_on_cpu(one: RankPool) -> None:
     found = one.run("unit.engine.with_upstream.random_state")
-    assert not found["upstream"], "megatron-core sets the CPU's random state now: drop compat.random_state_on_cpu"
+    assert not found["upstream"], "megatron-core sets the CPU's random state now: drop compat.cpu_random_state"
     assert found["mended"]
 
 
@@ -91,7 +91,7 @@ def test_load_adam(one: RankPool, models: dict[str, Path], samples: Path, tmp_pa
 @pytest.mark.processes
 def test_same_loss_scale(one: RankPool) -> None:
     found = one.run("unit.engine.with_upstream.loss_scales")
-    assert found["upstream"] == [64, 32], "the optimizers of a chain share a loss scale now: drop same_loss_scale"
+    assert found["upstream"] == [64, 32], "the optimizers of a chain share a loss scale now: drop sync_loss_scales"
     assert found["mended"] == [32, 32]
 
 
