@@ -46,7 +46,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def test_model_folder_that_is_not_there(refused: Run, tmp_path: Path) -> None:
     line = refused(code=66, model=tmp_path / "nowhere")
-    assert f"{tmp_path / 'nowhere'} is not here. Give a folder" in line
+    assert f"{tmp_path / 'nowhere'} does not exist. Give a folder" in line
 
 
 def test_folder_without_a_config(refused: Run, copied: Path) -> None:

@@ -26,7 +26,7 @@ def test_a_preset_made_small_with_a_tokenizer_of_another(isthmus: ForkServer, mo
     documents.write_text("".join(json.dumps({"text": f"The number is {number}."}) + "\n" for number in range(32)))
     keys = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
     run = words("preset:llama3.2-1b", documents, tmp_path / "out", **keys)
-    assert "brings no tokenizer" in isthmus(*run).error(66)
+    assert "has no tokenizer" in isthmus(*run).error(66)
     assert isthmus(*run, f"tokenizer.path={model}").result["steps"] == 2
     exported = tmp_path / "out" / "hf"
     assert (exported / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()

@@ -24,7 +24,7 @@ def architecture(family: str) -> Architecture:
 @pytest.mark.parametrize(
     ("family", "moe", "why"),
     [
-        ("qwen3", {"aux_loss": 0.1}, "moe.aux_loss is for mixtures of experts"),
+        ("qwen3", {"aux_loss": 0.1}, "moe.aux_loss is for MoE models"),
         ("qwen3_moe", {"expert_bias_update_rate": 0.1}, "moe.expert_bias_update_rate=0.1 .* qwen3_moe has none"),
         ("deepseek_v3", {"expert_bias_update_rate": 0.1, "capacity_factor": 1.5}, None),
         ("qwen3", {}, None),

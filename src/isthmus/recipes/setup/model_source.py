@@ -1,4 +1,4 @@
-"""The model that a run starts from, wherever it is said to be: a folder, the Hub, a preset, or the config itself."""
+"""The model that a run starts from: a folder, the Hub, a preset, or a config in the run's own config."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from isthmus.hf.model_folder import ModelFolder
 
 
 def open_source(model: ModelConfig) -> ModelFolder:
-    """Open what ``model.path`` names, with ``model.config`` laid over its config.
+    """Open ``model.path``, with ``model.config`` merged into its config.
 
     Raises:
-        MissingInput, DataError: it is absent or damaged.
-        UsageError: no such preset, or a key of ``model.config`` that a model of this kind does not have.
+        MissingInput, DataError: it is missing or damaged.
+        UsageError: the preset is unknown, or ``model.config`` has a key that this model type does not use.
         IOFailure: the Hub cannot be reached.
     """
     if model.path is None:
@@ -40,15 +40,15 @@ def open_source(model: ModelConfig) -> ModelFolder:
 
 
 def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
-    """A folder or file on this machine, fetched from the Hub if it is named by its id.
+    """A folder or file on this machine, downloaded from the Hub if ``named`` is an id.
 
     Args:
         named: a path, or ``org/name``.
-        weights: whether a model's weights are wanted.
-        code: whether its Python files are.
+        weights: whether to download weights.
+        code: whether to download Python files.
 
     Raises:
-        MissingInput: it is neither here nor on the Hub; with both reasons.
+        MissingInput: it is neither on this machine nor on the Hub; with both reasons.
         IOFailure: the Hub cannot be reached.
     """
     path = Path(named)
@@ -56,17 +56,17 @@ def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
         return path
     if not looks_like_id(named):
         raise MissingInput(
-            f"{named} is not here. Give a folder, an id on the Hub (org/name), or for a model preset:NAME."
+            f"{named} does not exist. Give a folder, an id on the Hub (org/name), or for a model preset:NAME."
         )
     return fetch(named, weights=weights, code=code, say=lambda told: print(told, file=sys.stderr, flush=True))
 
 
 def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
-    """A whole model, which may have keys that only transformers has a use for, as a config.json does."""
+    """A model given as a complete config, which may have keys that only transformers uses."""
     family = family_for(config)
     known = keys_read(family, config) | {*IGNORED_KEYS}
-    if not family.auto_map and family.data is None:  # transformers has a class for it
-        from isthmus.hf.shrunken_model import effective_config  # which imports much
+    if not family.auto_map and family.data is None:  # transformers has the class
+        from isthmus.hf.shrunken_model import effective_config  # a slow import
 
         known |= {*effective_config({"model_type": family.name})}
     _check_keys(named, config, known, config)
@@ -74,23 +74,23 @@ def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
 
 
 def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Mapping[str, Any]) -> None:
-    """Refuse keys that would change nothing: most are slips."""
+    """Refuse keys that have no effect: most are typing errors."""
     for key in ("rope_scaling", "rope_parameters"):
-        said = config.get(key)
-        if key in keys and isinstance(said, Mapping) and said.get("factor", 1) != 1:
-            if said.get("rope_type", said.get("type", "default")) == "default":
+        rope = config.get(key)
+        if key in keys and isinstance(rope, Mapping) and rope.get("factor", 1) != 1:
+            if rope.get("rope_type", rope.get("type", "default")) == "default":
                 raise UsageError(
-                    f"{where}: {key}.factor={said['factor']} changes nothing without its kind. Give {key}.rope_type "
-                    "too, such as linear, or leave it out."
+                    f"{where}: {key}.factor={rope['factor']} has no effect without {key}.rope_type. Set that "
+                    "too, for example to linear, or leave the factor out."
                 )
-    strange = [key for key in keys if key not in known and not is_metadata(key)]
-    if not strange:
+    unknown = [key for key in keys if key not in known and not is_metadata(key)]
+    if not unknown:
         return
-    said = []
-    for key in strange:
+    listed = []
+    for key in unknown:
         near = difflib.get_close_matches(key, known, n=1)
-        said.append(key + (f" (did you mean {near[0]}?)" if near else ""))
-    balance = " What balances experts is set under moe." if any("aux_loss" in key for key in strange) else ""
+        listed.append(key + (f" (did you mean {near[0]}?)" if near else ""))
+    balance = " Load balancing is set under moe." if any("aux_loss" in key for key in unknown) else ""
     raise UsageError(
-        f"{where}: a model of type {config['model_type']} is not changed by {', '.join(said)}. Leave it out.{balance}"
+        f"{where}: a model of type {config['model_type']} does not use {', '.join(listed)}. Leave it out.{balance}"
     )

@@ -56,5 +56,5 @@ def test_optimizer_state_leaves_the_memory_of_a_gpu_or_none() -> None:
     check_offload(OptimConfig(), ParallelConfig(fsdp=True), "cpu")
     with pytest.raises(UsageError, match=r"this run is on a CPU. Leave it out"):
         check_offload(offload, ParallelConfig(), "cpu")
-    with pytest.raises(UsageError, match=r"parallel.fsdp=true has none"):
+    with pytest.raises(UsageError, match=r"parallel.fsdp=true does not use"):
         check_offload(offload, ParallelConfig(fsdp=True), "cuda")

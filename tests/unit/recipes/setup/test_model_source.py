@@ -57,7 +57,7 @@ def test_a_file_of_keys_and_keys_alone_are_models(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_hidden_layers: 3\n")
     assert opened(path=str(tmp_path / "mine.yaml"), init="random").config["num_hidden_layers"] == 3
     (tmp_path / "slip.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_layers: 3\n")
-    with pytest.raises(UsageError, match=r"slip.yaml: a model of type qwen3 is not changed by num_layers \(did you"):
+    with pytest.raises(UsageError, match=r"slip.yaml: a model of type qwen3 does not use num_layers \(did you"):
         opened(path=str(tmp_path / "slip.yaml"), init="random")
     whole = json.loads((build_model_folder(tmp_path / "m", "mixtral") / "config.json").read_text())
     assert opened(init="random", config=whole).config == whole  # with all that transformers saves
@@ -70,8 +70,8 @@ def test_a_file_of_keys_and_keys_alone_are_models(tmp_path: Path) -> None:
             {"config": {"num_layer": 2, "hiden_size": 8}},
             r"num_layer \(did .*\?\), hiden_size \(did you mean hidden_size",
         ),
-        ({"config": {"router_aux_loss_coef": 0.1}}, r"type llama is not changed by router_aux_loss_coef.* under moe"),
-        ({"config": {"rope_scaling": {"factor": 8.0}}}, r"rope_scaling.factor=8.0 changes nothing without its kind"),
+        ({"config": {"router_aux_loss_coef": 0.1}}, r"type llama does not use router_aux_loss_coef.* under moe"),
+        ({"config": {"rope_scaling": {"factor": 8.0}}}, r"rope_scaling.factor=8.0 has no effect without"),
         ({"path": None, "config": {"model_type": "lama"}}, "no family has the model_type 'lama'"),
         ({"path": "preset:llama3-9b"}, "Did you mean preset:llama3-8b"),
     ],
@@ -95,7 +95,7 @@ def test_which_tokenizer_a_run_has(words: Path) -> None:
     source = open_source(config_of(model=model).model)
     chosen = run_tokenizer(config_of(model=model, tokenizer={"path": str(words)}), source, 300)
     assert chosen.folder == words
-    with pytest.raises(MissingInput, match=r"preset:llama3.2-1b brings no tokenizer\. Give one with tokenizer.path"):
+    with pytest.raises(MissingInput, match=r"preset:llama3.2-1b has no tokenizer\. Set one with tokenizer.path"):
         run_tokenizer(config_of(model=model), source, 300)
     last = chosen.vocab_size - 1
     with pytest.raises(
@@ -106,7 +106,7 @@ def test_which_tokenizer_a_run_has(words: Path) -> None:
     with pytest.raises(UsageError, match="has 301 tokens, the last of them '<eod>'"):
         run_tokenizer(config_of(model=model, tokenizer=numbers), source, 300)
     assert run_tokenizer(config_of(model=model, tokenizer=numbers), source, 301).eos_id == 300
-    with pytest.raises(UsageError, match="NullTokenizer reads numbers, and sft learns from chats"):
+    with pytest.raises(UsageError, match="NullTokenizer reads numbers, and sft trains on chats"):
         run_tokenizer(config_of("sft", model=model, tokenizer=numbers), source, 301)
     run_tokenizer(config_of(model=model, tokenizer=numbers, data={"mock": True}), source, 300)  # no text to tokenize
     mock = run_tokenizer(config_of(model=model, data={"mock": True}), source, 50)
