@@ -33,11 +33,7 @@ class CandidateSearch:
         self._errors: dict[int, str] = {}
 
     def run(self) -> tuple[Choices, float]:
-        """The first candidate that agrees in every stage, and the largest difference in the last stage.
-
-        Raises:
-            UsageError: none of the first ``MAX_CANDIDATES`` does.
-        """
+        """The first candidate that agrees in every stage, and its difference; a UsageError if there is none."""
         found = next(self._search(0, {}), None)
         if found is None:
             raise UsageError(self._failure())

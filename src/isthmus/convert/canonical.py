@@ -29,7 +29,10 @@ class CanonicalWeights(Protocol):
 
 
 class Destination:
-    """Files with space for all tensors, which accept the rows of a tensor in any order."""
+    """Files with space for all tensors, which accept the rows of a tensor in any order.
+
+    They are created by the constructor, which raises NoSpace or IOFailure if that fails.
+    """
 
     total_bytes: int
     """Bytes that all calls of ``put`` write together."""

@@ -56,11 +56,7 @@ def learn(path: Path, log: Log = lambda line: None) -> Family:
 
 
 def save_family(family: Family, folder: Path) -> Path:
-    """Write a learned family into a folder that ``ISTHMUS_FAMILIES`` can name.
-
-    Raises:
-        NoSpace, IOFailure: the file exists already, or cannot be written.
-    """
+    """Write a learned family into a folder that ``ISTHMUS_FAMILIES`` can name."""
     path = family_path(family.name, folder)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,16 +17,6 @@ from isthmus.families.rules.shard import Layout, local_shape, tensor_slices
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
 
 
-@dataclass(frozen=True, slots=True)
-class TransferReport:
-    """What one rank read or wrote."""
-
-    num_tensors: int
-    num_bytes: int
-    """Bytes on the Hugging Face side."""
-    time_s: float
-
-
 @torch.no_grad()
 def import_weights(
     live: Mapping[str, Tensor],
@@ -37,16 +25,15 @@ def import_weights(
     source: WeightSource,
     *,
     layout: Layout,
-) -> TransferReport:
+) -> int:
     """Fill this rank's tensors, given under their canonical names, from ``source``, cast to their dtype and device.
 
-    The source is checked against the whole model first. Vocabulary padding becomes zero.
+    The source is checked against the whole model first. Vocabulary padding becomes zero. Returns the bytes read.
 
     Raises:
         DataError: the source does not have exactly the tensors of the model, or a file is damaged.
         MissingInput: the source has no weights.
     """
-    start_s = time.monotonic()
     check_coverage(source, family, arch)
     position = {name: number for number, name in enumerate(source.tensors)}
     num_bytes = 0
@@ -61,7 +48,7 @@ def import_weights(
                 num_bytes += target.numel() * source.tensors[name].dtype.itemsize
             if placement.rule.shard == "vocab" and filled < tensor.numel():
                 tensor[filled // tensor.shape[1] :].zero_()
-    return TransferReport(len(live), num_bytes, time.monotonic() - start_s)
+    return num_bytes
 
 
 def export_plan(
@@ -94,19 +81,18 @@ def export_weights(
     *,
     layout: Layout,
     writes: bool = True,
-) -> TransferReport:
+) -> int:
     """Write this rank's slices into the files that ``plan.create(folder)`` made, and sync them.
 
     One data-parallel rank for each shard writes (``writes``). With FSDP, all data-parallel ranks must call it, and one
-    tensor at a time is gathered. The ``num_bytes`` of all writing ranks add up to ``plan.total_bytes``: a tensor that
-    tensor-parallel ranks share is written by the first of them, and aliases and vocabulary padding are not written.
+    tensor at a time is gathered. Returns the bytes written. Over all writing ranks they add up to
+    ``plan.total_bytes``: a tensor that tensor-parallel ranks share is written by the first of them; aliases and
+    vocabulary padding are not written.
 
     Raises:
-        NoSpace: the disk is full.
-        IOFailure: a file cannot be written.
+        NoSpace, IOFailure: the disk is full, or a file cannot be written.
     """
-    start_s = time.monotonic()
-    num_tensors = num_bytes = 0
+    num_bytes = 0
     placements = iter(_placed(live, family, arch, layout))
     try:
         with SafetensorsWriter(plan, folder) as writer:
@@ -116,11 +102,10 @@ def export_weights(
                     continue
                 for piece in tensor_slices(rule, arch, layout, placement.expert):
                     num_bytes += writer.write(placement.hf[piece.part], piece.hf, piece.view(tensor))
-                num_tensors += 1
     finally:
         for placement in placements:  # after a failure, other ranks still wait in these collectives
             full_tensor(live[placement.canonical])
-    return TransferReport(num_tensors, num_bytes, time.monotonic() - start_s)
+    return num_bytes
 
 
 def _placed(live: Mapping[str, Tensor], family: Family, arch: Architecture, layout: Layout) -> list[Placement]:

@@ -53,11 +53,7 @@ class ConversionPlan:
         return max(dict.fromkeys(dtypes), key=dtypes.count)
 
     def create_files(self, folder: Path) -> Destination:
-        """Create the files of the destination in a folder, with space for all tensors.
-
-        Raises:
-            NoSpace, IOFailure: there is no space for the files, or they cannot be written.
-        """
+        """Create the files of the destination in a folder, with space for all tensors."""
         family, arch = self.model.family, self.model.arch
         dtypes = {name: spec.dtype for name, spec in self.tensors.items()}
         if self.format == "hf":

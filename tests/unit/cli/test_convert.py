@@ -18,7 +18,7 @@ def model(tmp_path: Path) -> str:
     return str(build_model_folder(tmp_path / "model", "qwen2", tie_word_embeddings=True))
 
 
-def test_there_back_and_verified(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_both_ways_and_verify(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     assert main(["convert", model, there, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -60,7 +60,7 @@ def test_dtype(model: str, tmp_path: Path) -> None:
         (["--public"], 2, "Add --push REPO_ID"),
     ],
 )
-def test_what_cannot_be(
+def test_invalid_options_are_refused(
     words: list[str], code: int, told: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [model if word == "MODEL" else word for word in words]
@@ -70,14 +70,12 @@ def test_what_cannot_be(
 
 
 @pytest.mark.parametrize("words", [["--tolerance", "1"], ["--tokens", "8"], ["--layer-by-layer"]])
-def test_settings_of_logits_need_logits(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_logits_need_logits(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", model, model, *words]) == 2
     assert "need --logits" in capsys.readouterr().err
 
 
-def test_a_config_that_differs_is_named_down_to_the_number(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_differing_config_field_is_named(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rope = {"rope_type": "linear", "rope_theta": 10000.0}
     for folder, factor in (("two", 2.0), ("four", 4.0)):
         build_model_folder(tmp_path / folder, "qwen2", rope_parameters=rope | {"factor": factor})
@@ -87,6 +85,6 @@ def test_a_config_that_differs_is_named_down_to_the_number(
     assert "rope_scaling=None and {'kind': 'linear', 'factor': 2.0" in capsys.readouterr().err
 
 
-def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 66
     assert "does not exist" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files that a disk or a download has damaged: named, with what was expected and what was found."""
+"""Damaged files are named, with the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def everything(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("to", ["hf", "torch_dist", "torch"])
-def test_one_bit_of_a_tensor_is_seen_by_its_checksum(to: Format, model: Path, tmp_path: Path) -> None:
+def test_checksum_detects_one_flipped_bit(to: Format, model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "copy", to)
     norm = everything(model)["decoder.final_layernorm.weight"].numpy().tobytes()
     (file,) = (path for path in (tmp_path / "copy").rglob("*") if path.is_file() and norm in path.read_bytes())
@@ -55,7 +55,7 @@ def test_one_bit_of_a_tensor_is_seen_by_its_checksum(to: Format, model: Path, tm
         compare_models(model, tmp_path / "copy")
 
 
-def test_flipped_bits_of_an_index_are_seen_or_change_nothing(index: Path) -> None:
+def test_flipped_bits_of_the_metadata_are_detected_or_harmless(index: Path) -> None:
     raw, whole = index.read_bytes(), everything(index.parents[1])
     refused = 0
     for bit in range(5, 8 * len(raw), len(raw) // 4):
@@ -121,7 +121,7 @@ def _no_properties(index: Any) -> None:
         (_no_properties, "is not checkpoint metadata .*properties"),
     ],
 )
-def test_an_index_that_contradicts_itself(change: Callable[[Any], None], told: str, index: Path) -> None:
+def test_inconsistent_metadata_is_refused(change: Callable[[Any], None], told: str, index: Path) -> None:
     content = pickle.loads(index.read_bytes())
     change(content)
     index.write_bytes(pickle.dumps(content))
@@ -129,7 +129,7 @@ def test_an_index_that_contradicts_itself(change: Callable[[Any], None], told: s
         everything(index.parents[1])
 
 
-def test_a_cut_file_is_named_with_both_sizes(index: Path) -> None:
+def test_truncated_file_is_named_with_both_sizes(index: Path) -> None:
     file = index.parent / "__0_0.distcp"
     raw = file.read_bytes()
     file.write_bytes(raw[:-7])

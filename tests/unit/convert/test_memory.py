@@ -1,4 +1,4 @@
-"""However large the model and its largest tensor, a conversion holds some chunks of rows."""
+"""The memory of a conversion depends on the chunk size, not on the size of the model or its tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(json.dumps(peaks(model, out / "large")))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured the Linux way")
-def test_memory_is_that_of_a_few_chunks(tmp_path: Path) -> None:
+def test_memory_is_bounded_by_chunks(tmp_path: Path) -> None:
     # Half of it are two tables of 40 MB; layers have matrices of 12 MB that tensor parallelism cuts by columns.
     sizes = {"vocab_size": 40000, "hidden_size": 256, "intermediate_size": 12000, "num_hidden_layers": 2}
     model = build_model_folder(tmp_path / "model", "llama", tie_word_embeddings=False, **sizes)

@@ -1,4 +1,4 @@
-"""Whole tiny models, for each family: into simulated ranks and out again, with the same bytes."""
+"""Tiny models are loaded into simulated ranks and exported again with the same bytes."""
 
 from __future__ import annotations
 
@@ -61,11 +61,10 @@ def round_trip(source: ModelFolder, target: Path, tp: int, dtype: torch.dtype, m
     read = written = 0
     for rank in ranks(family, arch, tp, dtype):
         live = rank.pop("live")
-        read += import_weights(live, family, arch, source, **rank).num_bytes
+        read += import_weights(live, family, arch, source, **rank)
         assert not any(tensor.isnan().any() for tensor in live.values())
-        silent = export_weights(live, family, arch, plan, target, **rank, writes=False)
-        assert (silent.num_tensors, silent.num_bytes) == (0, 0)
-        written += export_weights(live, family, arch, plan, target, **rank).num_bytes
+        assert export_weights(live, family, arch, plan, target, **rank, writes=False) == 0
+        written += export_weights(live, family, arch, plan, target, **rank)
     assert written == plan.total_bytes <= read
     write_model_files(target, source, family.to_hf_config(arch, source.config))
     return family
@@ -92,7 +91,7 @@ def test_round_trip_keeps_every_byte(tmp_path: Path, family: str, tp: int, tied:
 
 
 @pytest.mark.parametrize("family", ARCHETYPES)
-def test_sharded_files_round_trip_and_load_without_a_word(tmp_path: Path, family: str) -> None:
+def test_sharded_files_round_trip_and_load_without_warnings(tmp_path: Path, family: str) -> None:
     source = build(tmp_path / "source", family, dtype=torch.bfloat16, shards="15KB")
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 2
     round_trip(source, tmp_path / "export", 2, torch.bfloat16, max_shard_bytes=15e3)
@@ -147,7 +146,7 @@ def drop_two(tensors: dict[str, torch.Tensor]) -> None:
         ),
     ],
 )
-def test_a_source_that_does_not_fit_is_refused_before_anything_moves(tmp_path: Path, change: Any, message: str) -> None:
+def test_misfit_source_is_refused_before_loading(tmp_path: Path, change: Any, message: str) -> None:
     build(tmp_path, "llama", dtype=torch.float32)
     source = rewrite(tmp_path, change)
     family = family_for(source.config)
@@ -158,7 +157,7 @@ def test_a_source_that_does_not_fit_is_refused_before_anything_moves(tmp_path: P
     assert all(tensor.isnan().all() for tensor in rank["live"].values())
 
 
-def test_buffers_and_the_head_of_a_tied_model_are_passed_over(tmp_path: Path) -> None:
+def test_buffers_and_tied_output_layer_are_ignored(tmp_path: Path) -> None:
     build(tmp_path, "llama", dtype=torch.float32, tied=True)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.zeros(77, 32)}
     source = rewrite(tmp_path, lambda tensors: tensors.update(extra))
@@ -166,12 +165,11 @@ def test_buffers_and_the_head_of_a_tied_model_are_passed_over(tmp_path: Path) ->
     arch = family.to_architecture(source.config)
     (rank,) = ranks(family, arch, 1, torch.float32)
     live = rank.pop("live")
-    report = import_weights(live, family, arch, source, **rank)
-    assert report.num_tensors == len(live)
+    import_weights(live, family, arch, source, **rank)
     assert live["output_layer.weight"].any()
 
 
-def test_no_weights_at_all(tmp_path: Path) -> None:
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     source = build(tmp_path, "llama", dtype=torch.float32)
     source.close()
     (tmp_path / "model.safetensors").unlink()
@@ -182,7 +180,7 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
         )
 
 
-def test_live_tensors_must_be_those_of_the_table(tmp_path: Path) -> None:
+def test_live_tensors_must_match_the_family(tmp_path: Path) -> None:
     config = SIZES | {"model_type": "llama"}
     family = family_for(config)
     arch = family.to_architecture(config)

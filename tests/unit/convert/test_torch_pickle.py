@@ -1,4 +1,4 @@
-"""What torch.save wrote is opened without running any of it; only what can lie in a checkpoint is taken."""
+"""Files of torch.save are read without running code; only types that checkpoints need are accepted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def repacked(path: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_every_tensor_is_found_where_it_lies(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_offsets_of_all_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {
         "a": torch.arange(24).view(2, 3, 4).to(dtype),
         "b": torch.zeros((), dtype=dtype),
@@ -50,7 +50,7 @@ def test_every_tensor_is_found_where_it_lies(dtype: torch.dtype, tmp_path: Path)
         assert torch.equal(TensorReader().read(found["model"][name]), tensor)
 
 
-def test_an_archive_within_a_file(tmp_path: Path) -> None:
+def test_archive_within_a_file(tmp_path: Path) -> None:
     one = saved(tmp_path / "x.pt", torch.arange(7.0)).read_bytes()
     (tmp_path / "many").write_bytes(b"before" * 50 + one + b"PK behind" * 50)
     info = read_torch_pickle(tmp_path / "many", 300, len(one))
@@ -67,19 +67,19 @@ def test_views_into_a_larger_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [lambda t: t.T, lambda t: t[:, :2], lambda t: t[::2], lambda t: t[:1].expand(3, 4)])
-def test_elements_out_of_their_order(cut: Any, tmp_path: Path) -> None:
+def test_strided_tensors(cut: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", cut(torch.arange(12.0).view(3, 4)))
     with pytest.raises(DataError, match="not contiguous"):
         read_torch_pickle(path)
     assert isinstance(read_torch_pickle(path, strided=True), StridedTensor)
 
 
-def test_no_order_to_be_out_of(tmp_path: Path) -> None:
+def test_strides_of_a_single_row_are_ignored(tmp_path: Path) -> None:
     column = torch.arange(5.0)[:, None].T  # one row: its strides say nothing
     assert torch.equal(TensorReader().read(read_torch_pickle(saved(tmp_path / "x.pt", column))), column)
 
 
-def test_plain_values_of_any_kind(tmp_path: Path) -> None:
+def test_plain_values(tmp_path: Path) -> None:
     factories = {kind.__name__: defaultdict(kind, {"a": kind()}) for kind in (list, dict, int)}
     plain = {
         "few": {1, 2}, "fixed": frozenset("ab"), "bytes": b"\xff\x00", "array": bytearray(b"x"), "number": 1 + 2j,
@@ -119,7 +119,7 @@ class Payload:
     ],
     ids=["system", "eval", "getattr", "import", "method", "save", "load"],
 )
-def test_a_payload_does_not_run(call: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payload_does_not_run(call: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = saved(tmp_path / "x.pt", {"model": torch.zeros(2), "rng": [Payload(*call)]})
     with pytest.raises(UnsafeInput, match=named) as caught:
@@ -127,7 +127,7 @@ def test_a_payload_does_not_run(call: Any, named: str, tmp_path: Path, monkeypat
     assert caught.value.exit_code == 77 and not Path("ran").exists()
 
 
-def test_a_name_with_dots_reaches_nothing(tmp_path: Path) -> None:
+def test_dotted_name_is_refused(tmp_path: Path) -> None:
     # Protocol 4 looks attributes of attributes up: torch, then its module os, then system.
     content = b"\x80\x04\x8c\x05torch\x8c\tos.system\x93\x8c\x09touch ran\x85R."
     path = repacked(saved(tmp_path / "x.pt", 0), lambda name, data: content if name == "data.pkl" else data)
@@ -136,14 +136,14 @@ def test_a_name_with_dots_reaches_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 10, 200, -30, -1])
-def test_cut_short(kept: int, tmp_path: Path) -> None:
+def test_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"model": torch.zeros(1000)})
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(DataError, match=r"x\.pt"):
         read_torch_pickle(path)
 
 
-def test_what_no_tensor_can_be_read_from(tmp_path: Path) -> None:
+def test_damaged_archives_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"model": torch.zeros(1000)})
     same = repacked(path, lambda name, data: data)
     assert isinstance(read_torch_pickle(same)["model"], TensorInfo)
@@ -158,7 +158,7 @@ def test_what_no_tensor_can_be_read_from(tmp_path: Path) -> None:
             read_torch_pickle(repacked(path, change, how))
 
 
-def test_a_tensor_that_claims_more_than_its_storage(tmp_path: Path) -> None:
+def test_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", torch.zeros(1000))
 
     def longer(name: str, data: bytes) -> bytes:
@@ -168,7 +168,7 @@ def test_a_tensor_that_claims_more_than_its_storage(tmp_path: Path) -> None:
         read_torch_pickle(repacked(path, longer))
 
 
-def test_what_only_others_know_is_not_imported(tmp_path: Path) -> None:
+def test_classes_of_other_packages_are_not_imported(tmp_path: Path) -> None:
     from megatron.core.transformer.enums import AttnBackend
 
     state = {
@@ -191,7 +191,7 @@ def test_what_only_others_know_is_not_imported(tmp_path: Path) -> None:
     assert isinstance(found["model"], TensorInfo)
 
 
-def test_a_plain_pickle_is_no_archive(tmp_path: Path) -> None:
+def test_plain_pickle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(pickle.dumps({"model": [1, 2]}))
     with pytest.raises(DataError, match="is not a zip archive"):
         read_torch_pickle(tmp_path / "x.pt")

@@ -1,4 +1,4 @@
-"""Hugging Face to torch_dist and back without a model: same bytes, strict, bounded, whole or not at all."""
+"""Conversion between Hugging Face and torch_dist: same bytes, strict checks, atomic output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def converted(qwen3: Path, tmp_path: Path) -> Path:
         ("mixtral", torch.bfloat16, True),
     ],
 )
-def test_there_and_back_are_the_same_bytes(family: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+def test_round_trip_keeps_all_bytes(family: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "hf", family, dtype=dtype, tie_word_embeddings=tied, shards="40KB")
     (source / "tokenizer.json").write_text("{}")
     there = convert(source, tmp_path / "megatron")
@@ -74,7 +74,7 @@ def test_from_python(qwen3: Path, tmp_path: Path) -> None:
     assert isthmus.convert.transfer.convert is convert  # type: ignore[attr-defined]
 
 
-def test_the_other_dtype(qwen3: Path, tmp_path: Path) -> None:
+def test_dtype_is_converted(qwen3: Path, tmp_path: Path) -> None:
     convert(qwen3, tmp_path / "bf16", dtype=torch.bfloat16)
     convert(tmp_path / "bf16", tmp_path / "back")
     before, after = content(qwen3), content(tmp_path / "back")
@@ -82,7 +82,7 @@ def test_the_other_dtype(qwen3: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_one_hugging_face_folder_from_another(qwen3: Path, tmp_path: Path) -> None:
+def test_hf_to_hf(qwen3: Path, tmp_path: Path) -> None:
     convert(qwen3, tmp_path / "half", "hf", dtype=torch.float16)
     assert {tensor.dtype for tensor in content(tmp_path / "half").values()} == {torch.float16}
 
@@ -96,7 +96,7 @@ def test_layers_are_stacked_under_megatrons_names(converted: Path) -> None:
     assert shapes["embedding.word_embeddings.weight"] == (SIZES["vocab_size"], hidden)
 
 
-def test_the_arguments_that_megatron_lm_reads(converted: Path) -> None:
+def test_args_for_megatron_lm(converted: Path) -> None:
     common = read_torch_pickle(converted / "release" / "common.pt")
     args = vars(common["args"])
     assert common["iteration"] == 0 and (converted / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -104,7 +104,7 @@ def test_the_arguments_that_megatron_lm_reads(converted: Path) -> None:
     assert args["untie_embeddings_and_output_weights"] and args["padded_vocab_size"] == SIZES["vocab_size"]
 
 
-def test_flags_that_megatron_lm_has_to_be_told(qwen3: Path, tmp_path: Path) -> None:
+def test_required_flags_of_megatron_lm(qwen3: Path, tmp_path: Path) -> None:
     (qwen3 / "tokenizer.json").write_text("{}")
     assert convert(qwen3, tmp_path / "out dir").megatron_flags == [
         f"--load '{tmp_path}/out dir'",
@@ -117,7 +117,7 @@ def test_flags_that_megatron_lm_has_to_be_told(qwen3: Path, tmp_path: Path) -> N
     assert convert(qwen3, tmp_path / "out").megatron_lacks == []
 
 
-def test_what_megatron_lm_has_no_switch_for(tmp_path: Path) -> None:
+def test_unsupported_features_of_megatron_lm(tmp_path: Path) -> None:
     done = convert(build_model_folder(tmp_path / "hf", "gemma2", num_hidden_layers=2), tmp_path / "out")
     assert done.megatron_flags == []
     assert {"layers of the form 'sandwich'", "attention_softcap=50"} < set(done.megatron_lacks)
@@ -126,7 +126,7 @@ def test_what_megatron_lm_has_no_switch_for(tmp_path: Path) -> None:
     assert args["apply_layernorm_1p"] and not args["swiglu"]
 
 
-def test_gpt2_is_what_megatron_lm_has_always_had(tmp_path: Path) -> None:
+def test_gpt2_needs_no_flags(tmp_path: Path) -> None:
     done = convert(build_model_folder(tmp_path / "hf", "gpt2", num_hidden_layers=2), tmp_path / "out")
     assert (done.megatron_flags[2:], done.megatron_lacks) == ([], [])
     args = vars(read_torch_pickle(tmp_path / "out" / "release" / "common.pt")["args"])
@@ -146,14 +146,14 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_verify_sees(fault: str, qwen3: Path, converted: Path) -> None:
+def test_verify_detects_changed_tensor(fault: str, qwen3: Path, converted: Path) -> None:
     name, new = PLANTED[fault]
     change(qwen3, name, new)
     with pytest.raises(CheckFailed, match=name.replace(".", r"\.")):
         compare_models(qwen3, converted)
 
 
-def test_verify_sees_gate_and_up_exchanged(qwen3: Path, converted: Path) -> None:
+def test_verify_detects_exchanged_gate_and_up(qwen3: Path, converted: Path) -> None:
     tensors = load_file(qwen3 / "model.safetensors")
     gate, up = "model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight"
     tensors[gate], tensors[up] = tensors[up], tensors[gate]
@@ -169,7 +169,7 @@ def test_verify_sees_gate_and_up_exchanged(qwen3: Path, converted: Path) -> None
         ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}, "rotary"),
     ],
 )
-def test_verify_sees_another_config(key: str, value: Any, told: str, qwen3: Path, converted: Path) -> None:
+def test_verify_detects_another_config(key: str, value: Any, told: str, qwen3: Path, converted: Path) -> None:
     path = qwen3 / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(CheckFailed, match=told):
@@ -184,7 +184,7 @@ def test_minus_zero_is_not_zero(qwen3: Path, converted: Path, tmp_path: Path) ->
         compare_models(qwen3, tmp_path / "zero")
 
 
-def test_a_tensor_too_many_or_too_few_is_refused(qwen3: Path, tmp_path: Path) -> None:
+def test_unexpected_or_missing_tensor_is_refused(qwen3: Path, tmp_path: Path) -> None:
     tensors = load_file(qwen3 / "model.safetensors")
     save_file(tensors | {"model.layers.0.extra.weight": torch.zeros(2)}, qwen3 / "model.safetensors")
     with pytest.raises(DataError, match=r"1 not expected: model\.layers\.0\.extra\.weight"):
@@ -205,7 +205,7 @@ def test_checkpoint_of_another_model_is_refused(converted: Path, tmp_path: Path)
         convert(converted, tmp_path / "out", hf_like=deeper)
 
 
-def test_a_checkpoint_that_says_nothing_of_its_model(converted: Path, qwen3: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_config_and_args_needs_hf_like(converted: Path, qwen3: Path, tmp_path: Path) -> None:
     shutil.rmtree(converted / "hf")
     torch.save({"iteration": 0}, converted / "release" / "common.pt")
     with pytest.raises(MissingInput, match="--hf-like"):
@@ -214,7 +214,7 @@ def test_a_checkpoint_that_says_nothing_of_its_model(converted: Path, qwen3: Pat
     compare_models(qwen3, tmp_path / "out")
 
 
-def test_what_is_no_model(tmp_path: Path) -> None:
+def test_missing_or_empty_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="does not exist"):
         convert(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "empty").mkdir()
@@ -222,21 +222,19 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         convert(tmp_path / "empty", tmp_path / "out")
 
 
-def test_a_tracker_that_leads_nowhere(converted: Path) -> None:
+def test_tracker_of_a_missing_checkpoint_is_refused(converted: Path) -> None:
     (converted / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(DataError, match="names '7'"):
         checkpoint_folder(converted)
 
 
-def test_nothing_is_overwritten(qwen3: Path, tmp_path: Path) -> None:
+def test_existing_destination_is_refused(qwen3: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(NoSpace, match="exists already"):
         convert(qwen3, tmp_path / "out")
 
 
-def test_nothing_is_left_of_a_conversion_that_fails(
-    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_conversion_leaves_nothing(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
@@ -253,7 +251,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "data"])
-def test_a_pickle_does_not_run(file: str, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickle_does_not_run(file: str, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     release = converted / "release"
     if file == ".metadata":
@@ -273,7 +271,7 @@ def test_a_pickle_does_not_run(file: str, converted: Path, tmp_path: Path, monke
     assert not Path("ran-anyway").exists() and not (tmp_path / "out").exists()
 
 
-def test_a_file_outside_is_not_read(converted: Path, tmp_path: Path) -> None:
+def test_file_outside_of_the_folder_is_refused(converted: Path, tmp_path: Path) -> None:
     path = converted / "release" / ".metadata"
     index = pickle.loads(path.read_bytes())
     for entry in index.storage_data.values():

@@ -22,11 +22,7 @@ class DequantizedWeights:
     """The tensors of a source with values in place of codes and scales; all others are unchanged."""
 
     def __init__(self, source: WeightSource, quantization: Quantization, dtype: torch.dtype) -> None:
-        """Match codes with their scales; values are presented in ``dtype``.
-
-        Raises:
-            DataError: scales are missing, or their shape does not fit the codes.
-        """
+        """Match codes with their scales, which must be complete; values are presented in ``dtype``."""
         self._source, self._quantization = source, quantization
         self._codes: dict[str, str] = {}
         self.tensors: dict[str, TensorMeta] = {}

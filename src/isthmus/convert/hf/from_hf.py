@@ -18,11 +18,7 @@ class HfWeights:
     """The tensors of a Hugging Face model under canonical names."""
 
     def __init__(self, source: WeightSource, family: Family, arch: Architecture) -> None:
-        """Check that the source has exactly the tensors of the model.
-
-        Raises:
-            DataError, MissingInput: it has not, see :func:`~isthmus.convert.coverage.check_coverage`.
-        """
+        """Check that the source has exactly the tensors of the model (see ``check_coverage``)."""
         check_coverage(source, family, arch)
         self.source, self._arch = source, arch
         self._placements = unique_placements(family, arch)
@@ -31,11 +27,7 @@ class HfWeights:
         return str(self.source)
 
     def dtype(self, canonical: str) -> torch.dtype:
-        """Element type of a tensor.
-
-        Raises:
-            UsageError: the Hugging Face tensors that form it have different dtypes.
-        """
+        """Element type of a tensor; a UsageError if the Hugging Face tensors that form it differ in dtype."""
         found = {name: self.source.tensors[name].dtype for name in self._placements[canonical].hf}
         if len(set(found.values())) > 1:
             dtypes = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in found.items())

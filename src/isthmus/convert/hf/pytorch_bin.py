@@ -27,13 +27,7 @@ class BinWeights:
     """The tensors of a folder's ``.bin`` files, read slice by slice; tied tensors share their bytes in the file."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the files.
-
-        Raises:
-            MissingInput: there are none.
-            UnsafeInput: a file names more than tensors, or the index names a file outside of the folder.
-            DataError: a file is damaged, or the index does not agree with the files.
-        """
+        """Open the files, and check the index against them."""
         self._folder = folder
         self._reader = TensorReader()
         if not has_bin(folder):

@@ -20,11 +20,7 @@ class HfWriter(Destination):
     """Safetensors files of at most 5 GB, and their index."""
 
     def __init__(self, folder: Path, family: Family, arch: Architecture, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Create the files in an existing folder; ``dtypes`` are by canonical name.
-
-        Raises:
-            NoSpace, IOFailure: there is no space for the files, or they cannot be written.
-        """
+        """Create the files in an existing folder; ``dtypes`` are by canonical name."""
         self._arch, self._placements = arch, unique_placements(family, arch)
         by_name = {name: dtypes[placed.canonical] for placed in self._placements.values() for name in placed.hf}
         plan = export_plan(family, arch, by_name)

@@ -91,12 +91,7 @@ class LegacyWeights:
     """The tensors of a model in legacy files."""
 
     def __init__(self, folder: LegacyFolder, family: Family, arch: Architecture) -> None:
-        """Find every shard of every tensor.
-
-        Raises:
-            DataError: tensors are missing, unexpected, or of another shape.
-            UsageError: the parallel sizes in the files do not divide the model.
-        """
+        """Find every shard of every tensor."""
         self._folder, self._arch, self._layout = folder, arch, folder.layout
         self._layout.check_sizes(arch)
         self._placements: dict[str, Placement] = {}

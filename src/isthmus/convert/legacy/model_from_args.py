@@ -17,12 +17,7 @@ from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
 
 
 def config_from_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` of the model that Megatron-LM's args describe, in the family that expresses it exactly.
-
-    Raises:
-        DataError: an argument is missing or invalid.
-        UsageError: the model is not supported.
-    """
+    """``config.json`` of the model that Megatron-LM's args describe, in the family that expresses it exactly."""
     arch, _ = architecture_from_args(args)
     found = match_family(arch)
     return found.family.to_hf_config(found.arch)

@@ -40,11 +40,7 @@ class LegacyWriter(Destination):
         layout: LegacyLayout,
         spelling: LiveSpelling,
     ) -> None:
-        """Create the files in an existing folder; ``common`` is what is not a tensor, the same in each file.
-
-        Raises:
-            NoSpace, IOFailure: there is no space for the files, or they cannot be written.
-        """
+        """Create the files in an existing folder; ``common`` is what is not a tensor, the same in each file."""
         self._writer = TensorWriter(folder)
         self._arch, self._dtypes, self._common = arch, dtypes, common
         self._layout, self._spelling = layout, spelling

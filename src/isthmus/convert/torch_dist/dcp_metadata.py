@@ -137,12 +137,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_metadata(path: Path) -> Metadata:
-    """Read a ``.metadata`` file.
-
-    Raises:
-        UnsafeInput: it names other classes than the ones above; no code of it was run.
-        DataError: it is cut short, not a pickle, or a pickle of something else.
-    """
+    """Read a ``.metadata`` file; refuse one that names other classes than the ones above, and run no code of it."""
     try:
         with path.open("rb") as file:
             found = _Unpickler(file).load()

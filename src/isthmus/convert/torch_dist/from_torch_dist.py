@@ -63,22 +63,14 @@ class TorchDistFolder:
 
     @property
     def args(self) -> dict[str, Any] | None:
-        """The args of the training that wrote the checkpoint; None if it has none.
-
-        Raises:
-            UnsafeInput, DataError: ``common.pt`` cannot be read.
-        """
+        """The args of the training that wrote the checkpoint; None if it has none."""
         path = self.path / "common.pt"
         common = read_torch_pickle(path) if path.is_file() else {}
         args = common.get("args") if isinstance(common, dict) else None
         return None if args is None else dict(vars(args))
 
     def read(self, place: CheckpointSlot, rows: slice) -> Tensor:
-        """Rows of the tensor at ``place``, put together from its chunks.
-
-        Raises:
-            DataError: a chunk is missing or damaged.
-        """
+        """Rows of the tensor at ``place``, put together from its chunks."""
         meta, depth = self.tensors[place.key], len(place.index)
         tail = tuple(meta.size)[depth + 1 :]
         found = torch.empty((rows.stop - rows.start, *tail), dtype=meta.properties.dtype)
@@ -167,11 +159,7 @@ class TorchDistWeights:
     """The tensors of a model in a ``torch_dist`` checkpoint."""
 
     def __init__(self, folder: TorchDistFolder, family: Family, arch: Architecture) -> None:
-        """Find every tensor of the model.
-
-        Raises:
-            DataError: tensors are missing, unexpected, or of another shape.
-        """
+        """Find every tensor of the model."""
         self._folder = folder
         self._places: dict[str, CheckpointSlot] = {}
         spelling = spelling_of(arch)

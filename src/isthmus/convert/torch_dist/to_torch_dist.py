@@ -58,11 +58,7 @@ class TorchDistWriter(Destination):
         dtypes: Mapping[str, torch.dtype],
         common: Mapping[str, Any],
     ) -> None:
-        """Create the files in an existing folder; ``common`` is what is not a tensor: ``args``, ``iteration`` etc.
-
-        Raises:
-            NoSpace, IOFailure: there is no space for the files, or they cannot be written.
-        """
+        """Create the files in an existing folder; ``common`` is what is not a tensor: ``args``, ``iteration`` etc."""
         self._frames: dict[tuple[torch.dtype, tuple[int, ...]], _Frame] = {}
         self._folder = folder
         self._metadata = dcp.Metadata({}, {})

@@ -21,12 +21,7 @@ from isthmus.platforms.free_memory import free_bytes
 
 @contextmanager
 def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
-    """The model in float32; its weights are loaded now, or later if it runs layer by layer.
-
-    Raises:
-        UsageError: it cannot be run.
-        DataError: the weights are not those that transformers expects.
-    """
+    """The model in float32; its weights are loaded now, or later if it runs layer by layer."""
     empty = init_empty_weights() if by_layer else nullcontext()
     if isinstance(side.weights, HfWeights) and side.hf_folder is not None:
         from isthmus.hf.transformers_model import HfNetwork
@@ -70,8 +65,7 @@ def float32_bytes(side: OpenedModel) -> dict[int | None, int]:
 def memory_plan(a: OpenedModel, b: OpenedModel, *, by_layer: bool) -> tuple[bool, str]:
     """Whether to run layer by layer, on request or because memory is short, and the reason.
 
-    Raises:
-        UsageError: the largest layer does not fit into memory.
+    A UsageError if the largest layer does not fit into memory.
     """
     sizes = [float32_bytes(side) for side in (a, b)]
     needed, free = max(sum(size.values()) for size in sizes), free_bytes()

@@ -80,11 +80,7 @@ def max_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 @torch.no_grad()
 def check_effects(family: Family, probe: ProbeModel) -> None:
-    """Refuse a mapping with a tensor that hardly affects the logits, whose place it therefore does not prove.
-
-    Raises:
-        UsageError: names the tensor.
-    """
+    """Raise a UsageError if a tensor hardly affects the logits, since its place is not proven then."""
     from isthmus.engine.megatron_model import live_tensors
 
     model = _load(family, probe)

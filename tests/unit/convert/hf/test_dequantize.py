@@ -1,4 +1,4 @@
-"""Quantised weights as plain ones: any slice, nothing read beside it, nothing missing in silence."""
+"""Quantised weights are dequantised slice by slice; missing or misshapen scales are refused."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def test_any_slice_of_mxfp4() -> None:
     check_slices(weights, "up", values, slices)
 
 
-def test_another_dtype() -> None:
+def test_target_of_another_dtype() -> None:
     source, values = fp8(5, 7)
     weights = DequantizedWeights(source, Fp8Blocks(4, 6), torch.float32)
     assert weights.tensors["w"].dtype == torch.float32
     assert torch.equal(weights.read("w").bfloat16(), values) and not torch.equal(weights.read("w"), values.float())
 
 
-def test_plain_names_in_their_order_and_the_rest_as_it_is() -> None:
+def test_names_keep_their_order_and_other_tensors_are_unchanged() -> None:
     source, _ = fp8(5, 7)
     weights = DequantizedWeights(source, Fp8Blocks(4, 6), torch.bfloat16)
     assert [(name, meta.dtype, tuple(meta.shape)) for name, meta in weights.tensors.items()] == [
@@ -127,7 +127,7 @@ def test_plain_names_in_their_order_and_the_rest_as_it_is() -> None:
         weights.read("w", into=torch.zeros(5, 6))
 
 
-def test_only_what_a_slice_touches_is_read() -> None:
+def test_only_codes_and_scales_of_a_slice_are_read() -> None:
     source, _ = fp8(40, 60)
     DequantizedWeights(source, Fp8Blocks(4, 6), torch.bfloat16).read("w", (slice(6, 7), slice(12, 24)))
     assert (source.num_read["w"], source.num_read["w_scale_inv"]) == (12, 2)

@@ -1,4 +1,4 @@
-"""Folders that store or name their tensors in their own way become those of the family, and the user is told."""
+"""Quantised weights and names without a prefix are converted to those of the family, with a note."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def quantized(model: Path) -> Path:
     return model
 
 
-def test_a_quantised_model_becomes_a_plain_one(quantized: Path, tmp_path: Path) -> None:
+def test_quantised_model_is_dequantised(quantized: Path, tmp_path: Path) -> None:
     done = convert(quantized, tmp_path / "there")
     assert done.notes == ["weights are FP8 in blocks of 24x20: dequantised to bfloat16"]
     assert compare_models(quantized, tmp_path / "there").formats == ("hf", "torch_dist")
@@ -107,7 +107,7 @@ def test_experts_and_latent_attention_of_deepseek(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items())
 
 
-def test_what_is_exported_says_nothing_of_how_it_was_stored(quantized: Path, tmp_path: Path) -> None:
+def test_export_has_no_quantization_config(quantized: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     convert(quantized, tmp_path / "plain", "hf")
@@ -116,7 +116,7 @@ def test_what_is_exported_says_nothing_of_how_it_was_stored(quantized: Path, tmp
     assert not any(told.values())
 
 
-def test_each_rank_dequantises_its_own_share(quantized: Path) -> None:
+def test_each_rank_dequantises_its_slices(quantized: Path) -> None:
     config = RunConfig.model_validate(
         {"recipe": "pretrain", "out": "unused", "model": {"path": str(quantized)}, "data": {"files": ["unused"]}}
     )
@@ -131,7 +131,7 @@ def test_each_rank_dequantises_its_own_share(quantized: Path) -> None:
         assert torch.equal(live[name], whole.chunk(2, dim=1)[rank].float())
 
 
-def test_missing_scales_and_unknown_methods_leave_nothing(quantized: Path, tmp_path: Path) -> None:
+def test_missing_scales_and_unknown_methods_are_refused(quantized: Path, tmp_path: Path) -> None:
     name = "model.layers.2.self_attn.q_proj.weight_scale_inv"
     rewrite(quantized, lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name})
     with pytest.raises(DataError, match=f"1 missing: {name}"):
@@ -142,13 +142,13 @@ def test_missing_scales_and_unknown_methods_leave_nothing(quantized: Path, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_codes_in_a_model_that_does_not_say_it_is_quantised(quantized: Path, tmp_path: Path) -> None:
+def test_codes_without_quantization_config_are_refused(quantized: Path, tmp_path: Path) -> None:
     rewrite(quantized, dict, quantization_config=None)
     with pytest.raises(DataError, match=r"28 not expected: .*_scale_inv.*28 of a type that cannot be trained"):
         convert(quantized, tmp_path / "out")
 
 
-def test_a_config_alone_may_be_of_a_quantised_model(quantized: Path, tmp_path: Path) -> None:
+def test_hf_like_may_be_a_quantised_model(quantized: Path, tmp_path: Path) -> None:
     convert(quantized, tmp_path / "there")
     config = json.loads((quantized / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
     (tmp_path / "like").mkdir()
@@ -158,7 +158,7 @@ def test_a_config_alone_may_be_of_a_quantised_model(quantized: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_names_without_their_prefix(tied: bool, tmp_path: Path) -> None:
+def test_missing_prefix_is_added(tied: bool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
     convert(model, tmp_path / "wanted")
     rewrite(model, without("model."))
@@ -166,7 +166,7 @@ def test_names_without_their_prefix(tied: bool, tmp_path: Path) -> None:
     assert compare_models(tmp_path / "wanted", tmp_path / "there").num_tensors == (4 * 12 + 2 + (not tied))
 
 
-def test_quantised_and_without_the_prefix(quantized: Path, tmp_path: Path) -> None:
+def test_quantised_without_prefix(quantized: Path, tmp_path: Path) -> None:
     convert(quantized, tmp_path / "wanted")
     rewrite(quantized, without("model."))
     notes = convert(quantized, tmp_path / "there").notes
@@ -184,7 +184,7 @@ def test_quantised_and_without_the_prefix(quantized: Path, tmp_path: Path) -> No
     ],
     ids=["some", "both", "one-missing", "one-twice"],
 )
-def test_names_that_are_no_model_s_are_not_completed(names: Any, model: Path, tmp_path: Path) -> None:
+def test_prefix_is_not_added_to_incomplete_models(names: Any, model: Path, tmp_path: Path) -> None:
     rewrite(model, lambda tensors: {key: tensor.clone() for key, tensor in names(tensors).items()})
     with pytest.raises(DataError, match="not expected"):
         convert(model, tmp_path / "out")

@@ -61,7 +61,7 @@ def model(tmp_path: Path) -> Path:
     return build_model_folder(tmp_path / "model", "llama", tie_word_embeddings=True)
 
 
-def test_any_tensor_and_any_slice(tmp_path: Path) -> None:
+def test_every_kind_of_tensor_and_slice(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "pytorch_model.bin")
     weights = BinWeights(tmp_path)
     assert list(weights.tensors) == list(TENSORS)
@@ -76,7 +76,7 @@ def test_any_tensor_and_any_slice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_there_and_verified(model: Path, tmp_path: Path, shards: int) -> None:
+def test_bin_files_convert_and_verify(model: Path, tmp_path: Path, shards: int) -> None:
     convert(model, tmp_path / "wanted")
     to_bin(model, shards=shards)
     convert(model, tmp_path / "there", bin=True)
@@ -84,7 +84,7 @@ def test_there_and_verified(model: Path, tmp_path: Path, shards: int) -> None:
     assert compare_models(model, tmp_path / "there", bin=True).formats == ("hf", "torch_dist")
 
 
-def test_only_when_asked(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bin_is_read_only_on_request(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(model), str(tmp_path / "out"), "--bin"]) == 66
     assert "has no pytorch_model.bin. Leave --bin out" in capsys.readouterr().err
     to_bin(model)
@@ -96,7 +96,7 @@ def test_only_when_asked(model: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["verify", str(tmp_path / "out"), str(tmp_path / "out"), "--bin"]) == 66
 
 
-def test_not_for_checkpoints(model: Path, tmp_path: Path) -> None:
+def test_bin_is_refused_for_checkpoints(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "there")
     with pytest.raises(UsageError, match="is a Megatron checkpoint, and --bin is for Hugging Face folders"):
         convert(tmp_path / "there", tmp_path / "out", bin=True)
@@ -112,7 +112,7 @@ class Payload:
 
 @pytest.mark.parametrize("way", ["zip", "before-1.6", "plain-pickle", "in-a-shard"])
 @pytest.mark.parametrize("payload", [Payload(os.system, "touch ran"), Payload(Path.touch, Path("ran"))])
-def test_a_payload_does_not_run(
+def test_payload_does_not_run(
     way: str, payload: Payload, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -128,14 +128,14 @@ def test_a_payload_does_not_run(
 
 
 @pytest.mark.parametrize("keep", [0, 1, 30, 200, -2000, -1])
-def test_a_file_cut_short_is_named(model: Path, tmp_path: Path, keep: int) -> None:
+def test_truncated_bin_is_named(model: Path, tmp_path: Path, keep: int) -> None:
     file = to_bin(model) / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"pytorch_model\.bin"):
         convert(model, tmp_path / "out", bin=True)
 
 
-def test_a_file_of_torch_before_1_6_is_refused_with_what_to_do(model: Path, tmp_path: Path) -> None:
+def test_file_of_torch_before_1_6_is_refused(model: Path, tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     torch.save(tensors, model / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(DataError, match=r"torch < 1\.6 wrote it\. Load it and save it again with torch >= 1\.6"):
@@ -168,7 +168,7 @@ def forge(raw: bytes, old: bytes, new: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("size", "stride"), [((2, 2), (3, 1)), ((4,), (1,))], ids=["strided", "contiguous"])
-def test_a_tensor_that_claims_more_than_there_is(
+def test_tensor_larger_than_its_storage_is_refused(
     size: tuple[int, ...], stride: tuple[int, ...], tmp_path: Path
 ) -> None:
     """as_strided would return whatever follows in memory or in the file."""
@@ -183,7 +183,7 @@ def test_a_tensor_that_claims_more_than_there_is(
         BinWeights(tmp_path)
 
 
-def test_an_index_that_lies(model: Path, tmp_path: Path) -> None:
+def test_wrong_index_is_refused(model: Path, tmp_path: Path) -> None:
     index = to_bin(model, shards=2) / "pytorch_model.bin.index.json"
     truth = json.loads(index.read_text())["weight_map"]
     first, second = dict.fromkeys(truth.values())

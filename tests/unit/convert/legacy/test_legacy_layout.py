@@ -1,4 +1,4 @@
-"""Which files a layout of ranks has and what lies in each, against Megatron's ranks counted one by one."""
+"""Files of a legacy layout and their contents, compared with Megatron's rank order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ranks(tp: int, pp: int, ep: int, etp: int) -> Iterator[tuple[int, int, int, 
             yield t, stage, e, within
 
 
-def test_files_and_the_ranks_among_experts() -> None:
+def test_files_match_megatron_rank_order() -> None:
     for tp, ep, etp, pp in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4), (1, 2)):
         check_files_and_ranks(tp, ep, etp, pp)
 
@@ -75,7 +75,7 @@ def check_files_and_ranks(tp: int, ep: int, etp: int, pp: int) -> None:
     ],
     ids=str,
 )
-def test_every_element_lies_in_some_file_and_the_same_ranks_hold_the_same(sizes: dict[str, int]) -> None:
+def test_shards_cover_every_element(sizes: dict[str, int]) -> None:
     config = SIZES | EXPERTS
     family, layout = family_for(config), LegacyLayout(**sizes)
     arch = family.to_architecture(config)
@@ -104,7 +104,7 @@ def test_every_element_lies_in_some_file_and_the_same_ranks_hold_the_same(sizes:
             assert (cells == others) if same or placed.rule.shard == "whole" else not cells & others, name
 
 
-def test_layers_go_to_stages_and_chunks_in_turns() -> None:
+def test_chunks_of_layers_are_interleaved() -> None:
     arch = architecture()
     layout = LegacyLayout(pp=2, vpp=2)
     layers = layout.layers_of(arch)
@@ -119,7 +119,7 @@ def test_layers_go_to_stages_and_chunks_in_turns() -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_tied_output_layer_is_there_only_where_there_are_stages(pp: int) -> None:
+def test_tied_output_layer_needs_several_stages(pp: int) -> None:
     arch = architecture(tie_word_embeddings=True)
     layout = LegacyLayout(pp=pp)
     assert len(layout.place("output_layer.weight", arch, layout.layers_of(arch))) == pp - 1
@@ -139,6 +139,6 @@ def test_a_tied_output_layer_is_there_only_where_there_are_stages(pp: int) -> No
         (EXPERTS, {"tp": 1, "ep": 2, "etp": 2}, "Use an etp that divides tp"),
     ],
 )
-def test_grids_that_cannot_be(config: dict[str, Any], sizes: dict[str, int], told: str) -> None:
+def test_invalid_layouts_are_refused(config: dict[str, Any], sizes: dict[str, int], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         LegacyLayout(**sizes).check(architecture(**config))

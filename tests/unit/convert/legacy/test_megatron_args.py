@@ -1,4 +1,4 @@
-"""What Megatron-LM is told of a model and what a checkpoint of its says, both ways, and what there are no words for."""
+"""Architecture to Megatron-LM args and back; unsupported features and args."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def tiny(family: str, **settings: Any) -> Architecture:
         ),
     ],
 )
-def test_what_is_said_is_read_again(arch: Architecture, flags: list[str]) -> None:
+def test_args_round_trip(arch: Architecture, flags: list[str]) -> None:
     assert unsupported_features(arch) == []
     assert sorted(required_flags(arch)) == sorted(flags)
     assert architecture_from_args(said(arch)) == (replace(arch, family=""), [])
@@ -155,17 +155,17 @@ def test_what_is_said_is_read_again(arch: Architecture, flags: list[str]) -> Non
         (replace(PLAIN, logits_multiplier=0.5, logits_softcap=30.0), "logits_softcap=30"),
     ],
 )
-def test_what_megatron_lm_has_no_switch_for(arch: Architecture, words: str) -> None:
+def test_unsupported_features_of_megatron_lm(arch: Architecture, words: str) -> None:
     assert words in ", ".join(unsupported_features(arch))
 
 
-def test_a_scale_that_is_the_usual_one_needs_no_switch() -> None:
+def test_default_attention_scale_is_supported() -> None:
     assert unsupported_features(replace(PLAIN, attention_scale=0.25)) == []
     assert unsupported_features(replace(PLAIN, attention_scale=0.125)) != []
 
 
 @pytest.mark.parametrize("family", sorted(all_families().keys() - {LAST_RESORT}))
-def test_every_family_that_megatron_lm_can_build_is_found_again(family: str) -> None:
+def test_family_is_recovered_from_args(family: str) -> None:
     arch = tiny(family)
     if lacks := unsupported_features(arch):
         # What is left of it is another model, and is never taken for this one.
@@ -193,18 +193,18 @@ def test_every_family_that_megatron_lm_can_build_is_found_again(family: str) -> 
         ({"moe": MOE, "qk_norm": True}, "qwen3_moe", False),
     ],
 )
-def test_the_plainest_family_is_taken(settings: Mapping[str, Any], family: str, others: bool) -> None:
+def test_preferred_family_is_chosen(settings: Mapping[str, Any], family: str, others: bool) -> None:
     found = match_family(replace(PLAIN, **settings))
     assert (found.family.name, bool(set(found.others) - {"isthmus"})) == (family, others)
     assert found.arch.family == family
 
 
-def test_another_family_is_taken_when_asked() -> None:
+def test_first_family_is_preferred_if_it_fits() -> None:
     assert match_family(PLAIN, first="mistral").family.name == "mistral"
     assert match_family(PLAIN, first="qwen3").family.name == "llama"
 
 
-def test_no_family_says_it() -> None:
+def test_no_family_fits() -> None:
     with pytest.raises(UsageError, match=r"The nearest is \w+, except for .*=.* and not "):
         match_family(LATENT)
 
@@ -230,7 +230,7 @@ def test_no_family_says_it() -> None:
         ({"num_experts": 4, "moe_router_topk": 4, "moe_router_group_topk": 1}, "moe_router_group_topk=1"),
     ],
 )
-def test_arithmetic_that_is_not_built_is_refused_by_name(changed: Mapping[str, Any], words: str) -> None:
+def test_unsupported_args_are_named(changed: Mapping[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         architecture_from_args(said(PLAIN) | changed)
 
@@ -244,12 +244,12 @@ def test_arithmetic_that_is_not_built_is_refused_by_name(changed: Mapping[str, A
         ({"num_experts": 4, "moe_layer_freq": [1, 0]}, r"moe_layer_freq=\[1, 0\].*4 layers"),
     ],
 )
-def test_arguments_that_make_no_sense(changed: Mapping[str, Any], words: str) -> None:
+def test_invalid_args_are_named(changed: Mapping[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         architecture_from_args(said(PLAIN) | changed)
 
 
-def test_what_older_releases_said() -> None:
+def test_args_of_older_releases() -> None:
     args = said(replace(PLAIN, norm_epsilon=1e-6, norm_zero_centered=True))
     for newer in ("layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear", "moe_layer_freq"):
         args.pop(newer, None)
@@ -277,16 +277,14 @@ def test_frequencies_in_place_of_patterns() -> None:
         ({"vocab_size": None, "padded_vocab_size": 128}, 100, 100, 0),
     ],
 )
-def test_the_vocabulary_is_told_or_kept_with_its_padding(
-    told: Mapping[str, Any], asked: int | None, rows: int, notes: int
-) -> None:
+def test_vocab_size_from_args(told: Mapping[str, Any], asked: int | None, rows: int, notes: int) -> None:
     found, said_of_it = architecture_from_args(said(PLAIN) | told, asked)
     assert (found.vocab_size, len(said_of_it)) == (rows, notes)
     with pytest.raises(UsageError, match="has 128 rows"):
         architecture_from_args(said(PLAIN) | told, 129)
 
 
-def test_another_yarn() -> None:
+def test_yarn_with_other_mscale() -> None:
     args = said(replace(LATENT, rope_scaling=YARN)) | {"mscale": 0.5, "mscale_all_dim": 0.0}
     scaling = architecture_from_args(args)[0].rope_scaling
     assert scaling is not None and scaling.mscale is None

@@ -1,4 +1,4 @@
-"""The index that is written is torch's own to torch, and torch's own is read, without torch.distributed."""
+"""``.metadata`` files are compatible with torch in both directions, without importing torch.distributed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ THEIRS = Metadata(
 )
 
 
-def test_what_is_written_is_torchs_own(tmp_path: Path) -> None:
+def test_written_metadata_loads_in_torch(tmp_path: Path) -> None:
     save_metadata(OURS, tmp_path / ".metadata")
     assert pickle.loads((tmp_path / ".metadata").read_bytes()) == THEIRS
     read = FileSystemReader(tmp_path).read_metadata()
@@ -61,12 +61,12 @@ def test_what_is_written_is_torchs_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_torchs_own_is_read(protocol: int, tmp_path: Path) -> None:
+def test_metadata_of_torch_is_read(protocol: int, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(THEIRS, protocol))
     assert load_metadata(tmp_path / ".metadata") == OURS
 
 
-def test_what_torch_saves_is_read(tmp_path: Path) -> None:
+def test_checkpoint_saved_by_torch_is_read(tmp_path: Path) -> None:
     state = {"decoder.a": torch.ones(2, 3), "args": {"some": (1, "thing")}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
@@ -81,7 +81,7 @@ def test_what_torch_saves_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_nothing_of_torch_distributed_is_imported() -> None:
+def test_torch_distributed_is_not_imported() -> None:
     code = "import isthmus.convert.transfer, isthmus.convert.verify.compare, sys\n"
     code += "print('torch.distributed.checkpoint' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -89,14 +89,14 @@ def test_nothing_of_torch_distributed_is_imported() -> None:
 
 
 @pytest.mark.parametrize("content", [THEIRS.state_dict_metadata, 3, StorageMeta()])
-def test_what_is_no_index(content: object, tmp_path: Path) -> None:
+def test_other_pickles_are_refused(content: object, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(pickle.dumps(content))
     with pytest.raises(DataError, match="is not checkpoint metadata"):
         load_metadata(tmp_path / "x")
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_what_names_something_else_is_refused(protocol: int, tmp_path: Path) -> None:
+def test_other_classes_are_refused(protocol: int, tmp_path: Path) -> None:
     for content in (eval, torch.load, subprocess.run, FileSystemReader):
         (tmp_path / "x").write_bytes(pickle.dumps({"a": content}, protocol))
         with pytest.raises(UnsafeInput, match="which no checkpoint needs"):

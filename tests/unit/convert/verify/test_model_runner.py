@@ -1,4 +1,4 @@
-"""Models run by transformers, all at once and layer by layer; whether there is memory; what is refused."""
+"""Models run by transformers at once and layer by layer; the memory check; refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 @torch.no_grad()
-def test_transformers_says_the_same_layer_by_layer(family: str, tied: bool, tmp_path: Path) -> None:
+def test_layer_by_layer_gives_the_same_logits(family: str, tied: bool, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "hf", family, dtype=torch.bfloat16, tie_word_embeddings=tied)
     wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(IDS)
     for by_layer in (False, True):
@@ -45,7 +45,7 @@ def test_transformers_says_the_same_layer_by_layer(family: str, tied: bool, tmp_
         assert passed == [0, 1, 2, 3, 4]
 
 
-def test_weights_that_transformers_has_no_use_for_or_misses(qwen3: OpenedModel, tmp_path: Path) -> None:
+def test_missing_weights_are_refused(qwen3: OpenedModel, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "hf", "qwen3")
     tensors = load_file(folder / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if "k_norm" not in name}, folder / "model.safetensors")
@@ -54,12 +54,12 @@ def test_weights_that_transformers_has_no_use_for_or_misses(qwen3: OpenedModel, 
             HfNetwork(qwen3.hf_folder.config, ModelFolder.open(folder), by_layer=by_layer)
 
 
-def test_a_model_that_transformers_does_not_know(qwen3: OpenedModel) -> None:
+def test_unknown_model_type_is_refused(qwen3: OpenedModel) -> None:
     with pytest.raises(UsageError, match="no model of type unheard-of"):
         HfNetwork({"model_type": "unheard-of"}, qwen3.hf_folder, by_layer=False)
 
 
-def test_memory_decides(qwen3: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_decides_on_layer_by_layer(qwen3: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = float32_bytes(qwen3)
     needed, largest = sum(sizes.values()), max(sizes.values())
     assert needed == sum(tensor.nbytes for tensor in load_file(qwen3.path / "model.safetensors").values())

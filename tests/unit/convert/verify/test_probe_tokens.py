@@ -1,4 +1,4 @@
-"""How long samples are, and what they say about it."""
+"""Lengths of the samples for comparing logits."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ LEARNED = replace(PLAIN, position="learned", max_position_embeddings=48)
         (LEARNED, replace(LEARNED, sliding_window=20), 10, (10, 30)),
     ],
 )
-def test_one_goes_beyond_windows_and_contexts(
+def test_long_sample_exceeds_windows_and_contexts(
     a: Architecture, b: Architecture, tokens: int | None, lengths: tuple[int, int]
 ) -> None:
     assert sample_lengths(a, b, 10**6, tokens) == (lengths, "")
 
 
-def test_what_is_not_cheap_is_said() -> None:
+def test_expensive_long_sample_is_reported() -> None:
     assert sample_lengths(WINDOW, WINDOW, 10**10, None) == (
         (64, 64),
         "; --tokens 164 would reach beyond the window or original context of 100",
@@ -47,12 +47,12 @@ def test_what_is_not_cheap_is_said() -> None:
     assert second == 64 and "--tokens 30064" in told  # few parameters, and yet scores of 30,000 by 30,000
 
 
-def test_more_than_there_are_positions() -> None:
+def test_more_tokens_than_positions_are_refused() -> None:
     with pytest.raises(UsageError, match="there are 48 positions"):
         sample_lengths(PLAIN, LEARNED, 10**6, 49)
 
 
-def test_samples_are_the_same_every_time_and_within_the_vocabulary() -> None:
+def test_samples_are_reproducible_and_within_the_vocabulary() -> None:
     (both,), (again,) = random_samples(77, (64, 64)), random_samples(77, (64, 64))
     assert both.shape == (2, 64) and both.equal(again) and 0 <= both.min() and both.max() < 77
     assert not both[0].equal(both[1])

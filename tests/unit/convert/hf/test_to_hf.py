@@ -1,4 +1,4 @@
-"""What an export holds, whatever the family: all that its readers look for, and nothing that misleads them."""
+"""An export has all files and config keys that readers need, and no stray weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STRAY = ["pytorch_model.bin", "consolidated.safetensors", "model.gguf", "optimiz
 
 
 @pytest.mark.parametrize("family", ARCHETYPES)
-def test_an_export_is_what_its_readers_want(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_has_everything_that_readers_need(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, export = build_model_folder(tmp_path / "source", family, num_hidden_layers=2), tmp_path / "export"
     for name, text in SMALL.items():
         (source / name).write_text(text)
@@ -76,7 +76,7 @@ def test_shards_of_five_gigabytes_by_default() -> None:
     assert max(plan.file_bytes.values()) < 5e9 + 10_000
 
 
-def test_ids_that_end_a_text_are_found_where_later_versions_look(tmp_path: Path) -> None:
+def test_eos_ids_are_in_generation_config(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "llama", num_hidden_layers=1, bos_token_id=3, eos_token_id=[5, 6])
     (source / "generation_config.json").unlink()
     convert(source, tmp_path / "export", "hf")
@@ -86,7 +86,7 @@ def test_ids_that_end_a_text_are_found_where_later_versions_look(tmp_path: Path)
     assert model.generation_config.eos_token_id == [5, 6]
 
 
-def test_both_types_are_said_where_the_source_said_one_or_none(tmp_path: Path) -> None:
+def test_both_dtype_keys_are_written(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "llama", num_hidden_layers=1, dtype=torch.float16)
     path = source / "config.json"
     config = json.loads(path.read_text())
@@ -97,7 +97,7 @@ def test_both_types_are_said_where_the_source_said_one_or_none(tmp_path: Path) -
         assert written["dtype"] == written["torch_dtype"] == "float16"
 
 
-def test_ids_go_along_into_another_familys_words_and_old_settings_do_not(tmp_path: Path) -> None:
+def test_another_family_keeps_token_ids_and_drops_old_settings(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "mixtral", num_hidden_layers=1, eos_token_id=9)
     convert(source, tmp_path / "export", "hf", hf_family="isthmus")
     config = json.loads((tmp_path / "export" / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Megatron's legacy files in any layout of ranks: written, read, and turned into every other format."""
+"""Legacy checkpoints in many layouts are written, read and converted to every other format."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rewrite(path: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=named)
-def test_there_and_back(layout: LegacyLayout, tied: bool, tmp_path: Path) -> None:
+def test_legacy_round_trip(layout: LegacyLayout, tied: bool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "hf", "qwen3", dtype=torch.bfloat16, tie_word_embeddings=tied)
     done = convert(source, tmp_path / "legacy", "torch", layout=layout)
     assert done.destination_format == "torch"
@@ -76,7 +76,7 @@ def test_from_any_format_to_any_other(model: Path, tmp_path: Path) -> None:
         compare_models(model, tmp_path / name)
 
 
-def test_what_each_rank_holds(model: Path, tmp_path: Path) -> None:
+def test_contents_of_each_rank(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2, vpp=2))
     states = {
         (tp, pp): torch.load(tmp_path / "legacy" / "release" / f"mp_rank_{tp:02d}_{pp:03d}" / FILE, weights_only=False)
@@ -107,7 +107,7 @@ def test_both_spellings(spelling: Any, norm: str, model: Path, tmp_path: Path) -
     compare_models(model, tmp_path / "legacy")
 
 
-def test_padding_of_any_width_is_taken_off(model: Path, tmp_path: Path) -> None:
+def test_padding_of_any_width_is_removed(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch")
     name = "embedding.word_embeddings.weight"
 
@@ -136,7 +136,7 @@ def test_padding_of_any_width_is_taken_off(model: Path, tmp_path: Path) -> None:
         (lambda state: state.pop("model"), "no model"),
     ],
 )
-def test_what_does_not_fit_is_named(change: Any, told: str, model: Path, tmp_path: Path) -> None:
+def test_misfit_tensors_are_named(change: Any, told: str, model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch")
     rewrite(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, change)
     with pytest.raises(DataError, match=told):
@@ -160,7 +160,7 @@ class Payload:
         return (Path.touch, (Path("ran-anyway"),))
 
 
-def test_a_payload_does_not_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payload_does_not_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     convert(model, tmp_path / "legacy", "torch")
     rewrite(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, lambda state: state.update(rng_state=Payload()))
@@ -169,7 +169,7 @@ def test_a_payload_does_not_run(model: Path, tmp_path: Path, monkeypatch: pytest
     assert not Path("ran-anyway").exists()
 
 
-def test_arguments_as_a_training_leaves_them(model: Path, tmp_path: Path) -> None:
+def test_args_with_enums_of_megatron_core(model: Path, tmp_path: Path) -> None:
     from megatron.core.transformer.enums import AttnBackend
 
     convert(model, tmp_path / "legacy", "torch")
@@ -181,14 +181,14 @@ def test_arguments_as_a_training_leaves_them(model: Path, tmp_path: Path) -> Non
     compare_models(model, tmp_path / "legacy")
 
 
-def test_a_folder_of_ranks_alone_is_described_by_its_args_or_by_a_config_elsewhere(model: Path, tmp_path: Path) -> None:
+def test_ranks_without_config_use_args_or_hf_like(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2))
     (tmp_path / "legacy" / "release").rename(tmp_path / "ranks")
     assert compare_models(tmp_path / "ranks", model).formats == ("torch", "hf")
     assert compare_models(tmp_path / "ranks", model, hf_like=model).formats == ("torch", "hf")
 
 
-def test_sizes_that_the_files_contradict(model: Path, tmp_path: Path) -> None:
+def test_wrong_parallel_sizes_are_refused(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(pp=2))
     for path in (tmp_path / "legacy" / "release").glob(f"*/{FILE}"):
         rewrite(path, lambda state: setattr(state["args"], "pipeline_model_parallel_size", 1))
@@ -196,7 +196,7 @@ def test_sizes_that_the_files_contradict(model: Path, tmp_path: Path) -> None:
         convert(tmp_path / "legacy", tmp_path / "out")
 
 
-def test_parts_of_one_tensor_have_one_dtype(model: Path, tmp_path: Path) -> None:
+def test_parts_of_one_tensor_must_have_one_dtype(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(model / "model.safetensors")
@@ -211,7 +211,7 @@ def test_parts_of_one_tensor_have_one_dtype(model: Path, tmp_path: Path) -> None
     convert(model, tmp_path / "out", "torch", dtype=torch.float32)
 
 
-def test_layers_dealt_out_unevenly_are_read(model: Path, tmp_path: Path) -> None:
+def test_uneven_pipeline_stages_are_read(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(pp=2))
     moved: dict[str, Any] = {}
 

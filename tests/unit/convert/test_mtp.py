@@ -1,4 +1,4 @@
-"""Layers that predict ahead are kept through conversions, and what is not there is not asked for."""
+"""MTP layers survive conversions; MTP layers without weights are dropped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def complete(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "torch"])
-def test_they_are_kept(saved: Path, to: str, tmp_path: Path) -> None:
+def test_mtp_layers_survive_a_round_trip(saved: Path, to: str, tmp_path: Path) -> None:
     assert complete(saved) == 6 + 9 + 2 + 6 * 3 + 3
     convert(saved, tmp_path / "megatron", to)
     convert(tmp_path / "megatron", tmp_path / "back")
@@ -47,14 +47,14 @@ def test_they_are_kept(saved: Path, to: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_a_config_may_count_what_is_not_there(saved: Path, tmp_path: Path) -> None:
+def test_mtp_layers_without_weights_are_dropped(saved: Path, tmp_path: Path) -> None:
     convert(saved, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")
     assert load_file(saved / "model.safetensors").keys() == load_file(tmp_path / "back" / "model.safetensors").keys()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def test_those_that_are_there_are_trained(saved: Path) -> None:
+def test_mtp_layers_with_weights_are_trained(saved: Path) -> None:
     config = RunConfig.model_validate(
         {"recipe": "pretrain", "out": "unused", "model": {"path": str(saved)}, "data": {"files": ["unused"]}}
     )

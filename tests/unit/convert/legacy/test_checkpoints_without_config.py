@@ -1,4 +1,4 @@
-"""Checkpoints that nothing but their arguments describes: what Megatron-LM writes, and ours without the config."""
+"""Checkpoints without a config are described by their args."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def change_args(checkpoint: Path, **changed: Any) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen2_moe", "deepseek_v3"])
-def test_the_arguments_are_enough(family: str, layout: str, tmp_path: Path) -> None:
+def test_args_are_enough(family: str, layout: str, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", family)
     done = convert(bare(model, tmp_path / "there", **LAYOUTS[layout]), tmp_path / "back")
     assert (done.family, len(done.notes)) == (family, 2)
@@ -51,7 +51,7 @@ def test_the_arguments_are_enough(family: str, layout: str, tmp_path: Path) -> N
     compare_models(tmp_path / "there", model)
 
 
-def test_a_mistral_without_a_window_may_be_a_llama(tmp_path: Path) -> None:
+def test_mistral_without_window_is_read_as_llama(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=None)
     checkpoint = bare(model, tmp_path / "there")
     done = convert(checkpoint, tmp_path / "back")
@@ -61,7 +61,7 @@ def test_a_mistral_without_a_window_may_be_a_llama(tmp_path: Path) -> None:
         compare_models(model, tmp_path / "back")
 
 
-def test_a_model_as_yaml_describes_a_checkpoint_too(tmp_path: Path) -> None:
+def test_yaml_model_describes_a_checkpoint(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=None)
     checkpoint = bare(model, tmp_path / "there")
     own = json.loads((model / "config.json").read_text()) | {"rope_parameters": None}
@@ -72,7 +72,7 @@ def test_a_model_as_yaml_describes_a_checkpoint_too(tmp_path: Path) -> None:
     compare_models(model, tmp_path / "back")
 
 
-def test_padding_that_nothing_tells_is_kept_unless_it_is_said(tmp_path: Path) -> None:
+def test_unknown_padding_is_kept_without_vocab_size(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "llama")
     checkpoint = bare(model, tmp_path / "there", to="torch", layout=LegacyLayout(tp=4))
     file = checkpoint / "release" / "mp_rank_00" / "model_optim_rng.pt"
@@ -87,7 +87,7 @@ def test_padding_that_nothing_tells_is_kept_unless_it_is_said(tmp_path: Path) ->
     compare_models(model, checkpoint)
 
 
-def test_the_vocabulary_is_said_once(tmp_path: Path) -> None:
+def test_vocab_size_is_refused_with_a_config(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "llama")
     convert(model, tmp_path / "there")
     for source in (model, tmp_path / "there"):
@@ -98,7 +98,7 @@ def test_the_vocabulary_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"), [({"rotary_base": 20000}, "rotary_base"), ({"layernorm_epsilon": 1e-4}, "norm_epsilon")]
 )
-def test_verify_tells_arguments_that_mean_another_model(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_verify_detects_args_of_another_model(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "qwen3")
     checkpoint = bare(model, tmp_path / "there")
     change_args(checkpoint, **changed)
@@ -106,7 +106,7 @@ def test_verify_tells_arguments_that_mean_another_model(changed: dict[str, Any],
         compare_models(model, checkpoint)
 
 
-def test_a_model_that_is_not_built_is_refused(tmp_path: Path) -> None:
+def test_unsupported_model_is_refused(tmp_path: Path) -> None:
     checkpoint = bare(build_model_folder(tmp_path / "hf", "qwen3"), tmp_path / "there")
     change_args(checkpoint, swiglu=False, squared_relu=True)
     with pytest.raises(UsageError, match=r"squared_relu=True.*--hf-like"):
@@ -114,7 +114,7 @@ def test_a_model_that_is_not_built_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "back").exists()
 
 
-def test_the_optimizer_in_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_optimizer_state_is_ignored(tmp_path: Path) -> None:
     from isthmus.convert.torch_dist.dcp_metadata import TensorStorageMetadata, load_metadata, save_metadata
 
     model = build_model_folder(tmp_path / "hf", "llama")
@@ -130,7 +130,7 @@ def test_the_optimizer_in_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
     compare_models(model, checkpoint)
 
 
-def test_layers_ahead_share_the_embedding_in_what_megatron_lm_writes(tmp_path: Path) -> None:
+def test_mtp_layers_share_the_embedding_in_megatron_lm(tmp_path: Path) -> None:
     from isthmus.convert.torch_dist.dcp_metadata import load_metadata, save_metadata
 
     model = build_model_folder(tmp_path / "hf", "deepseek_v3")
