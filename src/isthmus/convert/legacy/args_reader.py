@@ -7,24 +7,19 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 
+_MUST_BE_FALSE = (
+    *("squared_relu", "use_legacy_models", "apply_residual_connection_post_layernorm", "attention_output_gate"),
+    *("qk_l2_norm", "use_mup", "is_hybrid_model", "moe_apply_probs_on_input", "moe_router_force_load_balancing"),
+)
+_MUST_BE_UNSET = (
+    *("spec", "experimental_attention_variant", "hybrid_override_pattern", "moe_latent_size"),
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+)
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "squared_relu": (False,),
-    "use_legacy_models": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "attention_output_gate": (False,),
-    "qk_l2_norm": (False,),
-    "use_mup": (False,),
-    "spec": (),
-    "experimental_attention_variant": (),
-    "heterogeneous_layers_config_path": (),
-    "heterogeneous_layers_config_encoded_json": (),
-    "hybrid_override_pattern": (),
-    "is_hybrid_model": (False,),
+    **dict.fromkeys(_MUST_BE_FALSE, (False,)),
+    **dict.fromkeys(_MUST_BE_UNSET, ()),
     "hybrid_attention_ratio": (0.0,),
     "hybrid_mlp_ratio": (0.0,),
-    "moe_latent_size": (),
-    "moe_apply_probs_on_input": (False,),
-    "moe_router_force_load_balancing": (False,),
     "rotary_seq_len_interpolation_factor": (1,),
     "softmax_type": ("vanilla", "learnable"),
     "position_embedding_type": ("rope", "learned_absolute"),
