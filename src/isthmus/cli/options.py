@@ -43,7 +43,7 @@ VocabSize = Annotated[
 ]
 HfFamily = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="model_type to write with --to hf; isthmus includes its modelling files."),
+    typer.Option(metavar="NAME", help="model_type to write with --to hf; isthmus includes its modeling files."),
 ]
 Learn = Annotated[
     bool,

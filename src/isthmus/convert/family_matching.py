@@ -17,7 +17,7 @@ PREFERRED = (
 )
 """Where several families fit, the first of these is chosen, then the others in alphabetical order."""
 LAST_RESORT = "isthmus"
-"""Can express nearly any model, with its own modelling files; chosen if no other family fits."""
+"""Can express nearly any model, with its own modeling files; chosen if no other family fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def _differences(wanted: Architecture, expressed: Architecture) -> list[str]:
 
 
 def _flat(arch: Architecture) -> dict[str, Any]:
-    """Every field by its path, normalised where different values compute the same; name and ``init_std`` left out."""
+    """Every field by its path, normalized where different values compute the same; name and ``init_std`` left out."""
     if (moe := arch.moe) is not None:
         if moe.score == "softmax_of_chosen" and moe.num_groups == 1 and not moe.expert_bias:
             moe = replace(moe, score="softmax", normalize=True)

@@ -77,7 +77,7 @@ def convert(
         dtype: of the tensors; None keeps the dtype of each.
         hf_like: Hugging Face folder or ``preset:NAME`` whose config describes a checkpoint that has no config.
         hf_family: family of the Hugging Face folder to write; None is that of the source. ``isthmus`` can express any
-            supported model except latent attention, and includes its modelling files.
+            supported model except latent attention, and includes its modeling files.
         layout: parallel sizes of a legacy checkpoint; other formats have none.
         spelling: tensor names in a legacy checkpoint; None is ``te``, the default of Megatron-LM.
         bin: read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors.
@@ -159,7 +159,7 @@ def _destination_notes(plan: ConversionPlan) -> list[str]:
     if plan.format != "hf" or not plan.model.family.auto_map:
         return []
     return [
-        f"transformers has no class for this model: the folder has its modelling files, and {_REMOTE_CODE} runs them.",
+        f"transformers has no class for this model: the folder has its modeling files, and {_REMOTE_CODE} runs them.",
         f"Load it with AutoModelForCausalLM.from_pretrained(DST, {_REMOTE_CODE}). Without it transformers refuses the "
         "folder; so do programs that never run a model's own code, such as llama.cpp.",
     ]

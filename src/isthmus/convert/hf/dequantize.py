@@ -1,4 +1,4 @@
-"""Presents quantised weights as plain tensors, dequantised slice by slice."""
+"""Presents quantized weights as plain tensors, dequantized slice by slice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isthmus.hf.tensors.quantization import Quantization
 from isthmus.hf.tensors.safetensors_format import Bounds, bounds_of, steps_of
 
 _TILE_VALUES = 1 << 18
-"""Values that are dequantised at a time, which bounds the memory."""
+"""Values that are dequantized at a time, which bounds the memory."""
 
 
 class DequantizedWeights:
@@ -53,7 +53,7 @@ class DequantizedWeights:
 
     @property
     def num_dequantized(self) -> int:
-        """Number of quantised tensors."""
+        """Number of quantized tensors."""
         return len(self._codes)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:

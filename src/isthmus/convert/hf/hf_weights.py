@@ -1,4 +1,4 @@
-"""Opens the weights of a Hugging Face folder under the names of its family: safetensors or .bin, plain or quantised."""
+"""Opens the weights of a Hugging Face folder under the names of its family: safetensors or .bin, plain or quantized."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
         bin: read ``pytorch_model*.bin`` instead of safetensors.
 
     Raises:
-        UsageError: the quantisation or the model is not supported.
+        UsageError: the quantization or the model is not supported.
         MissingInput, DataError, UnsafeInput: files are missing, damaged, or would run code.
     """
     notes: list[str] = []
@@ -47,7 +47,7 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
         quantization, dtype = quantization_of(folder.quantization), config_dtype(folder.config, torch.bfloat16)
         source = dequantized = DequantizedWeights(source, quantization, dtype)
         if dequantized.num_dequantized:
-            notes.append(f"weights are {quantization}: dequantised to {str(dtype).removeprefix('torch.')}")
+            notes.append(f"weights are {quantization}: dequantized to {str(dtype).removeprefix('torch.')}")
     prefixed = _add_prefix(source, family, folder.config)
     if prefixed is not None:
         source = prefixed
@@ -91,5 +91,5 @@ def _add_prefix(source: WeightSource, family: Family, config: Mapping[str, Any])
 
 
 def config_dtype(config: Mapping[str, Any], default: torch.dtype) -> torch.dtype:
-    """The dtype in a config, in which its weights were saved or from which they were quantised."""
+    """The dtype in a config, in which its weights were saved or from which they were quantized."""
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), default)

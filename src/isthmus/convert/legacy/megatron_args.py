@@ -213,7 +213,7 @@ def routing_args(moe: Moe) -> dict[str, Any] | None:
         return {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False, **groups}
     if moe.expert_bias:
         return None
-    # Softmax over the chosen experts equals normalised softmax over all, but then groups are chosen by logits.
+    # Softmax over the chosen experts equals normalized softmax over all, but then groups are chosen by logits.
     after = moe.score == "softmax_of_chosen" or moe.normalize
     if after and (grouped or moe.top_k == 1):
         return None

@@ -1,4 +1,4 @@
-"""Quantised weights are dequantised slice by slice; missing or misshapen scales are refused."""
+"""Quantised weights are dequantized slice by slice; missing or misshapen scales are refused."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ def quantized(model: Path) -> Path:
     return model
 
 
-def test_quantised_model_is_dequantised(quantized: Path, tmp_path: Path) -> None:
+def test_quantized_model_is_dequantized(quantized: Path, tmp_path: Path) -> None:
     done = convert(quantized, tmp_path / "there")
-    assert done.notes == ["weights are FP8 in blocks of 24x20: dequantised to bfloat16"]
+    assert done.notes == ["weights are FP8 in blocks of 24x20: dequantized to bfloat16"]
     assert compare_models(quantized, tmp_path / "there").formats == ("hf", "torch_dist")
     convert(quantized, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2))
     compare_models(tmp_path / "there", tmp_path / "legacy")
@@ -97,7 +97,7 @@ def test_quantised_model_is_dequantised(quantized: Path, tmp_path: Path) -> None
 def test_experts_and_latent_attention_of_deepseek(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "deepseek_v3", dtype=torch.bfloat16)
     rewrite(model, quantize, quantization_config=FP8)
-    assert convert(model, tmp_path / "there").notes == ["weights are FP8 in blocks of 24x20: dequantised to bfloat16"]
+    assert convert(model, tmp_path / "there").notes == ["weights are FP8 in blocks of 24x20: dequantized to bfloat16"]
     convert(tmp_path / "there", tmp_path / "back")
     back, wanted = (
         load_file(tmp_path / "back" / "model.safetensors"),
@@ -116,12 +116,12 @@ def test_export_has_no_quantization_config(quantized: Path, tmp_path: Path) -> N
     assert not any(told.values())
 
 
-def test_each_rank_dequantises_its_slices(quantized: Path) -> None:
+def test_each_rank_dequantizes_its_slices(quantized: Path) -> None:
     config = RunConfig.model_validate(
         {"recipe": "pretrain", "out": "unused", "model": {"path": str(quantized)}, "data": {"files": ["unused"]}}
     )
     plans = plan_model(config)
-    assert plans.weights.notes == ("weights are FP8 in blocks of 24x20: dequantised to bfloat16",)
+    assert plans.weights.notes == ("weights are FP8 in blocks of 24x20: dequantized to bfloat16",)
     arch, name = plans.architecture, "decoder.layers.1.mlp.linear_fc2.weight"
     whole = dequantize(load_file(quantized / "model.safetensors"))["model.layers.1.mlp.down_proj.weight"]
     for rank in range(2):
@@ -148,7 +148,7 @@ def test_codes_without_quantization_config_are_refused(quantized: Path, tmp_path
         convert(quantized, tmp_path / "out")
 
 
-def test_hf_like_may_be_a_quantised_model(quantized: Path, tmp_path: Path) -> None:
+def test_hf_like_may_be_a_quantized_model(quantized: Path, tmp_path: Path) -> None:
     convert(quantized, tmp_path / "there")
     config = json.loads((quantized / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
     (tmp_path / "like").mkdir()
@@ -166,7 +166,7 @@ def test_missing_prefix_is_added(tied: bool, tmp_path: Path) -> None:
     assert compare_models(tmp_path / "wanted", tmp_path / "there").num_tensors == (4 * 12 + 2 + (not tied))
 
 
-def test_quantised_without_prefix(quantized: Path, tmp_path: Path) -> None:
+def test_quantized_without_prefix(quantized: Path, tmp_path: Path) -> None:
     convert(quantized, tmp_path / "wanted")
     rewrite(quantized, without("model."))
     notes = convert(quantized, tmp_path / "there").notes
