@@ -318,6 +318,7 @@ def _build_loop(training: _Training) -> Loop:
             rank=training.position.rank,
             weights={name: tuple(tensor.shape) for name, tensor in live_tensors(stages).items()},
             memory_stats=lambda: memory_stats(stages, training.stepper.optimizer),
+            device=training.stepper.device,
             peak_gib=context.platform.memory_gib,
             log=training.reporter.log,
         ),

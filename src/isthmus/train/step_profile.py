@@ -32,6 +32,7 @@ class StepProfile:
     """Shapes of this rank's weights by name, by which matmuls are told apart."""
     memory_stats: Callable[[], Mapping[str, int]]
     """Bytes that stay allocated between steps, by use; called when the profile ends."""
+    device: torch.device
     peak_gib: Callable[[], float]
     log: Callable[[str], None]
     _profiler: torch.profiler.profile | None = field(default=None, init=False)
@@ -43,7 +44,7 @@ class StepProfile:
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
         if self._profiler is None:
-            on_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+            on_device = self.device.type == "cuda"
             self._profiler = torch.profiler.profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])],
                 record_shapes=True,

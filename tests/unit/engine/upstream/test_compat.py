@@ -24,7 +24,7 @@ def stderr_of(code: str) -> str:
 
 @pytest.mark.processes
 def test_random_state_on_cpu(one: RankPool) -> None:
-    found = one.run("unit.engine.with_upstream.random_state")
+    found = one.run("unit.engine.upstream.upstream_tasks.random_state")
     assert not found["upstream"], "megatron-core sets the CPU's random state now: drop compat.cpu_random_state"
     assert found["mended"]
 
@@ -51,7 +51,7 @@ def test_variables_of_transformer_engine_stay_as_they_are(monkeypatch: pytest.Mo
 @pytest.mark.processes
 def test_fill_adam_state(one: RankPool, models: dict[str, Path], samples: Path) -> None:
     found = one.run(
-        "unit.engine.with_upstream.state_before_the_first_step", model=models["llama-tied"], samples=samples
+        "unit.engine.upstream.upstream_tasks.state_before_the_first_step", model=models["llama-tied"], samples=samples
     )
     assert found["upstream"] == "fails", "the state dict works before the first step now: drop compat.fill_adam_state"
     assert found["mended"] == 0
@@ -59,7 +59,7 @@ def test_fill_adam_state(one: RankPool, models: dict[str, Path], samples: Path) 
 
 @pytest.mark.processes
 def test_clip_in_place(one: RankPool) -> None:
-    found = one.run("unit.engine.with_upstream.clipping")
+    found = one.run("unit.engine.upstream.upstream_tasks.clipping")
     norm = pytest.approx(1000**0.5 * 2, rel=1e-6)
     assert found["upstream"] == {"made": 1000, "norm": norm, "left": pytest.approx(1, rel=1e-4)}, (
         "clipping copies no gradient now: drop compat.clip_in_place"
@@ -74,7 +74,7 @@ def test_a_rank_alone_exchanges_nothing(
     ranks: str, request: pytest.FixtureRequest, models: dict[str, Path], samples: Path
 ) -> None:
     found = request.getfixturevalue(ranks).run(
-        "unit.engine.with_upstream.exchanges", model=models["llama-tied"], samples=samples
+        "unit.engine.upstream.upstream_tasks.exchanges", model=models["llama-tied"], samples=samples
     )
     assert found["dp"] == {"one": 1, "two": 2}[ranks]
     assert (found["collectives"] > 0) == (ranks == "two")
@@ -82,7 +82,9 @@ def test_a_rank_alone_exchanges_nothing(
 
 @pytest.mark.processes
 def test_load_adam(one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
-    found = one.run("unit.engine.with_upstream.loading", model=models["llama-tied"], samples=samples, root=tmp_path)
+    found = one.run(
+        "unit.engine.upstream.upstream_tasks.loading", model=models["llama-tied"], samples=samples, root=tmp_path
+    )
     own_and_right = [True, [1.0]]
     assert found["upstream"] != own_and_right, "megatron-core loads AdamW's state now: drop compat.load_adam"
     assert found["mended"] == own_and_right
@@ -90,13 +92,13 @@ def test_load_adam(one: RankPool, models: dict[str, Path], samples: Path, tmp_pa
 
 @pytest.mark.processes
 def test_same_loss_scale(one: RankPool) -> None:
-    found = one.run("unit.engine.with_upstream.loss_scales")
+    found = one.run("unit.engine.upstream.upstream_tasks.loss_scales")
     assert found["upstream"] == [64, 32], "the optimizers of a chain share a loss scale now: drop sync_loss_scales"
     assert found["mended"] == [32, 32]
 
 
 @pytest.mark.processes
 def test_keep_bucket_padding(two: RankPool, models: dict[str, Path], samples: Path) -> None:
-    found = two.run("unit.engine.with_upstream.misplaced", model=models["qwen3-tied"], samples=samples)
+    found = two.run("unit.engine.upstream.upstream_tasks.misplaced", model=models["qwen3-tied"], samples=samples)
     assert found["upstream"] > 10, "the optimizer's state is cut in the right places now: drop keep_bucket_padding"
     assert found["mended"] == 0

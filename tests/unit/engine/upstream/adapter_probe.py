@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from isthmus.engine.upstream import cpu_adapter
+from isthmus.errors import UsageError
 
 
 def as_megatron(code: str, **given: Any) -> Any:
@@ -25,7 +26,7 @@ def main() -> None:
     cuda.is_available = cuda.is_initialized = lambda: True
     try:
         cpu_adapter.install()
-    except RuntimeError as error:
+    except UsageError as error:
         found["refused"] = str(error)
     cuda.is_available, cuda.is_initialized = available, initialized
     found["untouched"] = torch.zeros.__class__.__name__
