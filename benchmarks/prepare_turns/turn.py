@@ -69,7 +69,7 @@ def _isthmus(spec: dict[str, Any], threads: int) -> Callable[[], int]:
     from isthmus.recipes.data.prepare import prepare
 
     def run() -> int:
-        return prepare([spec["data"]], spec["out"], spec["tokenizer"], workers=threads).report.tokens
+        return prepare([spec["data"]], spec["out"], spec["tokenizer"], workers=threads).stats.tokens
 
     return run
 

@@ -9,11 +9,15 @@ from typing import Any, Literal
 
 import torch
 
+from isthmus.data.readers.file_sources import find_sources
+from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.tokenize.tokenize_files import prepare_chat
+from isthmus.data.store.sample_views import chat_samples
+from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.demo.python_docs import python_documentation, write_chats
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from isthmus.recipes.data.prepare import tokenize_files
 
 VOCAB_SIZE = 32000
 
@@ -48,7 +52,7 @@ class Turn:
     """The spec of one run."""
 
     folder: str
-    """Holds ``model`` (Hugging Face) and ``samples`` (a sample store)."""
+    """Contains ``model`` (Hugging Face) and ``samples`` (indexed files)."""
     precision: Literal["fp32", "bf16"]
     style: str
     """Batch layout; the names depend on the contestant."""
@@ -73,7 +77,7 @@ class Turn:
 
     def samples(self) -> SampleStore:
         """The tokenized samples with their masks, in the order of unpacked batches."""
-        return SampleStore.open(Path(self.folder) / "samples")
+        return SampleStore.from_indexed(open_indexed(Path(self.folder) / "samples"))
 
     def spec(self) -> dict[str, Any]:
         """For JSON; ``Turn(**spec)`` is the inverse."""
@@ -98,11 +102,17 @@ def make_workload(
         chosen = Tokenizer(train_tokenizer(data.read_text(encoding="utf-8").splitlines(), vocab_size=8192))
     else:
         chosen = load_tokenizer(tokenizer)
-    store, report = prepare_chat([data], chosen, seq_length=seq_length - 1)
+    options = TokenizeOptions("chat", seq_length - 1)
+    stats = tokenize_files(find_sources([data]), folder / "prepared", chosen, options)
+    store, _ = chat_samples(open_indexed(folder / "prepared"), seq_length - 1, "truncate")
     if store.max_token_id >= shape.vocab_size:
         raise SystemExit(f"the tokenizer has more than the model's {shape.vocab_size} tokens. Use another one.")
     store = store.select(np.random.default_rng(0).permutation(len(store))[:num_samples])
-    store.save(folder / "samples")
+    with IndexedWriter(folder / "samples", np.int32, masked=True) as writer:
+        for tokens, mask in (store[k] for k in range(len(store))):
+            writer.extend(tokens, (len(tokens),), mask)
+            writer.end_documents((1,))
+    write_manifest(folder / "samples", {"pair": writer.close()})
     parameters = _write_model(folder / "model", shape)
     chosen.save(folder / "model")  # TRL needs one, although the samples are tokenized
     return {
@@ -111,11 +121,11 @@ def make_workload(
             "file": data.name,
             "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
             "tokenizer": "trained on the data" if tokenizer is None else tokenizer.name,
-            "prepared": report.line(),
+            "prepared": stats.summary(),
             "samples": len(store),
             "tokens": store.num_tokens,
             "mean_sample_tokens": float(store.lengths.mean()),
-            "learned_share": store.num_learned / store.num_tokens,
+            "learned_share": sum(int(store[k][1][1:].sum()) for k in range(len(store))) / store.num_tokens,
             "samples_digest": store.digest(),
         },
     }

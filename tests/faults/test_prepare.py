@@ -1,4 +1,4 @@
-"""``isthmus prepare`` that is killed goes on from what is done; a worker that is lost is told of."""
+"""``isthmus prepare`` continues from its finished parts after it was killed, and reports a killed worker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from isthmus.recipes.data.prepare import prepare
 
-# The command line with small parts, of which a process is ended at a record: the one that tells of it, or the worker
-# that is given it (a worker ended from outside may have nothing left to do, and is then not missed).
+# The command line with small parts, and a process that kills itself at a record: the main one, or the worker that gets
+# the record (a worker that is killed from outside may be idle, and then nothing fails).
 ENDED = """
 import os, signal, sys
 from isthmus.cli import prepare as command
@@ -27,20 +27,20 @@ from isthmus.data.readers import json_chunks
 from isthmus.recipes.data import prepare_resume, prepare_workers
 victim, at = sys.argv[1], int(sys.argv[2])
 json_chunks.CHUNK_BYTES, prepare_resume.PART_TOKENS = 300, 200
-made = prepare_workers._made
+tokenize = prepare_workers._tokenize
 def end():
     os.kill(os.getpid(), signal.SIGKILL)
-def show(self, report):
-    if report.records >= at:
+def show(self, stats):
+    if stats.records >= at:
         end()
-def work(maker, chunk):
+def _tokenize(chunk):
     if any(record.where.endswith(f".jsonl:{at}") for record in chunk.parse()):
         end()
-    return made(maker, chunk)
+    return tokenize(chunk)
 if victim == "main":
-    command._Line.show = show
+    command._ProgressLine.show = show
 if victim == "worker":
-    prepare_workers.start_method, prepare_workers._made = lambda: "fork", work
+    prepare_workers.start_method, prepare_workers._tokenize = lambda: "fork", _tokenize
 sys.exit(main(sys.argv[3:]))
 """
 
@@ -73,7 +73,7 @@ def test_killed_and_begun_again(tmp_path: Path, words: list[str]) -> None:
     lost = run("worker", 60, *words, str(out))
     assert lost.returncode == 76, lost
     (line,) = [line for line in lost.stderr.splitlines() if line.startswith("isthmus:")]
-    assert "was ended by SIGKILL" in line and "Traceback" not in lost.stderr
+    assert "a worker process ended before its result" in line and "Traceback" not in lost.stderr
     assert not outputs(out)
     parts = len(list(Path(f"{out}.partial").glob("*.npz")))
     assert parts

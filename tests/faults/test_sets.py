@@ -47,7 +47,7 @@ def test_a_prepared_pair_trains_as_its_raw_files_do(
     isthmus(*words, "--data", f"{texts}.bin", "--out", tmp_path / "bare")
     assert losses(tmp_path / "bare") == losses(tmp_path / "raw")
     wrong = isthmus("sft", *words[1:], "--data", texts, "--out", tmp_path / "sft").error(65)
-    assert "sft wants chat" in wrong and not (tmp_path / "sft").exists()
+    assert "sft needs chat" in wrong and not (tmp_path / "sft").exists()
     texts.with_suffix(".bin").write_bytes(texts.with_suffix(".bin").read_bytes()[:-2])
     assert "texts.bin" in isthmus(*words, "--data", texts, "--out", tmp_path / "cut").error(65)
 
@@ -73,4 +73,4 @@ def test_sets_are_mixed_held_out_each_and_taken_up_again(
     assert losses(tmp_path / "out")[-2:] == whole[6:]
     other = [word.replace("weight: 3", "weight: 2") for word in mix]
     assert "differ from those of" in isthmus(*words, *other, "train.steps=9").error(65)
-    assert open_indexed(tmp_path / "out" / "data" / "set-0" / "samples", verify=True).mask is not None
+    assert open_indexed(tmp_path / "out" / "data" / "set-0", verify=True).mask is not None

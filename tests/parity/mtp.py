@@ -15,9 +15,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 
 from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.data.store.sample_store import SampleStore
 from ranks.tasks import CLIP_GRAD
-from ranks.tiny import SEQ_LENGTH
+from ranks.tiny import SEQ_LENGTH, open_samples
 
 
 class Ahead(nn.Module):
@@ -72,7 +71,7 @@ def train(
         eps=1e-8,
     )
     batches = Batches(
-        SampleStore.open(samples),
+        open_samples(samples),
         BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True),
     )
     curves: dict[str, list[float]] = {"loss": [], "mtp_loss": [], "grad_norm": []}

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from isthmus.data.batching.batches import BatchSettings
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.batching.pair_batches import PairBatches
-from isthmus.data.store.sample_store import SampleStore
 from ranks.tasks import CLIP_GRAD
-from ranks.tiny import SEQ_LENGTH
+from ranks.tiny import SEQ_LENGTH, open_samples
 
 
 def train(
@@ -29,7 +28,7 @@ def train(
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     batches = PairBatches(
-        SampleStore.open(samples),
+        open_samples(samples),
         BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=8, packing=False),
     )
     curves: dict[str, list[float]] = {"loss": [], "rewards/accuracies": [], "grad_norm": []}

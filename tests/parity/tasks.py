@@ -21,13 +21,12 @@ from isthmus.cli.main import main
 from isthmus.convert.learn import prove
 from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.data.store.sample_store import SampleStore
 from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.shrunken_model import effective_config
 from isthmus.recipes.setup.load_model import load_model, model_logits
 from ranks.tasks import CLIP_GRAD
-from ranks.tiny import SEQ_LENGTH
+from ranks.tiny import SEQ_LENGTH, open_samples
 
 
 def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> 
         eps=1e-8,
     )
     batches = Batches(
-        SampleStore.open(samples),
+        open_samples(samples),
         BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True),
     )
     curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}

@@ -26,7 +26,6 @@ from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.pair_batches import PairBatches
-from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, torch_optimizers
@@ -43,7 +42,7 @@ from isthmus.recipes.setup.rank_model import RankModel, join_and_build
 from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
 from ranks.pool_worker import leave_groups
-from ranks.tiny import SEQ_LENGTH
+from ranks.tiny import SEQ_LENGTH, open_samples
 
 TOTAL_STEPS = 20
 CLIP_GRAD = 1.5
@@ -125,7 +124,7 @@ def start(
         micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
     )
     in_order = replace(sizes, shuffle=False)
-    store = SampleStore.open(samples)
+    store = open_samples(samples)
     stepper = Stepper(built.stages, optimizer, build_schedule(optimizer, chosen, TOTAL_STEPS), objective_of(config))
     if dpo is None:
         return Training(built, stepper, Batches(store, sizes, shard), Batches(store, in_order, shard))

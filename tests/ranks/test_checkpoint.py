@@ -15,7 +15,7 @@ from isthmus.errors import DataError
 from isthmus.recipes.data.corpus import Corpus, check_fingerprint
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, furthest
-from ranks.tiny import build_model_folder, build_samples
+from ranks.tiny import build_model_folder, build_samples, open_samples
 
 HALF = 10
 
@@ -292,7 +292,7 @@ def test_checkpoint_of_another_model_is_refused(
 
 
 def test_data_fingerprint_covers_content_and_order(samples: Path, tmp_path: Path) -> None:
-    store = SampleStore.open(samples)
+    store = open_samples(samples)
     names = {"out": "unused", "model": {"path": "unused"}, "data": {"files": ["unused"]}}
 
     def fingerprint(chosen: SampleStore, **sections: dict[str, Any]) -> str:
@@ -300,10 +300,10 @@ def test_data_fingerprint_covers_content_and_order(samples: Path, tmp_path: Path
         return Corpus(chosen, None).fingerprint(RunConfig.model_validate({"recipe": "sft", **names, **given}))
 
     same = fingerprint(store)
-    assert fingerprint(SampleStore.open(build_samples(tmp_path / "again"))) == same
+    assert fingerprint(open_samples(build_samples(tmp_path / "again"))) == same
     assert fingerprint(store, train={"micro_batch_size": 4}, parallel={"tp": 2}, optim={"lr": 1.0}) == same
     others = [
-        fingerprint(SampleStore.open(build_samples(tmp_path / "other", seed=1))),
+        fingerprint(open_samples(build_samples(tmp_path / "other", seed=1))),
         fingerprint(store.select(range(len(store) - 1))),
         fingerprint(store.select([1, 0, *range(2, len(store))])),
         fingerprint(store, data={"seq_length": 64}),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.families.models.isthmus import FAMILY as ISTHMUS
 from isthmus.families.registry import family_for
@@ -128,7 +129,7 @@ def add_mtp_layers(folder: Path) -> Path:
     return folder
 
 
-def build_samples(folder: Path, *, count: int = 60, seed: int = 0) -> Path:
+def build_samples(prefix: Path, *, count: int = 60, seed: int = 0) -> Path:
     """Save ``count`` samples of 3 to 24 tokens; in one the whole text is learned, in the next hardly any of it."""
     random = np.random.default_rng(seed)
     samples = []
@@ -137,11 +138,10 @@ def build_samples(folder: Path, *, count: int = 60, seed: int = 0) -> Path:
         mask = (random.random(length) < (0.9 if number % 2 else 0.2)).astype(np.uint8)
         mask[-1] = 1
         samples.append((random.integers(0, VOCAB, length).astype(np.int32), mask))
-    SampleStore.from_samples(samples).save(folder)
-    return folder
+    return _write_samples(prefix, samples, per_document=1)
 
 
-def build_pairs(folder: Path, *, count: int = 24, seed: int = 0) -> Path:
+def build_pairs(prefix: Path, *, count: int = 24, seed: int = 0) -> Path:
     """Save ``count`` pairs of answers: a prompt of 1 to 8 tokens, and two answers of 2 to 16 behind it."""
     random = np.random.default_rng(seed)
     samples = []
@@ -151,5 +151,18 @@ def build_pairs(folder: Path, *, count: int = 24, seed: int = 0) -> Path:
             answer = random.integers(0, VOCAB, int(random.integers(2, 17)))
             mask = np.repeat(np.array([0, 1], dtype=np.uint8), [len(prompt), len(answer)])
             samples.append((np.concatenate([prompt, answer]).astype(np.int32), mask))
-    SampleStore.from_samples(samples, [pair for pair in range(count) for _ in range(2)]).save(folder)
-    return folder
+    return _write_samples(prefix, samples, per_document=2)
+
+
+def _write_samples(prefix: Path, samples: list[tuple[Any, Any]], *, per_document: int) -> Path:
+    with IndexedWriter(prefix, np.int32, masked=True) as writer:
+        for tokens, mask in samples:
+            writer.extend(tokens, (len(tokens),), mask)
+        writer.end_documents([per_document] * (len(samples) // per_document))
+    write_manifest(prefix, {"pair": writer.close()})
+    return prefix
+
+
+def open_samples(prefix: Path | str) -> SampleStore:
+    """The samples that :func:`build_samples` or :func:`build_pairs` wrote."""
+    return SampleStore.from_indexed(open_indexed(prefix))

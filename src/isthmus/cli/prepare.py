@@ -15,6 +15,7 @@ from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
     from isthmus.data.tokenize.stats import TokenizeStats
+    from isthmus.recipes.data.prepare import PrepareResult
 
 
 def prepare(
@@ -22,33 +23,31 @@ def prepare(
         list[str],
         typer.Argument(metavar="DATA...", help="Files, folders, patterns, or hf:ORG/NAME:SPLIT.", show_default=False),
     ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Prefix of the files to make: OUT.bin, OUT.idx, OUT.json.")
-    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the output files: OUT.bin, OUT.idx, OUT.json.")],
     tokenizer: Annotated[
-        str, typer.Option(metavar="TOKENIZER", help="Folder, such as a model's; tokenizer.model; or an id on the Hub.")
+        str, typer.Option(metavar="TOKENIZER", help="Tokenizer or model folder; tokenizer.model; or an id on the Hub.")
     ],
     tokenizer_type: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Megatron-LM's name for its kind, such as Llama2Tokenizer.")
+        str | None, typer.Option(metavar="TYPE", help="Megatron-LM's tokenizer type, such as Llama2Tokenizer.")
     ] = None,
     kind: Annotated[
-        str | None, typer.Option(metavar="KIND", help="text, chat or preference; default: what the first record is.")
+        str | None, typer.Option(metavar="KIND", help="text, chat or preference; default: kind of the first record.")
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Most tokens of a chat or an answer; default: any number.")
+        int | None, typer.Option(min=1, metavar="N", help="Maximum tokens of a chat or an answer; default: no limit.")
     ] = None,
     overlong: Annotated[
-        str, typer.Option(metavar="WHAT", help="truncate or drop: what becomes of a longer one.")
+        str, typer.Option(metavar="WHAT", help="What happens to a longer sample: truncate or drop.")
     ] = "truncate",
     loss_on: Annotated[
-        str, typer.Option(metavar="WHAT", help="assistant, last or all: which turns of a chat are learned.")
+        str, typer.Option(metavar="WHAT", help="Which turns of a chat have loss: assistant, last or all.")
     ] = "assistant",
-    on_error: Annotated[str, typer.Option(metavar="WHAT", help="stop or skip: what happens at a bad record.")] = "stop",
+    on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop",
     columns: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=NAME", help="What a field is called in the files, as text=body; may be repeated."),
+        typer.Option(metavar="KEY=NAME", help="Name of a field in the files, such as text=body; may be repeated."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, metavar="N", help="Processes; default: one a core.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, metavar="N", help="Processes; default: one per core.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")
     ] = False,
@@ -61,33 +60,33 @@ def prepare(
     from isthmus.data.readers.chunks import OnError
     from isthmus.data.tokenize.stats import Overlong
 
-    pairs = [word.partition("=") for word in columns or []]
-    if wrong := [f"{key}{equals}{name}" for key, equals, name in pairs if not (key and name)]:
-        raise UsageError(f"--columns {wrong[0]}: wanted KEY=NAME, as in text=body.")
-    if len(keys := [key for key, _, _ in pairs]) > len(set(keys)):
-        raise UsageError(f"--columns {' '.join(columns or [])}: a key is there twice. Name each once.")
     chosen: dict[str, Any] = {
         "kind": None if kind is None else _one_of("--kind", kind, get_args(Kind)),
         "overlong": _one_of("--overlong", overlong, get_args(Overlong)),
         "loss_on": _one_of("--loss-on", loss_on, get_args(LossOn)),
         "on_error": _one_of("--on-error", on_error, get_args(OnError)),
+        "columns": _parse_columns(columns or []),
     }
     from isthmus.recipes.data.prepare import prepare as run
 
-    with _Line() as line:
-        done = run(
+    with _ProgressLine() as line:
+        result = run(
             data, out, tokenizer, tokenizer_type=tokenizer_type, seq_length=seq_length, workers=workers,
-            trust_remote_code=trust_remote_code, columns={key: name for key, _, name in pairs},
-            progress=line.show, **chosen,
+            trust_remote_code=trust_remote_code, on_progress=line.show, **chosen,
         )  # fmt: skip
     if json:
-        show(done, as_json=True)
-        return 0
-    for told in [f"{done.out}: {done.kind}, {done.report.line()}, {done.time_s:.1f} s", *done.notes]:
-        print(told, flush=True)
-    for reason in done.report.skipped.reasons:
-        print(f"skipped: {reason}", file=sys.stderr, flush=True)
+        show(result, as_json=True)
+    else:
+        _print(result)
     return 0
+
+
+def _print(result: PrepareResult) -> None:
+    stats = result.stats
+    for line in [f"{result.out}: {result.kind}, {stats.summary()}, {result.time_s:.1f} s", *stats.notes]:
+        print(line, flush=True)
+    for reason in stats.skipped.reasons:
+        print(f"skipped: {reason}", file=sys.stderr, flush=True)
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
@@ -96,18 +95,29 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
-class _Line:
-    """What is done so far, on a terminal's stderr; nothing elsewhere.
+def _parse_columns(given: list[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in given]
+    for key, equals, name in pairs:
+        if not (key and name):
+            raise UsageError(f"--columns {key}{equals}{name}: expected KEY=NAME, such as text=body.")
+    columns = {key: name for key, _, name in pairs}
+    if len(columns) < len(pairs):
+        raise UsageError(f"--columns {' '.join(given)}: a key is repeated. Name each once.")
+    return columns
 
-    It begins with the first news: until then processes are started, which is faster from a process without threads.
+
+class _ProgressLine:
+    """The counts so far, on a terminal's stderr.
+
+    It starts with the first counts: until then workers are forked, which is safe only in a process without threads.
     """
 
     def __init__(self) -> None:
         self._status: Any = None
         self._start_s = time.monotonic()
 
-    def show(self, report: TokenizeStats) -> None:
-        """Write the counts over those before."""
+    def show(self, stats: TokenizeStats) -> None:
+        """Write the counts over the previous ones."""
         if not sys.stderr.isatty():
             return
         if self._status is None:
@@ -115,10 +125,10 @@ class _Line:
 
             self._status = Console(stderr=True, highlight=False).status("preparing")
             self._status.start()
-        rate = report.tokens / max(time.monotonic() - self._start_s, 1e-3)
-        self._status.update(f"preparing  {report.records:,} records  {report.tokens:,} tokens  {rate:,.0f} tokens/s")
+        rate = stats.tokens / max(time.monotonic() - self._start_s, 1e-3)
+        self._status.update(f"preparing  {stats.records:,} records  {stats.tokens:,} tokens  {rate:,.0f} tokens/s")
 
-    def __enter__(self) -> _Line:
+    def __enter__(self) -> _ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +15,8 @@ from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.pair_batches import PairBatches
-from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.tokenize.tokenize_files import TokenizeStats
 from isthmus.engine.parallel.process_groups import Position, agree, close_groups, join_ranks, open_groups
 from isthmus.errors import UsageError
-from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.launch.heartbeat import Pulse
 from isthmus.launch.rank_env import ranks_here, speaks_last
 from isthmus.platforms.base import RunShape
@@ -39,8 +34,6 @@ from isthmus.train.stop import StopFlag
 
 if TYPE_CHECKING:
     from isthmus.engine.step import Stepper
-
-PrepareFor = Callable[[RunConfig, Tokenizer, list[Path]], tuple[SampleStore, TokenizeStats]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +56,12 @@ class RunResult:
         return asdict(self)
 
 
-def run(recipe: str, config: RunConfig, prepare: PrepareFor) -> RunResult:
+def run(recipe: str, config: RunConfig) -> RunResult:
     """Train as ``config`` says and export; every rank calls it.
 
     Args:
-        recipe: name of the recipe that ``prepare`` belongs to; a config of another one is refused.
+        recipe: name of the recipe; a config of another one is refused.
         config: of the run.
-        prepare: records to samples.
 
     Raises:
         IsthmusError: with the exit code of the failure; a run that is asked to stop raises ``Preempted`` after saving.
@@ -88,7 +80,7 @@ def run(recipe: str, config: RunConfig, prepare: PrepareFor) -> RunResult:
             messages += [met] if met else []
             with Pulse(limits.timeout_s) as pulse:
                 try:
-                    return _run_rank(context, prepare, messages, stop)
+                    return _run_rank(context, messages, stop)
                 except RuntimeError as error:
                     end = pulse.explain(error)
                     if end is None:
@@ -130,7 +122,7 @@ def _prepare_process(context: RunContext) -> list[str]:
     return [*messages, *platform.prepare_process()]
 
 
-def _run_rank(context: RunContext, prepare: PrepareFor, messages: Sequence[str], stop: StopFlag) -> RunResult:
+def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> RunResult:
     """The run of one rank, after all ranks have joined."""
     config, platform = context.config, context.platform
     position = open_groups(config.parallel, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
@@ -144,7 +136,7 @@ def _run_rank(context: RunContext, prepare: PrepareFor, messages: Sequence[str],
     ) as reporter:
         for message in messages:
             reporter.log(message)
-        training = _set_up(context, position, prepare, reporter, stop)
+        training = _set_up(context, position, reporter, stop)
         return _train(training, stop)
 
 
@@ -199,16 +191,14 @@ class _Training:
         self.reporter.log(f"exported {path}")
 
 
-def _set_up(
-    context: RunContext, position: Position, prepare: PrepareFor, reporter: Reporter, stop: StopFlag
-) -> _Training:
+def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> _Training:
     """Load the data, build the model and its optimizer, and resume. A new run folder is removed if any of it fails."""
     config, run_dir, main = context.config, context.run_dir, position.rank == 0
     text = dump(config)
     checks = ExitStack()
     agree(lambda: checks.enter_context(run_dir.checking(text)) if main else None)
     with checks:
-        data = _load_data(context, position, prepare, reporter)
+        data = _load_data(context, position, reporter, stop)
         check_schedule(config, data.steps)
         model = build_rank_model(config, context.plan, context.platform, position, context.precision)
         for message in model.messages:
@@ -225,20 +215,20 @@ def _set_up(
     return _Training(context, position, data, model, stepper, reporter, start)
 
 
-def _load_data(context: RunContext, position: Position, prepare: PrepareFor, reporter: Reporter) -> _RunData:
+def _load_data(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> _RunData:
     config, plan = context.config, context.plan
     corpus = load_corpus(
         config,
         context.run_dir.data,
         context.tokenizer,
-        partial(prepare, config, context.tokenizer),
         vocab_size=plan.architecture.vocab_size,
         resume=context.resume,
-        say=reporter.log,
+        stop=stop,
+        report=reporter.log,
     )
     train, valid, test = corpus.batches(config, position, config.parallel.dp(plan.world_size))
     steps = config.train.steps or math.ceil((config.train.epochs or 1) * train.steps_per_epoch)
-    if corpus.shares:
+    if corpus.mixture:
         epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())
         reporter.log(f"epochs of each set in {steps} steps: {epochs}")
     return _RunData(train, valid, test, steps, corpus.fingerprint(config))

@@ -48,8 +48,8 @@ def test_prepares_and_says_what_came_of_it(files, tokenizer, capsys):
     [
         (["--kind", "chats"], 2, "--kind chats is not known. Use text, chat, preference."),
         (["--overlong", "cut"], 2, "--overlong cut is not known"),
-        (["--columns", "text"], 2, "--columns text: wanted KEY=NAME"),
-        (["--columns", "text=body", "--columns", "text=a"], 2, "a key is there twice"),
+        (["--columns", "text"], 2, "--columns text: expected KEY=NAME"),
+        (["--columns", "text=body", "--columns", "text=a"], 2, "a key is repeated"),
         (["--seq-length", "5"], 2, "text is not cut when it is prepared"),
         (["--columns", "txt=body"], 2, "Did you mean text"),
     ],
@@ -63,4 +63,4 @@ def test_what_cannot_be(files, tokenizer, capsys, words, code, message):
 def test_an_absent_file_and_a_prefix_with_an_ending(files, tokenizer, capsys):
     assert main(["prepare", "none.jsonl", files[-1], "--tokenizer", tokenizer]) == 66
     assert main(["prepare", files[0], f"{files[-1]}.bin", "--tokenizer", tokenizer]) == 2
-    assert "is to be a prefix" in capsys.readouterr().err
+    assert "must be a prefix" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from isthmus.data.chat.chat_records import Conversation, Document, PreferenceRecord, kinds_of, parse_record
 from isthmus.data.chat.preference_records import parse_preference
 from isthmus.data.readers.chunks import Record
-from isthmus.data.readers.file_formats import read_records
+from unit.data.records import read_records
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/reference/data-formats.md"
 KINDS = {

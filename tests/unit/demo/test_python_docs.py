@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from isthmus.data.chat.chat_records import Conversation, Document, parse_record
-from isthmus.data.readers.file_formats import read_records
 from isthmus.demo.python_docs import python_documentation, write_chats, write_texts
+from unit.data.records import read_records
 
 PROBE = """
 import sys

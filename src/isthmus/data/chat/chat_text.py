@@ -78,10 +78,10 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """One text to learn from: ``learned`` are the stretches of it whose tokens are targets."""
+    """A text to train on, and the spans whose tokens have loss."""
 
     text: str
-    learned: list[Span]
+    loss_spans: list[Span]
 
 
 class ChatRenderer:
@@ -97,7 +97,7 @@ class ChatRenderer:
         self._loss_on = loss_on
         self.abilities = TemplateCapabilities.of(tokenizer.apply_chat_template)
         self.turn_token = self._find_turn_token()
-        self.unended = 0
+        self.without_end = 0
         """Texts so far whose last answer ends with no special token: nothing in them teaches to stop."""
 
     def __call__(self, conversation: Conversation) -> list[ChatText]:
@@ -111,7 +111,7 @@ class ChatRenderer:
             texts = self._texts(messages, tools)
             for chat in texts:
                 chat.text.encode("utf-8")
-                self.unended += not chat.text.endswith(self._tokenizer.special_tokens, 0, chat.learned[-1][1])
+                self.without_end += not chat.text.endswith(self._tokenizer.special_tokens, 0, chat.loss_spans[-1][1])
         except DataError as error:
             raise DataError(f"{conversation.where}: {error}") from error
         except UnicodeEncodeError as error:

@@ -15,9 +15,9 @@ class PairRenderer:
         self._render = ChatRenderer(tokenizer)
 
     @property
-    def unended(self) -> int:
+    def without_end(self) -> int:
         """Answers so far that end with no special token."""
-        return self._render.unended
+        return self._render.without_end
 
     def __call__(self, pair: PreferenceRecord) -> tuple[ChatText, ChatText]:
         """The chosen and the rejected conversation.

@@ -1,6 +1,6 @@
-"""Arrow tables to records: parquet files, and what the data sets of the Hub are made of. A row is a record.
+"""Rows of Arrow tables as records: parquet files, and data sets of Hugging Face's ``datasets``.
 
-The rows of a chunk travel as Arrow's own bytes, so that only the process that parses them makes objects of them.
+A chunk contains its rows in Arrow's IPC format; only the process that parses it creates Python objects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ArrowChunk:
-    """Some rows as an Arrow IPC stream."""
+    """Rows as an Arrow IPC stream."""
 
     path: str
     first: int
@@ -33,11 +33,11 @@ class ArrowChunk:
 
 
 def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
-    """The rows of a parquet file; a row group is never held as a whole.
+    """The rows of a parquet file; no row group is loaded as a whole.
 
     Raises:
         MissingInput, IOFailure: the file cannot be read.
-        DataError: it is damaged, cut short or has no rows.
+        DataError: it is damaged, truncated or has no rows.
         UsageError: the library for it is not installed.
     """
     library = _pyarrow(path)
@@ -54,16 +54,12 @@ def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
             raise IOFailure(f"{path}: cannot be read: {error.strerror or error}.") from error
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(
-            f"{path}: damaged or cut short, no whole parquet file: {reason}. Fetch or make it anew."
+            f"{path}: damaged or cut short, not a complete parquet file: {reason}. Download or create it again."
         ) from error
 
 
 def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[ArrowChunk]:
-    """Chunks of a source, out of the Arrow record batches or tables that it is read in.
-
-    Raises:
-        DataError: there is no row at all.
-    """
+    """Chunks of a source from its Arrow record batches or tables; DataError when it has no rows."""
     library = _pyarrow(path)
     first = 1
     for batch in batches:
@@ -75,16 +71,15 @@ def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[ArrowChunk]:
         yield ArrowChunk(path, first, sink.getvalue().to_pybytes())
         first += batch.num_rows
     if first == 1:
-        raise DataError(f"{path}: the table has no rows. Wanted at least one record.")
+        raise DataError(f"{path}: the table has no rows. Expected at least one record.")
 
 
 def rows_at_once(num_rows: int, num_bytes: int) -> int:
-    """As many rows as make a chunk, going by their mean size."""
+    """Rows per chunk, from their mean size."""
     return max(1, min(_MOST_ROWS, CHUNK_BYTES * num_rows // max(1, num_bytes)))
 
 
 def _pyarrow(path: str) -> Any:
-    """The library; UsageError when it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -95,7 +90,7 @@ def _pyarrow(path: str) -> Any:
 
 
 def _without_nulls(cell: Any) -> Any:
-    """Objects in a cell without the keys that Arrow made up: there, all objects of a column have all keys of any."""
+    """Objects without null keys: Arrow gives all objects of a column the keys of any of them."""
     if isinstance(cell, dict):
         return {key: _without_nulls(value) for key, value in cell.items() if value is not None}
     return [_without_nulls(value) for value in cell] if isinstance(cell, list) else cell

@@ -1,4 +1,4 @@
-"""What a source is read into: chunks that another process can parse, and the records in them."""
+"""Chunks of a data source, which any process can parse, and the records in them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from isthmus.errors import DataError
 
 OnError = Literal["stop", "skip"]
 CHUNK_BYTES = 1 << 18
-"""About how much a chunk holds; one record may be larger."""
+"""Approximate size of a chunk; one record may be larger."""
 
 
 @dataclass(slots=True)
 class SkippedRecords:
-    """What was left out under ``on_error="skip"``: how many records, and the first few reasons."""
+    """The number of bad records skipped under ``on_error="skip"``, and the first few reasons."""
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
     keep: int = 5
 
-    def refuse(self, error: DataError, on_error: OnError) -> None:
-        """Note ``error`` and go on, or raise it when ``on_error`` is ``"stop"``."""
+    def skip_or_raise(self, error: DataError, on_error: OnError) -> None:
+        """Count ``error``, or raise it when ``on_error`` is ``"stop"``."""
         if on_error == "stop":
             raise error
         self.count += 1
@@ -30,7 +30,7 @@ class SkippedRecords:
             self.reasons.append(str(error))
 
     def add(self, other: SkippedRecords) -> None:
-        """Count what another left out as well."""
+        """Add the counts of other data."""
         self.count += other.count
         self.reasons = [*self.reasons, *other.reasons][: self.keep]
 
@@ -45,10 +45,10 @@ class Record:
 
 
 class RecordChunk(Protocol):
-    """A piece of one source, of about ``CHUNK_BYTES``, that can be pickled."""
+    """About ``CHUNK_BYTES`` of one source; picklable."""
 
     def parse(self) -> Iterator[Record | DataError]:
-        """Its records in their order, and in the place of a bad one what is wrong with it.
+        """Its records in order; a bad record is yielded as its error.
 
         Raises:
             DataError: the rest of the chunk cannot be read.

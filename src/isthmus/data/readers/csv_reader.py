@@ -1,29 +1,30 @@
-"""Tables as text (CSV, TSV) to records: a row is a record, the first row has the names."""
+"""Rows of CSV and TSV files as records; the first row contains the field names."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from isthmus.data.readers.chunks import CHUNK_BYTES, Record
 from isthmus.data.readers.decompress import open_decompressed
-from isthmus.data.readers.json_chunks import decoded
+from isthmus.data.readers.json_chunks import decode_utf8
 from isthmus.errors import DataError
 
-_LONGEST_CELL = 1 << 28  # characters; beyond this a quote was surely not closed
+_LONGEST_CELL = 1 << 28  # characters; a longer cell means that a quote is not closed
 
 
 @dataclass(frozen=True, slots=True)
 class CsvChunk:
-    """Some rows, each with the line that it begins on."""
+    """Rows with the lines that they begin on."""
 
     path: str
     names: list[str]
     rows: list[tuple[int, list[str]]]
 
     def parse(self) -> Iterator[Record | DataError]:
-        """The records; a row with more or fewer cells than there are names is an error of its own."""
+        """The records; a row with more or fewer cells than names is yielded as an error."""
         for line, row in self.rows:
             where = f"{self.path}:{line}"
             if len(row) == len(self.names):
@@ -33,22 +34,22 @@ class CsvChunk:
 
 
 def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
-    """The rows of a table in UTF-8; cells in double quotes may hold line breaks, and a quote doubled.
+    """The rows of a table in UTF-8; cells in double quotes may contain line breaks and doubled quotes.
 
     Args:
         path: of the file.
-        tabs: columns are parted by tabs; else by commas, or by what the first line has instead (tab, semicolon).
+        tabs: columns are separated by tabs; else by the first of comma, tab and semicolon that the first line has.
 
     Raises:
         MissingInput, IOFailure: the file cannot be read.
-        DataError: no names in the first row, no row below it, or a quote in a wrong place or never closed.
+        DataError: no names in the first row, no other row, or a misplaced or unclosed quote.
     """
     csv.field_size_limit(_LONGEST_CELL)
     with open_decompressed(path) as file:
-        lines = (decoded(raw, path, number) for number, raw in enumerate(file, start=1))
+        lines = (decode_utf8(raw, path, number) for number, raw in enumerate(file, start=1))
         first = next(lines, "").removeprefix("\ufeff")
         delimiter = "\t" if tabs else next((mark for mark in ",\t;" if mark in first), ",")
-        reader = csv.reader(_again(first, lines), delimiter=delimiter, strict=True)
+        reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         names: list[str] | None = None
         rows: list[tuple[int, list[str]]] = []
         size, line, seen = 0, 1, False
@@ -66,25 +67,18 @@ def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
                     rows, size = [], 0
         except csv.Error as error:
             raise DataError(
-                f"{path}:{line}: this row is no row of a table: {error}. Is a quote not closed, or not doubled?"
+                f"{path}:{line}: not a row of a table: {error}. Is a quote not closed, or not doubled?"
             ) from error
         if names is None or not seen:
-            raise DataError(
-                f"{path}: the table has no rows. Wanted the names of its columns in the first, then records."
-            )
+            raise DataError(f"{path}: the table has no rows. Expected column names in the first row, then records.")
         if rows:
             yield CsvChunk(path, names, rows)
-
-
-def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _names(row: list[str], path: str) -> list[str]:
     names = [name.strip() for name in row]
     twice = {name for name in names if names.count(name) > 1}
     if twice or not all(names):
-        wrong = f"{sorted(twice)[0]!r} stands there twice" if twice else "a name is empty"
-        raise DataError(f"{path}:1: the first row must have the names of the columns, and {wrong}.")
+        wrong = f"{sorted(twice)[0]!r} occurs twice" if twice else "a name is empty"
+        raise DataError(f"{path}:1: the first row must contain the column names, but {wrong}.")
     return names

@@ -1,4 +1,4 @@
-"""Fields of records by the names known here, where the files call them otherwise."""
+"""Renames the fields of records to the names that isthmus reads (``data.columns``)."""
 
 from __future__ import annotations
 
@@ -14,34 +14,25 @@ Columns = Mapping[str, str]
 
 
 def check_columns(columns: Columns) -> None:
-    """Refuse a mapping to fields that nothing reads.
-
-    Raises:
-        UsageError: naming the first, and the nearest that is known.
-    """
+    """Raise UsageError for a mapping to an unknown field, with the closest known one."""
     for known, source in columns.items():
         if known not in FIELDS:
             near = get_close_matches(known, FIELDS, n=1) or (source in FIELDS and [f"{source}: {known}"])
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise UsageError(
-                f"data.columns: {known}: no field of records has this name.{hint} Known: {', '.join(FIELDS)}."
-            )
+            raise UsageError(f"data.columns: {known} is not a known field.{hint} Known: {', '.join(FIELDS)}.")
 
 
-def renamed(record: Record, columns: Columns) -> Record:
-    """The record with its fields under the known names; what else it has stays as it is.
+def rename_fields(record: Record, columns: Columns) -> Record:
+    """The record with its fields under the known names; other fields are unchanged.
 
     Raises:
-        DataError: it lacks a field that ``columns`` names.
+        DataError: the record has no field that ``columns`` names.
     """
     for known, source in columns.items():
         if source not in record.value:
             near = get_close_matches(source, map(str, record.value), n=1)
-            hint = (
-                f"Did you mean {known}: {near[0]}?"
-                if near
-                else f"It has {', '.join(map(str, record.value)) or 'none'}."
-            )
+            fields = ", ".join(map(str, record.value)) or "none"
+            hint = f"Did you mean {known}: {near[0]}?" if near else f"Its fields: {fields}."
             raise DataError(f"{record.where}: no field {source}, which data.columns names for {known}. {hint}")
     rest = {name: cell for name, cell in record.value.items() if name not in columns.values()}
     return Record(rest | {known: record.value[source] for known, source in columns.items()}, record.where)

@@ -1,8 +1,7 @@
-"""Files to records, in two steps: chunks, which are cheap to come by, and the records in them, which cost more.
+"""Files to records, in two steps: cheap to cut chunks, and the records parsed from each chunk.
 
-The content decides how a file is read, not its name; the name does only for text and tables, which have no mark:
-``.txt``, ``.csv`` and ``.tsv``. A plain text file is one document as it stands: nothing in it says where another
-would begin.
+The content decides the format; the name does so only for text and tables, which cannot be recognized: ``.txt``,
+``.csv`` and ``.tsv``. A plain text file is one document, since nothing in it marks where another would begin.
 """
 
 from __future__ import annotations
@@ -12,49 +11,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.data.readers.arrow_reader import parquet_chunks
-from isthmus.data.readers.chunks import OnError as OnError
-from isthmus.data.readers.chunks import Record as Record
-from isthmus.data.readers.chunks import RecordChunk as RecordChunk
-from isthmus.data.readers.chunks import SkippedRecords as SkippedRecords
+from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.csv_reader import table_chunks
-from isthmus.data.readers.decompress import is_compressed, open_decompressed, unpacked_name
-from isthmus.data.readers.field_mapping import Columns as Columns
-from isthmus.data.readers.field_mapping import renamed
+from isthmus.data.readers.decompress import is_compressed, open_decompressed, uncompressed_name
+from isthmus.data.readers.field_mapping import Columns, rename_fields
 from isthmus.data.readers.file_sources import find_sources
-from isthmus.data.readers.hf_datasets import HUB, data_set_chunks
-from isthmus.data.readers.json_chunks import array_chunks, decoded, line_chunks
+from isthmus.data.readers.hf_datasets import HUB, dataset_chunks
+from isthmus.data.readers.json_chunks import array_chunks, decode_utf8, line_chunks
 from isthmus.errors import DataError
 
 
-def read_records(
-    path: Path | str,
-    *,
-    on_error: OnError = "stop",
-    skipped: SkippedRecords | None = None,
-    columns: Columns | None = None,
-) -> Iterator[Record]:
-    """Yield the records of one source in their order; the errors are those of the two functions that follow."""
-    for chunk in read_chunks([path]):
-        yield from chunk_records(chunk, on_error=on_error, skipped=skipped, columns=columns)
-
-
 def read_chunks(files: Sequence[Path | str]) -> Iterator[RecordChunk]:
-    """Cut sources into chunks, in their order: the same ones each time, as long as the files stay as they are.
+    """Cut sources into chunks, in order; the same chunks each time, as long as the files stay the same.
 
-    Memory does not grow with the size of the files; only a text file is read as a whole, where its chunk is parsed.
+    Memory does not grow with the size of the files; only a text file is read as a whole, when its chunk is parsed.
 
     Args:
         files: also folders, patterns and data sets, see ``isthmus.data.readers.file_sources``.
 
     Raises:
-        MissingInput: there is no such file or data set.
-        UsageError: there is no data file in a folder, or a library to read one is not installed.
-        DataError: a file is empty, or broken in a way that leaves no sure place to go on from.
+        MissingInput: a file or data set does not exist.
+        UsageError: a folder has no data file, or a library to read one is not installed.
+        DataError: a file is empty, or so damaged that the next record cannot be found.
         IOFailure: reading failed.
     """
     for name in find_sources(files).names:
         if name.startswith(HUB) or Path(name).is_dir():
-            yield from data_set_chunks(name)
+            yield from dataset_chunks(name)
         else:
             yield from _file_chunks(name)
 
@@ -66,26 +49,26 @@ def chunk_records(
     skipped: SkippedRecords | None = None,
     columns: Columns | None = None,
 ) -> Iterator[Record]:
-    """Yield the records of a chunk in their order.
+    """Yield the records of a chunk in order.
 
     Args:
         chunk: may come from another process.
-        on_error: what to do at a bad record: raise what is wrong, or note it in ``skipped``.
-        skipped: where bad records are noted.
-        columns: what the files call the fields that are known here.
+        on_error: at a bad record raise its error, or count it in ``skipped``.
+        skipped: counts bad records.
+        columns: names of the fields in the files.
 
     Raises:
         DataError: (``on_error="stop"``) a record is bad.
-        MissingInput, IOFailure: a text file, which is read only here, cannot be.
+        MissingInput, IOFailure: a text file, which is opened only here, cannot be read.
     """
     skipped = skipped if skipped is not None else SkippedRecords()
     for item in chunk.parse():
         try:
             if isinstance(item, DataError):
                 raise item
-            record = renamed(item, columns) if columns else item
+            record = rename_fields(item, columns) if columns else item
         except DataError as error:
-            skipped.refuse(error, on_error)
+            skipped.skip_or_raise(error, on_error)
         else:
             yield record
 
@@ -101,29 +84,29 @@ class TextFileChunk:
         with open_decompressed(self.path) as file:
             raw = file.read()
         try:
-            text = decoded(raw, self.path, 1)
+            text = decode_utf8(raw, self.path, 1)
         except DataError as error:
             yield error
             return
         if text.strip():
             yield Record({"text": text}, f"{self.path}:1")
         else:
-            yield DataError(f"{self.path}: the file is empty. Wanted text.")
+            yield DataError(f"{self.path}: the file is empty. Expected text.")
 
 
 def _file_chunks(path: str) -> Iterator[RecordChunk]:
     with open_decompressed(path) as file:
         start = file.read(4096)
-    name = unpacked_name(Path(path))
+    name = uncompressed_name(Path(path))
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if name.endswith(".txt"):
         yield TextFileChunk(path)
     elif name.endswith(".parquet") or start.startswith(b"PAR1"):
         if is_compressed(path):
-            raise DataError(f"{path}: a parquet file that is packed once more. Unpack it; parquet is packed in itself.")
+            raise DataError(f"{path}: a compressed parquet file. Decompress it; parquet compresses its own content.")
         yield from parquet_chunks(path)
     elif not first:
-        raise DataError(f"{path}: the file is empty. Wanted JSON records or text.")
+        raise DataError(f"{path}: the file is empty. Expected JSON records or text.")
     elif name.endswith((".csv", ".tsv")):
         yield from table_chunks(path, tabs=name.endswith(".tsv"))
     elif first == b"[":
@@ -132,6 +115,6 @@ def _file_chunks(path: str) -> Iterator[RecordChunk]:
         yield from line_chunks(path)
     else:
         raise DataError(
-            f"{path}:1: not JSON: begins with {first!r}. Wanted a JSON array of objects, one JSON object a line, "
-            "parquet, a table in a file that ends in .csv or .tsv, or plain text in one that ends in .txt."
+            f"{path}:1: not JSON: begins with {first!r}. Expected a JSON array of objects, one JSON object per line, "
+            "parquet, a table in a file that ends in .csv or .tsv, or plain text in a file that ends in .txt."
         )

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's ``datasets``: a folder made by ``save_to_disk``, or one of the Hub by its name.
+"""Data sets of Hugging Face's ``datasets``: a folder made by ``save_to_disk``, or a data set on the Hub.
 
 ``hf:org/name``, ``hf:org/name:split``, or ``hf:org/name/configuration:split``; without a split it is ``train``.
 """
@@ -14,37 +14,33 @@ from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
 
 HUB = "hf:"
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that say something of data and are none themselves."""
+"""Files that describe a data set and contain no records."""
 
 
-def is_data_set(folder: Path) -> bool:
+def is_dataset(folder: Path) -> bool:
     """Whether ``save_to_disk`` made this folder, of one data set or of several splits."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no name of a data set of the Hub.
-
-    Raises:
-        UsageError: with the form that is wanted.
-    """
+    """Raise UsageError unless ``name`` has the form of a data set on the Hub."""
     path, configuration, split = _parts(name)
     if not all(path.split("/")) or configuration == "" or split == "":
         raise UsageError(
-            f"{name}: no name of a data set. Wanted hf:ORG/NAME, hf:ORG/NAME:SPLIT or hf:ORG/NAME/CONFIG:SPLIT."
+            f"{name}: not the name of a data set. Expected hf:ORG/NAME, hf:ORG/NAME:SPLIT or hf:ORG/NAME/CONFIG:SPLIT."
         )
 
 
-def data_set_chunks(name: str) -> Iterator[ArrowChunk]:
-    """The rows of a data set, which lies on disk while it is read.
+def dataset_chunks(name: str) -> Iterator[ArrowChunk]:
+    """The rows of a data set, read from disk.
 
     Args:
-        name: the folder, or ``hf:`` and the name on the Hub, from where it is fetched into the cache of ``datasets``.
+        name: its folder, or ``hf:`` and the name on the Hub; downloaded into the cache of ``datasets``.
 
     Raises:
-        MissingInput: no such data set, or no right to read it.
-        UsageError: no such split or configuration, a choice between several is open, or the library is not installed.
-        DataError: it is damaged, or has no rows.
+        MissingInput: no such data set, or no permission to read it.
+        UsageError: no such split or configuration, several to choose from, or the library is not installed.
+        DataError: it is damaged or has no rows.
         IOFailure: the Hub cannot be reached.
     """
     library = _library(name)
@@ -58,12 +54,12 @@ def _from_disk(library: Any, name: str) -> Any:
         found = library.load_from_disk(name)
     except Exception as error:  # those of Arrow, JSON and its own
         raise DataError(
-            f"{name}: damaged, no whole data set: {_one_line(error)} Make it anew with save_to_disk."
+            f"{name}: damaged or incomplete data set: {_one_line(error)} Write it again with save_to_disk."
         ) from error
     if isinstance(found, dict):
         splits = list(found)
         if "train" not in found and len(splits) > 1:
-            raise UsageError(f"{name}: holds the splits {', '.join(splits)}. Name the folder of one of them.")
+            raise UsageError(f"{name}: has the splits {', '.join(splits)}. Name the folder of one of them.")
         return found["train" if "train" in found else splits[0]]
     return found
 
@@ -75,14 +71,14 @@ def _from_hub(library: Any, name: str) -> Any:
     except library.exceptions.DatasetNotFoundError as error:
         raise MissingInput(
             f"{name}: no such data set on the Hugging Face Hub, or it is private or gated: {_one_line(error)} "
-            "Check the name; for a gated one ask for access on its page, then log in: hf auth login, or HF_TOKEN."
+            "Check the name; for a gated one request access on its page, then log in: hf auth login, or HF_TOKEN."
         ) from error
     except ValueError as error:  # an unknown split, or a choice of configurations
         raise UsageError(f"{name}: {_one_line(error)}") from error
-    except Exception as error:  # besides its own it has those of its HTTP library, which is another in each version
+    except Exception as error:  # its own errors, and those of its HTTP library, which differs by version
         raise IOFailure(
-            f"{name}: cannot be fetched from the Hugging Face Hub: {_one_line(error)} "
-            "Without a network, fetch it elsewhere, save it with save_to_disk and name the folder."
+            f"{name}: cannot be downloaded from the Hugging Face Hub: {_one_line(error)} "
+            "Without a network, download it elsewhere, save it with save_to_disk and name the folder."
         ) from error
 
 

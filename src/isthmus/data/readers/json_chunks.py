@@ -1,4 +1,4 @@
-"""JSON lines and JSON arrays, cut into chunks without being held in memory as a whole."""
+"""Cuts JSON Lines and JSON arrays into chunks; no file is loaded as a whole."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from isthmus.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
 _BLANKS = " \t\r\n"
-_SINGLE_BYTES = 1 << 26  # the longest file that may be one object written over several lines
-_LONGEST_WORD = 16  # of JSON, with room: -Infinity, or an escaped pair of surrogates
+_SINGLE_BYTES = 1 << 26  # the longest file that may be one object on several lines
+_LONGEST_TOKEN = 16  # of JSON besides strings and numbers: -Infinity, or an escaped surrogate pair
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLinesChunk:
-    """Whole lines, one JSON object each; blank ones do not count."""
+    """Complete lines, one JSON object each; blank lines are ignored."""
 
     path: str
     first: int
     raw: bytes
 
     def parse(self) -> Iterator[Record | DataError]:
-        """The records; a line that is not one is an error of its own."""
+        """The records; a bad line is yielded as an error."""
         for number, raw in enumerate(self.raw.split(b"\n"), start=self.first):
             if number == 1:
                 raw = raw.removeprefix(_BOM)
             if not raw.strip():
                 continue
             try:
-                yield _object(parsed(decoded(raw, self.path, number), self.path, number), self.path, number)
+                yield _record(_parse(decode_utf8(raw, self.path, number), self.path, number), self.path, number)
             except DataError as error:
                 yield error
 
 
 @dataclass(frozen=True, slots=True)
 class JsonArrayChunk:
-    """The texts of some elements of an array, with the lines they begin on; they are known to be JSON."""
+    """The texts of elements of an array, which are valid JSON, with the lines they begin on."""
 
     path: str
     texts: list[tuple[int, str]]
 
     def parse(self) -> Iterator[Record | DataError]:
-        """The records; an element that is no object is an error of its own."""
+        """The records; an element that is not an object is yielded as an error."""
         for line, text in self.texts:
             try:
-                yield _object(json.loads(text), self.path, line)
+                yield _record(json.loads(text), self.path, line)
             except DataError as error:
                 yield error
 
 
 def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
-    """One JSON object a line, or one object over several lines.
+    """The objects of a file with one per line, or with one object on several lines.
 
     Raises:
         MissingInput, IOFailure, DataError: the file cannot be read.
@@ -74,7 +74,7 @@ def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
 
 
 def _single_object(path: str) -> JsonArrayChunk | None:
-    """A file that is one object written over several lines, told by a first line that is not JSON."""
+    """The object of a file whose first line alone is not JSON; None if it is not one object on several lines."""
     with open_decompressed(path) as file:
         raw, line = file.readline().removeprefix(_BOM), 1
         while not raw.strip():
@@ -91,19 +91,17 @@ def _single_object(path: str) -> JsonArrayChunk | None:
 
 
 def array_chunks(path: str) -> Iterator[JsonArrayChunk]:
-    """The elements of one JSON array.
-
-    A bad element is an error of its own when it is read, broken syntax is not: what follows has no sure beginning.
+    """The elements of one JSON array; a syntax error ends the file, since the next element cannot be found.
 
     Raises:
-        MissingInput, IOFailure, DataError: the file cannot be read, or its syntax is broken.
+        MissingInput, IOFailure, DataError: the file cannot be read, or is not valid JSON.
     """
     with open_decompressed(path) as file:
-        text = _Text(path, file)
-        text.mark()
+        text = _TextWindow(path, file)
+        text.skip_blanks()
         text.position += 1
-        if text.mark() == "]":
-            raise DataError(f"{path}: the JSON array is empty. Wanted at least one record.")
+        if text.skip_blanks() == "]":
+            raise DataError(f"{path}: the JSON array is empty. Expected at least one record.")
         texts: list[tuple[int, str]] = []
         size = 0
         while True:
@@ -113,45 +111,45 @@ def array_chunks(path: str) -> Iterator[JsonArrayChunk]:
             if size >= CHUNK_BYTES:
                 yield JsonArrayChunk(path, texts)
                 texts, size = [], 0
-            found = text.mark()
+            found = text.skip_blanks()
             if found not in ("]", ","):
                 got = f"got {found!r}" if found else "the file ends"
                 raise DataError(
-                    f"{path}:{text.line()}: not JSON: wanted ',' or ']' after a record, {got}. Is the file cut short?"
+                    f"{path}:{text.line()}: not JSON: expected ',' or ']' after a record, {got}. Is the file cut short?"
                 )
             text.position += 1
             if found == "]":
                 break
-            text.mark()
-        if text.mark():
-            raise DataError(f"{path}:{text.line()}: not JSON: there is more after the array's end.")
+            text.skip_blanks()
+        if text.skip_blanks():
+            raise DataError(f"{path}:{text.line()}: not JSON: more text after the end of the array.")
         if texts:
             yield JsonArrayChunk(path, texts)
 
 
-class _Text:
-    """A window on the text of a file, that moves on as it is read."""
+class _TextWindow:
+    """The part of a file's text from the current element on."""
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.position = 0
         self._path, self._file = path, file
         self._window, self._ended = "", False
         self._line, self._counted = 1, 0
-        self._before = 0  # characters of the line that the window begins in, before the window
+        self._before = 0  # characters before the window in the line that it begins in
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._decoded_lines, self._decoded_bytes = 1, 0  # the line that was decoded last, and its bytes so far
+        self._decoded_lines, self._decoded_bytes = 1, 0  # number of the last decoded line, and its bytes so far
         self._json = json.JSONDecoder()
         self._grow()
         self._window = self._window.removeprefix("\ufeff")
 
     def line(self) -> int:
-        """The line of the present position."""
+        """The line of the current position."""
         self._line += self._window.count("\n", self._counted, self.position)
         self._counted = self.position
         return self._line
 
-    def mark(self) -> str:
-        """Pass over blanks; returns the character that follows them, empty at the end."""
+    def skip_blanks(self) -> str:
+        """Skip blanks; returns the character after them, empty at the end."""
         while True:
             while self.position < len(self._window) and self._window[self.position] in _BLANKS:
                 self.position += 1
@@ -162,27 +160,27 @@ class _Text:
             self._grow()
 
     def element(self) -> str:
-        """Pass over one JSON value; returns its text."""
+        """Skip one JSON value; returns its text."""
         while True:
             try:
                 end = self._json.raw_decode(self._window, self.position)[1]
             except json.JSONDecodeError as error:
-                near_end = error.pos >= len(self._window) - _LONGEST_WORD or error.msg.startswith("Unterminated")
+                near_end = error.pos >= len(self._window) - _LONGEST_TOKEN or error.msg.startswith("Unterminated")
                 if self._ended or not near_end:
                     start = self._window.rfind("\n", 0, error.pos) + 1
                     column = error.pos - start + 1 + (0 if start else self._before)
                     line = self.line() + self._window.count("\n", self.position, error.pos)
                     raise DataError(f"{self._path}:{line}: not JSON: {error.msg} (column {column}).") from error
             except RecursionError as error:
-                raise DataError(f"{self._path}:{self.line()}: not JSON that can be read: nested too deeply.") from error
+                raise DataError(f"{self._path}:{self.line()}: not JSON: nested too deeply.") from error
             else:
-                if end < len(self._window) or self._ended:  # else a number may go on
+                if end < len(self._window) or self._ended:  # else a number may continue
                     element, self.position = self._window[self.position : end], end
                     return element
             self._grow()
 
     def _grow(self) -> None:
-        """Forget what was passed, and read on: as much again as is waiting, so that long elements take few trials."""
+        """Drop the text before the position and read as much as is left, so that long elements take few attempts."""
         self.line()
         newline = self._window.rfind("\n", 0, self.position)
         self._before = self.position - newline - 1 if newline >= 0 else self._before + self.position
@@ -201,8 +199,8 @@ class _Text:
         self._decoded_bytes = len(last[2].encode()) + (0 if last[1] else self._decoded_bytes)
 
 
-def decoded(raw: bytes, path: str, line: int) -> str:
-    """Text out of bytes that begin on ``line``; DataError with line and column where they are not UTF-8."""
+def decode_utf8(raw: bytes, path: str, line: int) -> str:
+    """Decode bytes that begin on ``line``; DataError with line and column where they are not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -217,17 +215,16 @@ def _not_utf8(error: UnicodeDecodeError, path: str, line: int, shift: int) -> Da
     return DataError(f"{path}:{line}: not UTF-8: byte 0x{raw[error.start]:02x} at byte column {column}.")
 
 
-def parsed(text: str, path: str, line: int) -> Any:
-    """A JSON value; DataError with line and column where it is none."""
+def _parse(text: str, path: str, line: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{line}: not JSON: {error.msg} (column {error.colno}).") from error
     except RecursionError as error:
-        raise DataError(f"{path}:{line}: not JSON that can be read: nested too deeply.") from error
+        raise DataError(f"{path}:{line}: not JSON: nested too deeply.") from error
 
 
-def _object(value: Any, path: str, line: int) -> Record:
+def _record(value: Any, path: str, line: int) -> Record:
     if not isinstance(value, dict):
         raise DataError(f"{path}:{line}: a record must be a JSON object, got {type(value).__name__}.")
     return Record(value, f"{path}:{line}")

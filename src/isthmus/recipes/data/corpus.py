@@ -1,4 +1,4 @@
-"""A run's data: tokenized once, by one rank, into the run folder; the others map it into memory."""
+"""The data of a run: rank 0 tokenizes raw files into the run folder once, and every rank maps the files into memory."""
 
 from __future__ import annotations
 
@@ -16,49 +16,55 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.readers.field_mapping import check_columns
+from isthmus.data.readers.file_sources import find_sources
+from isthmus.data.store.manifest import indexed_file
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.mock_data import MockSamples
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.samples import Samples
 from isthmus.data.store.split import split
-from isthmus.data.tokenize.tokenize_files import TokenizeStats
+from isthmus.data.tokenize.stats import TokenizeStats
+from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.engine.parallel.process_groups import Position, agree, once
-from isthmus.errors import DataError, UsageError
+from isthmus.errors import DataError, Hang, Preempted, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.recipes.data.data_fingerprint import DataFingerprint, read_fingerprint
+from isthmus.recipes.data.data_fingerprint import data_fingerprint, known_digests, read_fingerprint, same_data
 from isthmus.recipes.data.data_sources import DataSource, Use, find_data_sources
-from isthmus.recipes.data.prepared_data import open_part, survey_part
+from isthmus.recipes.data.prepare import tokenize_files
+from isthmus.recipes.data.prepared_data import KINDS, open_source, write_missing_manifests
+from isthmus.train.stop import StopFlag
 
-Prepare = Callable[[list[Path]], tuple[SampleStore, TokenizeStats]]
+Report = Callable[[str], None]
+"""Prints a line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Training and held-out samples."""
+    """Training, validation and test samples."""
 
     train: Samples
     valid: Samples | None
     test: Samples | None = None
-    shares: tuple[MixtureSet, ...] = ()
-    """The sets that ``train`` is a mix of; empty when it is one."""
+    mixture: tuple[MixtureSet, ...] = ()
+    """The sets that ``train`` is mixed from; empty when it is one set."""
 
     @classmethod
-    def made_up(cls, config: RunConfig, vocab_size: int) -> Corpus:
-        """Mock data; held-out parts are as large as their fractions of the samples that the run takes."""
+    def mock(cls, config: RunConfig, vocab_size: int) -> Corpus:
+        """Random tokens; validation and test are as large as their fractions of the samples that the run trains on."""
 
-        def held_out(part: Literal["valid", "test"], fraction: float) -> MockSamples | None:
+        def part(name: Literal["valid", "test"], fraction: float) -> MockSamples | None:
             taken = (config.train.steps or 0) * config.train.global_batch_size
-            return make(part=part, count=max(1, round(fraction * taken))) if fraction else None
+            return make(part=name, count=max(1, round(fraction * taken))) if fraction else None
 
         data = config.data
         make = partial(MockSamples, seq_length=data.seq_length, vocab_size=vocab_size, seed=data.seed)
-        return cls(make(), held_out("valid", data.valid_fraction), held_out("test", data.test_fraction))
+        return cls(make(), part("valid", data.valid_fraction), part("test", data.test_fraction))
 
     def fingerprint(self, config: RunConfig) -> str:
         """Equal when step k of two runs takes the same sequences."""
         data = config.data
         order: list[Any] = [self.train.digest(), data.seq_length, data.packing, data.seed]
-        order += [config.train.global_batch_size, [[share.samples, share.weight] for share in self.shares]]
+        order += [config.train.global_batch_size, [[one.samples, one.weight] for one in self.mixture]]
         return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
 
     def batches(self, config: RunConfig, position: Position, dp: int) -> tuple[Batches, Batches | None, Batches | None]:
@@ -84,16 +90,16 @@ class Corpus:
         def in_order(samples: Samples | None) -> Batches | None:
             return None if samples is None else kind(samples, replace(settings, shuffle=False), shard)
 
-        return kind(self.train, settings, shard, shares=self.shares), in_order(self.valid), in_order(self.test)
+        return kind(self.train, settings, shard, shares=self.mixture), in_order(self.valid), in_order(self.test)
 
 
 def check_files(config: RunConfig) -> None:
-    """See that the data files are there, before the long work of loading a model.
+    """Check that the data files exist, before the model is loaded.
 
     Raises:
-        MissingInput: naming the first that is not.
-        UsageError: a folder has no data file in it, data.columns renames to what nothing reads, or raw files and
-            prepared ones are mixed in one set.
+        MissingInput: naming the first missing file.
+        UsageError: a folder has no data file, data.columns names an unknown field, or one set has raw and prepared
+            files.
     """
     find_data_sources(config)
     check_columns(config.data.columns)
@@ -103,118 +109,164 @@ def load_corpus(
     config: RunConfig,
     folder: Path,
     tokenizer: Tokenizer,
-    prepare: Prepare,
     *,
     vocab_size: int,
     resume: Path | None,
-    say: Callable[[str], None],
+    stop: StopFlag,
+    report: Report,
 ) -> Corpus:
-    """Tokenize the data files into ``folder`` unless that was done before from the same files in the same way.
+    """Tokenize raw data files into ``folder``, unless it has them from the same files and settings; open the samples.
 
-    Mock data needs no folder.
+    Every rank calls it. Mock data needs no folder.
 
     Args:
         config: names the files.
-        folder: of the run.
-        tokenizer: its vocabulary and chat template are part of what "the same way" means.
-        prepare: files to samples.
+        folder: for data in the run folder.
+        tokenizer: its vocabulary and chat template must be the same for tokenized files to be reused.
         vocab_size: rows of the model's embedding.
-        resume: the checkpoint that the run goes on from, None for a fresh start.
-        say: told what was found in the files.
+        resume: the checkpoint that the run resumes from; None for a fresh start.
+        stop: checked after each chunk of tokenized data.
+        report: called with lines about the data.
 
     Raises:
-        MissingInput, DataError: a data file is absent or bad, nothing is left to learn from, or the data of a run
-            that goes on is not what it began with.
-        UsageError: the tokenizer knows more tokens than the model.
+        MissingInput, DataError: a data file is missing or bad, no sample is left, or the data of a resumed run
+            changed.
+        UsageError: the data has token ids beyond the model's embedding.
+        Preempted: the run was asked to stop; finished parts stay.
     """
-
     if config.data.mock:
-        say(f"data: random tokens, {config.data.seq_length} a sample")
-        return Corpus.made_up(config, vocab_size)
+        report(f"data: random tokens, {config.data.seq_length} per sample")
+        return Corpus.mock(config, vocab_size)
+    sources = find_data_sources(config)
+    tokenized: dict[str, TokenizeStats] = {}  # on rank 0, of the sources that were tokenized now
+    once(
+        lambda: tokenized.update(_tokenize_sources(config, sources, folder, tokenizer, resume, stop, report)), "corpus"
+    )
+    stores: list[SampleStore] = []
+    agree(lambda: stores.extend(_open_sources(config, sources, folder, tokenizer, vocab_size, report, tokenized)))
+    return _split_sources(config, sources, stores)
 
-    parts = find_data_sources(config)
 
-    def make() -> None:
-        marker = folder / "source.json"
-        origin = DataFingerprint.of(config, parts, tokenizer, read_fingerprint(marker))
-        if origin.unchanged:
-            say(f"data: {folder} was made from the same files before; taken as it is")
-            return
-        if marker.is_file() and resume is not None:
+def _tokenize_sources(
+    config: RunConfig,
+    sources: Sequence[DataSource],
+    folder: Path,
+    tokenizer: Tokenizer,
+    resume: Path | None,
+    stop: StopFlag,
+    report: Report,
+) -> dict[str, TokenizeStats]:
+    """Tokenize the raw sources that ``folder`` does not have yet; returns their stats by key."""
+    path = folder / "source.json"
+    earlier = read_fingerprint(path)
+    fingerprint = data_fingerprint(config, sources, tokenizer, earlier)
+    digests = known_digests(fingerprint)
+    same = same_data(fingerprint, earlier)
+    if not same:
+        if earlier and resume is not None:
             raise _changed(resume)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for part in parts:
-            if part.prepared:
-                if survey_part(part, folder):
-                    say(f"{part.name}: read once, since there is no manifest that tells of its tokens")
-                continue
-            store, report = prepare([Path(file) for file in part.files])
-            for line in [report.line(), *report.notes]:
-                say(f"{part.name}: {line}")
-            _check_vocabulary(store, vocab_size)
-            store.save(folder / part.key)
-        write_atomic(marker, json.dumps(origin.record))
-
-    once(make, "corpus")
-    opened: dict[str, SampleStore] = {}
-
-    def open_parts() -> None:
-        for part in parts:
-            opened[part.key] = _open(part, config, tokenizer, folder, say)
-            _check_vocabulary(opened[part.key], vocab_size)
-
-    agree(open_parts)
-    return _divided(config, parts, opened)
+        write_atomic(path, json.dumps(fingerprint))
+    tokenized: dict[str, TokenizeStats] = {}
+    for source in sources:
+        if source.prepared:
+            if write_missing_manifests(source, folder):
+                report(f"{source.name}: read once, since it has no manifest")
+        elif not indexed_file(folder / source.key, ".json").is_file():
+            tokenized[source.key] = _tokenize_source(config, source, folder, tokenizer, stop, digests)
+    if same and not tokenized:
+        report(f"data: {folder} has the tokenized data of the same files; it is reused")
+    return tokenized
 
 
-def _open(
-    part: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]
-) -> SampleStore:
-    if not part.prepared:
-        return SampleStore.open(folder / part.key)
-    store, left = open_part(part, config, tokenizer, folder)
-    said = [f"{len(part.files)} prepared -> {len(store)} samples, {store.num_tokens} tokens", *([left] if left else [])]
-    say(f"{part.name}: {', '.join(said)}")
-    if not len(store):
-        raise DataError(f"{', '.join(part.files)}: no sample is left to train on. {'; '.join(said)}.")
-    return store
+def _tokenize_source(
+    config: RunConfig, source: DataSource, folder: Path, tokenizer: Tokenizer, stop: StopFlag, digests: dict[str, str]
+) -> TokenizeStats:
+    data, kind = config.data, KINDS[config.recipe]
+    options = TokenizeOptions(
+        kind,
+        seq_length=None if kind == "text" else data.seq_length,
+        loss_on=data.loss_on if kind == "chat" else "assistant",
+        overlong=data.overlong,
+        on_error=data.on_error,
+        columns=data.columns,
+    )
 
+    def check_stop(_: TokenizeStats) -> None:
+        if stop.requested:
+            raise Preempted("stopped while tokenizing, as requested. Run the same command again to continue.")
 
-def _divided(config: RunConfig, parts: Sequence[DataSource], stores: dict[str, SampleStore]) -> Corpus:
-    """Training samples, and what is held out of each set unless there are files for it."""
-    data = config.data
-    held: dict[Use, list[SampleStore]] = {"valid": [], "test": []}
-    fractions: dict[Use, float] = {"valid": data.valid_fraction, "test": data.test_fraction}
-    for part in parts:
-        if part.use != "train":
-            held[part.use], fractions[part.use] = [stores[part.key]], 0.0
-    learned: list[SampleStore] = []
-    shares: list[MixtureSet] = []
-    for part in parts:
-        if part.use == "train":
-            try:
-                store, apart = split(stores[part.key], list(fractions.values()), seed=data.seed)
-            except UsageError as error:
-                raise UsageError(f"{part.name}: {error}") from error
-            for use, samples in zip(fractions, apart, strict=True):
-                held[use] += [samples] if len(samples) else []
-            learned.append(store)
-            shares.append(MixtureSet(part.name, len(store), part.weight))
-    valid, test = (SampleStore.concatenated(held[use]) if held[use] else None for use in fractions)
-    return Corpus(SampleStore.concatenated(learned), valid, test, tuple(shares) if data.sets else ())
-
-
-def _check_vocabulary(store: SampleStore, vocab_size: int) -> None:
-    if store.max_token_id >= vocab_size:
-        raise UsageError(
-            f"the data holds token {store.max_token_id}, but the model's embedding has {vocab_size} rows. "
-            "Use the tokenizer that belongs to the model."
+    files = find_sources(source.files)
+    try:
+        return tokenize_files(
+            files, folder / source.key, tokenizer, options, known_digests=digests, on_progress=check_stop
         )
+    except Hang:  # a signal to the whole process group ends the workers too
+        check_stop(TokenizeStats())
+        raise
+
+
+def _open_sources(
+    config: RunConfig,
+    sources: Sequence[DataSource],
+    folder: Path,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    report: Report,
+    tokenized: dict[str, TokenizeStats],
+) -> list[SampleStore]:
+    stores = []
+    for source in sources:
+        store, fit = open_source(source, config, tokenizer, folder)
+        lines: list[str] = []
+        if stats := tokenized.get(source.key):
+            if config.recipe == "pretrain":  # documents become samples of at most seq_length + 1 tokens here
+                loss_tokens = store.num_tokens - len(store)
+                stats = replace(stats, samples=len(store), tokens=store.num_tokens, loss_tokens=loss_tokens)
+            lines = [stats.summary(), *stats.notes]
+        elif source.prepared:
+            counts = f"{len(source.files)} prepared -> {len(store)} samples, {store.num_tokens} tokens"
+            lines = [", ".join(filter(None, [counts, fit.summary()]))]
+        for line in lines:
+            report(f"{source.name}: {line}")
+        if not len(store):
+            raise DataError(f"{', '.join(source.files)}: no sample is left to train on. {'; '.join(lines)}.")
+        if store.max_token_id >= vocab_size:
+            raise UsageError(
+                f"the data contains token {store.max_token_id}, but the model's embedding has {vocab_size} rows. "
+                "Use the tokenizer that belongs to the model."
+            )
+        stores.append(store)
+    return stores
+
+
+def _split_sources(config: RunConfig, sources: Sequence[DataSource], stores: Sequence[SampleStore]) -> Corpus:
+    """Training samples, and validation and test samples from their files or split off from each training set."""
+    data = config.data
+    split_off: dict[Use, list[SampleStore]] = {"valid": [], "test": []}
+    fractions: dict[Use, float] = {"valid": data.valid_fraction, "test": data.test_fraction}
+    for source, store in zip(sources, stores, strict=True):
+        if source.use != "train":
+            split_off[source.use], fractions[source.use] = [store], 0.0
+    train: list[SampleStore] = []
+    mixture: list[MixtureSet] = []
+    for source, store in zip(sources, stores, strict=True):
+        if source.use == "train":
+            try:
+                rest, parts = split(store, list(fractions.values()), seed=data.seed)
+            except UsageError as error:
+                raise UsageError(f"{source.name}: {error}") from error
+            for use, samples in zip(fractions, parts, strict=True):
+                split_off[use] += [samples] if len(samples) else []
+            train.append(rest)
+            mixture.append(MixtureSet(source.name, len(rest), source.weight))
+    valid, test = (SampleStore.concatenated(split_off[use]) if split_off[use] else None for use in fractions)
+    return Corpus(SampleStore.concatenated(train), valid, test, tuple(mixture) if data.sets else ())
 
 
 def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
-    """Refuse to go on in data that is not what the checkpoint's position counts.
+    """Refuse to resume if the data order differs from the one that the checkpoint's step counts.
 
     Raises:
         DataError: the data, its order or the batch size changed.
@@ -225,7 +277,7 @@ def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
 
 def _changed(checkpoint: Path) -> DataError:
     return DataError(
-        f"the data files, a setting under data, the tokenizer, train.global_batch_size or the form of isthmus' data "
-        f"differ from those of {checkpoint}, so its position means nothing in them. Restore them, or start a new run "
-        "with --out."
+        f"the data files, a setting under data, the tokenizer, train.global_batch_size or the data format of isthmus "
+        f"differ from those of {checkpoint}, so its step does not match a position in them. Restore them, or start a "
+        "new run with --out."
     )

@@ -1,4 +1,4 @@
-"""The parts that a run's data is made of: what is learned from, one set or several, and what is held out in files."""
+"""The data sources of a run: one or several training sets, and validation and test files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Use = Literal["train", "valid", "test"]
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Files that are one set of data: either raw ones, or pairs that ``isthmus prepare`` or Megatron made."""
+    """Files that are one set of data: either raw files, or indexed files from ``isthmus prepare`` or Megatron."""
 
     use: Use
     name: str
-    """In messages: data, the name of a set, held out, or test."""
+    """In messages: data, the name of a set, validation, or test."""
     key: str
-    """Of what the run folder has of it."""
+    """Names its files in the run folder."""
     files: tuple[str, ...]
-    """Of raw files the names as given, of pairs their prefixes."""
+    """Raw files by the names given; indexed files by their prefixes."""
     prepared: bool
     weight: float = 1.0
 
@@ -38,24 +38,26 @@ def find_data_sources(config: RunConfig) -> list[DataSource]:
     """Look up the data files of a run.
 
     Raises:
-        MissingInput: one is not there.
-        UsageError: raw files and prepared ones are named together in one set, or a setting is of raw ones alone.
+        MissingInput: a file does not exist.
+        UsageError: one set has raw and prepared files, or a setting applies to raw files alone.
     """
     data = config.data
-    parts = [_part("train", name, f"set-{k}", one.files, one.weight) for k, (name, one) in enumerate(data.sets.items())]
+    sources = [
+        _source("train", name, f"set-{k}", one.files, one.weight) for k, (name, one) in enumerate(data.sets.items())
+    ]
     rest: list[tuple[Use, str, Sequence[str]]] = [
         ("train", "data", data.files),
-        ("valid", "held out", data.valid_files),
+        ("valid", "validation", data.valid_files),
         ("test", "test", data.test_files),
     ]
-    parts += [_part(use, name, use, files) for use, name, files in rest if files]
-    if data.columns and parts and all(part.prepared for part in parts):
-        raise UsageError("data.columns names fields of records, and prepared files have none. Leave it out.")
-    return parts
+    sources += [_source(use, name, use, files) for use, name, files in rest if files]
+    if data.columns and sources and all(source.prepared for source in sources):
+        raise UsageError("data.columns names fields of records, and prepared files have no fields. Omit it.")
+    return sources
 
 
-def _part(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1.0) -> DataSource:
-    names = [expanded for file in files for expanded in _expanded(file)]
+def _source(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1.0) -> DataSource:
+    names = [expanded for file in files for expanded in _expand(file)]
     prefixes = [find_prefix(file) for file in names]
     if not any(prefixes):
         find_sources(names)
@@ -71,22 +73,22 @@ def _part(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1
     return DataSource(use, name, key, tuple(dict.fromkeys(str(prefix) for prefix in prefixes)), True, weight)
 
 
-def _expanded(name: str) -> list[str]:
-    """The files that a pattern or a folder with pairs means; any other name as it is."""
+def _expand(name: str) -> list[str]:
+    """The files that a pattern or a folder with indexed files stands for; any other name unchanged."""
     if not os.path.exists(name) and glob.has_magic(name):
-        matches = [file for file in sorted(glob.glob(name, recursive=True)) if not _is_unfinished(Path(file))]
-        pairs = [match for match in matches if match.endswith((".idx", ".bin"))]
-        raw = [match for match in matches if is_data_file(Path(match))] if pairs else []
-        return pairs + raw or [name]
+        matches = [file for file in sorted(glob.glob(name, recursive=True)) if not _is_partial(Path(file))]
+        indexed = [match for match in matches if match.endswith((".idx", ".bin"))]
+        raw = [match for match in matches if is_data_file(Path(match))] if indexed else []
+        return indexed + raw or [name]
     below = sorted(Path(name).rglob("*.idx")) if os.path.isdir(name) else []
-    pairs = [str(path) for path in below if not _is_unfinished(path)]
-    if not pairs:
+    indexed = [str(path) for path in below if not _is_partial(path)]
+    if not indexed:
         return [name]
     raw = []
-    with contextlib.suppress(UsageError):  # there are no others
+    with contextlib.suppress(UsageError):  # no raw files
         raw = find_sources([name]).names
-    return pairs + raw
+    return indexed + raw
 
 
-def _is_unfinished(path: Path) -> bool:
+def _is_partial(path: Path) -> bool:
     return path.parent.name.endswith(PARTIAL)

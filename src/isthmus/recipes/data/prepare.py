@@ -1,14 +1,15 @@
-"""``isthmus prepare``: records to a pair of indexed files with a manifest, by several processes, in the records' order.
+"""Tokenizes data files into indexed files with a manifest: for ``isthmus prepare``, and for runs with raw data.
 
-What comes out depends on the records, the tokenizer and the options alone: not on the number of processes, nor on how
-often the work was ended and taken up again.
+The output depends on the records, the tokenizer and the options alone: not on the number of processes, nor on how often
+the work was interrupted and continued.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,38 +18,37 @@ from typing import Any
 import isthmus
 from isthmus.data.chat.chat_records import Kind, kinds_of, parse_record
 from isthmus.data.chat.chat_text import LossOn
+from isthmus.data.readers.chunks import OnError
 from isthmus.data.readers.field_mapping import check_columns
-from isthmus.data.readers.file_formats import OnError, chunk_records, read_chunks
-from isthmus.data.readers.file_sources import find_sources
+from isthmus.data.readers.file_formats import chunk_records, read_chunks
+from isthmus.data.readers.file_sources import DataFiles, find_sources
 from isthmus.data.store.indexed_dataset import token_dtype
 from isthmus.data.tokenize.stats import Overlong, TokenizeStats
-from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, notes
+from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, template_notes
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_fingerprint import file_record, files_below, tokenizer_record
-from isthmus.recipes.data.prepare_resume import Journal
-from isthmus.recipes.data.prepare_workers import StartMethod, Workers
+from isthmus.recipes.data.prepare_resume import PartialOutput
+from isthmus.recipes.data.prepare_workers import StartMethod, tokenize_chunks
 from isthmus.recipes.setup.run_tokenizer import named_tokenizer
 
-Progress = Callable[[TokenizeStats], None]
-"""Called with the counts so far."""
+OnProgress = Callable[[TokenizeStats], None]
+"""Called with the counts so far after each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What was made, for people and for ``--json``."""
+class PrepareResult:
+    """What was written, for people and for ``--json``."""
 
     out: str
     kind: Kind
-    report: TokenizeStats
+    stats: TokenizeStats
     time_s: float
-    notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it by name."""
-        counts = self.report.as_dict()
-        counts.pop("notes")
-        skipped = counts.pop("skipped")
+        """All fields by name."""
+        counts = self.stats.as_dict()
+        notes, skipped = counts.pop("notes"), counts.pop("skipped")
         return {
             "out": self.out,
             "kind": self.kind,
@@ -56,7 +56,7 @@ class Prepared:
             "skipped": skipped["count"],
             "skipped_first_reasons": skipped["first_reasons"],
             "time_s": self.time_s,
-            "notes": self.notes,
+            "notes": notes,
         }
 
 
@@ -74,73 +74,104 @@ def prepare(
     on_error: OnError = "stop",
     columns: Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = lambda report: None,
+    on_progress: OnProgress = lambda stats: None,
     start_method: StartMethod | None = None,
-) -> Prepared:
-    """Tokenize data into ``OUT.bin``, ``OUT.idx``, ``OUT.json``, and ``OUT.mask.bin`` unless every token is learned.
-
-    A text is a document of one sequence that ends with the end-of-sequence token; a conversation is a document of one
-    sequence, or of more where the chat template rewrites earlier turns; a pair of answers is a document of two.
+) -> PrepareResult:
+    """Tokenize data into ``OUT.bin``, ``OUT.idx``, ``OUT.json``, and ``OUT.mask.bin`` unless every token has loss.
 
     Args:
         data: files, folders, patterns, or ``hf:`` names.
-        out: prefix of the files to make; they must not exist.
-        tokenizer: folder of it, its sentencepiece file, or an id on the Hub.
-        tokenizer_type: Megatron-LM's name for its kind, which is checked; None: whatever it is.
-        kind: of the records; None looks at the first.
-        seq_length: samples of more tokens than this and one are cut or dropped; None: any length. Not for text.
-        workers: processes; None is one for each core.
-        loss_on: of chats, what is learned.
-        overlong: what becomes of samples that are too long.
+        out: prefix of the output files; they must not exist.
+        tokenizer: its folder, its sentencepiece file, or an id on the Hub.
+        tokenizer_type: Megatron-LM's name for its type, which is checked; None accepts any.
+        kind: of the records; None takes that of the first record.
+        seq_length: samples of more than this + 1 tokens are cut or dropped; None: no limit. Not for text.
+        workers: processes; None: one per core.
+        loss_on: which tokens of a chat have loss.
+        overlong: what happens to samples that are too long.
         on_error: what happens at a bad record.
-        columns: what the files call the fields.
+        columns: names of the fields in the files.
         trust_remote_code: whether a tokenizer may run code of its folder.
-        progress: called after each chunk.
+        on_progress: called after each chunk.
         start_method: of the processes; None takes the fastest that is safe.
 
     Raises:
-        MissingInput, UsageError, DataError, UnsafeInput: the data or the tokenizer is absent, bad, or nothing is left.
-        NoSpace, IOFailure: the files exist or cannot be written.
-        Hang: a worker process was lost; the next call goes on from what is done.
+        MissingInput, UsageError, DataError, UnsafeInput: the data or the tokenizer is missing or bad, or no sample
+            is left.
+        NoSpace, IOFailure: the output exists or cannot be written.
+        Hang: a worker process died; the next call continues from the finished parts.
     """
     start_s = time.monotonic()
-    prefix = Path(out).absolute()
     columns = dict(columns or {})
     check_columns(columns)
-    sources = find_sources(data)
-    if prefix.name.endswith((".bin", ".idx", ".json")):
-        raise UsageError(f"{out} is to be a prefix, to which .bin, .idx and .json are added. Leave the ending out.")
-    if prefix.exists():
-        mend = f"Name a prefix in it, as {out}/text" if prefix.is_dir() else "Was the name of the output forgotten"
-        raise UsageError(
-            f"{out} exists, and the last name is to be a prefix, to which .bin and .idx are added. {mend}?"
-        )
-    journal = Journal(prefix)
-    if not journal.folder.exists():  # where it does, the names may be half given, which takes a reading of the data
-        journal.refuse_existing()
+    files = find_sources(data)
+    _check_prefix(Path(out))
     opened = named_tokenizer(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
-    kind = kind or _kind_of_first(sources.names, on_error, columns)
+    kind = kind or _kind_of_first(files.names, on_error, columns)
     if kind == "text" and seq_length is not None:
         raise UsageError(
-            f"--seq-length {seq_length}: text is not cut when it is prepared, but when a run reads it, at that run's "
-            "data.seq_length. Leave it out."
+            f"--seq-length {seq_length}: text is not cut when it is prepared, but when a run reads it, to that run's "
+            "data.seq_length. Omit --seq-length."
         )
     options = TokenizeOptions(kind, seq_length, loss_on, overlong, on_error, columns)
-    maker = RecordTokenizer(opened, options)
-    with Workers(maker, workers or cores(), start_method) as running:
-        origin = _origin(options, opened, sources.names)
-        with journal.begun(origin) as whole:
-            if not whole:
-                chunks = islice(read_chunks(sources.names), journal.chunks, None)
-                _tell(running, chunks, journal, progress)
-                _check_some(journal.report, data, seq_length)
-                said = {**origin, "report": journal.report.as_dict() | {"notes": notes(options, journal.report)}}
-                journal.put_together(token_dtype(opened.vocab_size), kind != "text", said)
-            journal.publish()
-    told = [*sources.notes(), *notes(options, journal.report)]
-    if kind != "text" and opened.note is not None:
-        told.append(opened.note)
-    return Prepared(str(out), kind, journal.report, time.monotonic() - start_s, told)
+    stats = tokenize_files(
+        files, Path(out).absolute(), opened, options, workers=workers, method=start_method, on_progress=on_progress
+    )
+    return PrepareResult(str(out), kind, stats, time.monotonic() - start_s)
+
+
+def tokenize_files(
+    files: DataFiles,
+    prefix: Path,
+    tokenizer: Tokenizer,
+    options: TokenizeOptions,
+    *,
+    workers: int | None = None,
+    method: StartMethod | None = None,
+    known_digests: Mapping[str, str] | None = None,
+    on_progress: OnProgress = lambda stats: None,
+) -> TokenizeStats:
+    """Tokenize ``files`` into ``PREFIX.bin``, ``.idx``, ``.json`` and, with a mask, ``.mask.bin``.
+
+    A text is a document of one sequence that ends with the end-of-sequence token; a conversation is a document of one
+    sequence, or of more where the chat template rewrites earlier turns; a preference pair is a document of two. Parts
+    that an interrupted call left in ``PREFIX.partial`` are reused.
+
+    Args:
+        files: to read.
+        prefix: of the output files; they must not exist.
+        tokenizer: checked against the options.
+        options: kind of the records, and how they become sequences.
+        workers: processes; None: one per core.
+        method: how processes are started.
+        known_digests: see :func:`isthmus.recipes.data.data_fingerprint.file_record`.
+        on_progress: called after each chunk; what it raises stops the work, and the finished parts stay.
+
+    Raises:
+        MissingInput, UsageError, DataError, NoSpace, IOFailure, Hang: as :func:`prepare`.
+    """
+    output = PartialOutput(prefix)
+    if not output.folder.exists():  # with a folder, an interrupted call may have renamed some of the files
+        output.refuse_existing()
+    record_tokenizer = RecordTokenizer(tokenizer, options)
+    inputs = _inputs(options, tokenizer, files.names, known_digests or {})
+    with output.opened(inputs) as complete:
+        if not complete:
+            chunks = islice(read_chunks(files.names), output.chunks, None)
+            with closing(tokenize_chunks(record_tokenizer, chunks, workers or cores(), method)) as tokenized:
+                for chunk in tokenized:
+                    output.add(chunk)
+                    on_progress(output.stats)
+            output.flush()
+            _check_not_empty(output.stats, files.names, options.seq_length)
+            report = output.stats.as_dict() | {"notes": template_notes(options, output.stats)}
+            output.assemble(token_dtype(tokenizer.vocab_size), options.kind != "text", {**inputs, "report": report})
+        output.publish()
+    stats = output.stats
+    stats.notes = [*files.notes(), *template_notes(options, stats)]
+    if options.kind != "text" and tokenizer.note is not None:
+        stats.notes.append(tokenizer.note)
+    return stats
 
 
 def cores() -> int:
@@ -148,39 +179,44 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _tell(running: Workers, chunks: Iterator[Any], journal: Journal, progress: Progress) -> None:
-    for piece in running.pieces(chunks):
-        journal.add(piece)
-        progress(journal.report)
-    journal.flush()
+def _check_prefix(out: Path) -> None:
+    if out.name.endswith((".bin", ".idx", ".json")):
+        raise UsageError(f"{out} must be a prefix; .bin, .idx and .json are appended to it. Omit the suffix.")
+    if out.exists():
+        hint = f"Name a prefix in it, such as {out}/text" if out.is_dir() else "Was the name of the output omitted"
+        raise UsageError(
+            f"{out} exists, but the last argument must be a prefix, to which .bin and .idx are appended. {hint}?"
+        )
 
 
 def _kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str, str]) -> Kind:
     """The kind of the first record that has one.
 
     Raises:
-        DataError: a record before it has none (``on_error="stop"``), or no record has.
+        DataError: a record before it has none (``on_error="stop"``), or no record has one.
     """
     for chunk in read_chunks(names):
-        for record in chunk_records(chunk, on_error=on_error, columns=columns or None):
+        for record in chunk_records(chunk, on_error=on_error, columns=columns):
             if kinds := kinds_of(record):
                 return kinds[0]
             if on_error == "stop":
-                parse_record(record)  # tells what is wrong with it
-                raise DataError(f"{record.where}: unknown kind of record. Say which with --kind.")
-    raise DataError(f"{', '.join(names)}: no record of a known kind. Wanted text, chats, or chosen and rejected.")
+                parse_record(record)  # raises with the reason
+                raise DataError(f"{record.where}: unknown kind of record. Name the kind with --kind.")
+    raise DataError(f"{', '.join(names)}: no record of a known kind. Expected text, chats, or chosen and rejected.")
 
 
-def _origin(options: TokenizeOptions, tokenizer: Tokenizer, names: Sequence[str]) -> dict[str, Any]:
-    """What the result depends on; it begins the manifest."""
-    files = [(path, file_record(path, {})) for name in names for path in files_below(name)]
-    told = asdict(options)
+def _inputs(
+    options: TokenizeOptions, tokenizer: Tokenizer, names: Sequence[str], known_digests: Mapping[str, str]
+) -> dict[str, Any]:
+    """Everything that the output depends on; the first keys of the manifest."""
+    files = [(path, file_record(path, known_digests)) for name in names for path in files_below(name)]
+    settings = asdict(options)
     return {
         "isthmus": isthmus.__version__,
-        "kind": told.pop("kind"),
-        "seq_length": told.pop("seq_length"),
-        "loss_on": told.pop("loss_on"),
-        "settings": told,
+        "kind": settings.pop("kind"),
+        "seq_length": settings.pop("seq_length"),
+        "loss_on": settings.pop("loss_on"),
+        "settings": settings,
         "tokenizer": tokenizer_record(tokenizer),
         "files": [
             {"name": path, "bytes": record["stat"][1] if len(record["stat"]) > 1 else None, "digest": record["digest"]}
@@ -189,8 +225,8 @@ def _origin(options: TokenizeOptions, tokenizer: Tokenizer, names: Sequence[str]
     }
 
 
-def _check_some(report: TokenizeStats, data: Sequence[Path | str], seq_length: int | None) -> None:
-    if not report.samples:
-        reason = f" First: {report.skipped.reasons[0]}" if report.skipped.reasons else ""
+def _check_not_empty(stats: TokenizeStats, names: Sequence[str], seq_length: int | None) -> None:
+    if not stats.samples:
+        reason = f" First: {stats.skipped.reasons[0]}" if stats.skipped.reasons else ""
         limit = "" if seq_length is None else f" (seq_length={seq_length})"
-        raise DataError(f"{', '.join(map(str, data))}: nothing is left to learn from{limit}: {report.line()}.{reason}")
+        raise DataError(f"{', '.join(names)}: no sample is left to train on{limit}: {stats.summary()}.{reason}")

@@ -1,8 +1,8 @@
-"""What is prepared so far: parts on the disk, each of which a run that was ended need not make again.
+"""The finished parts of an output that is being prepared, so that an interrupted run continues from them.
 
-``OUT.partial/`` holds ``origin.json``, of what the parts are made, and ``00000.npz``, ``00001.npz`` and so on: the
-arrays of some chunks, how many these were, and the report on them. When all parts are there, the files of the pair are
-put together beside them, and the manifest, which comes last, says that they are whole.
+``OUT.partial/`` contains ``inputs.json``, which describes the data, tokenizer and options, and ``00000.npz``,
+``00001.npz``, ...: the tokens of some chunks of the input, the number of chunks, and their stats. When all parts exist,
+the indexed files are assembled beside them and renamed; the manifest comes last.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from isthmus.atomic_write import atomic_file, rename, write_atomic
 from isthmus.data.readers.chunks import CHUNK_BYTES
@@ -29,54 +29,49 @@ from isthmus.data.tokenize.tokenize_records import TokenizedChunk
 from isthmus.errors import DataError, NoSpace, disk_errors
 
 PART_TOKENS = 1 << 21
-"""Tokens of a part, about; memory holds one."""
+"""Tokens after which a part is written; memory contains one part."""
 PART_S = 10.0
 """Seconds after which a smaller part is written."""
 _PUBLISHED = (".mask.bin", ".bin", ".idx", ".json")
-"""In the order in which they get their names: a manifest without its pair would be a lie."""
+"""In the order in which they are renamed: the manifest never exists without its files."""
 
 
-class Journal:
+class PartialOutput:
     """The parts of one output."""
 
     def __init__(self, prefix: Path) -> None:
-        """Nothing is touched yet."""
         self.prefix = prefix
         self.folder = Path(f"{prefix}{PARTIAL}")
-        self.report = TokenizeStats()
+        self.stats = TokenizeStats()
         self.chunks = 0
-        """Of the input that are in the parts."""
+        """Chunks of the input that the written parts contain."""
         self._parts = 0
-        self._waiting: list[TokenizedChunk] = []
-        self._last_s = time.monotonic()
+        self._buffer: list[TokenizedChunk] = []
+        self._written_s = time.monotonic()
 
     def refuse_existing(self) -> None:
-        """See that the output is not there.
-
-        Raises:
-            NoSpace: a file of it is.
-        """
+        """Raise NoSpace if a file of the output exists."""
         for suffix in _PUBLISHED:
             if (path := indexed_file(self.prefix, suffix)).exists():
                 raise NoSpace(f"{path} exists already. Remove it or name another output.")
 
     @contextmanager
-    def begun(self, origin: dict[str, Any]) -> Iterator[bool]:
-        """Take up what an earlier run left, if it was made of the same, else begin anew.
+    def opened(self, inputs: dict[str, Any]) -> Iterator[bool]:
+        """Load the parts of an earlier run with the same inputs, or remove those of other inputs.
 
-        When the data turns out to be bad, nothing is kept: once it is mended it is other data.
+        A DataError inside the block removes all parts: the corrected data is other data.
 
         Yields:
-            Whether the pair is whole already and only its names are missing.
+            Whether the indexed files are complete and only have to be renamed.
 
         Raises:
-            NoSpace: the output exists, or another process is making it.
+            NoSpace: the output exists, or another process is preparing it.
         """
+        inputs = json.loads(json.dumps(inputs | {"chunk_bytes": CHUNK_BYTES}))  # parts are counted in chunks
         with disk_errors(self.folder):
-            begun = origin | {"chunk_bytes": CHUNK_BYTES}  # parts are counted in chunks
-            same = _read(self.folder / "origin.json") == json.loads(json.dumps(begun))
-            whole = same and self._staged(".json").exists()
-            if not whole:
+            same = _read_json(self.folder / "inputs.json") == inputs
+            complete = same and self._staged(".json").exists()
+            if not complete:
                 self.refuse_existing()
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / "lock").open("w")
@@ -86,79 +81,76 @@ class Journal:
             except BlockingIOError:
                 raise NoSpace(f"{self.folder}: another process is preparing the same output. Wait for it.") from None
             with disk_errors(self.folder):
-                if not same:
-                    self._clear()
-                    write_atomic(self.folder / "origin.json", json.dumps(begun, indent=1))
+                if same:
+                    self._load_parts()
                 else:
-                    self._take_up()
+                    for path in self.folder.iterdir():
+                        if path.name != "lock":
+                            path.unlink()
+                    write_atomic(self.folder / "inputs.json", json.dumps(inputs, indent=1))
             try:
-                yield whole
+                yield complete
             except DataError:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 raise
 
-    def _clear(self) -> None:
-        for path in self.folder.iterdir():
-            if path.name != "lock":
-                path.unlink()
-
-    def _take_up(self) -> None:
-        """Count the parts that are whole; what comes after the first that is not goes."""
-        parts = sorted(self.folder.glob("[0-9]*.npz"))
-        for number, path in enumerate(parts):
+    def _load_parts(self) -> None:
+        """Count the complete parts; remove those after the first missing or damaged one."""
+        paths = sorted(self.folder.glob("[0-9]*.npz"))
+        for number, path in enumerate(paths):
             part = _read_part(path) if path == self._part(number) else None
             if part is None:
-                for rest in parts[number:]:
+                for rest in paths[number:]:
                     rest.unlink()
                 return
-            self._parts, self.chunks = number + 1, self.chunks + part.chunks
-            self.report.add(part.report)
+            chunks, tokenized = part
+            self._parts, self.chunks = number + 1, self.chunks + chunks
+            self.stats.add(tokenized.stats)
 
-    def add(self, piece: TokenizedChunk) -> None:
-        """Take the next chunk's piece.
+    def add(self, chunk: TokenizedChunk) -> None:
+        """Append the next chunk; write a part if it is large or old enough.
 
         Raises:
-            NoSpace, IOFailure: its part cannot be written.
+            NoSpace, IOFailure: the part cannot be written.
         """
-        self._waiting.append(piece)
-        self.report.add(piece.report)
-        enough = sum(len(waiting.tokens) for waiting in self._waiting) >= PART_TOKENS
-        if enough or time.monotonic() - self._last_s > PART_S:
+        self._buffer.append(chunk)
+        self.stats.add(chunk.stats)
+        enough = sum(len(buffered.tokens) for buffered in self._buffer) >= PART_TOKENS
+        if enough or time.monotonic() - self._written_s > PART_S:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits as a part."""
-        if not self._waiting:
+        """Write the buffered chunks as a part."""
+        if not self._buffer:
             return
-        pieces, report = self._waiting, TokenizeStats()
-        for piece in pieces:
-            report.add(piece.report)
-        arrays = {
-            name: np.concatenate([getattr(piece, name) for piece in pieces])
-            for name in ("tokens", "lengths", "documents")
+        chunks, stats = self._buffer, TokenizeStats()
+        for chunk in chunks:
+            stats.add(chunk.stats)
+        arrays: dict[str, Any] = {
+            name: np.concatenate([getattr(chunk, name) for chunk in chunks])
+            for name in ("tokens", "mask", "lengths", "documents")
+            if name != "mask" or chunks[0].mask is not None
         }
-        if pieces[0].mask is not None:
-            arrays["mask"] = np.concatenate([piece.mask for piece in pieces if piece.mask is not None])
-        said = json.dumps({"chunks": len(pieces), "report": report.as_dict()}).encode()
-        path = self._part(self._parts)
-        save = cast(Any, np.savez)
-        with atomic_file(path) as temporary, temporary.open("wb") as file:
-            save(file, said=np.frombuffer(said, dtype=np.uint8), **arrays)
-        self._parts, self.chunks, self._waiting = self._parts + 1, self.chunks + len(pieces), []
-        self._last_s = time.monotonic()
+        header = json.dumps({"chunks": len(chunks), "stats": stats.as_dict()}).encode()
+        arrays["header"] = np.frombuffer(header, dtype=np.uint8)
+        with atomic_file(self._part(self._parts)) as temporary, temporary.open("wb") as file:
+            np.savez(file, **arrays)
+        self._parts, self.chunks, self._buffer = self._parts + 1, self.chunks + len(chunks), []
+        self._written_s = time.monotonic()
 
-    def put_together(self, dtype: Any, masked: bool, manifest: dict[str, Any]) -> None:
-        """Make the files of the pair out of the parts, and write the manifest beside them."""
+    def assemble(self, dtype: npt.DTypeLike, masked: bool, manifest: dict[str, Any]) -> None:
+        """Write the indexed files from the parts, and the manifest beside them."""
         with IndexedWriter(self._staged(""), dtype, masked) as writer:
             for number in range(self._parts):
                 part = _read_part(self._part(number))
                 assert part is not None
-                writer.extend(part.piece.tokens, part.piece.lengths, part.piece.mask)
-                writer.end_documents(part.piece.documents)
+                tokenized = part[1]
+                writer.extend(tokenized.tokens, tokenized.lengths, tokenized.mask)
+                writer.end_documents(tokenized.documents)
         write_manifest(self._staged(""), manifest | {"pair": writer.close()})
 
     def publish(self) -> None:
-        """Give the files their names and remove the rest."""
+        """Rename the assembled files to their final names and remove the parts."""
         with disk_errors(self.prefix):
             for suffix in _PUBLISHED:
                 if self._staged(suffix).exists():
@@ -172,31 +164,20 @@ class Journal:
         return indexed_file(self.folder / "pair", suffix)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    chunks: int
-    piece: TokenizedChunk
-
-    @property
-    def report(self) -> TokenizeStats:
-        return self.piece.report
-
-
-def _read_part(path: Path) -> _Part | None:
-    """A part, None when it is cut short or damaged."""
+def _read_part(path: Path) -> tuple[int, TokenizedChunk] | None:
+    """(number of input chunks, their content) of a part; None when it is damaged."""
     try:
         with np.load(path) as stored:
-            said = json.loads(stored["said"].tobytes())
+            header = json.loads(stored["header"].tobytes())
             mask = stored["mask"] if "mask" in stored else None
-            report = TokenizeStats.from_dict(said["report"])
-            return _Part(
-                said["chunks"], TokenizedChunk(stored["tokens"], mask, stored["lengths"], stored["documents"], report)
-            )
+            stats = TokenizeStats.from_dict(header["stats"])
+            tokenized = TokenizedChunk(stored["tokens"], mask, stored["lengths"], stored["documents"], stats)
+            return header["chunks"], tokenized
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
         return None
 
 
-def _read(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Prepared pairs as samples, if they were made for such a run as this."""
+"""Opens indexed files as samples, after a check that they were prepared for a run like this one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.schema import RunConfig
-from isthmus.data.chat.chat_records import RECIPES
+from isthmus.data.chat.chat_records import RECIPES, Kind
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.sample_views import FitStats, chat_samples, preference_samples, text_samples
@@ -15,61 +15,76 @@ from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_fingerprint import tokenizer_record
 from isthmus.recipes.data.data_sources import DataSource
 
-_KINDS = {recipe: kind for kind, recipe in RECIPES.items()}
+KINDS: dict[str, Kind] = {recipe: kind for kind, recipe in RECIPES.items()}
+"""The kind of records that each recipe trains on."""
 
 
-def survey_part(part: DataSource, folder: Path) -> bool:
-    """Read pairs that have no manifest once, and write one into the run's ``folder``; tells whether there was one."""
-    unknown = [(k, file) for k, file in enumerate(part.files) if not indexed_file(file, ".json").is_file()]
-    for number, file in unknown:
-        write_manifest(folder / f"{part.key}-{number}", {"pair": scan_indexed(open_indexed(file))})
-    return bool(unknown)
+def write_missing_manifests(source: DataSource, folder: Path) -> bool:
+    """Read indexed files without a manifest once and write one into ``folder``; returns whether there were any."""
+    missing = [
+        (path, file)
+        for number, file in enumerate(source.files)
+        if not indexed_file(file, ".json").is_file() and not (path := _own_manifest(source, number, folder)).is_file()
+    ]
+    for path, file in missing:
+        write_manifest(path.with_suffix(""), {"pair": scan_indexed(open_indexed(file))})
+    return bool(missing)
 
 
-def open_part(part: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path) -> tuple[SampleStore, str]:
-    """(the samples of a part's pairs, what became of those that did not fit), after :func:`survey_part`.
+def open_source(
+    source: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path
+) -> tuple[SampleStore, FitStats]:
+    """(the samples of a source, what was cut or dropped to fit data.seq_length).
+
+    Raw files are opened from the run's ``folder``, after they were tokenized into it; prepared files need
+    :func:`write_missing_manifests` first.
 
     Raises:
-        MissingInput, DataError: a pair is not whole, of another kind, or made with another tokenizer.
+        MissingInput, DataError: files are missing or damaged, of another kind, or prepared with another tokenizer.
     """
-    mine = tokenizer_record(tokenizer)
-    stores, left = [], FitStats()
-    for number, file in enumerate(part.files):
-        own = folder / f"{part.key}-{number}.json"
-        pair = open_indexed(file, manifest=own if own.is_file() else None)
-        _check(pair, config, mine)
+    tokenizer_hashes = tokenizer_record(tokenizer)
+    seq_length, overlong = config.data.seq_length, config.data.overlong
+    stores, total = [], FitStats()
+    for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
+        manifest = _own_manifest(source, number, folder)
+        indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
+        _check(indexed, config, tokenizer_hashes)
         if config.recipe == "pretrain":
-            store, out = text_samples(pair, config.data.seq_length)
+            store, fit = text_samples(indexed, seq_length)
         elif config.recipe == "sft":
-            store, out = chat_samples(pair, config.data.seq_length, config.data.overlong)
+            store, fit = chat_samples(indexed, seq_length, overlong)
         else:
-            store, out = preference_samples(pair, config.data.seq_length, config.data.overlong)
+            store, fit = preference_samples(indexed, seq_length, overlong)
         stores.append(store)
-        left += out
-    return SampleStore.concatenated(stores), left.words()
+        total += fit
+    return SampleStore.concatenated(stores), total
 
 
-def _check(pair: IndexedDataset, config: RunConfig, mine: dict[str, str]) -> None:
-    record: dict[str, Any] = pair.manifest or {}
-    wanted = _KINDS[config.recipe]
-    kind = record.get("kind", "text without a manifest" if pair.mask is None else "masked without a manifest")
-    if kind.split()[0] != wanted:
-        why = ", which says which tokens are learned" if pair.mask is None else ""
+def _own_manifest(source: DataSource, number: int, folder: Path) -> Path:
+    return folder / f"{source.key}-{number}.json"
+
+
+def _check(indexed: IndexedDataset, config: RunConfig, tokenizer_hashes: dict[str, str]) -> None:
+    record: dict[str, Any] = indexed.manifest or {}
+    expected = KINDS[config.recipe]
+    kind = record.get("kind", "text without a manifest" if indexed.mask is None else "masked without a manifest")
+    if kind.split()[0] != expected:
+        why = ", whose mask marks the loss tokens" if indexed.mask is None else ""
         raise DataError(
-            f"{pair.prefix}: a prepared pair of kind {kind}; {config.recipe} wants {wanted}{why}. "
-            f"Prepare the records with --kind {wanted}."
+            f"{indexed.prefix}: prepared data of kind {kind}; {config.recipe} needs {expected}{why}. "
+            f"Prepare the records with --kind {expected}."
         )
-    if "tokenizer" not in record:  # made by Megatron, which does not write down with what
+    if "tokenizer" not in record:  # Megatron does not record the tokenizer
         return
     for name, what in (("vocabulary", "tokenizer"), ("template", "chat template")):
-        if (name == "vocabulary" or kind != "text") and record["tokenizer"].get(name) != mine[name]:
+        if (name == "vocabulary" or kind != "text") and record["tokenizer"].get(name) != tokenizer_hashes[name]:
             raise DataError(
-                f"{pair.prefix}: prepared with another {what} than this model's. Prepare the records with "
+                f"{indexed.prefix}: prepared with another {what} than this model's. Prepare the records with "
                 "the tokenizer of the model that is trained."
             )
-    learned = record.get("loss_on", config.data.loss_on)
-    if kind == "chat" and learned != config.data.loss_on:
+    loss_on = record.get("loss_on", config.data.loss_on)
+    if kind == "chat" and loss_on != config.data.loss_on:
         raise DataError(
-            f"{pair.prefix}: prepared with loss_on={learned}, the run says data.loss_on={config.data.loss_on}. "
-            f"Prepare the records again, or set data.loss_on={learned}."
+            f"{indexed.prefix}: prepared with loss_on={loss_on}, the run has data.loss_on={config.data.loss_on}. "
+            f"Prepare the records again, or set data.loss_on={loss_on}."
         )

@@ -12,6 +12,7 @@ import torch
 
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.mock_data import MockSamples
 from isthmus.data.store.sample_store import SampleStore
@@ -211,9 +212,12 @@ def test_bad_sizes_are_refused_with_the_mend():
 
 
 def test_memory_mapped_store_gives_the_same_batches(tmp_path):
-    s = store()
-    s.save(tmp_path / "s")
-    for a, b in zip(make(s).step(2), make(SampleStore.open(tmp_path / "s")).step(2), strict=True):
+    with IndexedWriter(tmp_path / "s", np.int32, masked=True) as writer:
+        for k in range(len(store())):
+            writer.extend(store()[k][0], (len(store()[k][0]),), store()[k][1])
+    write_manifest(tmp_path / "s", {"pair": writer.close()})
+    mapped = SampleStore.from_indexed(open_indexed(tmp_path / "s"))
+    for a, b in zip(make(store()).step(2), make(mapped).step(2), strict=True):
         assert np.array_equal(a.labels.numpy(), b.labels.numpy())
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from isthmus.data.chat.chat_records import Conversation, Document, parse_record
-from isthmus.data.readers.file_formats import Record
+from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
 U = {"role": "user", "content": "q"}

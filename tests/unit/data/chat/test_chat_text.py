@@ -99,7 +99,7 @@ def learned(
     for chat in ChatRenderer(tokenizer, loss_on=loss_on)(Conversation(messages, tools, "file.jsonl:7")):
         ((ids, offsets),) = tokenizer.encode_with_offsets([chat.text])
         assert tokenizer.decode(ids) == chat.text
-        mask = token_mask(offsets, chat.learned)
+        mask = token_mask(offsets, chat.loss_spans)
         pairs = zip(ids, mask.tolist(), strict=True)
         runs.append([tokenizer.decode([i for i, _ in run]) for on, run in groupby(pairs, lambda p: p[1]) if on])
     return runs
@@ -131,7 +131,7 @@ def test_exactly_the_answers_and_their_ends_are_learned(build, template, message
 
 def test_text_without_reasoning_of_earlier_turns_is_the_context_of_the_last(build):
     chats = ChatRenderer(build(THINKING))(Conversation([*TALK], None, "f:1"))
-    assert "think" not in chats[1].text[: chats[1].learned[0][0]]
+    assert "think" not in chats[1].text[: chats[1].loss_spans[0][0]]
     assert chats[1].text.startswith(
         "<|im_start|>user\nWhat is the sea?<|im_end|>\n<|im_start|>assistant\nWide and blue."
     )

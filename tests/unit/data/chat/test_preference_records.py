@@ -9,8 +9,9 @@ import pytest
 
 from isthmus.data.chat.chat_records import PreferenceRecord, kinds_of
 from isthmus.data.chat.preference_records import parse_preference
-from isthmus.data.readers.file_formats import Record, read_records
+from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
+from unit.data.records import read_records
 
 S = {"role": "system", "content": "s"}
 Q = {"role": "user", "content": "q"}

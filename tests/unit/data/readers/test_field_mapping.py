@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.data.readers.field_mapping import renamed
-from isthmus.data.readers.file_formats import Record, SkippedRecords, read_records
-from isthmus.data.tokenize.tokenize_files import prepare_text
+from isthmus.data.readers.chunks import Record, SkippedRecords
+from isthmus.data.readers.field_mapping import rename_fields
 from isthmus.errors import DataError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from unit.data.records import read_records
+from unit.data.tokenized import tokenized
 
 
 def test_fields_get_their_known_names() -> None:
     record = Record({"q": "1", "completion": "2", "text": "old", "id": 3}, "f:1")
-    value = renamed(record, {"prompt": "completion", "completion": "q", "text": "q"}).value
+    value = rename_fields(record, {"prompt": "completion", "completion": "q", "text": "q"}).value
     assert value == {"prompt": "2", "completion": "1", "text": "1", "id": 3}
 
 
@@ -36,8 +37,8 @@ def test_columns_reach_the_samples(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "the sea"}))
     (tmp_path / "notes.md").write_text("not data")
     tokenizer = Tokenizer(train_tokenizer(["the sea is wide and blue"], vocab_size=270))
-    store, report = prepare_text([tmp_path], tokenizer, seq_length=64, columns={"text": "body"})
+    store, stats = tokenized("text", [tmp_path], tokenizer, 64, columns={"text": "body"})
     assert tokenizer.decode(store[0][0].tolist()).startswith("the sea")
-    assert report.notes == [
-        f"1 files in the data folders are no data by their names, and passed over: {tmp_path / 'notes.md'}"
+    assert stats.notes == [
+        f"1 files in the data folders are ignored, since their names are not of data: {tmp_path / 'notes.md'}"
     ]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.data.readers.file_formats import SkippedRecords, read_records
+from isthmus.data.readers.chunks import SkippedRecords
 from isthmus.errors import DataError, MissingInput, UsageError
+from unit.data.records import read_records
 
 
 def values(path: Path, **options) -> list[tuple[str, dict]]:
@@ -43,9 +44,9 @@ def test_text_file_is_one_document(tmp_path):
         ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl:2: a record must be a JSON object, got list"),
         ("a.json", b'[{"a": 1},\n 7]', "a.json:2: a record must be a JSON object, got int"),
         ("a.json", b'[{"a": 1},\n {"a": "x', "a.json:2: not JSON: Unterminated string"),
-        ("a.json", b'[{"a": 1}\n', "a.json:2: not JSON: wanted ',' or ']' after a record, the file ends"),
-        ("a.json", b'[{"a": 1}\n\n {"a": 2}]', "a.json:3: not JSON: wanted ',' or ']' after a record, got '{'"),
-        ("a.json", b'[{"a": 1}]\nx', "a.json:2: not JSON: there is more after the array's end"),
+        ("a.json", b'[{"a": 1}\n', "a.json:2: not JSON: expected ',' or ']' after a record, the file ends"),
+        ("a.json", b'[{"a": 1}\n\n {"a": 2}]', "a.json:3: not JSON: expected ',' or ']' after a record, got '{'"),
+        ("a.json", b'[{"a": 1}]\nx', "a.json:2: not JSON: more text after the end of the array"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl:2: not UTF-8: byte 0xff at byte column 8"),
         ("a.json", b'[{"a": 1},\n{"a": "\xff"}]\n', "a.json:2: not UTF-8: byte 0xff at byte column 8"),
         ("a.jsonl", b'{"a": ' + b"[" * 200_000 + b"\n", "a.jsonl:1: not JSON"),

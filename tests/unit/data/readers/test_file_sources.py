@@ -13,12 +13,14 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
+from backports import zstd
 
 from isthmus.data.readers import chunks, csv_reader, json_chunks
-from isthmus.data.readers.file_formats import SkippedRecords, chunk_records, read_chunks, read_records
+from isthmus.data.readers.chunks import SkippedRecords
+from isthmus.data.readers.file_formats import chunk_records, read_chunks
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, UsageError
+from unit.data.records import read_records
 
 TALK = [{"role": "user", "content": "q ✓\nmore"}, {"role": "assistant", "content": "a"}]
 VALUES = [{"n": str(n), "messages": TALK} for n in range(40)]
@@ -48,8 +50,8 @@ def sources(tmp_path: Path) -> dict[str, Path]:
     contents = {
         "jsonl": LINES, "json": json.dumps(VALUES, indent=1, ensure_ascii=False).encode(), "gz": gzip.compress(LINES),
         "two.gz": gzip.compress(LINES[:1000]) + gzip.compress(LINES[1000:]),
-        "zst": zstandard.compress(LINES),
-        "two.zst": SKIPPED + zstandard.compress(LINES[:1000]) + SKIPPED + zstandard.compress(LINES[1000:]),
+        "zst": zstd.compress(LINES),
+        "two.zst": SKIPPED + zstd.compress(LINES[:1000]) + SKIPPED + zstd.compress(LINES[1000:]),
     }  # fmt: skip
     paths = {name: tmp_path / f"a.{name}" for name in contents}
     for name, content in contents.items():
@@ -143,9 +145,9 @@ def test_folder_stands_for_its_data_files_in_order(tmp_path: Path) -> None:
     found = find_sources([tmp_path])
     short = [os.path.relpath(name, tmp_path) for name in found.names]
     assert short == ["a/c.csv", "a/set", "a/z.jsonl", "b.jsonl", "c.txt.gz"]
-    assert len(found.passed_over) == 4
+    assert len(found.ignored) == 4
     (note,) = found.notes()
-    assert note.startswith("4 files in the data folders are no data") and ".hidden.json" in note
+    assert note.startswith("4 files in the data folders are ignored") and ".hidden.json" in note
     assert find_sources([tmp_path / "b.jsonl"]).notes() == []
 
 
@@ -188,16 +190,16 @@ def test_damage_in_the_middle(sources: dict[str, Path], kind: str) -> None:
         ("a.parquet", b"", "a.parquet: damaged or cut short"),
         ("a.parquet", b"PAR1", "a.parquet: damaged or cut short"),
         ("a.parquet", LINES, "a.parquet: damaged or cut short"),
-        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "Unpack it"),
+        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "Decompress it"),
         ("a.gz", gzip.compress(b"", mtime=0), "the file is empty"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a"\n', mtime=0), "a.jsonl.gz:2: not JSON"),
-        ("a.jsonl", b"BZh91AY", "packed with bzip2. Wanted it as it is, or packed with gzip or zstd"),
+        ("a.jsonl", b"BZh91AY", "compressed with bzip2. Expected no compression, gzip or Zstandard"),
         ("a.csv", b"", "the file is empty"),
         ("a.csv", b"text,n\n", "the table has no rows"),
-        ("a.csv", b"text,\nx,y\n", "a.csv:1: the first row must have the names of the columns, and a name is empty"),
-        ("a.csv", b"a,a\nx,y\n", "'a' stands there twice"),
-        ("a.csv", b'a,b\n1,2\nx,"y\n\n3,4\n', "a.csv:3: this row is no row of a table: unexpected end of data. Is"),
-        ("a.csv", b'a,b\n1,2\nx,"y"z\n', "a.csv:3: this row is no row of a table"),
+        ("a.csv", b"text,\nx,y\n", "a.csv:1: the first row must contain the column names, but a name is empty"),
+        ("a.csv", b"a,a\nx,y\n", "'a' occurs twice"),
+        ("a.csv", b'a,b\n1,2\nx,"y\n\n3,4\n', "a.csv:3: not a row of a table: unexpected end of data. Is"),
+        ("a.csv", b'a,b\n1,2\nx,"y"z\n', "a.csv:3: not a row of a table"),
         ("a.csv", b"a,b\n1,2,3\n", "a.csv:2: 3 cells in a table of 2 columns"),
         ("a.csv", b"a,b\n1,\xff\n", "a.csv:2: not UTF-8"),
     ],
@@ -224,7 +226,7 @@ def test_splits_of_a_saved_data_set(tmp_path: Path) -> None:
     assert values(tmp_path / "all/test") == [{"text": "test"}]
     del parts["train"]
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "some")
-    with pytest.raises(UsageError, match=r"holds the splits test, extra\. Name the folder of one of them"):
+    with pytest.raises(UsageError, match=r"has the splits test, extra\. Name the folder of one of them"):
         values(tmp_path / "some")
 
 
@@ -239,7 +241,7 @@ def test_data_sets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values("hf:org/name", "hf:org/name:test[:5]", "hf:org/name/en:train") == VALUES * 3
     assert asked == [("org/name", None, "train"), ("org/name", None, "test[:5]"), ("org/name", "en", "train")]
     for name in ("hf:", "hf:org/", "hf:org/name:", "hf:org/name/"):
-        with pytest.raises(UsageError, match="Wanted hf:ORG/NAME"):
+        with pytest.raises(UsageError, match="Expected hf:ORG/NAME"):
             values(name)
 
 
@@ -264,7 +266,7 @@ def test_data_set_that_cannot_be_had(
 
 
 def test_absent_library_is_named(sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pyarrow", "zstandard", "datasets"):
+    for module in ("pyarrow", "backports.zstd", "datasets"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
     for kind in ("parquet", "zst", "data set"):
         with pytest.raises(UsageError, match=r"pip install 'isthmus\[data\]'"):

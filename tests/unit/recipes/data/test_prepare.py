@@ -10,14 +10,13 @@ import pytest
 
 from isthmus.data.readers.file_formats import read_chunks
 from isthmus.data.store.indexed_dataset import open_indexed
-from isthmus.data.tokenize.tokenize_files import prepare_chat
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions
 from isthmus.errors import DataError, MissingInput, NoSpace, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
-from isthmus.recipes.data import prepare_resume
+from isthmus.recipes.data import prepare_resume, prepare_workers
 from isthmus.recipes.data.prepare import prepare
-from isthmus.recipes.data.prepare_workers import Workers
+from isthmus.recipes.data.prepare_workers import tokenize_chunks
 
 pytestmark = pytest.mark.processes
 
@@ -48,7 +47,8 @@ def outputs(prefix: Path) -> dict[str, bytes]:
     return {path.name[len(prefix.name) :]: path.read_bytes() for path in prefix.parent.glob(f"{prefix.name}.*")}
 
 
-def test_any_number_of_workers_makes_the_same(tmp_path, tokenizer, small_chunks):
+def test_any_number_of_workers_makes_the_same(tmp_path, tokenizer, small_chunks, monkeypatch):
+    monkeypatch.setattr(prepare_workers, "CHUNKS_BEFORE_SPAWN", 3)
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
     assert sum(1 for _ in read_chunks([file])) > 10
     made = []
@@ -56,16 +56,17 @@ def test_any_number_of_workers_makes_the_same(tmp_path, tokenizer, small_chunks)
         prefix = tmp_path / f"out{workers}{method}" / "chats"
         done = prepare([file], prefix, tokenizer, workers=workers, start_method=method)
         made.append(outputs(prefix))
-        assert (done.kind, done.report.records, done.report.samples) == ("chat", 60, 60)
+        assert (done.kind, done.stats.records, done.stats.samples) == ("chat", 60, 60)
     assert made[0].keys() == {".bin", ".idx", ".mask.bin", ".json"}
     assert all(other == made[0] for other in made[1:])
     pair = open_indexed(prefix, verify=True)
-    store, report = prepare_chat([file], load_tokenizer(tokenizer), seq_length=10**6)
-    assert pair.tokens.tolist() == np.concatenate([store[k][0] for k in range(60)]).tolist()
-    assert pair.mask.tolist() == np.concatenate([store[k][1] for k in range(60)]).tolist()
-    told = pair.manifest["report"]
-    assert told["learned_tokens"] == report.learned_tokens == store.num_learned
-    assert sum(told["lengths"].values()) == 60
+    record_tokenizer = RecordTokenizer(load_tokenizer(tokenizer), TokenizeOptions("chat"))
+    chunks = [record_tokenizer(chunk) for chunk in read_chunks([file])]
+    assert pair.tokens.tolist() == np.concatenate([chunk.tokens for chunk in chunks]).tolist()
+    assert pair.mask.tolist() == np.concatenate([chunk.mask for chunk in chunks]).tolist()
+    report = pair.manifest["report"]
+    assert report["learned_tokens"] == sum(chunk.stats.loss_tokens for chunk in chunks) > 0
+    assert sum(report["lengths"].values()) == 60
 
 
 def test_text_is_whole_documents_that_end(tmp_path, tokenizer):
@@ -77,7 +78,7 @@ def test_text_is_whole_documents_that_end(tmp_path, tokenizer):
     assert pair.tokens.tolist() == [token for ids in wanted for token in ids]
     assert (pair.mask, pair.lengths.tolist()) == (None, [len(ids) for ids in wanted])
     assert pair.documents.tolist() == [0, 1, 2]
-    assert (done.report.dropped_nothing_to_learn, done.report.learned_tokens) == (1, sum(map(len, wanted)) - 2)
+    assert (done.stats.dropped_without_loss, done.stats.loss_tokens) == (1, sum(map(len, wanted)) - 2)
 
 
 def test_pairs_are_documents_of_two(tmp_path, tokenizer):
@@ -93,7 +94,7 @@ def test_pairs_are_documents_of_two(tmp_path, tokenizer):
         for s, n in zip(pair.starts, pair.lengths, strict=True)
     ]
     assert learned == [f"{a}<|im_end|>" for k in range(3) for a in (f"good {k}", "bad")]
-    assert (done.report.dropped_overlong, done.report.dropped_nothing_to_learn) == (1, 1)
+    assert (done.stats.dropped_overlong, done.stats.dropped_without_loss) == (1, 1)
 
 
 @pytest.mark.parametrize("damage", [None, "cut", "away"])
@@ -103,14 +104,14 @@ def test_an_ended_run_is_taken_up(tmp_path, tokenizer, small_chunks, monkeypatch
     prepare([file], tmp_path / "whole", tokenizer, workers=2)
     seen: list[int] = []
 
-    def ended(report) -> None:
-        seen.append(report.records)
-        if report.records > 30:
+    def ended(stats) -> None:
+        seen.append(stats.records)
+        if stats.records > 30:
             raise KeyboardInterrupt
 
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        prepare([file], out, tokenizer, workers=2, progress=ended)
+        prepare([file], out, tokenizer, workers=2, on_progress=ended)
     parts = sorted(Path(f"{out}.partial").glob("*.npz"))
     assert len(parts) > 3 and not list(tmp_path.glob("out.[!p]*"))
     if damage == "cut":
@@ -118,7 +119,7 @@ def test_an_ended_run_is_taken_up(tmp_path, tokenizer, small_chunks, monkeypatch
     elif damage == "away":
         parts[1].unlink()
     again: list[int] = []
-    prepare([file], out, tokenizer, workers=3, progress=lambda report: again.append(report.records))
+    prepare([file], out, tokenizer, workers=3, on_progress=lambda stats: again.append(stats.records))
     assert outputs(out) == outputs(tmp_path / "whole")
     assert not Path(f"{out}.partial").exists()
     assert (again[0] > 20) == (damage is None)
@@ -128,13 +129,13 @@ def test_other_data_begins_anew_and_a_kept_output_is_refused(tmp_path, tokenizer
     monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
     file, out = write(tmp_path / "a.jsonl", [chat(k) for k in range(30)]), tmp_path / "out"
 
-    def ended(report) -> None:
+    def ended(stats) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare([file], out, tokenizer, workers=1, progress=ended)
+        prepare([file], out, tokenizer, workers=1, on_progress=ended)
     write(file, [chat(k) for k in range(90, 94)])
-    assert prepare([file], out, tokenizer, workers=1).report.records == 4
+    assert prepare([file], out, tokenizer, workers=1).stats.records == 4
     before = outputs(out)
     with pytest.raises(NoSpace, match=r"out\.mask\.bin exists already"):
         prepare([file], out, tokenizer, workers=1)
@@ -147,12 +148,12 @@ def test_parts_of_other_chunks_are_not_taken_up(tmp_path, tokenizer, small_chunk
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
     monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
     with monkeypatch.context() as ended, pytest.raises(KeyboardInterrupt):
-        ended.setattr(prepare_resume.Journal, "put_together", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        ended.setattr(prepare_resume.PartialOutput, "assemble", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare([file], tmp_path / "out", tokenizer, workers=1)
     assert list((tmp_path / "out.partial").glob("*.npz"))
     monkeypatch.setattr("isthmus.data.readers.json_chunks.CHUNK_BYTES", 1000)
     monkeypatch.setattr(prepare_resume, "CHUNK_BYTES", 1000)
-    assert prepare([file], tmp_path / "out", tokenizer, workers=1).report.records == 60
+    assert prepare([file], tmp_path / "out", tokenizer, workers=1).stats.records == 60
 
 
 def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatch):
@@ -180,7 +181,7 @@ def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatc
         ([chat(1), {"text": "t"}], {}, DataError, r"a\.jsonl:2: plain text among data of kind chat"),
         ([{"text": "t"}, chat(1)], {}, DataError, r"a\.jsonl:2: a chat record among data of kind text"),
         ([{"what": "t"}], {}, DataError, r"a\.jsonl:1: unknown kind of record"),
-        ([{"text": " "}], {}, DataError, "nothing is left to learn from.*1 dropped with nothing to learn"),
+        ([{"text": " "}], {}, DataError, "no sample is left to train on.*1 dropped without loss tokens"),
         ([{"text": "t"}], {"seq_length": 4}, UsageError, "text is not cut when it is prepared"),
         ([chat(1)], {"kind": "text", "on_error": "skip"}, DataError, r"1 bad records skipped. First: .*a\.jsonl:1"),
         ([chat(1)], {"columns": {"messagse": "x"}}, UsageError, "Did you mean messages"),
@@ -202,18 +203,18 @@ def test_the_output_may_lie_among_the_data(tmp_path, tokenizer):
     for name in ("2.txt", "3.txt"):
         (folder / name).write_bytes(b"" if name == "2.txt" else b"\xff")
 
-    def ended(report) -> None:
+    def ended(stats) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare([folder], folder / "text", tokenizer, workers=1, on_error="skip", progress=ended)
+        prepare([folder], folder / "text", tokenizer, workers=1, on_error="skip", on_progress=ended)
     assert (folder / "text.partial").exists()
     for out in ("text", "again"):
         done = prepare([folder], folder / out, tokenizer, workers=1, on_error="skip")
-        assert (done.report.samples, done.report.skipped.count) == (3, 2)
+        assert (done.stats.samples, done.stats.skipped.count) == (3, 2)
     assert outputs(folder / "again")[".bin"] == outputs(folder / "text")[".bin"]
     for out in (folder, folder / "a.jsonl"):
-        with pytest.raises(UsageError, match="the last name is to be a prefix"):
+        with pytest.raises(UsageError, match="the last argument must be a prefix"):
             prepare([folder], out, tokenizer, workers=1)
 
 
@@ -224,8 +225,8 @@ def test_the_kind_that_was_told_wins(tmp_path, tokenizer):
     row = {"chosen": good, "rejected": bad, "messages": good, "text": "q yes"}
     file = write(tmp_path / "a.jsonl", [row, row, row, {"text": 5}])
     for kind, samples in {"preference": 6, "chat": 3, "text": 3}.items():
-        report = prepare([file], tmp_path / kind, tokenizer, kind=kind, on_error="skip", workers=1).report
-        assert (report.records, report.samples, report.skipped.count) == (4, samples, 1)
+        stats = prepare([file], tmp_path / kind, tokenizer, kind=kind, on_error="skip", workers=1).stats
+        assert (stats.records, stats.samples, stats.skipped.count) == (4, samples, 1)
     answers = {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}
     file = write(tmp_path / "b.jsonl", [{"conversations": [{"from": "human", "value": "q"}], **answers}])
     with pytest.raises(DataError, match="a preference pair"):
@@ -235,8 +236,8 @@ def test_the_kind_that_was_told_wins(tmp_path, tokenizer):
 def test_what_cannot_be_read_is_a_record_too(tmp_path, tokenizer):
     file = write(tmp_path / "a.jsonl", [{"text": "t"}, {"text": "u"}])
     file.write_text(file.read_text() + "{\n[1]\n")
-    report = prepare([file], tmp_path / "out", tokenizer, on_error="skip", workers=1).report
-    assert (report.records, report.samples, report.skipped.count) == (4, 2, 2)
+    stats = prepare([file], tmp_path / "out", tokenizer, on_error="skip", workers=1).stats
+    assert (stats.records, stats.samples, stats.skipped.count) == (4, 2, 2)
 
 
 def test_few_chunks_are_under_way(tmp_path, tokenizer, small_chunks):
@@ -250,8 +251,8 @@ def test_few_chunks_are_under_way(tmp_path, tokenizer, small_chunks):
             most = max(most, given - taken)
             yield chunk
 
-    with Workers(RecordTokenizer(load_tokenizer(tokenizer), TokenizeOptions("chat")), 2) as workers:
-        for _ in workers.pieces(counted()):
-            taken += 1
+    record_tokenizer = RecordTokenizer(load_tokenizer(tokenizer), TokenizeOptions("chat"))
+    for _ in tokenize_chunks(record_tokenizer, counted(), 2, "fork"):
+        taken += 1
     assert taken == given > 30
     assert most <= 10

@@ -14,7 +14,7 @@ from isthmus.data.store.indexed_dataset import IndexedWriter, write_manifest
 from isthmus.errors import DataError, IsthmusError, MissingInput, UsageError
 from isthmus.recipes.data.data_fingerprint import tokenizer_record
 from isthmus.recipes.data.data_sources import DataSource, find_data_sources
-from isthmus.recipes.data.prepared_data import open_part, survey_part
+from isthmus.recipes.data.prepared_data import open_source, write_missing_manifests
 
 
 def tokenizer(template: str = "t", **vocabulary: int) -> Any:
@@ -39,8 +39,8 @@ def pair(prefix: Path, *, kind: str | None = "text", masked: bool = False, **rec
 
 
 def only(*files: str, **settings: Any) -> DataSource:
-    (part,) = find_data_sources(config(files=files, **settings))
-    return part
+    (source,) = find_data_sources(config(files=files, **settings))
+    return source
 
 
 def test_pairs_by_prefix_by_file_by_pattern_and_by_folder(tmp_path: Path) -> None:
@@ -54,10 +54,10 @@ def test_pairs_by_prefix_by_file_by_pattern_and_by_folder(tmp_path: Path) -> Non
         (str(tmp_path / "d"),),
         (a, f"{a}.idx", b),
     ):
-        part = only(*names)
-        assert (part.files, part.prepared) == ((a, b), True)
+        source = only(*names)
+        assert (source.files, source.prepared) == ((a, b), True)
     (tmp_path / "d" / "c.partial").mkdir()
-    (tmp_path / "d" / "c.partial" / "origin.json").write_text("{}")
+    (tmp_path / "d" / "c.partial" / "inputs.json").write_text("{}")
     pair(tmp_path / "d" / "c.partial" / "pair")
     for names in ((f"{tmp_path}/d/**",), (str(tmp_path / "d"),)):
         assert only(*names).files == (a, b)
@@ -74,63 +74,63 @@ def test_pairs_by_prefix_by_file_by_pattern_and_by_folder(tmp_path: Path) -> Non
 def test_sets_and_held_out_files_are_parts(tmp_path: Path) -> None:
     a, b = pair(tmp_path / "a"), pair(tmp_path / "b")
     sets = {"web": {"files": [a], "weight": 3}, "books": {"files": [b]}}
-    parts = find_data_sources(config(sets=sets, valid_files=[b], test_files=[a]))
-    assert [(part.use, part.name, part.weight) for part in parts] == [
+    sources = find_data_sources(config(sets=sets, valid_files=[b], test_files=[a]))
+    assert [(source.use, source.name, source.weight) for source in sources] == [
         ("train", "web", 3.0),
         ("train", "books", 1.0),
-        ("valid", "held out", 1.0),
+        ("valid", "validation", 1.0),
         ("test", "test", 1.0),
     ]
-    assert len({part.key for part in parts}) == 4
+    assert len({source.key for source in sources}) == 4
 
 
 def test_text_is_windows_and_chats_are_cut(tmp_path: Path) -> None:
     text, chat = only(pair(tmp_path / "t")), only(pair(tmp_path / "c", kind="chat", masked=True))
-    store, left = open_part(text, config(files=["-"], seq_length=2), tokenizer(), tmp_path)
+    store, left = open_source(text, config(files=["-"], seq_length=2), tokenizer(), tmp_path)
     assert [store[k][0].tolist() for k in range(len(store))] == [[1, 2, 3], [3, 4, 5], [6, 7, 8]]
-    assert left == ""
-    store, left = open_part(chat, config("sft", files=["-"], seq_length=2), tokenizer(), tmp_path)
+    assert left.summary() == ""
+    store, left = open_source(chat, config("sft", files=["-"], seq_length=2), tokenizer(), tmp_path)
     assert [store[k][0].tolist() for k in range(len(store))] == [[1, 2, 3], [6, 7, 8]]
-    assert left == "1 cut to seq_length"
-    store, left = open_part(chat, config("sft", files=["-"], seq_length=2, overlong="drop"), tokenizer(), tmp_path)
-    assert (len(store), left) == (1, "1 dropped as too long")
+    assert left.summary() == "1 cut to seq_length"
+    store, left = open_source(chat, config("sft", files=["-"], seq_length=2, overlong="drop"), tokenizer(), tmp_path)
+    assert (len(store), left.summary()) == (1, "1 dropped as too long")
     both = only(pair(tmp_path / "t"), pair(tmp_path / "u"))
-    assert len(open_part(both, config(files=["-"]), tokenizer(), tmp_path)[0]) == 4
+    assert len(open_source(both, config(files=["-"]), tokenizer(), tmp_path)[0]) == 4
 
 
 @pytest.mark.parametrize(
     ("recipe", "made", "mine", "message"),
     [
-        ("pretrain", {"kind": "chat", "masked": True}, {}, "of kind chat; pretrain wants text"),
-        ("sft", {}, {}, "of kind text; sft wants chat, which says which tokens are learned"),
-        ("sft", {"kind": None}, {}, "kind text without a manifest; sft wants chat"),
+        ("pretrain", {"kind": "chat", "masked": True}, {}, "of kind chat; pretrain needs text"),
+        ("sft", {}, {}, "of kind text; sft needs chat, whose mask marks the loss tokens"),
+        ("sft", {"kind": None}, {}, "kind text without a manifest; sft needs chat"),
         ("sft", {"kind": None, "masked": True}, {}, "kind masked without a manifest"),
         ("pretrain", {}, {"b": 1}, "with another tokenizer than this model's"),
         ("sft", {"kind": "chat", "masked": True}, {"template": "u"}, "with another chat template"),
-        ("sft", {"kind": "chat", "masked": True, "loss_on": "all"}, {}, "with loss_on=all, the run says"),
+        ("sft", {"kind": "chat", "masked": True, "loss_on": "all"}, {}, "with loss_on=all, the run has"),
     ],
 )
 def test_pairs_for_other_runs_are_refused(
     tmp_path: Path, recipe: str, made: dict[str, Any], mine: dict[str, Any], message: str
 ) -> None:
-    part = only(pair(tmp_path / "p", **made))
+    source = only(pair(tmp_path / "p", **made))
     (tmp_path / "run").mkdir()
-    survey_part(part, tmp_path / "run")
+    write_missing_manifests(source, tmp_path / "run")
     with pytest.raises(DataError, match=message):
-        open_part(part, config(recipe, files=["-"]), tokenizer(**mine), tmp_path / "run")
+        open_source(source, config(recipe, files=["-"]), tokenizer(**mine), tmp_path / "run")
 
 
 def test_a_template_is_no_matter_for_text(tmp_path: Path) -> None:
-    assert open_part(only(pair(tmp_path / "p")), config(files=["-"]), tokenizer("other"), tmp_path)[0]
+    assert open_source(only(pair(tmp_path / "p")), config(files=["-"]), tokenizer("other"), tmp_path)[0]
 
 
 def test_pairs_without_a_manifest_are_read_once(tmp_path: Path) -> None:
-    part = only(pair(tmp_path / "p", kind=None), pair(tmp_path / "q"))
+    source = only(pair(tmp_path / "p", kind=None), pair(tmp_path / "q"))
     (tmp_path / "run").mkdir()
-    assert survey_part(part, tmp_path / "run")
+    assert write_missing_manifests(source, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["train-0.json"]
-    store, _ = open_part(part, config(files=["-"]), tokenizer(), tmp_path / "run")
+    store, _ = open_source(source, config(files=["-"]), tokenizer(), tmp_path / "run")
     assert store.max_token_id == 8
     (tmp_path / "p.bin").write_bytes((tmp_path / "p.bin").read_bytes()[:-2])
     with pytest.raises(IsthmusError, match=r"p\.bin: 14 bytes"):
-        open_part(part, config(files=["-"]), tokenizer(), tmp_path / "run")
+        open_source(source, config(files=["-"]), tokenizer(), tmp_path / "run")

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from isthmus.data.batching.batches import Batches
-from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.tokenize.tokenize_files import prepare_chat, prepare_text
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from unit.data.tokenized import loss_text, num_loss_tokens, tokenized
 
 
 @pytest.fixture(scope="module")
@@ -26,46 +25,39 @@ def chats(path: Path, *answers: str, question: str = "q") -> Path:
     return path
 
 
-def learned_text(store: SampleStore, index: int, tokenizer: Tokenizer) -> str:
-    tokens, mask = store[index]
-    return tokenizer.decode(tokens[mask.astype(bool)].tolist())
-
-
 def test_chats_become_samples(tmp_path, tokenizer):
     files = [chats(tmp_path / "a.jsonl", "one", "two ✓"), chats(tmp_path / "b.jsonl", "three")]
-    store, report = prepare_chat(files, tokenizer, seq_length=64)
-    assert [learned_text(store, k, tokenizer) for k in range(3)] == [
-        f"{a}<|im_end|>" for a in ("one", "two ✓", "three")
-    ]
-    assert (report.records, report.samples, report.tokens, report.learned_tokens) == (
+    store, stats = tokenized("chat", files, tokenizer, 64)
+    assert [loss_text(store, k, tokenizer) for k in range(3)] == [f"{a}<|im_end|>" for a in ("one", "two ✓", "three")]
+    assert (stats.records, stats.samples, stats.tokens, stats.loss_tokens) == (
         3,
         3,
         store.num_tokens,
-        store.num_learned,
+        num_loss_tokens(store),
     )
-    assert report.notes == []
-    assert report.line().startswith("3 records -> 3 samples, ")
+    assert stats.notes == []
+    assert stats.summary().startswith("3 records -> 3 samples, ")
 
 
 def test_long_samples_are_cut_or_dropped(tmp_path, tokenizer):
     file = chats(tmp_path / "a.jsonl", "x" * 100, "short")
-    store, report = prepare_chat([file], tokenizer, seq_length=40)
-    assert (len(store), report.truncated, int(store.lengths.max())) == (2, 1, 41)
-    assert set(learned_text(store, 0, tokenizer)) == {"x"}
-    store, report = prepare_chat([file], tokenizer, seq_length=40, overlong="drop")
-    assert (len(store), report.dropped_overlong) == (1, 1)
+    store, stats = tokenized("chat", [file], tokenizer, 40)
+    assert (len(store), stats.truncated, int(store.lengths.max())) == (2, 1, 41)
+    assert set(loss_text(store, 0, tokenizer)) == {"x"}
+    store, stats = tokenized("chat", [file], tokenizer, 40, overlong="drop")
+    assert (len(store), stats.dropped_overlong) == (1, 1)
     long_question = chats(tmp_path / "b.jsonl", "short", question="y" * 100)
-    store, report = prepare_chat([file, long_question], tokenizer, seq_length=40)
-    assert (len(store), report.dropped_nothing_to_learn) == (2, 1)
+    store, stats = tokenized("chat", [file, long_question], tokenizer, 40)
+    assert (len(store), stats.dropped_without_loss) == (2, 1)
 
 
 def test_nothing_left_is_an_error(tmp_path, tokenizer):
     file = chats(tmp_path / "b.jsonl", "short", question="y" * 100)
-    with pytest.raises(DataError, match=r"no sample is left to train on .*1 dropped with nothing to learn"):
-        prepare_chat([file], tokenizer, seq_length=40)
+    with pytest.raises(DataError, match=r"no sample is left to train on .*1 dropped without loss tokens"):
+        tokenized("chat", [file], tokenizer, 40)
     file.write_text('{"messages": []}\n')
     with pytest.raises(DataError, match=r"1 bad records skipped. First: .*b\.jsonl:1: no assistant turn"):
-        prepare_chat([file], tokenizer, seq_length=40, on_error="skip")
+        tokenized("chat", [file], tokenizer, 40, on_error="skip")
 
 
 def test_bad_records_stop_or_are_skipped(tmp_path, tokenizer):
@@ -74,25 +66,25 @@ def test_bad_records_stop_or_are_skipped(tmp_path, tokenizer):
         handle.write('{"messages": [{"role": "user", "content": "q"}]}\n{"text": "t"}\n')
         handle.write('{"messages": [{"role": "user", "content"\n')
     with pytest.raises(DataError, match=r"a\.jsonl:3: no assistant turn"):
-        prepare_chat([file], tokenizer, seq_length=64)
-    store, report = prepare_chat([file], tokenizer, seq_length=64, on_error="skip")
-    assert (len(store), report.skipped.count) == (2, 3)
-    assert "plain text among data of kind chat" in report.skipped.reasons[1]
+        tokenized("chat", [file], tokenizer, 64)
+    store, stats = tokenized("chat", [file], tokenizer, 64, on_error="skip")
+    assert (len(store), stats.skipped.count) == (2, 3)
+    assert "plain text among data of kind chat" in stats.skipped.reasons[1]
 
 
 def test_template_without_an_end_is_noted(tmp_path):
     endless = "{%- for m in messages -%}{{- m.role + ': ' + m.content + '\n' -}}{%- endfor -%}"
     tokenizer = Tokenizer(train_tokenizer(["a"], vocab_size=260, chat_template=endless))
-    _, report = prepare_chat([chats(tmp_path / "a.jsonl", "one")], tokenizer, seq_length=64)
-    assert "may not learn to stop" in report.notes[0]
+    _, stats = tokenized("chat", [chats(tmp_path / "a.jsonl", "one")], tokenizer, 64)
+    assert "may not learn to stop" in stats.notes[0]
 
 
 def test_documents_are_cut_so_that_each_token_is_a_target_once(tmp_path, tokenizer):
     words = ["sea", "x" * 8, "y" * 9, "", "z"]
     file = tmp_path / "t.jsonl"
     file.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
-    store, report = prepare_text([file], tokenizer, seq_length=4)
-    assert report.dropped_nothing_to_learn == 1
+    store, stats = tokenized("text", [file], tokenizer, 4)
+    assert stats.dropped_without_loss == 1
     whole = [[*tokenizer.encode(word), tokenizer.eos_id] for word in words if word]
     again: list[list[int]] = []
     for k in range(len(store)):
@@ -103,19 +95,19 @@ def test_documents_are_cut_so_that_each_token_is_a_target_once(tmp_path, tokeniz
         assert again[-1][-1] == tokens[0]
         again[-1] += tokens[1:]
     assert again == whole
-    assert store.num_learned == sum(len(document) - 1 for document in whole)
+    assert num_loss_tokens(store) == sum(len(document) - 1 for document in whole)
     assert Batches(store, seq_length=4, micro_batch_size=1, global_batch_size=1, packing=True).sequences_per_epoch
 
 
 def test_text_wants_documents_and_an_end(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"a\.jsonl:1: a chat record among data of kind text"):
-        prepare_text([chats(tmp_path / "a.jsonl", "one")], tokenizer, seq_length=4)
+        tokenized("text", [chats(tmp_path / "a.jsonl", "one")], tokenizer, 4)
     with pytest.raises(UsageError, match="seq_length=0"):
-        prepare_text([], tokenizer, seq_length=0)
+        tokenized("chat", [chats(tmp_path / "a.jsonl", "one")], tokenizer, 0)
     with pytest.raises(UsageError, match="no data files"):
-        prepare_text([], tokenizer, seq_length=4)
+        tokenized("text", [], tokenizer, 4)
     with pytest.raises(MissingInput):
-        prepare_text([tmp_path / "none.txt"], tokenizer, seq_length=4)
+        tokenized("text", [tmp_path / "none.txt"], tokenizer, 4)
 
 
 @pytest.mark.parametrize(("name", "records"), [("alpaca_en_demo.json", 999), ("glaive_toolcall_en_demo.json", 300)])
@@ -123,8 +115,8 @@ def test_real_chats_with_the_llama2_tokenizer(shared_data, name, records):
     pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
     tokenizer = load_tokenizer(shared_data / "llama2-tokenizer")
     assert tokenizer.template_source == "plain"
-    store, report = prepare_chat([shared_data / name], tokenizer, seq_length=16384)
-    assert (report.records, report.samples) == (records, records)
+    store, stats = tokenized("chat", [shared_data / name], tokenizer, 16384)
+    assert (stats.records, stats.samples) == (records, records)
     source = json.loads((shared_data / name).read_text())
     for k in (0, 1, records // 2, records - 1):
         if "output" in source[k]:
@@ -132,10 +124,10 @@ def test_real_chats_with_the_llama2_tokenizer(shared_data, name, records):
         else:
             turns = source[k]["conversations"]
             expected = [turn["value"] for turn in turns if turn["from"] == "gpt"]
-            assert learned_text(store, k, tokenizer).count("</tool_call></s>") == sum(
+            assert loss_text(store, k, tokenizer).count("</tool_call></s>") == sum(
                 turn["from"] == "function_call" for turn in turns
             )
-        text = learned_text(store, k, tokenizer)
+        text = loss_text(store, k, tokenizer)
         assert all(f"{answer}</s>" in text for answer in expected)
         assert text.count("</s>") == sum(
             "output" in source[k] or t["from"] in ("gpt", "function_call")
@@ -148,9 +140,9 @@ def test_real_chats_with_the_llama2_tokenizer(shared_data, name, records):
 def test_real_documents(shared_data):
     pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
     tokenizer = load_tokenizer(shared_data / "llama2-tokenizer")
-    store, report = prepare_text([shared_data / "c4_demo.jsonl"], tokenizer, seq_length=512)
-    assert report.records == 300
+    store, stats = tokenized("text", [shared_data / "c4_demo.jsonl"], tokenizer, 512)
+    assert stats.records == 300
     assert sum(int((store[k][0] == tokenizer.eos_id).sum()) for k in range(len(store))) == 300
     assert int(store.lengths.max()) == 513
     with pytest.raises(DataError, match="preference pair"):
-        prepare_chat([shared_data / "dpo_en_demo.json"], tokenizer, seq_length=512)
+        tokenized("chat", [shared_data / "dpo_en_demo.json"], tokenizer, 512)
