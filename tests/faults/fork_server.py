@@ -26,7 +26,7 @@ def main() -> None:
         "engine.step",
         "engine.checkpoint.save_load",
     )
-    for name in ("cli.main", "cli.alone", *names):
+    for name in ("cli.main", "cli.process", *names):
         importlib.import_module(f"isthmus.{name}")
     gc.freeze()  # what was imported stays out of the collections of every command
     for line in sys.stdin:

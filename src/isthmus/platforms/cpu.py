@@ -29,7 +29,6 @@ class CpuPlatform(Platform):
     collective_backend = "gloo"
 
     def supports(self, capability: str) -> tuple[bool, str]:
-        """All but fp8; the reason says whether the CPU has instructions for the precision."""
         if capability == "fp32":
             return True, "every CPU has fp32"
         if capability == "bf16":
@@ -55,7 +54,6 @@ class CpuPlatform(Platform):
         return None
 
     def memory_gib(self) -> float:
-        """Peak resident memory."""
         if _STATUS.exists():
             # Not getrusage: its maximum is inherited from the parent process.
             for line in _STATUS.read_text().splitlines():
@@ -65,19 +63,15 @@ class CpuPlatform(Platform):
         return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
     def memory_used(self) -> float:
-        """Share of the machine's memory, or of the container's limit."""
         return 1.0 - free_bytes() / int(psutil.virtual_memory().total)
 
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
-        """An equal share of the free memory."""
         return free_bytes() // ranks_here
 
     def device_count(self) -> int | None:
-        """None: ranks share the cores."""
         return None
 
     def describe(self) -> str:
-        """Name and number of cores."""
         name = _cpu_capabilities().get("cpu_name") or platform.machine()
         return f"{name}, {os.cpu_count()} logical cores"
 

@@ -30,7 +30,6 @@ class CudaPlatform(GpuPlatform):
     )
 
     def arch(self) -> str:
-        """``sm_`` and the compute capability."""
         properties = self.properties()
         return f"sm_{properties.major}{properties.minor}"
 
@@ -39,7 +38,6 @@ class CudaPlatform(GpuPlatform):
         return capability in _SINCE and (properties.major, properties.minor) >= _SINCE[capability]
 
     def env_defaults(self) -> EnvDefaults:
-        """The allocator's setting."""
         return {
             "PYTORCH_ALLOC_CONF": (
                 "expandable_segments:True",
@@ -48,7 +46,6 @@ class CudaPlatform(GpuPlatform):
         }
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
-        """One queue for kernels, unless fsdp gathers weights during the computation."""
         if run.fsdp:
             return {}
         return {
@@ -61,5 +58,4 @@ class CudaPlatform(GpuPlatform):
 
     @property
     def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """The old name of the allocator's setting."""
         return {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}

@@ -40,7 +40,7 @@ _MSCCL = "RCCL no longer has MSCCL; 0 was a workaround for old releases"
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
+class EnvRemark:
     """What to tell a user who has set some variables; they are never changed."""
 
     names: str
@@ -53,35 +53,35 @@ class Remark:
 
 
 REMARKS = (
-    Remark("PYTORCH_ROCM_DEVICE", "no program reads it; CUDA_VISIBLE_DEVICES chooses devices, also under ROCm"),
-    Remark("GPU_MAX_HEAP_SIZE|GPU_MAX_ALLOC_PERCENT", "OpenCL reads it, and its default is all memory; no effect"),
-    Remark(
+    EnvRemark("PYTORCH_ROCM_DEVICE", "no program reads it; CUDA_VISIBLE_DEVICES chooses devices, also under ROCm"),
+    EnvRemark("GPU_MAX_HEAP_SIZE|GPU_MAX_ALLOC_PERCENT", "OpenCL reads it, and its default is all memory; no effect"),
+    EnvRemark(
         "HSA_ENABLE_SDMA", "copies then use compute units instead of the copy engines: a workaround for some "
         "consumer cards, slower on Instinct. Unset it",
         lambda value, run: value == "0",
     ),
-    Remark("RCCL_MSCCL_ENABLE|RCCL_MSCCLPP_\\w+", _MSCCL),
-    Remark(
+    EnvRemark("RCCL_MSCCL_ENABLE|RCCL_MSCCLPP_\\w+", _MSCCL),
+    EnvRemark(
         "NCCL_IB_DISABLE", "nodes then communicate over TCP instead of InfiniBand or RoCE, many times slower. Unset it",
         lambda value, run: value == "1",
     ),
-    Remark(
+    EnvRemark(
         "NCCL_DEBUG", "every rank logs its connections at length, for debugging. WARN is enough otherwise",
         lambda value, run: value.upper() in ("INFO", "TRACE"),
     ),
-    Remark("NCCL_CHECKS_DISABLE", "an old name: pointers are not checked unless NCCL_CHECK_POINTERS=1"),
-    Remark("NCCL_PROTO", "the library chooses the best protocol for each size; one for all sizes is slower for some"),
-    Remark("MIOPEN_\\w+", _CONVOLUTION),
-    Remark("TE_HIPBLASLT_\\w+", f"{_TE}; PYTORCH_TUNABLEOP_ENABLED=1 tunes torch's matmuls"),
-    Remark("NVTE_\\w+", _TE),
-    Remark("PRIMUS_TURBO_\\w+", "Primus reads it, and is not used here"),
-    Remark(
+    EnvRemark("NCCL_CHECKS_DISABLE", "an old name: pointers are not checked unless NCCL_CHECK_POINTERS=1"),
+    EnvRemark("NCCL_PROTO", "the library chooses the best protocol for each size; one for all sizes is slower for some"),
+    EnvRemark("MIOPEN_\\w+", _CONVOLUTION),
+    EnvRemark("TE_HIPBLASLT_\\w+", f"{_TE}; PYTORCH_TUNABLEOP_ENABLED=1 tunes torch's matmuls"),
+    EnvRemark("NVTE_\\w+", _TE),
+    EnvRemark("PRIMUS_TURBO_\\w+", "Primus reads it, and is not used here"),
+    EnvRemark(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "parallel.fsdp gathers weights during the computation, which one queue serializes. Unset it",
         lambda value, run: value == "1" and run.fsdp,
         on_gpu=True,
     ),
-    Remark(
+    EnvRemark(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "the overlap of tensor and context parallelism relies on 1. Unset it",
         lambda value, run: value != "1" and run.tp_or_cp and not run.fsdp,

@@ -36,12 +36,10 @@ class GpuPlatform(Platform):
         return None
 
     def default_precision(self) -> tuple[Literal["fp32", "bf16"], str]:
-        """bf16 if the device has matrix cores for it."""
         supported, why = self.supports("bf16")
         return ("bf16" if supported else "fp32"), why
 
     def supports(self, capability: str) -> tuple[bool, str]:
-        """By the device's architecture."""
         arch = self.arch()
         unit = "arithmetic" if capability == "fp32" else "matrix cores"
         supported = capability == "fp32" or self._has_matrix_cores(capability)
@@ -50,24 +48,19 @@ class GpuPlatform(Platform):
         return supported, f"{arch} has {'' if supported else 'no '}{capability} {unit}"
 
     def memory_gib(self) -> float:
-        """Peak reserved by torch's caching allocator."""
         return float(torch.cuda.max_memory_reserved()) / 2**30
 
     def memory_used(self) -> float:
-        """Share of the device's memory in use by all processes."""
         free, total = torch.cuda.mem_get_info()
         return 1.0 - free / total
 
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
-        """All memory of the device."""
         return int(self.properties().total_memory)
 
     def device_count(self) -> int | None:
-        """GPUs that torch sees."""
         return torch.cuda.device_count()
 
     def describe(self) -> str:
-        """Count, name, architecture and memory of the devices."""
         properties = self.properties()
         return f"{self.device_count()} x {properties.name} ({self.arch()}, {properties.total_memory / 2**30:.0f} GiB)"
 

@@ -46,7 +46,6 @@ class RocmPlatform(GpuPlatform):
         return super().fp8_types()
 
     def env_defaults(self) -> EnvDefaults:
-        """Scratch memory, hardware queues and copy engines."""
         return {
             "HSA_NO_SCRATCH_RECLAIM": (
                 "1",
@@ -61,7 +60,6 @@ class RocmPlatform(GpuPlatform):
         }
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
-        """By architecture and number of nodes."""
         chosen = {}
         if not run.fsdp:
             chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1", "Megatron-Core warns without it; HIP itself does not read it")
@@ -81,5 +79,4 @@ class RocmPlatform(GpuPlatform):
 
     @property
     def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """The old names of the allocator's setting."""
         return {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}

@@ -38,7 +38,6 @@ class Console:
         progress.start()
 
     def print(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
         with suppress(*_CLOSED):
             if self._bar is None:
                 print(text, file=sys.stderr, flush=True)
@@ -46,13 +45,11 @@ class Console:
                 self._bar[0].console.print(text, markup=False, soft_wrap=True)
 
     def advance(self, step: int) -> None:
-        """Move the bar to ``step``."""
         if self._bar is not None:
             progress, task = self._bar
             progress.update(task, completed=step)
 
     def close(self) -> None:
-        """Remove the bar."""
         bar, self._bar = self._bar, None
         if bar is not None:
             with suppress(*_CLOSED):

@@ -105,12 +105,10 @@ class Reporter:
         self._tensorboard = self._file = None
 
     def log(self, text: str) -> None:
-        """Print a line."""
         if self._is_main:
             self._console.print(text)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record one optimizer step."""
         if self._first is None:
             self._first = (metrics.step, time.monotonic())
         is_due = metrics.step % self._settings.every == 0
