@@ -70,7 +70,7 @@ REMARKS = (
         lambda value, run: value.upper() in ("INFO", "TRACE"),
     ),
     EnvRemark("NCCL_CHECKS_DISABLE", "an old name: pointers are not checked unless NCCL_CHECK_POINTERS=1"),
-    EnvRemark("NCCL_PROTO", "the library chooses the best protocol for each size; one for all sizes is slower for some"),
+    EnvRemark("NCCL_PROTO", "the library chooses a protocol for each size; one for all sizes is slower for some"),
     EnvRemark("MIOPEN_\\w+", _CONVOLUTION),
     EnvRemark("TE_HIPBLASLT_\\w+", f"{_TE}; PYTORCH_TUNABLEOP_ENABLED=1 tunes torch's matmuls"),
     EnvRemark("NVTE_\\w+", _TE),
