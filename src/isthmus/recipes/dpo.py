@@ -1,4 +1,4 @@
-"""Direct preference optimization: pairs of answers in, loss on how much more the better one gains than the worse."""
+"""Direct preference optimization on pairs of a chosen and a rejected answer."""
 
 from __future__ import annotations
 

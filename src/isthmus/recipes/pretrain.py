@@ -1,4 +1,4 @@
-"""Pretraining, from random or given weights: documents in, loss on every token."""
+"""Pretraining on documents, from random or given weights, with loss on every token."""
 
 from __future__ import annotations
 

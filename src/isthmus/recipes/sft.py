@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: chats in, loss on what the assistant says."""
+"""Supervised fine-tuning on chats, with loss on the assistant's messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Where the time of profiled steps went: torch.profiler's events, each counted under what it computes.
+"""Where the time of profiled steps went: torch.profiler's events, each counted in the row of what it computes.
 
-``key_averages()`` groups events by their name alone. The rows here depend on what an event is part of (a multiplication
-may belong to a norm, to the loss or to the optimizer), so events are grouped by their ancestors as well.
+Not with ``key_averages()``, which knows neither the caller of an operation nor its step (docs/decisions/0025).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MATMULS = re.compile(r"^(aten|mkldnn)::_?(\w+_)?(mm|addmm|addmv|mv|bmm|baddbmm|
 _COMMUNICATION = re.compile(r"c10d|gloo:|nccl|rccl|record_param_comms", re.IGNORECASE)
 _REGIONS = ("data", "optimizer")
 """Trace regions whose operations are not told apart."""
-_ATTENTION = re.compile(r"LineAttention|scaled_dot_product|flash_attention|efficient_attention")
+_ATTENTION = re.compile(r"PackedAttention|scaled_dot_product|flash_attention|efficient_attention")
 _ROWS = (
     (re.compile(r"CrossEntropy"), "loss"),
     (re.compile(r"RMSNorm|rms_norm|LayerNorm|layer_norm", re.IGNORECASE), "norms"),
@@ -48,7 +47,6 @@ class Cost:
     seconds: float = 0.0
     calls: int = 0
     allocated_bytes: int = 0
-    """Sum of all allocations; most are freed soon."""
 
 
 @dataclass(slots=True)
@@ -57,9 +55,8 @@ class Costs:
 
     steps: list[str]
     wall_s: float
-    """Of the profiled steps together."""
     on_device: bool
-    """Whether the seconds are those of a device's kernels; else of this process."""
+    """Whether the seconds are those of kernels on a device, not of this process."""
     rows: dict[str, Cost] = field(default_factory=dict)
     """Largest first."""
 
@@ -123,8 +120,7 @@ def _events_of_steps(
 ) -> Iterator[tuple[Any, list[Any]]]:
     """The events during ``steps`` with their ancestors, outermost first.
 
-    On a CPU these are the events of the thread that runs the steps. With a device ``all_threads`` count: its backward
-    pass has its own thread.
+    On a CPU of the thread that runs the steps; a device needs ``all_threads``, since backward has its own.
     """
     for event in on_cpu:
         ancestors: list[Any] = []
@@ -150,7 +146,7 @@ def _add_kernels(rows: dict[str, Cost], event: Any, row: str) -> None:
 
 
 def _is_region(event: Any) -> bool:
-    """Whether the event is a trace region and not an operation; a device's timeline repeats regions."""
+    # A device's timeline repeats trace regions.
     return bool(getattr(event, "is_user_annotation", False))
 
 
@@ -177,8 +173,8 @@ def _row(event: Any, ancestors: Sequence[Any], uses: Mapping[Shape, str]) -> str
 def _use(event: Any, ancestors: Sequence[Any], uses: Mapping[Shape, str]) -> str:
     """What a matmul is for, by the weight among its operands.
 
-    Forward, the weight is the last operand, transposed. Backward, it is the last operand of the function's first
-    matmul, the gradient of the input; the function's other matmuls, of the weight's gradient, count with it.
+    Forward it is the last operand, transposed; backward the last operand of the function's first matmul (of the input's
+    gradient), which the matmuls of the weight's gradient follow.
     """
     if any("CrossEntropy" in ancestor.name for ancestor in ancestors):
         return "the output layer"
@@ -211,12 +207,11 @@ def _span(event: Any) -> Span:
 
 def _own_spans(event: Any) -> list[Span]:
     """The parts of an event that none of its children covers."""
-    spans, at = [], event.time_range.start
-    for start, end in sorted(map(_span, event.cpu_children)):
-        if start > at:
-            spans.append((at, start))
-        at = max(at, end)
-    return [*spans, (at, event.time_range.end)] if event.time_range.end > at else spans
+    start, end = _span(event)
+    children = union(map(_span, event.cpu_children))
+    starts = [start, *(child_end for _, child_end in children)]
+    ends = [*(child_start for child_start, _ in children), end]
+    return [(a, b) for a, b in zip(starts, ends, strict=True) if a < b]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:

@@ -103,6 +103,20 @@ def test_on_a_device_kernels_count_and_what_is_left_is_idle() -> None:
     }  # fmt: skip
 
 
+def test_the_functions_of_the_engine_have_their_rows() -> None:
+    from isthmus.engine.layers import activation, embedding, linear_cross_entropy, norm, packed_attention_cpu, rope
+
+    functions = {
+        packed_attention_cpu._PackedAttention: "attention", norm._RMSNormFunction: "norms",
+        rope._Rotate: "rotary positions",
+        activation._SwiGLU: "activations", embedding._Lookup: "embedding",
+        linear_cross_entropy._LinearCrossEntropy: "loss", linear_cross_entropy._TokenCrossEntropy: "loss",
+    }  # fmt: skip
+    for function, row in functions.items():
+        for name in (function.__name__, f"{function.__name__}Backward"):
+            assert set(costs_of(flat(phase("step 1", 0, 9, event(name, 1, 5))), USES).rows) == {row, HOST}
+
+
 def test_weights_of_one_shape_are_named_together() -> None:
     assert USES[(32, 48)] == "the attention projections or the feed-forward block"
     assert USES[(96, 32)] == "the feed-forward block" and len(USES) == 3
