@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -89,7 +88,7 @@ def train_in_buckets(*, bucket_elements: int | None, **settings: Any) -> dict[st
         seen["gathered_late"] += group.param_gather_handle is not None
 
     def in_buckets(*args: Any) -> Any:
-        return replace(asked(*args), bucket_elements=bucket_elements)
+        return asked(*args) | {"bucket_elements": bucket_elements}
 
     with (
         patch.object(rank_model, "_overlap", in_buckets),

@@ -90,7 +90,6 @@ class Decoder(GPTModel):
                 layer.mlp.recomputed = "moe" in chosen
 
     def _layers(self) -> list[TransformerLayer]:
-        """All layers of this stage, MTP layers included."""
         return [module for module in self.modules() if isinstance(module, TransformerLayer)]
 
     def _mark_sharded_parameters(self) -> None:
@@ -207,7 +206,6 @@ class Decoder(GPTModel):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Apply the multiplier of logits to the hidden states, which are far fewer."""
         multiplier = self.architecture.logits_multiplier
         return hidden if multiplier == 1 else hidden * multiplier
 

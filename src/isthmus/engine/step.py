@@ -184,7 +184,6 @@ class Stepper:
         return replace(result, grad_norm=norm, skipped=None if loss_scale is None else self.skipped)
 
     def _run_pipeline(self, batches: Sequence[PackedBatch], objective: Objective, *, forward_only: bool) -> _Totals:
-        """Run all micro batches through the pipeline stages and sum what they report over all ranks."""
         results: list[_Reported] = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, objective=objective),
             data_iterator=[iter(batches) for _ in self.model],

@@ -129,18 +129,15 @@ class Batches:
             yield self._distribute([self._samples(k) for k in range(first, min(first + self.global_batch_size, count))])
 
     def _sequences(self, first: int, end: int) -> Bins | list[list[int]]:
-        """The sequences of the set whose samples are ``first`` to ``end``."""
         if not self.settings.packing:
             return Bins.single(first, end)
         return Bins.packed(self._inputs[first:end], self.settings.seq_length, first)
 
     def _samples(self, number: int) -> list[int]:
-        """The samples of a sequence; sequences are numbered over all sets."""
         chosen = bisect_right(self._ends, number)
         return self._sets[chosen][number - (self._ends[chosen - 1] if chosen else 0)]
 
     def _rounds(self, num_sequences: int) -> int:
-        """Micro batches of each rank for so many sequences."""
         multiple = self.shard.micro_batches_multiple_of
         return -(-num_sequences // (self.settings.micro_batch_size * self.shard.dp_size * multiple)) * multiple
 

@@ -136,7 +136,6 @@ def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _stages(stepper: Stepper) -> dict[str, Any]:
-    """This rank's stages by Megatron-LM's names."""
     if len(stepper.model) == 1:
         return {"model": stepper.model[0].module}
     return {f"model{number}": stage.module for number, stage in enumerate(stepper.model)}
@@ -156,8 +155,8 @@ def save(
 
     Args:
         root: the run's checkpoint folder.
-        stepper: what to save.
-        progress: which step it is.
+        stepper: has the state to save.
+        progress: saved with it.
         parallel: recorded, because the random state is only restored under the same layout.
         keep: newest checkpoints to keep; older ones are removed once this one is complete.
         args: describes the model, for Megatron-LM and for conversion.
@@ -167,10 +166,11 @@ def save(
         NoSpace, IOFailure: on every rank, if any could not write; nothing is published.
     """
     final = checkpoint_dir(root, progress.step)
-    stage = root / f"{TEMPORARY}{final.name}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(stage, ignore_errors=True)
-        stage.mkdir(parents=True)
+    staging = root / f"{TEMPORARY}{final.name}"
+    main = dist.get_rank() == 0
+    if main:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
     dist.barrier()
     state = _state(stepper, is_loading=False) | {
         "rng_state": _random_state(stepper.device),
@@ -183,26 +183,34 @@ def save(
     content = {name: value for name, value in _metadata().items() if name != "dp_cp_group"}
 
     def write() -> None:
-        with write_errors(stage):
-            dist_checkpointing.save(state, str(stage), _SynchronousSave(), content_metadata=content)
-            if dist.get_rank() == 0:
+        with write_errors(staging):
+            dist_checkpointing.save(state, str(staging), _SynchronousSave(), content_metadata=content)
+            if main:
                 if write_beside is not None:
-                    write_beside(stage)
-                check_files(stage)
+                    write_beside(staging)
+                check_files(staging)
 
     try:
         agree(write)
     except IsthmusError:
-        if dist.get_rank() == 0:
-            shutil.rmtree(stage, ignore_errors=True)
+        if main:
+            shutil.rmtree(staging, ignore_errors=True)
         raise
-    if dist.get_rank() == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        rename(stage, final)
-        write_atomic(root / TRACKER, str(progress.step))
-        _remove_old(root, keep, final)
+    if main:
+        _publish(staging, final, progress.step, keep)
     dist.barrier()
     return final
+
+
+def _publish(staging: Path, final: Path, step: int, keep: int) -> None:
+    """Rename a complete checkpoint, name it in the tracker file and remove the oldest."""
+    shutil.rmtree(final, ignore_errors=True)
+    rename(staging, final)
+    write_atomic(final.parent / TRACKER, str(step))
+    # A run resumed from an earlier step leaves folders with higher numbers, which must not displace its own.
+    others = sorted(path for path in final.parent.glob("iter_*") if path != final)
+    for old in others[: max(0, len(others) + 1 - keep)]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
@@ -237,13 +245,6 @@ def check_files(folder: Path) -> None:
         if size < end:
             found = "is missing" if size < 0 else f"has {size} bytes"
             raise DataError(f"{folder / name} {found}, {end} are needed. Resume from another checkpoint.")
-
-
-def _remove_old(root: Path, keep: int, newest: Path) -> None:
-    # A run resumed from an earlier step leaves folders with higher numbers, which must not displace its own.
-    others = sorted(path for path in root.glob("iter_*") if path != newest)
-    for old in others[: max(0, len(others) + 1 - keep)]:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
@@ -284,12 +285,10 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
 
 
 def _steps(saved: dict[Any, Any]) -> int:
-    """Number of updates; the optimizers of a chain have the same."""
     return int(_first(saved)["optimizer"]["param_groups"][0]["step"])
 
 
 def _first(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """The first saved optimizer."""
     found: dict[Any, Any] = saved.get(0, saved)
     return found
 

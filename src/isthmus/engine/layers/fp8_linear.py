@@ -88,7 +88,6 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> 
 
 
 def _padded(matrix: Tensor) -> Tensor:
-    """[n, tokens] padded with zero tokens to a multiple of the alignment."""
     return functional.pad(matrix, (0, -matrix.size(1) % ALIGNMENT))
 
 

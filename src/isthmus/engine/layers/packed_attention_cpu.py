@@ -59,7 +59,6 @@ def _probabilities(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _slices(block: QueryBlock, groups: int, repeat: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
-    """The block's queries and its keys in their stack."""
     heads = slice(block.top * groups, block.bottom * groups)
     return (heads, slice(block.start * repeat, block.end * repeat)), (heads, slice(block.first, block.last))
 

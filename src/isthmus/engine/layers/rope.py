@@ -170,7 +170,6 @@ def _rotated(x: Tensor, table: Tensor, interleaved: bool, *, inverse: bool) -> T
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """First and second channel of each pair among the first ``width`` channels."""
     rotated = x[..., :width]
     if interleaved:
         return rotated[..., 0::2], rotated[..., 1::2]

@@ -60,5 +60,4 @@ class GroupedExperts(SequentialMLP):
 
 
 def _by_row(biases: list[Tensor], counts: Tensor, rows: Tensor) -> Tensor:
-    """The bias of each row's expert."""
     return torch.stack(biases).repeat_interleave(counts, dim=0, output_size=rows.size(0))

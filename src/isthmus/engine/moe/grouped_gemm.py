@@ -86,7 +86,6 @@ def _add_gradients(targets: Sequence[Tensor], grad: Tensor, x: Tensor, counts: T
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch's kernel supports these tensors."""
     return (
         _GROUPED_MM is not None
         and x.is_cuda

@@ -22,7 +22,6 @@ class TopKRouter(MegatronModule):
     """Selects experts for tokens, in float32 whatever the model's dtype is."""
 
     def __init__(self, config: TransformerConfig, moe: Moe, settings: MoeConfig, groups: Any) -> None:
-        """Create the weight [E, H] and, if the model has one, ``expert_bias`` [E], which has no gradient."""
         super().__init__(config)
         self.moe, self.settings, self.groups = moe, settings, groups
         self.stats = RouterStats(moe.num_experts)

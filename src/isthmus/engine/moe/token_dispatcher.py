@@ -72,8 +72,6 @@ class _Gather(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sums the rows of each token."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, tokens: Tensor, rows_of_token: Tensor | None, num_tokens: int) -> Tensor:
         ctx.save_for_backward(tokens)
@@ -229,7 +227,6 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _padded(x: Tensor, length: int, value: float = 0) -> Tensor:
-    """``x`` [n, ...] -> [length, ...]."""
     if x.size(0) == length:
         return x
     return torch.cat([x, x.new_full((length - x.size(0), *x.shape[1:]), value)])

@@ -16,7 +16,7 @@ from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.megatron_model import Decoder
 from isthmus.engine.optim.optimizer_offload import CpuOffloadAdamW
-from isthmus.engine.parallel.ddp import Overlap, OverlappingDataParallel
+from isthmus.engine.parallel.ddp import OverlappingDataParallel
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.upstream.compat import clip_in_place, fill_adam_state
 
@@ -25,31 +25,39 @@ MIN_LOSS_SCALE = 1.0
 """Of float16; if the gradient overflows at this scale, the run has diverged."""
 
 
-def wrap_data_parallel(model: Decoder, overlap: Overlap | None = None) -> DistributedDataParallel:
+def wrap_data_parallel(
+    model: Decoder,
+    *,
+    overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False,
+    bucket_elements: int | None = None,
+) -> DistributedDataParallel:
     """Move the parameters into flat buffers with float32 gradient buffers, sharded over dp for the optimizer.
 
     Args:
         model: one stage; its weights may be loaded before or after.
-        overlap: None overlaps no communication.
+        overlap_grad_reduce: reduce gradients during the backward pass.
+        overlap_param_gather: gather weights during the forward pass; only together with ``overlap_grad_reduce``.
+        bucket_elements: gradients that are reduced together; None: Megatron-Core's default, at least 40 million.
     """
     alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
-    overlap = Overlap() if overlap is None or alone else overlap
+    overlap_grad_reduce = overlap_grad_reduce and not alone
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=overlap.grad_reduce,
-        overlap_param_gather=overlap.param_gather,
-        bucket_size=overlap.bucket_elements,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather and not alone,
+        bucket_size=None if alone else bucket_elements,
     )
     wrapped = OverlappingDataParallel(config=model.config, ddp_config=ddp, module=model)
-    if overlap.grad_reduce:
+    if overlap_grad_reduce:
         # Gradients are complete after the last micro batch; Megatron-Core needs a list if there are several stages.
         others = model.config.no_sync_func
         others = [] if others is None else others if isinstance(others, list) else [others]
         model.config.no_sync_func = [*others, wrapped.no_sync] if others else wrapped.no_sync
     # With one rank there is nothing to communicate, but gloo would copy all gradients and weights onto themselves.
     idle = wrapped.bucket_groups if alone else []
-    if parallel_state.get_expert_data_parallel_world_size() == 1 and not overlap.grad_reduce:
+    if parallel_state.get_expert_data_parallel_world_size() == 1 and not overlap_grad_reduce:
         idle = [*idle, *wrapped.expert_parallel_bucket_groups]
     for buckets in idle:
         buckets.start_grad_sync = buckets.start_param_sync = _no_exchange

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from isthmus.engine.moe.moe_layer import MoeBlock
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overlap:
-    """Which communication between data-parallel ranks overlaps with computation."""
-
-    grad_reduce: bool = False
-    param_gather: bool = False
-    """Only together with ``grad_reduce``."""
-    bucket_elements: int | None = None
-    """Gradients that are reduced together; None: Megatron-Core's default, at least 40 million."""
 
 
 class OverlappingDataParallel(DistributedDataParallel):
@@ -32,7 +20,6 @@ class OverlappingDataParallel(DistributedDataParallel):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Like the parent's; ``module`` is a :class:`~isthmus.engine.megatron_model.Decoder`."""
         super().__init__(*args, **kwargs)
         if self.use_forward_hook:
             decoder = self.module

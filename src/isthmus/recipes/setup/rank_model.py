@@ -18,7 +18,6 @@ from isthmus.recipes.setup.model_plan import ModelPlan
 
 if TYPE_CHECKING:
     from isthmus.engine.layers.fp8_linear import Fp8Recipe
-    from isthmus.engine.parallel.ddp import Overlap
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Dtype of weights and activations by precision; fp8 is the dtype of matmul inputs only."""
@@ -107,7 +106,7 @@ def build_rank_model(
     if precision == "fp8":
         messages = use_fp8(torch.nn.ModuleList(stages), fp8_recipe(config, platform))
     if training and not fsdp:
-        stages = [wrap_data_parallel(stage, _overlap(config, platform)) for stage in stages]
+        stages = [wrap_data_parallel(stage, **_overlap(config, platform)) for stage in stages]
     model = RankModel(plan, position, dtype, stages, messages)
     source = plan.weights.source
     if config.model.init == "random":
@@ -140,10 +139,8 @@ def fp8_recipe(config: RunConfig, platform: Platform) -> Fp8Recipe:
     return Fp8Recipe(config.train.fp8_scaling, e4m3, e5m2 if config.train.fp8_format == "hybrid" else e4m3)
 
 
-def _overlap(config: RunConfig, platform: Platform) -> Overlap:
+def _overlap(config: RunConfig, platform: Platform) -> dict[str, Any]:
     """The configured overlap; by default all on a GPU, none on a CPU, whose cores do not communicate in parallel."""
-    from isthmus.engine.parallel.ddp import Overlap
-
     grads, weights = config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather
     grads = platform.device_type != "cpu" or bool(weights) if grads is None else grads
-    return Overlap(grad_reduce=grads, param_gather=grads if weights is None else weights)
+    return {"overlap_grad_reduce": grads, "overlap_param_gather": grads if weights is None else weights}
