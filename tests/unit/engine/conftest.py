@@ -1,4 +1,4 @@
-"""The tests of upstream's defects need ranks; they share those of tests/ranks."""
+"""Tests of upstream defects use the ranks of tests/ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sees every operator that runs, and what it takes and makes."""
+"""Records every operator that runs, with its inputs and results."""
 
 from __future__ import annotations
 

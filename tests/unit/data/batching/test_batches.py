@@ -1,4 +1,4 @@
-"""Batches are a function of seed and step alone, and every layout sees the same sequences."""
+"""Batches are a function of seed and step alone; every layout gets the same sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store(n: int = 23, seed: int = 0) -> SampleStore:
     samples = []
     for k in range(n):
         length = rng.randint(2, 9)
-        # The sample's number stands in its first token, so that it is known again in a batch.
+        # The first token is the sample's number, which identifies it in a batch.
         samples.append(([1000 + k] + [rng.randint(1, 99) for _ in range(length - 1)], [0] + [1] * (length - 1)))
     return SampleStore.from_samples(samples)
 
@@ -77,7 +77,7 @@ def test_the_order_is_pinned():
     assert [seen(make(store(), seed=7).step(k)) for k in (0, 6)] == ORDER
 
 
-def test_steps_can_be_asked_for_in_any_order():
+def test_steps_can_be_requested_in_any_order():
     a, b = make(store(), packing=True), make(store(), packing=True)
     forward = [seen(a.step(k)) for k in range(12)]
     assert [seen(b.step(k)) for k in reversed(range(12))] == forward[::-1]
@@ -86,7 +86,7 @@ def test_steps_can_be_asked_for_in_any_order():
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
-def test_every_layout_sees_the_same_global_batch(packing, micro, dp):
+def test_every_layout_gets_the_same_global_batch(packing, micro, dp):
     s = store()
     whole = make(s, packing=packing)
     ranks = [make(s, packing=packing, micro_batch_size=micro, dp_rank=r, dp_size=dp) for r in range(dp)]
@@ -99,7 +99,7 @@ def test_every_layout_sees_the_same_global_batch(packing, micro, dp):
 
 
 def contents(micro_batches: list[PackedBatch]) -> list[tuple[int, ...]]:
-    """Each sample's tokens; of padding, which only zeros are, none."""
+    """Each sample's tokens, without padding."""
     lines = [mb.input_ids.split(mb.lengths) for mb in micro_batches]
     return sorted(sample for line in lines for part in line if any(sample := tuple(part.tolist())))
 
@@ -118,14 +118,14 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_run_that_goes_on_in_another_layout_takes_what_it_would_have_taken(source):
+def test_resuming_in_another_layout_takes_the_same_samples(source):
     """What a step takes is a function of seed and consumed sequences alone; each sample is seen once an epoch."""
     samples, options = SOURCES[source]
     whole = make(samples(), **options)
     steps = 3 * whole.steps_per_epoch
     truth = [contents(whole.step(k)) for k in range(steps)]
     layouts = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1)]
-    for start in range(0, steps, 3):  # as many runs, each in a layout of its own
+    for start in range(0, steps, 3):  # as many runs, each in another layout
         micro, dp = layouts[start // 3 % len(layouts)]
         ranks = [make(samples(), micro_batch_size=micro, dp_rank=r, dp_size=dp, **options) for r in range(dp)]
         for step in range(start, min(start + 3, steps)):
@@ -133,13 +133,13 @@ def test_a_run_that_goes_on_in_another_layout_takes_what_it_would_have_taken(sou
             assert {len(part) for part in parts} == {4 // (micro * dp)}
             assert contents([mb for part in parts for mb in part]) == truth[step]
     if "shares" in options:
-        return  # an epoch of a mix is none of its sets
+        return  # an epoch of a mixture is not an epoch of its sets
     line = [x for k in range(steps) for mb in make(samples(), **options | {"length_buckets": ()}).step(k)
             for x in contents([mb])]  # fmt: skip
     assert Counter(line[:46]) == {sample: 2 for sample in Counter(line[:23])} and len(Counter(line)) == 23
 
 
-def test_buckets_pad_lines_and_even_out_ranks():
+def test_buckets_pad_batches_and_balance_ranks():
     s, lengths = store(200), [4, 8, 16]
     ranks = [
         make(s, length_buckets=lengths, micro_batch_size=2, global_batch_size=16, dp_rank=r, dp_size=4)
@@ -157,7 +157,7 @@ def test_buckets_pad_lines_and_even_out_ranks():
         tokens = [[mb.num_tokens for mb in round_] for round_ in rounds]
         flat = [count for k, round_ in enumerate(tokens) for count in (round_[::-1] if k % 2 else round_)]
         assert flat == sorted(flat, reverse=True)
-    # Padding has no position that a sample could not have.
+    # Position ids of padding are below seq_length.
     wide = make(s, length_buckets=[64], seq_length=9)
     assert max(int(mb.position_ids.max()) for mb in wide.step(0)) == 8
     empty = list(make(store(1), global_batch_size=2, dp_rank=1, dp_size=2, length_buckets=lengths).eval_batches())
@@ -168,7 +168,7 @@ def test_buckets_pad_lines_and_even_out_ranks():
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 2), (1, 4), (4, 1)])
-def test_evaluation_takes_each_sample_once_and_keeps_ranks_in_step(packing, micro, dp):
+def test_evaluation_takes_each_sample_once_with_equal_batches_per_rank(packing, micro, dp):
     s = store(21)
     ranks = [make(s, packing=packing, micro_batch_size=micro, dp_rank=r, dp_size=dp) for r in range(dp)]
     passes = [list(rank.eval_batches()) for rank in ranks]
@@ -193,7 +193,7 @@ def test_no_sequence_is_longer_than_asked():
     assert b.sequences_per_epoch < 200
 
 
-def test_bad_sizes_are_refused_with_the_mend():
+def test_bad_sizes_are_refused_with_a_hint():
     with pytest.raises(
         UsageError, match=r"global_batch_size=10 .*micro_batch_size=2 x data-parallel ranks=2\. Use 8 or 12"
     ):
@@ -223,7 +223,7 @@ def test_memory_mapped_store_gives_the_same_batches(tmp_path):
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 2), (1, 4)])
-def test_a_mix_is_exact_packed_by_set_and_the_same_under_every_layout(packing, micro, dp):
+def test_mixtures_are_exact_and_the_same_in_every_layout(packing, micro, dp):
     parts = [(store(6, seed=1), 3.0), (store(17, seed=2), 1.0)]
     both = SampleStore.concatenated(
         [

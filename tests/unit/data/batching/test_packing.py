@@ -1,4 +1,4 @@
-"""Packing loses nothing, overfills nothing and is the same each time."""
+"""Packing keeps every item, respects the capacity and is deterministic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isthmus.data.batching.packing import Bins, pack
 from isthmus.errors import DataError
 
 
-def test_best_fit_takes_the_fullest_bin():
+def test_items_go_to_the_fullest_bin():
     # 6 and 5 open bins with 4 and 5 left; 4 fits the first exactly, 3 goes to the second, then 2 to the rest of it.
     assert pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
     assert pack([], 10) == []
@@ -20,7 +20,7 @@ def test_best_fit_takes_the_fullest_bin():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_item_once_and_no_bin_too_full(seed):
+def test_every_item_is_packed_once_within_capacity(seed):
     rng = random.Random(seed)
     lengths = [rng.randint(1, 100) for _ in range(500)]
     bins = pack(lengths, 100)
@@ -33,12 +33,12 @@ def test_every_item_once_and_no_bin_too_full(seed):
     assert 100 in lengths
 
 
-def test_item_that_is_too_long_is_named():
+def test_a_too_long_item_is_named():
     with pytest.raises(DataError, match="sample 1 has 11 tokens, the sequence length is 10"):
         pack([3, 11], 10)
 
 
-def test_fifty_thousand_items_take_about_a_second_at_most():
+def test_fifty_thousand_items_take_about_a_second():
     rng = random.Random(0)
     lengths = [rng.randint(1, 2048) for _ in range(50_000)]
     start = time.process_time()

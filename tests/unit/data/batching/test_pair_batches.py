@@ -1,4 +1,4 @@
-"""Pairs stay together on a line, whatever the layout, and every step has as many of them."""
+"""Pairs stay together in a micro batch in every layout, and every step has the same number."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def numbers(lines: list[Any]) -> list[int]:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (4, 1), (2, 2), (1, 4)])
-def test_every_layout_sees_the_same_pairs(packing: bool, micro: int, dp: int) -> None:
+def test_every_layout_gets_the_same_pairs(packing: bool, micro: int, dp: int) -> None:
     s = store()
     whole = make(s, packing=False)
     ranks = [make(s, packing=packing, micro_batch_size=micro, dp_rank=rank, dp_size=dp) for rank in range(dp)]
@@ -63,12 +63,12 @@ def test_every_layout_sees_the_same_pairs(packing: bool, micro: int, dp: int) ->
     assert sorted(evaluated) == list(range(22))
 
 
-def test_packing_evens_lines_out() -> None:
+def test_packing_balances_batches() -> None:
     assert balance([9, 1, 8, 2, 7, 3], 3) == [[0, 1], [2, 3], [4, 5]]
     assert balance([5], 2) == [[0], []]
 
 
-def test_lines_bring_their_part_of_the_reference() -> None:
+def test_batches_have_their_part_of_the_reference() -> None:
     batches = make(store(), micro_batch_size=2)
     assert all(line.reference_logps is None for line in batches.step(0))
     batches.reference = torch.arange(22).double() / 2

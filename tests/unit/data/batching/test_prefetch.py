@@ -1,4 +1,4 @@
-"""The next one is made while the last is in use, and nothing else changes."""
+"""The next item is computed while the last one is in use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isthmus.data.batching.prefetch import prefetched
 from isthmus.errors import DataError
 
 
-def test_each_in_turn_and_the_next_one_early():
+def test_items_in_order_and_the_next_one_early():
     made: list[tuple[int, str]] = []
 
     def make(step: int) -> int:
@@ -27,7 +27,7 @@ def test_each_in_turn_and_the_next_one_early():
     assert not [thread for thread in threading.enumerate() if thread.name in {name for _, name in made}]
 
 
-def test_an_error_is_told_as_itself_where_its_step_begins():
+def test_an_error_is_raised_at_its_step():
     def make(step: int) -> int:
         if step == 2:
             raise DataError("bad")

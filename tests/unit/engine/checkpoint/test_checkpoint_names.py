@@ -1,4 +1,4 @@
-"""Where tensors lie in a torch_dist checkpoint, spelled out for each kind of model."""
+"""Locations of tensors in a torch_dist checkpoint, for each kind of model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DENSE = Spelling(num_layers=4)
 ALL_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset(range(4)))
 SOME_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset({1, 2, 3}))
 LATENT = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset({1, 2, 3, 4}), latent=True)
-"""As DeepSeek-V3 with one layer that predicts ahead."""
+"""Like DeepSeek-V3 with one MTP layer."""
 L2, M2 = "decoder.layers.2.", "decoder.layers.2.mlp."
 EXPERT = f"{M2}experts.local_experts.5.linear_fc1.weight"
 FUSED_INPUT = "self_attention.linear_qkv.layer_norm_weight"
@@ -19,7 +19,7 @@ FUSED_MLP = "mlp.linear_fc1.layer_norm_weight"
 
 @pytest.mark.parametrize("spelling", [DENSE, ALL_EXPERTS, SOME_EXPERTS, LATENT])
 @pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "output_layer.weight"])
-def test_what_is_in_no_layer(spelling: Spelling, name: str) -> None:
+def test_tensors_outside_layers(spelling: Spelling, name: str) -> None:
     assert spelling.slots(name) == [CheckpointSlot(name)]
 
 
@@ -82,13 +82,13 @@ def test_what_is_in_no_layer(spelling: Spelling, name: str) -> None:
         ),
     ],
 )
-def test_places(spelling: Spelling, canonical: str, places: list[CheckpointSlot]) -> None:
+def test_slots(spelling: Spelling, canonical: str, places: list[CheckpointSlot]) -> None:
     assert spelling.slots(canonical) == places
     possible = spelling.candidate_slots(canonical)
     assert possible[: len(places)] == places
 
 
-def test_a_tensor_is_looked_for_under_every_name_that_it_may_have() -> None:
+def test_candidates_include_every_name() -> None:
     found = [place.key for place in DENSE.candidate_slots(f"{L2}input_layernorm.weight")]
     assert found == [
         f"decoder.layers.{FUSED_INPUT}",
@@ -102,7 +102,7 @@ def test_a_tensor_is_looked_for_under_every_name_that_it_may_have() -> None:
     ]
 
 
-def test_empty_states_lie_beside_linear_layers_one_for_each_part() -> None:
+def test_linear_layers_have_extra_states() -> None:
     names = [
         "embedding.word_embeddings.weight",
         f"{L2}input_layernorm.weight",

@@ -1,4 +1,4 @@
-"""Keys of torch_dist checkpoints in TransformerEngine's spelling, which cannot be built without it.
+"""Keys of torch_dist checkpoints with TransformerEngine's names.
 
 The lists are those that ``sharded_state_dict`` of Megatron-Core 0.16.1 yields for what
 ``get_gpt_layer_with_transformer_engine_spec`` names (``megatron/core/models/gpt/gpt_layer_specs.py``): a norm is part
@@ -45,7 +45,7 @@ STACKED = {
 
 
 @pytest.mark.parametrize("family", STACKED)
-def test_layers_that_are_alike(family: str, tmp_path: Path) -> None:
+def test_homogeneous_layers(family: str, tmp_path: Path) -> None:
     wanted = ENDS | {f"decoder.layers.{name}" for name in STACKED[family]}
     keys = _keys(family, tmp_path)
     assert wanted <= keys
@@ -55,7 +55,7 @@ def test_layers_that_are_alike(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_layers_that_differ(family: str, tmp_path: Path) -> None:
+def test_heterogeneous_layers(family: str, tmp_path: Path) -> None:
     moe = LATENT | MOE | SHARED | ({"mlp.router.expert_bias"} if family == "deepseek_v3" else set())
     wanted = ENDS | {f"decoder.layers.0.{name}" for name in LATENT | DENSE}
     wanted |= {f"decoder.layers.{layer}.{name}" for layer in (1, 2, 3) for name in moe}

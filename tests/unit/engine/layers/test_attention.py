@@ -1,4 +1,4 @@
-"""Attention over packed samples against the formula written out, and what it must not allocate."""
+"""Attention over packed samples against the formula, and bounds on what it allocates."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ def test_scores_scaled_capped_and_with_sinks(how: dict[str, Any], window: int | 
         assert torch.allclose(mine, theirs)
 
 
-def test_the_kernel_of_a_gpu_scales_too() -> None:
+def test_sdpa_with_a_scale() -> None:
     given = inputs(20, 2)
     for scale, window in ((0.7, None), (0.1, 4)):
         out = sdpa_attention(*given, (9, 11), window, scale=scale)
         assert torch.allclose(out, reference(*given, (9, 11), window, scale=scale))
 
 
-def test_bf16_sinks_get_a_gradient_of_their_own_type() -> None:
+def test_bf16_sinks_get_a_bf16_gradient() -> None:
     lengths = (22, 18)  # one above the other
     q, k, v = inputs(40, 2, torch.bfloat16)
     sinks = torch.randn(HEADS, dtype=torch.bfloat16, requires_grad=True)
@@ -148,7 +148,7 @@ def test_bf16_sinks_get_a_gradient_of_their_own_type() -> None:
     assert (sinks.grad.double() - wide[3].grad).abs().max() < 0.02 * wide[3].grad.abs().max()
 
 
-def test_values_of_another_width_than_keys() -> None:
+def test_values_wider_than_keys() -> None:
     q, k, v = inputs(20, 2)
     wide = torch.cat((v, -v), dim=-1)
     out = packed_attention(q, k, wide, (9, 11))
@@ -180,7 +180,7 @@ def test_shared_keys_and_values_are_not_copied_for_each_head(attend: Callable[..
 
 
 @pytest.mark.parametrize("attend", WAYS)
-def test_no_square_of_the_line_is_made(attend: Callable[..., Tensor]) -> None:
+def test_no_quadratic_allocation(attend: Callable[..., Tensor]) -> None:
     q, k, v = inputs(1536, 2, torch.float32)
     with Recorder() as seen:
         attend(q, k, v, (1500, 36)).sum().backward()
@@ -188,7 +188,7 @@ def test_no_square_of_the_line_is_made(attend: Callable[..., Tensor]) -> None:
     assert seen.largest(torch.bool) <= 96 * 1536
 
 
-def test_nothing_of_the_size_of_the_scores_is_kept() -> None:
+def test_scores_are_not_saved() -> None:
     kept: list[int] = []
     q, k, v = inputs(600, 2, torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
@@ -216,13 +216,13 @@ def test_one_sample_does_not_change_another(attend: Callable[..., Tensor]) -> No
 
 
 @pytest.mark.parametrize("attend", WAYS)
-def test_lengths_must_cover_the_line(attend: Callable[..., Tensor]) -> None:
+def test_lengths_must_sum_to_the_tokens(attend: Callable[..., Tensor]) -> None:
     with pytest.raises((RuntimeError, ValueError)):
         attend(*inputs(20, 2), (8, 11))
 
 
-def test_samples_of_like_length_share_a_product() -> None:
-    """Eight of one length take as many as one of them does, as long as their scores fit the cache."""
+def test_samples_of_similar_length_share_matmuls() -> None:
+    """Eight samples of one length take as many matmuls as one, as long as their scores fit the cache."""
     taken = []
     for lengths in ((64,), (64,) * 8, (40, 64, 50, 61)):
         given = inputs(sum(lengths), 2, torch.float32)
@@ -232,7 +232,7 @@ def test_samples_of_like_length_share_a_product() -> None:
     assert taken[0] == taken[1] == taken[2] and taken[0]
 
 
-def test_blocks_see_few_shapes_of_keys() -> None:
+def test_blocks_have_few_shapes() -> None:
     lengths = tuple(torch.randint(20, 700, (40,), generator=torch.Generator().manual_seed(0)).tolist())
     stacks = plan_stacks(lengths, None, (2, 2), torch.bfloat16)
     shapes = {(block.end - block.start, block.last - block.first) for stack in stacks for block in stack.blocks}

@@ -1,4 +1,4 @@
-"""Products in FP8 against float64, on the reference path that CPUs have; and that torch's own agrees with it."""
+"""FP8 matmuls against float64 in the CPU emulation, and torch's kernel against the emulation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
     ("dtype", "relative"),
     [(E4M3, 2**-4), (E5M2, 2**-3), (torch.float8_e4m3fnuz, 2**-4), (torch.float8_e5m2fnuz, 2**-3)],
 )
-def test_rounding_is_that_of_the_type(scaling: Scaling, dtype: torch.dtype, relative: float) -> None:
+def test_rounding_error_of_the_dtype(scaling: Scaling, dtype: torch.dtype, relative: float) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(32, 48) * torch.logspace(-3, 3, 32)[:, None]
     found = quantize(matrix, dtype, scaling)
@@ -63,7 +63,7 @@ def test_any_magnitude(scaling: Scaling, value: float) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_a_number_stays_none(scaling: Scaling, bad: float) -> None:
+def test_non_finite_values_stay_non_finite(scaling: Scaling, bad: float) -> None:
     matrix = torch.ones(16, 16)
     matrix[3, 5] = bad
     found = back(quantize(matrix, E4M3, scaling))
@@ -88,7 +88,7 @@ def layer(tokens: int, recipe: Fp8Recipe, *, width: int = 64, outputs: int = 48)
 @pytest.mark.parametrize("tokens", [1, 7, 32])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("gradients", [E4M3, E5M2])
-def test_products_and_gradients(tokens: int, scaling: Scaling, gradients: torch.dtype) -> None:
+def test_matmuls_and_gradients(tokens: int, scaling: Scaling, gradients: torch.dtype) -> None:
     found = layer(tokens, Fp8Recipe(scaling, E4M3, gradients))
     errors = {name: error(*pair) for name, pair in found.items()}
     print(errors)
@@ -129,12 +129,12 @@ def test_the_weight_gradient_is_added_to_the_buffer() -> None:
     assert torch.equal(weight.main_grad, 1 + wanted.float())  # type: ignore[attr-defined]
 
 
-def test_only_whole_multiples_fit() -> None:
+def test_only_multiples_of_the_alignment_fit() -> None:
     assert fits(torch.empty(48, 32)) and not fits(torch.empty(48, 24)) and not fits(torch.empty(24, 32))
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_torch_s_own_product_agrees(scaling: Scaling) -> None:
+def test_the_kernel_agrees_with_the_emulation(scaling: Scaling) -> None:
     """What GPUs run is called with the same operands and recipes; torch has it on CPUs as well."""
     torch.manual_seed(0)
     a, b = quantize(torch.randn(32, 64), E4M3, scaling), quantize(torch.randn(48, 64), E4M3, scaling)

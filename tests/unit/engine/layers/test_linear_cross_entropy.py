@@ -1,4 +1,4 @@
-"""Projection and cross entropy in one give what the two give apart, without the memory they take."""
+"""The fused projection and cross entropy equal the separate ones, without their memory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_loss_scale_saves_small_gradients_in_fp16() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_each_token_by_itself(softcap: float | None) -> None:
+def test_per_token_losses(softcap: float | None) -> None:
     """With what becomes of each known only later; the projection's gradient goes where its others are added up."""
     hidden, weight, labels = inputs(37, torch.float32)
     factors = torch.linspace(-2, 3, 37)
@@ -110,7 +110,7 @@ def test_each_token_by_itself(softcap: float | None) -> None:
     assert weight.grad is None and error(weight.main_grad, expected[1]) < 1e-6  # type: ignore[attr-defined]
 
 
-def test_each_token_by_itself_in_fp16() -> None:
+def test_per_token_losses_in_fp16() -> None:
     """The loss scale comes with the gradient and is multiplied in float32, which saves the small ones."""
     hidden, weight, labels = inputs(37, torch.float16, scale=3.0)
     wanted = [wide / 3 for wide in exact(hidden, weight, labels)[1:]]
@@ -136,7 +136,7 @@ def test_sharp_and_large_logits_stay_finite() -> None:
         assert error(got, wanted) < 1e-5
 
 
-def test_padding_rows_are_neither_seen_nor_moved() -> None:
+def test_padding_rows_are_ignored() -> None:
     hidden, weight, labels = inputs(37, torch.float32)
     padded = torch.cat((weight, torch.full((5, HIDDEN), 100.0))).detach().requires_grad_()
     loss, grad_hidden, grad_weight = ours(hidden, padded, labels)
@@ -147,7 +147,7 @@ def test_padding_rows_are_neither_seen_nor_moved() -> None:
     assert not grad_weight[VOCAB:].any()
 
 
-def test_the_gradient_is_added_to_a_buffer_where_there_is_one() -> None:
+def test_the_gradient_is_added_to_main_grad() -> None:
     hidden, weight, labels = inputs(37, torch.float32)
     weight.main_grad = torch.ones(VOCAB, HIDDEN)
     weight.grad_added_to_main_grad = False
@@ -159,7 +159,7 @@ def test_the_gradient_is_added_to_a_buffer_where_there_is_one() -> None:
     assert hidden.grad is not None and error(hidden.grad, grad_hidden / 3) < 1e-6
 
 
-def test_a_gradient_that_was_not_foreseen_is_refused() -> None:
+def test_another_loss_gradient_is_refused() -> None:
     hidden, weight, labels = inputs(5, torch.float32)
     weight.main_grad = torch.zeros(VOCAB, HIDDEN)
     loss = linear_cross_entropy(hidden, weight, labels)
@@ -169,11 +169,11 @@ def test_a_gradient_that_was_not_foreseen_is_refused() -> None:
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(0, []), (9, [9]), (10, [10]), (11, [6, 5]), (37, [10, 10, 10, 7])])
 @pytest.mark.usefixtures("small_chunks")
-def test_chunks_are_alike(tokens: int, sizes: list[int]) -> None:
+def test_chunks_have_similar_sizes(tokens: int, sizes: list[int]) -> None:
     assert [end - start for start, end in module._chunks(tokens, VOCAB)] == sizes
 
 
-def test_nothing_learned_is_a_loss_of_nothing() -> None:
+def test_no_loss_tokens_give_zero() -> None:
     given = inputs(0, torch.float32)
     loss, grad_hidden, grad_weight = ours(*given)
     assert loss.item() == 0
@@ -182,7 +182,7 @@ def test_nothing_learned_is_a_loss_of_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_chunks")
-def test_no_logits_of_all_tokens_ever_exist(dtype: torch.dtype) -> None:
+def test_logits_of_all_tokens_are_never_materialized(dtype: torch.dtype) -> None:
     given = inputs(200, dtype)
     with Recorder() as seen:
         ours(*given)
@@ -191,7 +191,7 @@ def test_no_logits_of_all_tokens_ever_exist(dtype: torch.dtype) -> None:
     assert seen.largest(torch.bfloat16) <= max(10 * VOCAB, VOCAB * HIDDEN)
 
 
-def test_the_recorder_would_see_them() -> None:
+def test_the_recorder_sees_materialized_logits() -> None:
     hidden, weight, labels = inputs(200, torch.bfloat16)
     with Recorder() as seen:
         torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels).backward()
@@ -199,7 +199,7 @@ def test_the_recorder_would_see_them() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_evaluation_takes_no_gradient() -> None:
+def test_evaluation_computes_no_gradient() -> None:
     hidden, weight, labels = inputs(37, torch.float32)
     wanted = exact(hidden, weight, labels)[0]
     with torch.no_grad(), Recorder() as seen:

@@ -1,4 +1,4 @@
-"""Products by either library: the same values in full float32, of whatever layout."""
+"""Matmuls by either library: the same values in full float32, for any memory layout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [(1,), (7,), (33, 1), (3, 2)])
-def test_of_any_layout(library: list[str], rows: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+def test_any_layout(library: list[str], rows: tuple[int, ...], request: pytest.FixtureRequest) -> None:
     a, b = drawn(*rows, 20), drawn(20, 12)
     transposed, wide = drawn(12, 20).t(), drawn(20, 30)
     assert close(matmul(a, b), a, b) and matmul(a, b).shape == (*rows, 12)
@@ -67,7 +67,7 @@ def test_of_any_layout(library: list[str], rows: tuple[int, ...], request: pytes
 
 @pytest.mark.parametrize("shape", [(64, 80, 96), (300, 512, 1024), (2, 4096, 77)])
 @pytest.mark.parametrize("way", ["forward", "grad_x", "grad_w", "added"])
-def test_no_bit_of_float32_is_lost(library: list[str], shape: tuple[int, int, int], way: str) -> None:
+def test_float32_is_exact(library: list[str], shape: tuple[int, int, int], way: str) -> None:
     """Each result is one of the numbers that went in, of 24 bits, so any rounding on the way shows."""
     tokens, inputs, outputs = shape
     fine = torch.randint(1 << 23, 1 << 24, (tokens, inputs), generator=torch.Generator().manual_seed(0)).float()
@@ -88,21 +88,21 @@ def test_no_bit_of_float32_is_lost(library: list[str], shape: tuple[int, int, in
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_types_and_nothing_at_all_are_left_to_torch(library: list[str], dtype: torch.dtype) -> None:
+def test_other_dtypes_and_empty_matmuls_use_the_default(library: list[str], dtype: torch.dtype) -> None:
     a, b = drawn(50, 40).to(dtype), drawn(40, 30).to(dtype)
     assert torch.equal(matmul(a, b), a @ b)
     assert matmul(drawn(0, 40), drawn(40, 30)).shape == (0, 30)
     assert not library
 
 
-def test_small_ones_and_those_that_do_not_recur_are_left_to_torch(library: list[str]) -> None:
+def test_small_and_unrepeated_matmuls_use_the_default(library: list[str]) -> None:
     a, b = drawn(1, 20), drawn(20, 12)
     matmul(a[:, :19], b[:19])
     add_matmul(torch.zeros(1, 12), a, b, shape_repeats=False)
     assert not library
 
 
-def test_what_was_set_before_comes_back_after_an_error(library: list[str]) -> None:
+def test_the_setting_is_restored_after_an_error(library: list[str]) -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         matmul(drawn(40, 20), drawn(30, 12))
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
@@ -120,7 +120,7 @@ def test_a_linear_layer_and_its_gradients(library: list[str], request: pytest.Fi
     assert used(library, request) and len(library) in (0, 3)
 
 
-def test_with_and_without_gradients_a_layer_says_the_same(library: list[str]) -> None:
+def test_a_layer_computes_the_same_with_and_without_gradients(library: list[str]) -> None:
     """As a recomputed layer must: its first pass keeps no gradients."""
     x, weight = drawn(40, 1, 8), torch.nn.Parameter(drawn(6, 8))
     weight.main_grad = torch.zeros(6, 8)  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def test_with_and_without_gradients_a_layer_says_the_same(library: list[str]) ->
 
 
 @pytest.mark.parametrize("asked", [{"bias": torch.zeros(6)}, {"allreduce_dgrad": True}, {"sequence_parallel": True}])
-def test_what_needs_more_than_a_product_is_megatron_s(asked: dict[str, Any]) -> None:
+def test_layers_with_bias_or_communication_are_megatrons(asked: dict[str, Any]) -> None:
     weight: Any = SimpleNamespace(main_grad=torch.zeros(6, 8))
     with torch.no_grad():
         assert _fused_linear(drawn(9, 1, 8), weight, asked) is None

@@ -1,4 +1,4 @@
-"""Rotary positions are transformers', for every kind of scaling, and their gradient is right."""
+"""Rotary embeddings equal those of transformers for every kind of scaling; gradients are correct."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_rotation(rope: str) -> None:
     assert torch.allclose(rotate(q, table), wanted_q[0].transpose(0, 1), atol=5e-3)
 
 
-def test_the_angles_of_far_positions_are_not_rounded_to_bf16() -> None:
+def test_angles_are_not_rounded_to_bf16() -> None:
     _, architecture = both("default")
     frequencies = inverse_frequencies(architecture)
     positions = torch.tensor([4097])
@@ -104,7 +104,7 @@ def test_interleaved_pairs_are_complex_numbers() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_channels_beyond_the_table_stay(interleaved: bool) -> None:
+def test_channels_beyond_the_table_are_not_rotated(interleaved: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 2, 8)
     table = rotation_table(torch.rand(2) + 1, torch.arange(5), torch.float32)
@@ -117,7 +117,7 @@ def packed(*lengths: int) -> PackedBatch:
     return PackedBatch.for_inference([torch.zeros(length, dtype=torch.int64) for length in lengths])
 
 
-def test_layers_with_a_window_have_a_table_of_their_own() -> None:
+def test_layers_with_a_window_have_their_own_table() -> None:
     _, architecture = both("linear")
     layered = dataclasses.replace(architecture, sliding_window=5, window_rotary_base=77.0)
     tables = rotary_tables(layered, frequency_sets(layered), packed(9), torch.float32)
@@ -127,7 +127,7 @@ def test_layers_with_a_window_have_a_table_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 40])
-def test_longrope_goes_by_the_length_of_each_sample(length: int) -> None:
+def test_longrope_depends_on_the_length_of_each_sample(length: int) -> None:
     factors = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0, 6.0, 8.0, 9.0]}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -1,4 +1,4 @@
-"""Products of groups are those of a loop, gradients included; matrices that lie evenly in memory are not copied."""
+"""Grouped GEMMs equal a loop, gradients included; evenly spaced weights are not copied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def looped(x: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_groups_are_a_loop(dtype: torch.dtype) -> None:
+def test_groups_equal_a_loop(dtype: torch.dtype) -> None:
     x, weights, upstream = parts(dtype)
     wanted = looped(x, weights)
     got = grouped_linear(x, torch.tensor(COUNTS), weights)
@@ -48,7 +48,7 @@ def test_gradients_are_added_to_the_buffers(dtype: torch.dtype) -> None:
         assert torch.allclose(weight.main_grad - 1, gradient, atol=1e-5 if dtype == torch.float32 else 0.05)  # type: ignore[attr-defined]
 
 
-def test_no_rows_at_all() -> None:
+def test_no_rows() -> None:
     _, weights, _ = parts(torch.float32)
     out = grouped_linear(torch.empty(0, 6, requires_grad=True), torch.zeros(4, dtype=torch.int64), weights)
     out.sum().backward()
@@ -56,7 +56,7 @@ def test_no_rows_at_all() -> None:
     assert all(weight.grad is not None and not weight.grad.any() for weight in weights)
 
 
-def test_a_bank_is_a_view_where_it_can_be() -> None:
+def test_stacking_is_a_view_if_possible() -> None:
     buffer = torch.arange(60.0)
     even = [buffer[start : start + 6].view(2, 3) for start in (4, 20, 36)]
     assert torch.equal(stack_tensors(even), torch.stack(even))
@@ -67,7 +67,7 @@ def test_a_bank_is_a_view_where_it_can_be() -> None:
 
 
 @pytest.mark.parametrize("evenly", [True, False])
-def test_the_kernel_is_asked_for_the_same_products(evenly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_gets_the_same_matmuls(evenly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's kernel runs on a CPU too, where the loop is taken otherwise."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 8, generator=generator).requires_grad_()

@@ -1,4 +1,4 @@
-"""Losses against imbalance, in plain loops; the bias of the choice; what a capacity drops."""
+"""Load-balancing losses in plain loops, the expert bias, and capacity."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def by_hand(scores: Tensor, chosen: list[list[int]], spans: list[tuple[range, in
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
-def test_balance_losses_and_their_gradients_are_those_of_the_definition(score: Any) -> None:
+def test_balance_losses_and_gradients_equal_the_definition(score: Any) -> None:
     moe = Moe(num_experts=E, top_k=K, ffn_hidden_size=4, score=score)
     samples, line = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
     x = logits()
@@ -70,14 +70,14 @@ def test_z_loss_is_a_mean_over_each_sample() -> None:
     assert torch.allclose(*(torch.autograd.grad(each, x)[0] for each in (got, wanted)), rtol=1e-5)
 
 
-def test_parts_of_a_line_have_parts_of_the_spans() -> None:
+def test_parts_of_a_sequence_have_parts_of_the_groups() -> None:
     whole, _ = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
     parts = [token_groups(BATCH, rank, 2, device=torch.device("cpu"))[0] for rank in range(2)]
     assert torch.equal(torch.cat([part.of_token for part in parts]), whole.of_token)
     assert all(torch.equal(part.lengths, whole.lengths) for part in parts)
 
 
-def test_a_line_of_padding_costs_nothing() -> None:
+def test_a_batch_of_padding_has_no_loss() -> None:
     samples, line = token_groups(batch((4,), 4, (0,)), 0, 1, device=torch.device("cpu"))
     x = torch.randn(4, E)
     for spans in (samples, line):
@@ -91,7 +91,7 @@ def test_the_bias_follows_the_load() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.3, 6.0])
-def test_a_capacity_keeps_the_heaviest(factor: float) -> None:
+def test_capacity_keeps_the_largest_weights(factor: float) -> None:
     generator = torch.Generator().manual_seed(1)
     moe = Moe(num_experts=E, top_k=K, ffn_hidden_size=4)
     weights, chosen = route(torch.randn(20, E, generator=generator) * 2, None, moe)

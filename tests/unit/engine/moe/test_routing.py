@@ -1,4 +1,4 @@
-"""Routing is what each family's own few lines of arithmetic say, token by token, in plain Python."""
+"""Routing equals each family's formula, token by token in plain Python."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ def test_the_gradient_goes_through_the_weights() -> None:
         ({"top_k": 13}, "top_k=13 is more than the 12 experts"),
     ],
 )
-def test_numbers_that_make_no_router(change: dict[str, Any], why: str | None) -> None:
+def test_invalid_router_settings_are_refused(change: dict[str, Any], why: str | None) -> None:
     found = Moe(**SIZES | change).invalid_reason()
     assert found is None if why is None else why in str(found)

@@ -1,4 +1,4 @@
-"""How a line is dealt out to context parallel ranks, and attention of each rank's part against that of the line."""
+"""Partition of packed sequences over context parallel ranks; attention of each part against the whole."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("chunk", "ranks"), [(1, 2), (2, 8), (95, 3), (96, 4), (97, 2), (700, 8), (10_001, 3)])
-def test_every_token_has_one_rank_and_every_rank_as_many(chunk: int, ranks: int) -> None:
+def test_every_token_has_one_rank_and_ranks_have_equal_tokens(chunk: int, ranks: int) -> None:
     dealt = partition(2 * ranks * chunk, ranks)
     tokens = [[token for start, end in spans for token in range(start, end)] for spans in dealt]
     assert [len(own) for own in tokens] == [2 * chunk] * ranks
@@ -53,14 +53,14 @@ def test_every_token_has_one_rank_and_every_rank_as_many(chunk: int, ranks: int)
 
 
 @pytest.mark.parametrize("tokens", [0, 2, 6, 10])
-def test_a_line_that_cannot_be_cut_is_refused(tokens: int) -> None:
+def test_a_length_that_cannot_be_partitioned_is_refused(tokens: int) -> None:
     with pytest.raises(ValueError, match="2 x 2 equal chunks"):
         partition(tokens, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("lengths", PACKINGS.values(), ids=PACKINGS)
-def test_attention_costs_each_rank_about_as_much(lengths: tuple[int, ...], ranks: int) -> None:
+def test_attention_work_is_balanced(lengths: tuple[int, ...], ranks: int) -> None:
     """A token costs as many keys as it sees; the sum over a rank's tokens is at most a tenth above the mean."""
     seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
     work = torch.tensor([local_tokens(seen, spans).sum() for spans in partition(len(seen), ranks)]).double()
@@ -77,7 +77,7 @@ def test_attention_costs_each_rank_about_as_much(lengths: tuple[int, ...], ranks
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("small_chunks")
-def test_the_parts_attend_as_the_line(
+def test_parts_attend_like_the_whole(
     attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, ranks: int
 ) -> None:
     _compare(attend, lengths, window, ranks, {})
@@ -85,7 +85,7 @@ def test_the_parts_attend_as_the_line(
 
 @pytest.mark.parametrize("how", [{"scale": 0.7}, {"softcap": 0.5}, {"sinks": True}])
 @pytest.mark.usefixtures("small_chunks")
-def test_the_parts_attend_as_the_line_with_other_scores(how: dict[str, Any]) -> None:
+def test_parts_attend_like_the_whole_with_score_options(how: dict[str, Any]) -> None:
     sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     _compare(packed_attention, (9, 1, 4, 34), 7, 2, {**how, "sinks": sinks} if "sinks" in how else how)
 
@@ -111,14 +111,14 @@ def _compare(
 
 
 @pytest.mark.parametrize("attend", [packed_attention, sdpa_attention])
-def test_queries_that_are_not_those_of_the_spans_are_refused(attend: Callable[..., Tensor]) -> None:
+def test_wrong_numbers_of_queries_are_refused(attend: Callable[..., Tensor]) -> None:
     tensors = [torch.zeros(16, *shape) for shape in ((1, 1, 4), (1, 4), (1, 4))]
     with pytest.raises(ValueError, match="expected 8 queries"):
         attend(*tensors, (16,), spans=((0, 4), (12, 16)))
 
 
-def test_each_part_has_the_angles_of_its_samples() -> None:
-    """With LongRoPE they depend on how long a sample is, of which a rank has only a part."""
+def test_parts_have_the_rotary_tables_of_their_samples() -> None:
+    """With LongRoPE they depend on the length of the whole sample, of which a rank has a part."""
     factors = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0, 6.0, 8.0, 9.0]}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 77, "rms_norm_eps": 1e-6}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}

@@ -1,4 +1,4 @@
-"""Every layer has a stage, none has two, and Megatron-Core counts as the deal does."""
+"""Every layer is on exactly one stage, and Megatron-Core counts the same layers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from isthmus.engine.parallel.pipeline_layout import layers_per_stage, pipeline_l
         (61, 16, 1, [3, 3] + [4] * 13 + [3]),
     ],
 )
-def test_the_last_stage_has_the_fewest(num_layers: int, pp: int, vpp: int, wanted: list[int]) -> None:
+def test_the_last_stage_has_the_fewest_layers(num_layers: int, pp: int, vpp: int, wanted: list[int]) -> None:
     assert layers_per_stage(num_layers, pp, vpp) == wanted
 
 
 @pytest.mark.parametrize(("num_layers", "pp"), [(1, 1), (1, 2), (3, 5), (5, 5), (6, 4), (7, 3), (13, 5)])
-def test_every_layer_is_dealt_out(num_layers: int, pp: int) -> None:
+def test_every_layer_is_on_one_stage(num_layers: int, pp: int) -> None:
     dealt = layers_per_stage(num_layers, pp)
     assert sum(dealt) == num_layers
     assert max(dealt) - min(dealt) <= 1
     assert dealt[-1] == min(dealt)
 
 
-def test_the_ends_stand_at_the_ends() -> None:
+def test_embedding_and_loss_are_on_the_first_and_last_stage() -> None:
     assert pipeline_layout(4, 1) is None
     assert pipeline_layout(5, 2, mtp_layers=1) == [
         ["embedding", "decoder", "decoder", "decoder"],

@@ -1,4 +1,4 @@
-"""Run as a process of its own, because the CPU adapter stays once it is installed; prints what it found as JSON."""
+"""Checks the CPU adapter and prints the results as JSON. Run as a process, because the adapter stays installed."""
 
 from __future__ import annotations
 

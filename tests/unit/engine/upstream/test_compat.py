@@ -1,4 +1,4 @@
-"""Upstream's defects are still there, and mended. A test that fails in its first half says: drop the mend."""
+"""Upstream defects still exist, and are worked around. If the first half of a test fails, the workaround can go."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stderr_of(code: str) -> str:
 
 
 @pytest.mark.processes
-def test_random_state_on_cpu(one: RankPool) -> None:
+def test_cpu_random_state(one: RankPool) -> None:
     found = one.run("unit.engine.upstream.upstream_tasks.random_state")
     assert not found["upstream"], "megatron-core sets the CPU's random state now: drop compat.cpu_random_state"
     assert found["mended"]
@@ -39,7 +39,7 @@ def test_quiet_missing_extensions() -> None:
     )
 
 
-def test_variables_of_transformer_engine_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_transformer_engine_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """ROCm's guides have them set, and a second run in one process would take upstream's for the user's."""
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
@@ -70,7 +70,7 @@ def test_clip_in_place(one: RankPool) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_a_rank_alone_exchanges_nothing(
+def test_a_single_rank_does_not_communicate(
     ranks: str, request: pytest.FixtureRequest, models: dict[str, Path], samples: Path
 ) -> None:
     found = request.getfixturevalue(ranks).run(
@@ -91,7 +91,7 @@ def test_load_adam(one: RankPool, models: dict[str, Path], samples: Path, tmp_pa
 
 
 @pytest.mark.processes
-def test_same_loss_scale(one: RankPool) -> None:
+def test_sync_loss_scales(one: RankPool) -> None:
     found = one.run("unit.engine.upstream.upstream_tasks.loss_scales")
     assert found["upstream"] == [64, 32], "the optimizers of a chain share a loss scale now: drop sync_loss_scales"
     assert found["mended"] == [32, 32]

@@ -1,4 +1,4 @@
-"""What Megatron-Core asks of CUDA lands on the CPU; nobody else notices."""
+"""The CPU adapter redirects Megatron-Core's CUDA calls and changes nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def found() -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def test_refuses_where_a_gpu_is_in_use(found: dict[str, Any]) -> None:
+def test_a_process_that_uses_a_gpu_is_refused(found: dict[str, Any]) -> None:
     assert "this process uses a GPU" in found["refused"]
     assert found["untouched"] == "builtin_function_or_method"
 
@@ -39,22 +39,22 @@ def test_tensors_for_cuda_are_made_on_the_cpu(found: dict[str, Any]) -> None:
     assert found["moved"] == "cpu"
 
 
-def test_other_devices_stay_what_they_are(found: dict[str, Any]) -> None:
+def test_other_devices_are_not_redirected(found: dict[str, Any]) -> None:
     assert found["meta"] == "meta"
 
 
-def test_a_device_context_still_holds(found: dict[str, Any]) -> None:
-    # transformers builds models in one: without it their rotary tables would be wrong, and nothing would say so.
+def test_device_contexts_still_work(found: dict[str, Any]) -> None:
+    # transformers builds models in one; without it their rotary tables would be silently wrong.
     assert found["in meta"] == ["meta", "meta", "meta"]
 
 
-def test_types_look_like_cuda_to_megatron_alone(found: dict[str, Any]) -> None:
+def test_only_megatron_sees_cuda_types(found: dict[str, Any]) -> None:
     assert found["type for megatron"] == "torch.cuda.FloatTensor"
     assert found["type for us"] == "torch.FloatTensor"
     assert found["cast for megatron"] == "torch.int64"
 
 
-def test_nothing_is_waited_for(found: dict[str, Any]) -> None:
+def test_events_are_complete(found: dict[str, Any]) -> None:
     assert found["query"]
 
 
@@ -62,7 +62,7 @@ def test_the_random_state_is_the_cpus(found: dict[str, Any]) -> None:
     assert found["random"]
 
 
-def test_no_gpu_is_claimed(found: dict[str, Any]) -> None:
+def test_cuda_is_not_available(found: dict[str, Any]) -> None:
     assert not found["available"]
 
 

@@ -1,6 +1,6 @@
-"""Run in a rank's process: does megatron-core still do what engine/compat.py mends?
+"""Run in a rank's process: does megatron-core still have the defects of upstream/compat.py?
 
-Each returns what upstream does by itself, and what it does with the mend.
+Each returns the result of upstream alone, and with the workaround.
 """
 
 from __future__ import annotations
