@@ -79,6 +79,14 @@ class Diverged(IsthmusError):
     exit_code = 79
 
 
+def error_of(exit_code: int, message: str) -> IsthmusError:
+    """The error of a class with this exit code, as another process reported it."""
+    classes = {kind.exit_code: kind for kind in (IsthmusError, *IsthmusError.__subclasses__())}
+    error = classes.get(exit_code, IsthmusError)(message)
+    error.exit_code = exit_code
+    return error
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
     """Turn an OSError that occurs while writing at ``path`` into one for the user.

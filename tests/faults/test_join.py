@@ -74,7 +74,7 @@ def test_rank_that_is_stopped(hosts: Hosts, small: list[str], tmp_path: Path) ->
     (line,) = first.errors
     # Where a signal meets it is chance; that the other does not wait for its collective's 600 s is not.
     places = "step [0-9]+: forward and backward|step [0-9]+: optimizer|between steps"
-    assert re.search(f"no sign of life any more of rank 1 .* last in ({places})", line)
+    assert re.search(f"no heartbeat any more of rank 1 .* last in ({places})", line)
     assert waited_s < 100
 
 
@@ -98,9 +98,8 @@ def test_what_one_rank_has_failed_with_reaches_all(hosts: Hosts, small: list[str
     first, second = world(2)
     ended = hosts.start([[(words, first)], [(words, second | {"FAULT": "fail"})]]).ended()
     assert [one.returncode for one in ended] == [70, 70], ended
-    assert (
-        "rank 1 on " in ended[0].errors[0] and "has failed: ZeroDivisionError: division by zero" in ended[0].errors[0]
-    )
+    (line,) = [line for one in ended for line in one.errors]
+    assert "rank 1: ZeroDivisionError: division by zero" in line
 
 
 def test_rank_that_hangs_but_lives(hosts: Hosts, small: list[str]) -> None:
@@ -110,4 +109,4 @@ def test_rank_that_hangs_but_lives(hosts: Hosts, small: list[str]) -> None:
     ended = ranks.ended()
     assert [one.returncode for one in ended] == [76, 76], ended
     (line,) = ended[0].errors
-    assert "waited in vain" in line and "rank 1 on " in line and "step 3: data" in line and "timeout_s=2" in line
+    assert "got no answer" in line and "rank 1 on " in line and "step 3: data" in line and "timeout_s=2" in line

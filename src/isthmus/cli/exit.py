@@ -61,12 +61,12 @@ def explain(error: BaseException) -> tuple[int, str]:
     return IsthmusError.exit_code, f"{line} (unexpected; --debug shows the traceback)"
 
 
-def say(ending: Ending, *, debug: bool, prefix: str = "") -> None:
+def say(ending: Ending, *, debug: bool) -> None:
     """Print the message to stderr, with ``debug`` after the traceback."""
     if debug and ending.traceback:
         print(ending.traceback, file=sys.stderr)
     if ending.message:
-        print(f"isthmus: {prefix}{ending.message}", file=sys.stderr, flush=True)
+        print(f"isthmus: {ending.message}", file=sys.stderr, flush=True)
 
 
 def keep_traceback(ending: Ending, run_folder: Path | None) -> Ending:

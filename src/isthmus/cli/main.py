@@ -87,6 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and its profiler reports its start.
     from isthmus.cli.process import run_alone, run_rank
-    from isthmus.launch.first_failure import reports_folder
+    from isthmus.platforms import rank_env
 
-    return (run_alone if reports_folder() is None else run_rank)(words, parse_and_run)
+    return (run_alone if rank_env.stop_file() is None else run_rank)(words, parse_and_run)

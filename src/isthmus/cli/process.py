@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from isthmus.cli.exit import ending_of, keep_traceback, say
+from isthmus.cli.exit import Ending, ending_of, keep_traceback, say
 from isthmus.errors import Preempted
+from isthmus.platforms import rank_env
 
 argv: list[str] = []
 """The words after ``isthmus``."""
@@ -22,19 +23,19 @@ started_by_isthmus = False
 def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     """Run the command line in a process that prints its own errors; returns the exit code."""
     global argv
-    from isthmus.launch.speaker import speaks_first
-
     argv = list(words)
     debug = "--debug" in words
     ending = ending_of(lambda: run(words))
     if ending.exit_code == 0:
         return 0
-    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if world_size in ("", "0", "1"):
+    if rank_env.world_size() <= 1:
         say(keep_traceback(ending, run_folder), debug=debug)
         return ending.exit_code
-    if debug or speaks_first():
-        say(keep_traceback(ending, run_folder), debug=debug, prefix=f"rank {rank}: ")
+    from isthmus.launch.rendezvous import report
+
+    line = report(ending.exit_code, ending.message, ending.traceback)
+    if line or debug:
+        say(keep_traceback(Ending(ending.exit_code, line, ending.traceback), run_folder), debug=debug)
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(ending.exit_code)  # the interpreter may wait for threads that wait for a rank that has ended
@@ -43,26 +44,23 @@ def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
 def run_rank(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     """Run the command line in a rank of ``--nproc``, which reports its error to the launcher; returns the exit code."""
     global argv, started_by_isthmus
-    from isthmus.launch.first_failure import STOP_FILE, RankReport, reports_folder
-    from isthmus.launch.rank_env import end_with_parent, rank
-    from isthmus.launch.rank_watchdog import watch_peers
+    from isthmus.launch.first_failure import Failure
+    from isthmus.launch.local_launcher import exit_with_parent
     from isthmus.train.stop import StopFlag
 
-    folder = reports_folder()
-    assert folder is not None
+    stop_file = rank_env.stop_file()
+    assert stop_file is not None
     # Before torch is imported: a signal during the import must wait for the training loop and not end this process.
     stop = StopFlag()
     stop.install()
-    end_with_parent()
-    watch_peers(folder, rank())
-    if (folder / STOP_FILE).exists():
+    exit_with_parent()
+    if stop_file.exists():
         stop.request()
     argv, started_by_isthmus = list(words), True
     ending = ending_of(lambda: run(words))
-    report = RankReport(rank=rank(), exit_code=ending.exit_code, message=ending.message, traceback=ending.traceback)
-    report.write(folder)
     if ending.exit_code == 0:
         return 0
+    Failure(exit_code=ending.exit_code, message=ending.message, traceback=ending.traceback).write()
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -99,12 +99,12 @@ def train(
     from isthmus.cli.exit import Ending, keep_traceback, say
     from isthmus.cli.terminal import show
     from isthmus.config.load import dump, load_config
-    from isthmus.launch.rank_env import join_world, rank
+    from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
 
     file, overrides = config_and_overrides(words)
     config = load_config(recipe, file, overrides, flags)
     process.run_folder = Path(config.out)
-    joined = join_world()
+    joined = is_one_of_several_ranks()
     if dry_run:
         if rank() == 0:
             text = json_module.dumps(config.model_dump(mode="json"), indent=2) if json else dump(config)
@@ -113,8 +113,11 @@ def train(
     if not joined and nproc > 1:
         from isthmus.launch.local_launcher import launch
 
-        end = launch(process.argv, nproc, debug=debug)
-        ending = keep_traceback(Ending(end.exit_code, end.message, end.traceback), process.run_folder)
+        failure = launch(process.argv, nproc, debug=debug)
+        if failure is None:
+            return 0
+        ending = Ending(failure.exit_code, failure.message, failure.traceback)
+        ending = keep_traceback(ending, process.run_folder)
         say(ending, debug=debug)
         return ending.exit_code
     if joined and not process.started_by_isthmus and nproc > 1:

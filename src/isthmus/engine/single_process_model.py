@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.checkpoint.checkpoint_names import layer_of
-from isthmus.engine.parallel.process_groups import close_groups, open_groups, world_from_environment
+from isthmus.engine.parallel.process_groups import close_groups, open_groups
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
+from isthmus.platforms import rank_env
 from isthmus.platforms.detect import detect
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -28,8 +29,7 @@ def single_process_groups() -> Iterator[None]:
     Raises:
         UsageError: this process is one of several ranks, or uses a GPU.
     """
-    _, ranks, _ = world_from_environment()
-    if ranks > 1:
+    if (ranks := rank_env.world_size()) > 1:
         raise UsageError(f"this process is one of {ranks} ranks, a model is verified in one. Start it alone.")
     joined_before = dist.is_initialized()
     open_groups(ParallelConfig(), detect("cpu"), seed=0)

@@ -1,94 +1,134 @@
-"""How a rank ended, left in a file for the process that started it; and which of many ends was the cause.
+"""Why a run failed: each rank reports its failure, the first one is the cause, and the user reads it once.
 
-A process has only its exit code to say what happened, and when one rank fails the others follow with errors that
-are nothing but its echo. The reports carry the message and the time, so that the user hears of the cause, once.
+Ranks report to the rendezvous store, where the first entry wins, and to the error file of torch elastic, which
+``--nproc`` reads when all ranks have ended.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
+import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-REPORTS_ENV = "ISTHMUS_RANK_REPORTS"
-STOP_FILE = "stop"
-PREEMPTED = 75
-# Codes that a healthy rank may also end with because a peer is gone: bug, I/O and hang.
-_ECHOES = (70, 74, 76)
+from isthmus.atomic_write import write_atomic
+from isthmus.errors import Hang, IOFailure, IsthmusError, Preempted, error_of
+from isthmus.platforms import rank_env
+from isthmus.platforms.network_interfaces import towards
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+MEMBERS = "rendezvous/members"
+"""Store key that ranks wait for during the rendezvous; a failure sets it too."""
+_FAILURE = "failure"
+_SECONDARY = (IsthmusError.exit_code, IOFailure.exit_code, Hang.exit_code)
+"""Exit codes that a healthy rank may also end with because another rank failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankReport:
-    """The end of one rank."""
+class Failure:
+    """How one rank failed; by default this one."""
 
-    rank: int
     exit_code: int
     message: str = ""
     traceback: str = ""
+    rank: int = field(default_factory=rank_env.rank)
+    machine: list[str] = field(default_factory=lambda: this_machine())
+    """Host name, and the address from which it reaches rank 0; ranks with equal values share a machine."""
+    reported: bool = True
+    """Whether the rank itself reported it."""
     time_s: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 
-    def write(self, folder: Path) -> None:
-        """Leave the report in ``folder``, whole or not at all."""
-        path = folder / f"rank-{self.rank}.json"
-        staged = path.with_suffix(".tmp")
-        try:
-            staged.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            staged.replace(path)
-        except FileNotFoundError:
-            pass  # the process that wanted it is gone, and its folder with it
+    @property
+    def error(self) -> IsthmusError:
+        """An exception for the ranks that end because of this failure."""
+        return error_of(self.exit_code, self.message)
+
+    def line(self) -> str:
+        """The line that this rank prints: empty unless it is the rank that failed or the first of another machine."""
+        if self.rank == rank_env.rank():
+            return f"rank {self.rank}: {self.message}"
+        if rank_env.local_rank() or self.machine == this_machine():
+            return ""
+        return f"rank {self.rank} on {self.machine[0]}: {self.message}"
+
+    def write(self) -> None:
+        """Write the error file of torch elastic, if this process has one."""
+        if (path := rank_env.error_file()) is None:
+            return
+        details = {"py_callstack": self.traceback or self.message, "timestamp": str(int(self.time_s))}
+        message = {"message": self.message, "errorCode": self.exit_code, "extraInfo": details}
+        with suppress(IsthmusError):  # the launcher, and with it the folder, may be gone
+            write_atomic(path, json.dumps({"message": message, "isthmus": asdict(self)}))
+
+    def post(self, store: Store) -> Failure:
+        """Post it to the store; returns the first failure of the run, which may be that of another rank."""
+        first = json.loads(store.compare_set(_FAILURE, "", json.dumps(asdict(self))))
+        store.compare_set(MEMBERS, "", "[]")
+        return Failure(**first)
 
 
-def reports_folder() -> Path | None:
-    """Where this rank is to report; None for a process that was not started as a rank by Isthmus."""
-    folder = os.environ.get(REPORTS_ENV)
-    return Path(folder) if folder else None
+def posted_failure(store: Store) -> Failure | None:
+    """The first failure that a rank has posted."""
+    return Failure(**json.loads(store.get(_FAILURE))) if store.check([_FAILURE]) else None
 
 
-def read_reports(folder: Path) -> list[RankReport]:
-    """All reports in ``folder``, by rank."""
-    found = [RankReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")]
-    return sorted(found, key=lambda report: report.rank)
+def reported_failures(folder: Path) -> list[Failure]:
+    """The failures in the error files of a torch elastic log folder."""
+    files = folder.glob("*/attempt_*/*/error.json")
+    return [Failure(**json.loads(path.read_text(encoding="utf-8"))["isthmus"]) for path in files]
 
 
-def report_of_death(rank: int, exit_code: int, *, time_s: float, last_words: str = "") -> RankReport:
-    """The report that a rank could not write itself.
+def failure_of_death(rank: int, exit_code: int, *, time_s: float, last_line: str = "") -> Failure:
+    """The failure of a rank that reported none.
 
     Args:
         rank: the rank.
-        exit_code: as subprocess has it; -N for signal N.
+        exit_code: as in subprocess; -N for signal N.
         time_s: when the death was noticed.
-        last_words: the last line it printed.
+        last_line: the last line that the rank printed.
     """
-    printed = f" It last printed: {last_words}" if last_words else ""
-    if exit_code >= 0:
-        message = f"rank {rank} ended with exit code {exit_code} without a word of its own.{printed}"
-        return RankReport(rank=rank, exit_code=exit_code, message=message, time_s=time_s)
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = "a signal"
-    why = " The system may have run out of memory: lower train.micro_batch_size." if name == "SIGKILL" else ""
-    message = f"rank {rank} was ended by {name} (signal {-exit_code}).{why}{printed}"
-    return RankReport(rank=rank, exit_code=128 - exit_code, message=message, time_s=time_s)
+    ending, hint = f"ended with exit code {exit_code} and reported no error.", ""
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else "a signal"
+        ending = f"was ended by {name} (signal {-exit_code})."
+        if name == "SIGKILL":
+            hint = " The system may have run out of memory: lower train.micro_batch_size."
+    printed = f" Its last output: {last_line}" if last_line else ""
+    return Failure(
+        rank=rank,
+        exit_code=exit_code if exit_code >= 0 else 128 - exit_code,
+        message=f"rank {rank} {ending}{hint}{printed}",
+        reported=False,
+        time_s=time_s,
+    )
 
 
-def cause(reports: Iterable[RankReport], deaths: Mapping[int, RankReport]) -> RankReport | None:
-    """The report that explains why the run ended early, or None if every rank finished.
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that explains why the run ended; None without failures.
 
-    An error that says what is wrong goes before the ones a rank also meets when a peer goes away; among the others
-    the earliest counts. Being asked to stop is the cause only if nothing failed.
+    A reported error that no other rank can have caused comes before all others, a request to stop after them; then the
+    earliest counts.
     """
-    ended = list(reports)
-    spoken = {report.rank for report in ended}
-    ended += [report for rank, report in deaths.items() if rank not in spoken]
-    failed = [report for report in ended if report.exit_code not in (0, PREEMPTED)]
-    definite = [r for r in failed if r.exit_code not in _ECHOES and r.rank in spoken]
-    for group in (definite, failed, [report for report in ended if report.exit_code == PREEMPTED]):
-        if group:
-            return min(group, key=lambda report: report.time_s)
-    return None
+
+    def order(failure: Failure) -> tuple[int, float]:
+        if failure.exit_code == Preempted.exit_code:
+            return 2, failure.time_s
+        return int(failure.exit_code in _SECONDARY or not failure.reported), failure.time_s
+
+    return min(failures, key=order, default=None)
+
+
+def this_machine() -> list[str]:
+    """Host name of this machine, and the address from which it reaches rank 0."""
+    with suppress(IsthmusError):
+        if route := towards(rank_env.master()[0]):
+            return [socket.gethostname(), route.address]
+    return [socket.gethostname(), ""]

@@ -1,8 +1,9 @@
-"""What ranks of several machines know of each other while they train: who lives, where they are, who has failed.
+"""The heartbeat of the ranks: which of them live, what they are doing, and whether one has failed.
 
-Each rank says about every second what it is doing, in the store that the ranks met in, and listens to the next one.
-One that falls silent for as long as a collective may wait, or says that it has failed, ends the others with its name;
-so does a store that is gone, since its process is. Nothing here is a collective: it works while those hang.
+Each rank writes a heartbeat to the rendezvous store about once a second and reads that of the next rank. If that rank
+sends none for as long as a collective may wait, if any rank posts a failure, or if the store is gone with the process
+that serves it, the rank ends with a message that names the cause. Nothing here is a collective, so it works while
+collectives hang.
 """
 
 from __future__ import annotations
@@ -14,184 +15,176 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 
 import torch.distributed as dist
 
-from isthmus.engine.parallel.process_groups import world_from_environment
-from isthmus.engine.parallel.rendezvous import master
 from isthmus.engine.trace_region import current_region, trace_region
 from isthmus.errors import Hang, IsthmusError, Preempted
-from isthmus.launch.first_failure import RankReport, reports_folder
-from isthmus.launch.speaker import speaks_first
+from isthmus.launch.first_failure import Failure, posted_failure
+from isthmus.platforms import rank_env
 
 GRACE_S = 3.0
-"""For this rank's own error to be told, where it meets one of its own."""
-_BEAT_S = 1.0
-_LEAVING = "leaving, since another rank did not answer"
-_ECHO = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
+"""How long a rank may take to end by itself once another rank has failed."""
+_PERIOD_S = 1.0
+_LEAVING, _FINISHED = "leaving, because another rank does not answer", "finished"
+_LOST_PEER = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """What a rank last said."""
+class Heartbeat:
+    """A context manager that posts the failure of its block, and from ``start`` on watches the other ranks."""
 
-    rank: int
-    host: str
-    count: int
-    doing: str
-
-
-class Pulse:
-    """This rank's pulse, beating while it is entered; does nothing for a rank that is alone."""
+    first: Failure | None = None
+    """The first failure of the run, once this process has left the block because of a failure."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Set up.
+        """Connect to the store.
 
         Args:
-            timeout_s: silence after which a rank counts as lost.
+            timeout_s: a rank without heartbeat for this long counts as lost.
         """
         self._timeout_s = timeout_s
-        self._rank, self._world_size, _ = world_from_environment()
-        self._store: dist.Store | None = None
+        self._rank, self._world_size = rank_env.rank(), rank_env.world_size()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._count = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._first: Failure | None = None
+        # A connection apart from that of the main thread, which blocks while it waits for a key.
+        self._store = dist.TCPStore(
+            *rank_env.master(), self._world_size, is_master=False, wait_for_workers=False,
+            timeout=timedelta(seconds=min(30.0, timeout_s)),
+        )  # fmt: skip
 
-    def __enter__(self) -> Pulse:
-        if self._world_size > 1:
-            address, port = master()
-            # Of its own: a client that waits for a key is closed to everybody else meanwhile.
-            try:
-                self._store = dist.TCPStore(
-                    address, port, self._world_size, is_master=False, wait_for_workers=False,
-                    timeout=timedelta(seconds=min(30.0, self._timeout_s)),
-                )  # fmt: skip
-                self._say(0)
-            except dist.DistError as error:
-                raise self._store_lost() from error
-            threading.Thread(target=self._run, name="pulse", daemon=True).start()
+    def start(self) -> None:
+        """Send heartbeats and watch those of the other ranks until the block ends."""
+        self._beat(current_region())
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def __enter__(self) -> Heartbeat:
+        """The heartbeat."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._ended.set()
-        # Started by --nproc, a rank tells of its end in a file, and once.
-        if self._store is None or error is None or reports_folder() is not None:
-            return
-        code = error.exit_code if isinstance(error, IsthmusError) else IsthmusError.exit_code
-        told = str(error) if isinstance(error, IsthmusError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, Exception) and code not in (Preempted.exit_code, Hang.exit_code):
-            self._post(code, f"rank {self._rank} on {socket.gethostname()} has failed: {told}")
-        if self._rank == 0 and code != Preempted.exit_code:
-            time.sleep(2 * _BEAT_S)  # this process may hold the store, and the others are to read it
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Post the failure of the block.
 
-    def explain(self, error: RuntimeError) -> IsthmusError | None:
-        """The end of a peer that ``error`` is the echo of; None if it is none."""
-        if self._store is None or not (isinstance(error, dist.DistError) or _ECHO.search(str(error))):
-            return None
+        Raises:
+            IsthmusError: the failure of another rank, if the error of the block is its consequence.
+        """
+        lost = isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or _LOST_PEER.search(str(error)))
+        cause = self._cause(error) if error is not None and lost else None
+        self._ended.set()
+        if error is None or isinstance(error, Preempted):
+            with suppress(RuntimeError):
+                self._beat(_FINISHED)
+        else:
+            Heartbeat.first = self._post(cause or _failure_of(error))
+        if error is not None and rank_env.hosts_store():
+            time.sleep(2 * _PERIOD_S)  # the other ranks read from this process why it ends
+        if cause is not None:
+            raise cause.error from error
+
+    def _cause(self, error: BaseException) -> Failure:
+        """The failure of another rank that has made a collective of this one fail with ``error``."""
         with trace_region(_LEAVING):
-            try:
-                before = self._beats()
-                for _ in range(3):
-                    time.sleep(_BEAT_S)
-                    if (end := self._peers_end()) is not None:
-                        return end
-                after = self._beats()
-            except (dist.DistError, RuntimeError):
-                return self._store_lost()
-        silent = [one for one in after if one in before and one.rank != self._rank and _LEAVING not in one.doing]
-        if silent:
-            return self._lost(silent)
-        where = "; ".join(f"rank {one.rank} on {one.host}: {one.doing or 'between steps'}" for one in after)
-        return Hang(
-            f"rank {self._rank} waited in vain for another rank (parallel.timeout_s={self._timeout_s:g}): "
-            f"{_first_line(error)}. Where they were: {where}. See which of them hangs and why, or raise "
-            "parallel.timeout_s."
+            deadline = time.monotonic() + GRACE_S + 2 * _PERIOD_S
+            while time.monotonic() < deadline:
+                if (failure := self._failure(range(self._world_size), GRACE_S)) is not None:
+                    return failure
+                time.sleep(_PERIOD_S / 2)
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
+        ranks = "; ".join(self._described(rank) for rank in range(self._world_size))
+        return Failure(
+            exit_code=Hang.exit_code,
+            message=f"rank {self._rank} waited for another rank and got no answer (parallel.timeout_s="
+            f"{self._timeout_s:g}): {first_line}. The ranks: {ranks}. Find out which of them hangs and why, or raise "
+            "parallel.timeout_s.",
         )
 
     def _run(self) -> None:
-        count = 0
-        while not self._ended.wait(_BEAT_S):
-            count += 1
-            try:
-                self._say(count)
-                end = self._peers_end() or self._silent_neighbour()
-            except (dist.DistError, RuntimeError):
-                end = self._store_lost()
-            if end is not None:
-                self._post(end.exit_code, str(end))
-                # Time for a word of this rank's own, and for an end that only looks like a loss: all may be done.
+        while not self._ended.wait(_PERIOD_S):
+            with suppress(RuntimeError):
+                self._beat(current_region())
+            if (failure := self._failure([(self._rank + 1) % self._world_size], self._timeout_s)) is not None:
+                # The main thread may have an error of its own, or the run has ended and only looks like a loss.
                 if not self._ended.wait(GRACE_S):
-                    self._leave(end)
+                    _leave(failure)
                 return
 
-    def _say(self, count: int) -> None:
-        with self._lock:
-            assert self._store is not None
-            self._store.set(f"pulse/{self._rank}", json.dumps([socket.gethostname(), count, current_region()]))
-
-    def _post(self, code: int, told: str) -> None:
-        """Tell all ranks why this run ends; the first one counts."""
-        with self._lock, suppress(dist.DistError, RuntimeError):
-            assert self._store is not None
-            self._store.compare_set("pulse/end", "", json.dumps([code, told]))
-
-    def _beat(self, rank: int) -> Beat | None:
-        with self._lock:
-            assert self._store is not None
-            key = f"pulse/{rank}"
-            return Beat(rank, *json.loads(self._store.get(key))) if self._store.check([key]) else None
-
-    def _beats(self) -> list[Beat]:
-        return [beat for rank in range(self._world_size) if (beat := self._beat(rank)) is not None]
-
-    def _peers_end(self) -> IsthmusError | None:
-        with self._lock:
-            assert self._store is not None
-            if not self._store.check(["pulse/end"]):
+    def _failure(self, ranks: Iterable[int], timeout_s: float) -> Failure | None:
+        """The failure that was posted, or that one of ``ranks`` has sent no heartbeat for ``timeout_s``."""
+        if self._first is not None:
+            return self._first
+        try:
+            with self._lock:
+                self._first = posted_failure(self._store)
+            if self._first is not None:
+                return self._first
+            silent = [
+                self._described(rank) for rank in ranks if rank != self._rank and self._is_silent(rank, timeout_s)
+            ]
+        except RuntimeError:
+            address, port = rank_env.master()
+            gone = f"rank 0, or the launcher beside it, is gone: {address}:{port} does not answer any more. "
+        else:
+            if not silent:
                 return None
-            code, told = json.loads(self._store.get("pulse/end"))
-        end = IsthmusError(told)
-        end.exit_code = code
-        return end
+            gone = (
+                f"no heartbeat any more of {'; '.join(silent)}. Its process was killed or stopped, or its machine is "
+            )
+            gone += "gone. "
+        advice = "See its log and its machine; the same command resumes from the last checkpoint."
+        return self._post(Failure(exit_code=Hang.exit_code, message=gone + advice))
 
-    def _silent_neighbour(self) -> IsthmusError | None:
-        beat = self._beat((self._rank + 1) % self._world_size)
-        if beat is None:
-            return None
+    def _is_silent(self, rank: int, timeout_s: float) -> bool:
+        _, count, region = self._read(rank)
         now_s = time.monotonic()
-        count, since_s = self._heard.get(beat.rank, (-1, now_s))
-        if beat.count != count:
-            self._heard[beat.rank] = (beat.count, now_s)
-            return None
-        return self._lost([beat]) if now_s - since_s > self._timeout_s else None
+        seen, since_s = self._seen.get(rank, (-1, now_s))
+        if count != seen:
+            self._seen[rank] = (count, now_s)
+        is_leaving = region == _FINISHED or _LEAVING in region
+        return count == seen and not is_leaving and now_s - since_s > timeout_s
 
-    def _lost(self, beats: list[Beat]) -> Hang:
-        who = "; ".join(f"rank {one.rank} on {one.host}, last in {one.doing or 'between steps'}" for one in beats)
-        return Hang(
-            f"no sign of life any more of {who}. Its process was killed or stopped, or its machine is gone: see its "
-            "log and its machine; the same command goes on from the last checkpoint."
-        )
+    def _described(self, rank: int) -> str:
+        host, _, region = self._read(rank)
+        return f"rank {rank} on {host}, last in {region or 'between steps'}"
 
-    def _store_lost(self) -> Hang:
-        address, port = master()
-        return Hang(
-            f"rank 0, or the launcher beside it, is gone: nobody answers at {address}:{port} any more. See its log "
-            "and its machine; the same command goes on from the last checkpoint."
-        )
+    def _read(self, rank: int) -> tuple[str, int, str]:
+        """Host, count and trace region of a rank's last heartbeat."""
+        key = f"heartbeat/{rank}"
+        with self._lock:
+            return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else ("", -1, _FINISHED)
 
-    def _leave(self, end: IsthmusError) -> None:
-        """End this process; its main thread may wait in a collective for ever."""
-        folder = reports_folder()
-        if folder is not None:
-            RankReport(rank=self._rank, exit_code=end.exit_code, message=str(end)).write(folder)
-        elif speaks_first():
-            with suppress(OSError):
-                print(f"isthmus: rank {self._rank}: {end}", file=sys.stderr, flush=True)
-        os._exit(end.exit_code)
+    def _beat(self, region: str) -> None:
+        self._count += 1
+        with self._lock:
+            self._store.set(f"heartbeat/{self._rank}", json.dumps([socket.gethostname(), self._count, region]))
+
+    def _post(self, failure: Failure) -> Failure:
+        with self._lock:
+            if self._first is None:
+                try:
+                    self._first = failure.post(self._store)
+                except RuntimeError:
+                    self._first = failure
+            return self._first
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
+def _failure_of(error: BaseException) -> Failure:
+    if isinstance(error, IsthmusError):
+        return Failure(exit_code=error.exit_code, message=str(error))
+    return Failure(exit_code=IsthmusError.exit_code, message=f"{type(error).__name__}: {error}")
+
+
+def _leave(failure: Failure) -> None:
+    """End this process; its main thread may wait in a collective for ever."""
+    failure.write()
+    if rank_env.stop_file() is None and (line := failure.line()):
+        with suppress(OSError):
+            print(f"isthmus: {line}", file=sys.stderr, flush=True)
+    os._exit(failure.exit_code)

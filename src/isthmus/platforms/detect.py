@@ -7,6 +7,7 @@ import os
 import torch
 
 from isthmus.errors import UsageError
+from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.platforms.cuda import CudaPlatform
@@ -46,7 +47,7 @@ def detect(prefer: str = "auto") -> Platform:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         devices = f"{count} device{'' if count == 1 else 's'}"
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = rank_env.local_world_size()
         if ranks > count:
             raise UsageError(
                 f"{ranks} ranks on this machine need one GPU each, and torch sees {devices}{_hidden(built_for)}. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
 
 Peaks = tuple[tuple[str, Mapping[str, float]], ...]
@@ -66,8 +66,7 @@ class GpuPlatform(Platform):
 
     def properties(self) -> Any:
         """Torch's properties of this rank's device; of another one if there are fewer devices than ranks."""
-        rank = int(os.environ.get("LOCAL_RANK", "0"))
-        return torch.cuda.get_device_properties(rank % max(1, torch.cuda.device_count()))
+        return torch.cuda.get_device_properties(rank_env.local_rank() % max(1, torch.cuda.device_count()))
 
     @abstractmethod
     def arch(self) -> str:

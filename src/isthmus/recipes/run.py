@@ -15,10 +15,10 @@ from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.pair_batches import PairBatches
-from isthmus.engine.parallel.process_groups import Position, agree, close_groups, join_ranks, open_groups
+from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups
 from isthmus.errors import UsageError
-from isthmus.launch.heartbeat import Pulse
-from isthmus.launch.rank_env import ranks_here, speaks_last
+from isthmus.launch.rendezvous import join_ranks
+from isthmus.platforms import rank_env
 from isthmus.platforms.base import RunShape
 from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus
@@ -73,19 +73,13 @@ def run(recipe: str, config: RunConfig) -> RunResult:
         )
     with StopFlag() as stop:
         try:
-            context = validate(config, ranks_here=ranks_here())
+            context = validate(config, ranks_here=rank_env.local_world_size())
             messages = [*_describe(context), *_prepare_process(context)]
             limits = config.parallel
-            met = join_ranks(context.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s)
-            messages += [met] if met else []
-            with Pulse(limits.timeout_s) as pulse:
-                try:
-                    return _run_rank(context, messages, stop)
-                except RuntimeError as error:
-                    end = pulse.explain(error)
-                    if end is None:
-                        raise
-                    raise end from error
+            with join_ranks(
+                context.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s
+            ) as machines:
+                return _run_rank(context, [*messages, *([machines] if machines else [])], stop)
         finally:
             close_groups()
 
@@ -102,7 +96,7 @@ def _describe(context: RunContext) -> list[str]:
 
 def _prepare_process(context: RunContext) -> list[str]:
     """Set environment variables, threads and the allocator of this process; returns what was set, for the log."""
-    platform, parallel, local_ranks = context.platform, context.plan.parallel, ranks_here()
+    platform, parallel, local_ranks = context.platform, context.plan.parallel, rank_env.local_world_size()
     shape = RunShape(
         nodes=math.ceil(context.plan.world_size / local_ranks),
         fsdp=parallel.fsdp,
@@ -132,7 +126,7 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
         is_main=position.rank == 0,
         device="rank" if platform.device_type == "cpu" else "GPU",
         # Megatron-LM prints on the last rank, and its users look for the log on the last machine.
-        prints_steps=config.logging.style == "megatron" and speaks_last(),
+        prints_steps=config.logging.style == "megatron" and rank_env.is_last_of_several_machines(),
     ) as reporter:
         for message in messages:
             reporter.log(message)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from types import FrameType
 from typing import Any
+
+from isthmus.platforms import rank_env
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -69,7 +70,7 @@ class StopFlag:
         self.uninstall()
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+        alone = rank_env.world_size() == 1
         if self.requested and alone and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.request(number)

@@ -25,7 +25,7 @@ from isthmus.data.store.samples import Samples
 from isthmus.data.store.split import split
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
-from isthmus.engine.parallel.process_groups import Position, agree, once
+from isthmus.engine.parallel.process_groups import Position, agree, on_rank_0
 from isthmus.errors import DataError, Hang, Preempted, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_fingerprint import data_fingerprint, known_digests, read_fingerprint, same_data
@@ -139,7 +139,7 @@ def load_corpus(
         return Corpus.mock(config, vocab_size)
     sources = find_data_sources(config)
     tokenized: dict[str, TokenizeStats] = {}  # on rank 0, of the sources that were tokenized now
-    once(
+    on_rank_0(
         lambda: tokenized.update(_tokenize_sources(config, sources, folder, tokenizer, resume, stop, report)), "corpus"
     )
     stores: list[SampleStore] = []

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
-from isthmus.engine.parallel.process_groups import world_from_environment
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import check_tp_size
 from isthmus.hf.model_folder import ModelFolder
+from isthmus.platforms import rank_env
 from isthmus.recipes.setup.layout_checks import check_experts, check_layout, check_stages
 from isthmus.recipes.setup.model_source import open_source
 
@@ -48,7 +48,7 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     check_tp_size(architecture, config.parallel.tp)
     check_stages(architecture, config.parallel.pp, config.parallel.vpp)
     if world_size is None:
-        _, world_size, _ = world_from_environment()
+        world_size = rank_env.world_size()
     config.parallel.check_world_size(world_size)
     check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)

@@ -3,16 +3,16 @@ from __future__ import annotations
 import pytest
 
 from isthmus.errors import UsageError
-from isthmus.launch.rank_env import first_node, join_world
+from isthmus.platforms.rank_env import first_node, is_one_of_several_ranks
 
 
 def test_alone_and_under_torchrun() -> None:
-    assert not join_world({})
-    assert not join_world({"RANK": "0", "WORLD_SIZE": "1"})
+    assert not is_one_of_several_ranks({})
+    assert not is_one_of_several_ranks({"RANK": "0", "WORLD_SIZE": "1"})
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
-    assert join_world(torchrun) and len(torchrun) == 3
+    assert is_one_of_several_ranks(torchrun) and len(torchrun) == 3
     with pytest.raises(UsageError, match="WORLD_SIZE"):
-        join_world({"RANK": "0", "WORLD_SIZE": "two"})
+        is_one_of_several_ranks({"RANK": "0", "WORLD_SIZE": "two"})
 
 
 def test_a_task_of_slurm() -> None:
@@ -21,14 +21,14 @@ def test_a_task_of_slurm() -> None:
         "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0",
     }  # fmt: skip
     other = {**task, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert join_world(task) and join_world(other)
+    assert is_one_of_several_ranks(task) and is_one_of_several_ranks(other)
     assert (task["RANK"], task["WORLD_SIZE"], task["LOCAL_RANK"], task["LOCAL_WORLD_SIZE"]) == ("5", "8", "1", "4")
     assert task["MASTER_ADDR"] == "gpu07" and task["MASTER_PORT"] == other["MASTER_PORT"]
 
 
 def test_a_batch_script_of_slurm_is_no_task() -> None:
-    assert not join_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"})
-    assert not join_world({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert not is_one_of_several_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"})
+    assert not is_one_of_several_ranks({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
 
 
 @pytest.mark.parametrize(

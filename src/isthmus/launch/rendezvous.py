@@ -1,0 +1,267 @@
+"""The rendezvous of the ranks: within a time limit, and naming the rank that is missing or cannot be reached.
+
+torch's own rendezvous does not name the rank that it waits for, and a collective over an address that the other
+machines cannot reach waits until it times out. Here every rank first registers in the store of rank 0, with the
+addresses that its collectives will use. Then every machine connects to the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from isthmus.engine.parallel.process_groups import init_process_group
+from isthmus.errors import Hang, IsthmusError, Preempted, UsageError
+from isthmus.launch.first_failure import MEMBERS, Failure, posted_failure, this_machine
+from isthmus.launch.heartbeat import Heartbeat
+from isthmus.platforms import rank_env
+from isthmus.platforms.base import Platform
+from isthmus.platforms.network_interfaces import GLOO, NCCL, Interface, interfaces, named_by, towards
+
+CONNECT_S = 10.0
+"""How long one rank tries to reach another, at most."""
+_REPORT_S = 5.0
+"""How long a rank that fails before the rendezvous waits for the others, so that only one prints the failure."""
+_SLACK_S = 10.0
+"""How much longer than rank 0 the other ranks wait for its decision."""
+_POLL_S = 0.05
+_JOINED, _CONNECTED = "rendezvous/joined", "rendezvous/connected"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A rank that has registered."""
+
+    rank: int = field(default_factory=rank_env.rank)
+    world_size: int = field(default_factory=rank_env.world_size)
+    machine: list[str] = field(default_factory=this_machine)
+    """Host name, and the address from which it reaches rank 0; ranks with equal values share a machine."""
+    listeners: list[tuple[str, str, int]]
+    """(reason for the choice, address, port) on which it listens, one on each interface that its collectives use."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.machine[0]} ({self.machine[1]})"
+
+
+@contextmanager
+def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -> Iterator[str]:
+    """Join the other ranks and start torch.distributed; while the block runs, a heartbeat watches them.
+
+    Between machines, ``GLOO_SOCKET_IFNAME`` is set to the interface that leads to rank 0, unless it is set.
+
+    Args:
+        platform: decides the collective backend and the device of this rank.
+        join_timeout_s: how long to wait for ranks that have not started yet.
+        timeout_s: how long a collective waits for a peer before it fails.
+
+    Yields:
+        Which ranks are on which machine, for the user; empty on one machine.
+
+    Raises:
+        UsageError: the variables of the rendezvous are wrong, or an interface does not exist.
+        Hang: a rank did not come, cannot be reached, or does not answer any more.
+        IsthmusError: another rank failed with it.
+    """
+    if rank_env.world_size() <= 1 or dist.is_initialized():
+        init_process_group(platform, timeout_s=timeout_s)
+        yield ""
+        return
+    deadline = time.monotonic() + join_timeout_s
+    variables = (GLOO, NCCL) if platform.collective_backend == "nccl" else (GLOO,)
+    chosen = {f"{name}={os.environ[name]}": one for name in variables if (one := named_by(name))}
+    store = _open_store(join_timeout_s)
+    route = towards(rank_env.master()[0])
+    with Heartbeat(timeout_s) as heartbeat:
+        machines = ""
+        with _listening(chosen or ({"the route to rank 0": route} if route else {})) as listeners:
+            members = _register(store, listeners, deadline, join_timeout_s)
+            heartbeat.start()
+            if len({member.machine[1] for member in members}) > 1:
+                if route:
+                    os.environ.setdefault(GLOO, route.name)
+                _connect_to_next(members)
+                store.add(_CONNECTED, 1)
+                while store.add(_CONNECTED, 0) < len(members):  # the heartbeat ends this rank if one cannot
+                    time.sleep(_POLL_S)
+                machines = f"{len(members)} ranks: {by_machine(members)}"
+        store.set_timeout(timedelta(seconds=timeout_s))
+        init_process_group(platform, store=store, timeout_s=timeout_s)
+        yield machines
+
+
+def report(exit_code: int, message: str, traceback: str = "") -> str:
+    """Report the failure that ends this process, one of several ranks, to the other ranks and to torch elastic.
+
+    Returns:
+        The line that this rank prints; empty if another rank prints it.
+    """
+    failure = Failure(exit_code=exit_code, message=message, traceback=traceback)
+    failure.write()
+    if exit_code == Preempted.exit_code:
+        return message if failure.rank == 0 else ""
+    first = Heartbeat.first or _post_before_rendezvous(failure)
+    return (failure if first.rank == failure.rank else first).line()
+
+
+def _post_before_rendezvous(failure: Failure) -> Failure:
+    """Post a failure that comes before the rendezvous, such as a mistake in the config that all ranks find."""
+    with suppress(IsthmusError, RuntimeError):
+        store = _open_store(_REPORT_S)
+        first = failure.post(store)
+        store.add(_JOINED, 1)
+        if rank_env.hosts_store():
+            _until(lambda: store.add(_JOINED, 0) >= rank_env.world_size(), time.monotonic() + _REPORT_S)
+            time.sleep(2 * _POLL_S)
+        return first
+    return failure
+
+
+def _open_store(timeout_s: float) -> dist.Store:
+    address, port = rank_env.master()
+    serves = rank_env.hosts_store()
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            rank_env.world_size(),
+            is_master=serves,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except dist.DistError as error:
+        if serves and "EADDRINUSE" in str(error):
+            raise UsageError(
+                f"MASTER_PORT={port} is in use on {socket.gethostname()}. Set another, the same on every rank."
+            ) from error
+        route = towards(address)
+        source = f"from {route.address}, interface {route.name}" if route else "its machine has no route to it"
+        raise Hang(
+            f"rank {rank_env.rank()} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}, tried for "
+            f"{timeout_s:g} s (parallel.join_timeout_s), {source}: {_connect(address, port) or error}. Check that rank "
+            "0 runs, that MASTER_ADDR and MASTER_PORT are those of its machine, and that no firewall is between."
+        ) from error
+    store.set_timeout(timedelta(seconds=timeout_s + _SLACK_S))
+    return store
+
+
+@contextmanager
+def _listening(chosen: dict[str, Interface]) -> Iterator[list[tuple[str, str, int]]]:
+    """Listen on interfaces, given by the reason for their choice; the kernel answers without an accept."""
+    with ExitStack() as sockets:
+        listeners = []
+        for reason, interface in chosen.items():
+            family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
+            with suppress(OSError):
+                listener = sockets.enter_context(socket.create_server((interface.address, 0), family=family))
+                place = f"interface {interface.name}, {reason}", interface.address, listener.getsockname()[1]
+                listeners.append(place)
+        yield listeners
+
+
+def _register(
+    store: dist.Store, listeners: list[tuple[str, str, int]], deadline: float, timeout_s: float
+) -> list[Member]:
+    """Register this rank, wait for the others, and return all members by rank."""
+    me = Member(listeners=listeners)
+    if store.add(f"rendezvous/rank/{me.rank}", 1) > 1:
+        raise UsageError(f"another process has RANK={me.rank} already. Give every process its own RANK.")
+    store.set(f"rendezvous/member/{me.rank}", json.dumps(asdict(me)))
+    store.add(_JOINED, 1)
+    try:
+        if me.rank == 0:
+            _until(lambda: store.add(_JOINED, 0) >= me.world_size or posted_failure(store) is not None, deadline)
+        else:
+            store.wait([MEMBERS], timedelta(seconds=max(0.1, deadline - time.monotonic()) + _SLACK_S))
+        if failure := posted_failure(store):
+            raise failure.error
+        if me.rank == 0:
+            members = _all_members(store, me.world_size, timeout_s)
+            store.set(MEMBERS, json.dumps([asdict(member) for member in members]))
+        return [Member(**member) for member in json.loads(store.get(MEMBERS))]
+    except dist.DistError as error:
+        raise Hang(f"{me} lost rank 0 ({':'.join(map(str, rank_env.master()))}) during the rendezvous.") from error
+
+
+def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[Member]:
+    """All members by rank, as rank 0 finds them.
+
+    Raises:
+        UsageError: they were started with different world sizes.
+        Hang: one is missing.
+    """
+    present = [rank for rank in range(world_size) if store.check([f"rendezvous/member/{rank}"])]
+    members = [Member(**json.loads(store.get(f"rendezvous/member/{rank}"))) for rank in present]
+    other = next((member for member in members if member.world_size != world_size), None)
+    if other:
+        raise UsageError(
+            f"rank 0 was started with WORLD_SIZE={world_size}, {other} with WORLD_SIZE={other.world_size}. Set the "
+            "same WORLD_SIZE on every rank."
+        )
+    missing = [rank for rank in range(world_size) if rank not in present]
+    if missing:
+        raise Hang(
+            f"{len(present)} of {world_size} ranks have joined in {timeout_s:g} s (parallel.join_timeout_s). Missing: "
+            f"{rank_ranges(missing)}. Joined: {by_machine(members)}. The rendezvous is at "
+            f"{':'.join(map(str, rank_env.master()))}. See in the logs of the missing ranks why they did not start, or "
+            "whether their machines reach that address."
+        )
+    return members
+
+
+def _connect_to_next(members: Sequence[Member]) -> None:
+    """Connect to every listener of the next rank, if that is on another machine.
+
+    Raises:
+        Hang: a listener cannot be reached.
+    """
+    me = members[rank_env.rank()]
+    other = members[(me.rank + 1) % len(members)]
+    for reason, address, port in other.listeners if other.machine[1] != me.machine[1] else ():
+        if trouble := _connect(address, port):
+            raise Hang(
+                f"{me} cannot reach {other} at {address}:{port} ({reason}): {trouble}. Name the interface that "
+                f"connects the machines in {GLOO} and {NCCL} on each of them (here: "
+                f"{', '.join(map(str, interfaces()))}), and check that no firewall is between."
+            )
+
+
+def _connect(address: str, port: int) -> str:
+    """Why the port does not accept a connection; empty if it does."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
+
+
+def _until(done: Callable[[], bool], deadline: float) -> None:
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def by_machine(members: Sequence[Member]) -> str:
+    """Who is on which machine: ``ranks 0-7 on node0 (10.0.0.1), ranks 8-15 on node1 (10.0.0.2)``."""
+    machines: dict[tuple[str, ...], list[int]] = {}
+    for member in members:
+        machines.setdefault(tuple(member.machine), []).append(member.rank)
+    return ", ".join(f"{rank_ranges(ranks)} on {host} ({address})" for (host, address), ranks in machines.items())
+
+
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    ranges: list[str] = []
+    for rank in ranks:
+        if ranges and rank - 1 == int(ranges[-1].rpartition("-")[2]):
+            ranges[-1] = f"{ranges[-1].partition('-')[0]}-{rank}"
+        else:
+            ranges.append(str(rank))
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranges)}"

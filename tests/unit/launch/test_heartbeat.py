@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from isthmus.errors import DataError, IsthmusError
+from isthmus.launch import heartbeat
+from isthmus.launch.first_failure import Failure, posted_failure
+from isthmus.launch.heartbeat import Heartbeat
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.TCPStore]:
+    """The store of two ranks; this process is rank 0 and an agent serves the store."""
+    monkeypatch.setattr(heartbeat, "_PERIOD_S", 0.05)
+    monkeypatch.setattr(heartbeat, "GRACE_S", 0.3)
+    monkeypatch.setattr(Heartbeat, "first", None)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    yield store
+
+
+def test_failure_of_the_block_is_posted(store: dist.TCPStore) -> None:
+    with pytest.raises(DataError), Heartbeat(5.0) as beat:
+        beat.start()
+        raise DataError("bad.")
+    posted = posted_failure(store)
+    assert posted is not None and (posted.rank, posted.exit_code, posted.message) == (0, 65, "bad.")
+    assert Heartbeat.first == posted
+
+
+def test_lost_connection_becomes_the_failure_of_the_peer(store: dist.TCPStore) -> None:
+    first = Failure(rank=1, exit_code=79, message="loss is nan.", machine=["node1", "10.0.0.1"])
+    with pytest.raises(IsthmusError, match="loss is nan") as caught, Heartbeat(5.0) as beat:
+        beat.start()
+        first.post(store)
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+    assert caught.value.exit_code == 79 and Heartbeat.first == first
+
+
+def test_silent_peer_is_named_with_what_it_did(store: dist.TCPStore) -> None:
+    store.set("heartbeat/1", '["node1", 7, "step 3: optimizer"]')
+    with pytest.raises(IsthmusError, match="no heartbeat any more of rank 1 on node1, last in step 3: optimizer"):
+        with Heartbeat(5.0):
+            raise RuntimeError("gloo: timed out")
+
+
+def test_rank_that_has_finished_is_not_lost(store: dist.TCPStore) -> None:
+    with Heartbeat(0.01) as beat:
+        store.set("heartbeat/1", '["node1", 7, "finished"]')
+        beat.start()
+        time.sleep(0.3)
+    assert posted_failure(store) is None and b"finished" in store.get("heartbeat/0")
+
+
+def test_other_errors_stay_as_they_are(store: dist.TCPStore) -> None:
+    with pytest.raises(ValueError, match="mine"), Heartbeat(5.0):
+        raise ValueError("mine")
+    posted = posted_failure(store)
+    assert posted is not None and posted.exit_code == 70 and posted.message == "ValueError: mine"
+
+
+def test_failure_that_was_seen_counts_after_the_store_is_gone(store: dist.TCPStore) -> None:
+    first = Failure(rank=1, exit_code=65, message="bad data.", machine=["node1", "10.0.0.1"])
+    with pytest.raises(IsthmusError, match="bad data") as caught, Heartbeat(5.0) as beat:
+        beat.start()
+        first.post(store)
+        time.sleep(0.2)
+        beat._store = dist.HashStore()  # type: ignore[assignment]
+        raise RuntimeError("Connection reset by peer")
+    assert caught.value.exit_code == 65
