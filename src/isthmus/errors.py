@@ -81,7 +81,7 @@ class Diverged(IsthmusError):
 
 def error_of(exit_code: int, message: str) -> IsthmusError:
     """The error of a class with this exit code, as another process reported it."""
-    classes = {kind.exit_code: kind for kind in (IsthmusError, *IsthmusError.__subclasses__())}
+    classes: dict[int, type[IsthmusError]] = {kind.exit_code: kind for kind in IsthmusError.__subclasses__()}
     error = classes.get(exit_code, IsthmusError)(message)
     error.exit_code = exit_code
     return error

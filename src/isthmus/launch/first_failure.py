@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from isthmus.atomic_write import write_atomic
 from isthmus.errors import Hang, IOFailure, IsthmusError, Preempted, error_of
 from isthmus.platforms import rank_env
-from isthmus.platforms.network_interfaces import towards
+from isthmus.platforms.network_interfaces import route_to
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -129,6 +129,6 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 def this_machine() -> list[str]:
     """Host name of this machine, and the address from which it reaches rank 0."""
     with suppress(IsthmusError):
-        if route := towards(rank_env.master()[0]):
+        if route := route_to(rank_env.master()[0]):
             return [socket.gethostname(), route.address]
     return [socket.gethostname(), ""]

@@ -86,8 +86,8 @@ class Heartbeat:
             Heartbeat.first = self._post(cause or _failure_of(error))
         if error is not None and rank_env.hosts_store():
             time.sleep(2 * _PERIOD_S)  # the other ranks read from this process why it ends
-        if cause is not None:
-            raise cause.error from error
+        if lost and Heartbeat.first is not None:
+            raise Heartbeat.first.error from error
 
     def _cause(self, error: BaseException) -> Failure:
         """The failure of another rank that has made a collective of this one fail with ``error``."""

@@ -24,7 +24,7 @@ from isthmus.launch.first_failure import MEMBERS, Failure, posted_failure, this_
 from isthmus.launch.heartbeat import Heartbeat
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
-from isthmus.platforms.network_interfaces import GLOO, NCCL, Interface, interfaces, named_by, towards
+from isthmus.platforms.network_interfaces import GLOO, NCCL, Interface, interfaces, named_by, route_to
 
 CONNECT_S = 10.0
 """How long one rank tries to reach another, at most."""
@@ -78,7 +78,7 @@ def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -
     variables = (GLOO, NCCL) if platform.collective_backend == "nccl" else (GLOO,)
     chosen = {f"{name}={os.environ[name]}": one for name in variables if (one := named_by(name))}
     store = _open_store(join_timeout_s)
-    route = towards(rank_env.master()[0])
+    route = route_to(rank_env.master()[0])
     with Heartbeat(timeout_s) as heartbeat:
         machines = ""
         with _listening(chosen or ({"the route to rank 0": route} if route else {})) as listeners:
@@ -142,7 +142,7 @@ def _open_store(timeout_s: float) -> dist.Store:
             raise UsageError(
                 f"MASTER_PORT={port} is in use on {socket.gethostname()}. Set another, the same on every rank."
             ) from error
-        route = towards(address)
+        route = route_to(address)
         source = f"from {route.address}, interface {route.name}" if route else "its machine has no route to it"
         raise Hang(
             f"rank {rank_env.rank()} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}, tried for "

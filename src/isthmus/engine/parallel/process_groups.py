@@ -146,7 +146,7 @@ def on_rank_0(stage: Callable[[], None], name: str, *, timeout_s: float = 86400.
         timeout_s: how long the others wait.
 
     Raises:
-        IsthmusError: on every rank, if the stage raises it. After another exception, the heartbeat ends the other ranks.
+        IsthmusError: on every rank, if the stage raises it. After other exceptions, the heartbeat ends the ranks.
     """
     store, key = dist.distributed_c10d._get_default_store(), f"isthmus/{name}"
     if dist.get_rank() == 0:
