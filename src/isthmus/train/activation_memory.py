@@ -50,7 +50,7 @@ def layer_bytes(
         bytes_per_element: of the activations; FP8 matmuls save theirs in bfloat16.
         tp: tensor-parallel ranks.
         sp: sequence parallelism.
-        recomputed: parts that are recomputed.
+        recomputed: recomputed parts.
 
     Raises:
         ValueError: the model has no such layer.
@@ -98,30 +98,14 @@ def stage_bytes(
     more, which are not counted here. Outside the layers: the rotary tables, the token ids of the embedding, the last
     norm, and the gradient of the hidden states of the loss tokens, which the loss computes in the forward pass.
 
-    Args:
-        architecture: see :func:`layer_bytes`, as for everything not listed here.
-        num_layers: of the stage.
-        num_tokens: T.
-        loss_tokens: tokens with loss.
-        bytes_per_element: of the activations.
-        tp: tensor-parallel ranks.
-        sp: sequence parallelism.
-        first: whether the stage has the embedding.
-        last: whether the stage has the loss.
-        recompute: ``train.recompute``.
-        recompute_modules: ``train.recompute_modules``.
-        recompute_layers: ``train.recompute_layers``.
+    Arguments as of :func:`layer_bytes` and ``train.recompute*``; ``first``: has the embedding, ``last``: has the loss.
     """
     a = architecture
     outside = num_tokens // tp if sp else num_tokens
     full = (num_layers if recompute_layers is None else recompute_layers) if recompute == "full" else 0
+    recomputed = recompute_modules if recompute == "selective" else ()
     each = layer_bytes(
-        a,
-        num_tokens=num_tokens,
-        bytes_per_element=bytes_per_element,
-        tp=tp,
-        sp=sp,
-        recomputed=recompute_modules if recompute == "selective" else (),
+        a, num_tokens=num_tokens, bytes_per_element=bytes_per_element, tp=tp, sp=sp, recomputed=recomputed
     )
     total = (num_layers - full) * each + full * outside * a.hidden_size * bytes_per_element
     if a.position == "rope":

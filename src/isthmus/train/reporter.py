@@ -41,7 +41,7 @@ class Reporter:
             settings: section ``logging`` of the config.
             is_main: whether this rank reports.
             device: unit of TFLOP/s on the screen: "GPU" or "rank".
-            prints_steps: print the lines of steps, although this is not the main rank.
+            prints_steps: print the lines of steps on another rank too.
         """
         self._run_dir = run_dir
         self._settings = settings

@@ -1,4 +1,4 @@
-"""A request to stop, made by a signal and honoured between two steps."""
+"""A request to stop, made by a signal and read between two steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopFlag:
-    """Set by SIGTERM, Ctrl-C or a hang-up; the loop looks at ``requested`` and saves before it leaves.
+    """Set by SIGTERM, SIGINT (Ctrl-C) or SIGHUP; the loop reads ``requested`` and saves before it ends.
 
-    Further signals change nothing, so that a save is not cut short by a batch system that signals twice. Only where
-    this process is the whole run does a second Ctrl-C raise KeyboardInterrupt; among several ranks the process that
-    started them decides.
+    Further signals are ignored, so that a batch system that signals twice does not interrupt the save. A second Ctrl-C
+    raises KeyboardInterrupt if this process is the only rank; with several ranks their launcher decides.
 
-    A flag that is installed over another one takes over what that one has seen: a signal that came while the run was
-    still being set up is not lost.
+    A flag installed over another one inherits its request, so a signal during the set-up is not lost.
     """
 
     def __init__(self) -> None:
@@ -28,28 +26,27 @@ class StopFlag:
 
     @property
     def requested(self) -> bool:
-        """Whether the run was asked to stop."""
         return self._signal is not None
 
     @property
     def reason(self) -> str:
-        """Name of the signal that came first ("SIGTERM"); empty while there was none."""
+        """Name of the first signal ("SIGTERM"); empty before."""
         return self._signal.name if self._signal else ""
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Ask for the stop as signal ``number`` would."""
+        """Request the stop, as signal ``number`` does."""
         if self._signal is None:
             self._signal = signal.Signals(number)
 
     def install(self) -> None:
-        """Take over the signals; does nothing outside the main thread, where Python forbids it."""
+        """Install the signal handlers; does nothing outside the main thread, where Python forbids it."""
         for number in SIGNALS:
             current = signal.getsignal(number)
             earlier = getattr(current, "__self__", None)
             if isinstance(earlier, StopFlag) and earlier is not self and earlier.requested:
                 self._signal = self._signal or earlier._signal
             if current == self._received or (number == signal.SIGHUP and current == signal.SIG_IGN):
-                continue  # nohup has asked that a hang-up be ignored
+                continue  # nohup ignores SIGHUP
             try:
                 signal.signal(number, self._received)
             except ValueError:
@@ -57,7 +54,7 @@ class StopFlag:
             self._previous[number] = current
 
     def uninstall(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()

@@ -28,10 +28,10 @@ def export_hf(
 
     Args:
         model: of this rank.
-        destination: created whole or not at all.
-        tokenizer: saved where the source's files would not tokenize as it did; else these are copied.
+        destination: appears when complete.
+        tokenizer: saved if it differs from the source's files, which are copied otherwise.
         dtype: of the tensors; None keeps each tensor's dtype in the source, or the config's where that has no weights.
-        replace: whether an earlier export of this run is replaced, once the new one is complete.
+        replace: whether to replace an earlier export of this run.
 
     Raises:
         NoSpace, IOFailure: on every rank, if any could not write; nothing is published.
@@ -53,9 +53,8 @@ def export_hf(
 
     def write() -> None:
         tensors, writes = _tensors_to_write(model)
-        export_weights(
-            tensors, plan.family, plan.architecture, files, staged.path, layout=model.layout, writes=writes
-        )  # fmt: skip
+        arguments = (tensors, plan.family, plan.architecture, files, staged.path)
+        export_weights(*arguments, layout=model.layout, writes=writes)
 
     def finish() -> None:
         if main:
@@ -96,11 +95,7 @@ def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
 
 
 def write_checkpoint_config(model: RankModel, checkpoint: Path, tokenizer: Tokenizer) -> None:
-    """Write config and tokenizer into a checkpoint, so that it converts without any other folder.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Write config and tokenizer into a checkpoint, so that it converts without any other folder."""
     folder = checkpoint / HF_SUBFOLDER
     folder.mkdir()
     _write_model_files(model.plan, folder, tokenizer, model.dtype)

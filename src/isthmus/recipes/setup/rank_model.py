@@ -69,14 +69,8 @@ def build_rank_model(
 ) -> RankModel:
     """Build this rank's stages and read their weights from the model folder.
 
-    Args:
-        config: of the run; says where the weights come from and what is recomputed.
-        plan: the architecture and its layout.
-        platform: of this process.
-        position: of this rank, from ``open_groups``.
-        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
-        training: whether the stages get gradient buffers for the distributed optimizer; with ``parallel.fsdp`` weights
-            and gradients are sharded either way.
+    With ``training`` they get gradient buffers for the distributed optimizer; ``parallel.fsdp`` shards weights and
+    gradients in either case.
 
     Raises:
         MissingInput, DataError: the folder has no weights (and ``model.init`` is not ``random``), or wrong ones.
