@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# Some pages spell the script so; its name is train_deepseekv2.sh.
+# Alternative spelling of train_deepseekv2.sh that some pages use.
 exec bash "$(dirname "${BASH_SOURCE[0]}")/train_deepseekv2.sh" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tokens for the training scripts beside this one, as ROCm Megatron-LM's script of this name makes them: DATASET,
-# TOKENIZER_MODEL and DATA_DIR, from the environment or as NAME=VALUE behind it.
+# Tokenizes data for the training scripts in this folder, with the variables of ROCm Megatron-LM's script of the same
+# name: DATASET, TOKENIZER_MODEL and DATA_DIR, from the environment or as NAME=VALUE arguments.
 for argument in "$@"; do
   case "$argument" in
     DATASET=* | TOKENIZER_MODEL=* | DATA_DIR=*) export "${argument?}" ;;

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The variables of ROCm Megatron-LM's script of this name, from the environment or as NAME=VALUE behind it; what they
-# become is in docs/how-to/migrate-from-rocm-megatron-lm.md. DRY_RUN=1 shows it.
+# Accepts the variables of ROCm Megatron-LM's script of the same name, from the environment or as NAME=VALUE arguments.
+# docs/how-to/migrate-from-rocm-megatron-lm.md lists the resulting settings; DRY_RUN=1 prints them.
 
-# Empty: where that script has it. ROCm's validation suite puts a path here.
+# Log file. Empty: the path of the original script. ROCm's validation suite inserts a path here.
 TRAIN_LOG=${TRAIN_LOG:-}
 
 export TRAIN_LOG
