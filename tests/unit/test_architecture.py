@@ -79,6 +79,7 @@ def test_no_import_circle(repository: Path) -> None:
     assert len(graph) > 100 and any(graph.values())
 
 
+@pytest.mark.processes
 def test_import_contracts_hold(repository: Path) -> None:
     command = Path(sys.executable).with_name("lint-imports")
     if not command.exists():
