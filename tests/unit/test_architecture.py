@@ -54,7 +54,6 @@ def test_each_package_is_listed(repository: Path) -> None:
     assert [package for package in sorted(packages) if f"`src/isthmus/{package}/`" not in page] == []
 
 
-@pytest.mark.processes
 def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
     """Modules of the package that a file imports anywhere, function bodies included."""
     found = set()
