@@ -211,13 +211,7 @@ class Decoder(GPTModel):
 
 
 def build_model(architecture: Architecture, config: DecoderConfig, vp_stage: int | None = None) -> Decoder:
-    """Build one stage of this rank; its weights are not initialized.
-
-    Args:
-        architecture: of the model.
-        config: from :func:`isthmus.engine.model_config.transformer_config`.
-        vp_stage: which virtual stage of this rank, from 0; None without virtual pipeline stages.
-    """
+    """Build one stage of this rank, virtual stage ``vp_stage`` if there are several; weights are not initialized."""
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     return Decoder(
         architecture,

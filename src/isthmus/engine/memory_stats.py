@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor
 def memory_stats(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
     """Bytes by category; memory that several tensors share counts once, in the first category that has it.
 
-    Args:
-        stages: the data-parallel wrappers; gradients are their buffers or the parameters' own.
-        optimizer: Megatron-Core's, one or a chain; main weights are part of its state.
+    ``stages`` are the data-parallel wrappers, ``optimizer`` is Megatron-Core's, whose state has the main weights.
     """
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]

@@ -44,17 +44,7 @@ def transformer_config(
     moe: MoeConfig = _DEFAULTS[2],
     mtp: bool = False,
 ) -> DecoderConfig:
-    """Build the configuration.
-
-    Args:
-        architecture: of the model.
-        parallel: the layout.
-        dtype: of weights and activations.
-        device: of weights and activations.
-        train: which activations are recomputed, and the weight of the MTP loss.
-        moe: dispatcher, capacity and losses of the experts.
-        mtp: build the model's MTP layers.
-    """
+    """Build the configuration; ``train`` sets recomputation and the MTP loss, ``mtp`` whether to build MTP layers."""
     return DecoderConfig(
         experts=moe,
         device=device,

@@ -46,14 +46,10 @@ class Objective(Protocol):
     def loss(
         self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
     ) -> LossOutput:
-        """Compute the loss of a batch, on the last pipeline stage.
+        """Compute the loss of a batch from the losses that the decoder returns, on the last pipeline stage.
 
-        Args:
-            losses: as :meth:`isthmus.engine.megatron_model.Decoder.forward` returns them.
-            batch: this rank's tokens, on the host.
-            loss_tokens: labels of this rank that count in the loss.
-            mtp_tokens: labels of this rank that the MTP layers predict.
-            mtp_weight: factor of the sum of their losses.
+        ``batch`` has this rank's tokens, on the host, of which ``loss_tokens`` count in the loss and ``mtp_tokens`` in
+        the MTP losses, whose sum has the factor ``mtp_weight``.
         """
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
@@ -94,12 +90,8 @@ NEXT_TOKEN = NextToken()
 def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:
     """Log-probability of the loss tokens of each sample, float64 [len(batch.lengths)].
 
-    Args:
-        losses: float32 [n], cross entropies of this rank's loss tokens.
-        batch: this rank's tokens, on the host.
-
-    Returns:
-        The same on all ranks of a context parallel group; the gradient is that of the whole packed sequence.
+    ``losses`` are the float32 cross entropies [n] of this rank's loss tokens. The result is the same on all ranks of a
+    context parallel group; its gradient is that of the whole packed sequence.
     """
     assert batch.loss_mask is not None
     counts: Sequence[int] = batch.loss_tokens

@@ -46,10 +46,8 @@ class SingleProcessModel:
     def __init__(self, architecture: Architecture, read: Callable[[str], Tensor], *, by_layer: bool) -> None:
         """Build the model within :func:`single_process_groups`.
 
-        Args:
-            architecture: of the model.
-            read: returns a whole tensor in float32, by its canonical name.
-            by_layer: leave the parameters empty, for a model that was built by the caller with empty weights.
+        ``read`` returns a whole tensor in float32, by its canonical name. With ``by_layer`` the parameters are left as
+        they are built, on the meta device within :func:`isthmus.engine.meta_init.init_empty_weights`.
         """
         from isthmus.engine.megatron_model import build_model
         from isthmus.engine.model_config import transformer_config

@@ -3,7 +3,6 @@
 Each epoch is a new permutation of the sequences, drawn from the seed and the epoch number alone; sets that are mixed
 (``mixture``) are packed separately and have their own epochs. Step k takes the next ``global_batch_size`` sequences,
 whatever the number of ranks and the micro batch size, so a run resumes at any step, under any layout, without state.
-Which sequences share a micro batch, and on which rank, is decided within a step.
 """
 
 from __future__ import annotations
@@ -29,18 +28,15 @@ class BatchSettings:
     seq_length: int
     """Most tokens of a sequence."""
     micro_batch_size: int
-    """Sequences of a micro batch."""
     global_batch_size: int
-    """Sequences of a step, over all ranks."""
     packing: bool
     """Whether a sequence contains several samples; else it is one sample."""
     seed: int = 0
     shuffle: bool = True
-    """False takes samples in the order of the store, epoch by epoch."""
+    """False takes samples in the order of the store."""
     length_buckets: Sequence[int] = ()
-    """Lengths of micro batches, ascending and multiples of ``BatchShard.pad_to_multiple_of``. A micro batch is padded
-    to the next of them, and the sequences of a step are sorted by length, so that those of a micro batch and those that
-    the ranks have at the same time have similar lengths."""
+    """Lengths to pad micro batches to, ascending and multiples of ``BatchShard.pad_to_multiple_of``. The sequences of a
+    step are then sorted by length, so that micro batches of all ranks have similar lengths at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +63,8 @@ class Batches:
     ) -> None:
         """Group the samples into sequences: one sample each, or with ``packing`` bins of at most ``seq_length`` tokens.
 
-        ``shares`` are the sets of the store, which are mixed by weight; without any, the store is one set.
-
-        Raises:
-            UsageError: ``global_batch_size`` is not a multiple of ``micro_batch_size * dp_size``.
-            DataError: the store or a set is empty, or a sample is longer than ``seq_length`` + 1.
+        ``shares`` are the sets of the store, which are mixed by weight; without any, the store is one set. Raises
+        UsageError for sizes that do not fit the ranks, and DataError for an empty set or too long samples.
         """
         self.store, self.settings, self.shard = store, settings, shard or BatchShard()
         _check_sizes(settings, self.shard.dp_size)

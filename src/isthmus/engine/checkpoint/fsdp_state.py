@@ -19,12 +19,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: bool) -> dict[str, Any]:
     """Weights and optimizer state of this rank, as Megatron-Core's ``DistributedOptimizer`` names them.
 
-    Each rank writes and reads its own rows; nothing is gathered.
-
-    Args:
-        model: the wrapped decoder.
-        adam: torch's AdamW over its parameters.
-        is_loading: return tensors to read into; trained weights are then read from the optimizer state.
+    Each rank writes and reads its own rows; nothing is gathered. Loading reads trained weights from the optimizer state.
     """
     weights: dict[str, Any] = {}
     moments: dict[str, Any] = {}
@@ -73,12 +68,9 @@ def _is_tensor(entry: Any) -> bool:
 def _parts(
     entry: ShardedTensor | ShardedTensorFactory, local: Tensor, rows: tuple[int, int]
 ) -> Iterator[ShardedTensor]:
-    """This rank's rows of a parameter as entries of the checkpoint's tensors.
+    """Rows [start, end) of a parameter, which are ``local``, as entries of the checkpoint's tensors.
 
-    Args:
-        entry: of the whole parameter on this tp rank, without data.
-        local: this rank's rows of the parameter.
-        rows: their range [start, end).
+    ``entry`` is that of the whole parameter on this tp rank, without data.
     """
     pieces = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
     for piece in pieces:

@@ -17,13 +17,7 @@ _SIGNS_OF_NO_SPACE = ("No space left", "Disk quota", "File too large", "ENOSPC",
 
 @contextmanager
 def write_errors(stage: Path) -> Iterator[None]:
-    """Translate an error in writing a checkpoint to ``stage``.
-
-    Raises:
-        NoSpace: the disk or the quota is full.
-        IOFailure: another error of the file system.
-        IsthmusError: anything else.
-    """
+    """Translate an error in writing a checkpoint to ``stage`` to NoSpace, IOFailure or IsthmusError."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -42,12 +36,7 @@ def write_errors(stage: Path) -> Iterator[None]:
 
 @contextmanager
 def read_errors(folder: Path) -> Iterator[None]:
-    """Translate an error in reading a checkpoint whose files are complete.
-
-    Raises:
-        IOFailure: an error of the file system.
-        DataError: anything else: the checkpoint is damaged, or of another model.
-    """
+    """Translate an error in reading a checkpoint whose files are complete to IOFailure or DataError."""
     try:
         yield
     except OSError as error:

@@ -179,12 +179,12 @@ class PackedSelfAttention(SelfAttention):
 
         Args:
             hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism; T is the number of this rank's
-                tokens under context parallelism, here and below.
+                tokens under context parallelism.
             rotary_pos_emb: from :func:`isthmus.engine.layers.rope.rotary_tables`; None for learned positions.
             packed_seq_params: the samples.
 
         Returns:
-            The output [T, 1, H] (or [T / tp, 1, H]) and the bias that the caller adds, or None.
+            The output, like ``hidden_states``, and the bias that the caller adds, or None.
         """
         q, k, v = self._project(hidden_states)
         if self.rotated and rotary_pos_emb is not None:

@@ -155,13 +155,9 @@ def _cut(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[QueryBlock, ...]:
-    """Cut a stack into blocks.
+    """Cut a stack with so many ``queries`` per sample, in descending order, into blocks.
 
-    Args:
-        queries: of each sample, in descending order.
-        own: int64 [largest of ``queries``], the key at the position of each query.
-        sample_starts: int64, of the same size, the first key of its sample.
-        window: as in :func:`plan_stacks`, like the other arguments.
+    For each query ``own`` is the key at its position and ``sample_starts`` the first key of its sample, both int64.
     """
     groups, repeat = heads
     oldest = sample_starts if window is None else torch.maximum(sample_starts, own - window + 1)

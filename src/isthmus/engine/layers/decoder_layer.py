@@ -46,15 +46,9 @@ class FlexibleNormLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """Run the layer.
+        """Run the layer on [T, 1, H] hidden states, or [T / tp, 1, H] under sequence parallelism.
 
-        Args:
-            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
-            rotary_pos_emb: the rotary table, None for learned positions.
-            packed_seq_params: the samples.
-
-        Returns:
-            The new hidden states, and None for the context of an encoder.
+        Returns the new hidden states, and None for the context of an encoder.
         """
         normed = self.input_layernorm(hidden_states)
         attended = self._residual(

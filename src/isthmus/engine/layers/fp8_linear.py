@@ -172,11 +172,8 @@ def fp8_linear(
         weight: [N, n] that :func:`fits`; its gradient is added to its ``main_grad`` if it has one.
         recipe: dtypes and scaling.
         group: the tensor-parallel ranks.
-        allreduce_dgrad: sum the input's gradient over them.
-        sequence_parallel: gather the first dim of ``x`` over them, and reduce-scatter its gradient.
-
-    Returns:
-        [..., N] in the dtype of ``x``.
+        allreduce_dgrad: sum the input's gradient over ``group``.
+        sequence_parallel: gather the first dim of ``x`` over ``group``, and reduce-scatter its gradient.
     """
     function: Any = _Fp8Linear
     out: Tensor = function.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)

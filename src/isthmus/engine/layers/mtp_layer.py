@@ -33,16 +33,10 @@ class MtpLayer(MultiTokenPredictionLayer):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, embedded: Tensor, tables: Tensor | None, batch: PackedBatch
     ) -> Tensor:
-        """Compute the next depth.
+        """Compute the input of the output layer and of the next depth.
 
-        Args:
-            hidden: [T, 1, H] of the previous depth, or [T / tp, 1, H] under sequence parallelism.
-            embedded: like ``hidden``, the embeddings of the tokens k positions later.
-            tables: the rotary table.
-            batch: the samples.
-
-        Returns:
-            The input of the output layer and of the next depth, like ``hidden``.
+        It has the shape of ``hidden``, the previous depth, and of ``embedded``, the tokens k positions later:
+        [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
 
         def run(hidden: Tensor, embedded: Tensor) -> Tensor:
@@ -84,9 +78,6 @@ def mtp_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
 def mtp_positions(loss_positions: Tensor, position_ids: Tensor, depths: int) -> Sequence[Tensor]:
     """For each depth k, from 1: the positions whose label k positions later, in the same sample, counts in the loss.
 
-    Args:
-        loss_positions: int64 [n], the positions whose own label counts.
-        position_ids: int64 [T], from 0 in each sample.
-        depths: number of MTP layers.
+    ``loss_positions``, int64 [n], are those whose own label counts; ``position_ids`` are int64 [T].
     """
     return [loss_positions[position_ids[loss_positions] >= depth] - depth for depth in range(1, depths + 1)]

@@ -83,16 +83,9 @@ class LatentAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """Attend and project.
+        """Attend and project; shapes are those of ``PackedSelfAttention``, and there is no bias.
 
-        Args:
-            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism; T is the number of this rank's
-                tokens under context parallelism.
-            rotary_pos_emb: [T, qk_rope_head_dim] from :func:`isthmus.engine.layers.rope.rotary_tables`.
-            packed_seq_params: the samples.
-
-        Returns:
-            The output [T, 1, H] (or [T / tp, 1, H]), and None for a bias.
+        ``rotary_pos_emb`` is [T, qk_rope_head_dim] from :func:`isthmus.engine.layers.rope.rotary_tables`.
         """
         q = self._queries(hidden_states, rotary_pos_emb)
         latent, rope = self._latent(hidden_states, rotary_pos_emb, packed_seq_params)

@@ -104,13 +104,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def rotary_tables(architecture: Architecture, sets: Tensor, batch: PackedBatch, dtype: torch.dtype) -> Tensor:
     """The table of :func:`rotation_table` for a packed batch, [T, R].
 
-    If layers with a window have other frequencies, their table follows it: [T, 2 R].
-
-    Args:
-        architecture: of the model.
-        sets: from :func:`frequency_sets`.
-        batch: gives positions and sample lengths.
-        dtype: of the activations.
+    If layers with a window have other frequencies, their table follows it: [T, 2 R]. ``sets`` are those of
+    :func:`frequency_sets`.
     """
     scaling, position_ids = architecture.rope_scaling, batch.position_ids
     table = functools.partial(rotation_table, position_ids=position_ids, dtype=dtype)
@@ -125,16 +120,10 @@ def rotary_tables(architecture: Architecture, sets: Tensor, batch: PackedBatch, 
 
 
 def rotation_table(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, magnitude: float = 1.0) -> Tensor:
-    """Cosines and sines of each position, as one tensor so that activation recomputation can pass it on.
+    """R / 2 cosines and R / 2 sines for each position, times ``magnitude``: [T, R].
 
-    Args:
-        frequencies: float32 [R / 2], or [T, R / 2] if they differ by token.
-        position_ids: int64 [T], restarting at 0 in each packed sample.
-        dtype: of the activations; the angles are computed in float32.
-        magnitude: factor of both.
-
-    Returns:
-        [T, R]: R / 2 cosines, then R / 2 sines.
+    ``frequencies`` are float32 [R / 2], or [T, R / 2] if they differ by token; angles are computed in float32. The
+    result is one tensor so that activation recomputation can pass it on.
     """
     angles = position_ids[:, None].float() * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude).to(dtype)

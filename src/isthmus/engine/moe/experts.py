@@ -37,13 +37,8 @@ class GroupedExperts(SequentialMLP):
     def forward(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Run each expert on its tokens.
 
-        Args:
-            hidden: [n, H], sorted by expert, the last expert first.
-            weights: [n], factor of each result.
-            counts: int64 [local experts], tokens of each, the last expert first.
-
-        Returns:
-            [n, H]; with tensor-parallel experts this rank's part of the sum.
+        ``hidden`` [n, H] is sorted by expert, ``weights`` [n] are factors of the results, ``counts`` int64
+        [local experts] the tokens of each expert. With tensor-parallel experts the result is this rank's part of a sum.
         """
         experts = list(reversed(self.local_experts))
         weights = weights.to(hidden.dtype)[:, None]

@@ -22,15 +22,9 @@ _ALIGNED_BYTES = 16
 
 
 def grouped_linear(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Multiply each group of rows with its weight; weight gradients are added to ``main_grad`` if there is one.
+    """Multiply rows ``x`` [n, K], sorted by group, with the weight [N, K] of their group; returns [n, N].
 
-    Args:
-        x: [n, K], sorted by group.
-        counts: int64 [G], rows of each group.
-        weights: G tensors [N, K].
-
-    Returns:
-        [n, N].
+    ``counts`` int64 [G] are the rows of each group. Weight gradients are added to ``main_grad`` if there is one.
     """
     out: Tensor = _GroupedLinear.apply(x, counts, *weights)
     return out

@@ -42,11 +42,7 @@ class TokenGroups:
 def token_groups(batch: PackedBatch, rank: int, ranks: int, *, device: torch.device) -> tuple[TokenGroups, TokenGroups]:
     """The samples of a batch as groups, and the whole batch as one group.
 
-    Args:
-        batch: this context parallel rank's tokens.
-        rank: which of ``ranks`` equal parts of them this rank has under sequence parallelism.
-        ranks: number of parts.
-        device: of the result.
+    Under sequence parallelism this is tp rank ``rank`` of ``ranks``, which have equal parts of the batch.
     """
     samples = batch.sample_lengths
     sample_weights = batch.sample_weights[: len(samples)]
@@ -147,12 +143,9 @@ def reduce_load(
     """Sum the statistics over all ranks and reset them; every rank calls it.
 
     Args:
-        stats: of this rank's routers, with the number of their layer.
-        num_layers: of the whole model.
-        num_experts: of a layer.
+        stats: of this rank's routers, with the number of their layer in the whole model of ``num_layers``.
         count: denominator of the step's mean loss.
-        losses: those in use.
-        device: of this rank.
+        losses: names of those in use.
 
     Returns:
         The load, and the tokens of each expert, float64 [num_layers, E] (zero for layers without experts).

@@ -38,12 +38,8 @@ class TopKRouter(MegatronModule):
     def forward(self, hidden: Tensor, batch: PackedBatch | None = None) -> tuple[Tensor, Tensor]:
         """Select experts; in training also update the statistics and attach the auxiliary losses.
 
-        Args:
-            hidden: [T, H], this rank's tokens.
-            batch: None only outside training.
-
-        Returns:
-            Router weights float32 [T, K] and expert indices int64 [T, K]; index ``num_experts`` is a dropped choice.
+        ``hidden`` is [T, H]; ``batch`` is None only outside training. Returns router weights float32 [T, K] and expert
+        indices int64 [T, K]; index ``num_experts`` is a dropped choice.
         """
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(hidden.float(), self.weight.float(), bias)

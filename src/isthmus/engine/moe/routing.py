@@ -16,7 +16,7 @@ def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor,
     Args:
         logits: float32 [T, E].
         expert_bias: float32 [E], added to the scores for the selection but not for the weights; or None.
-        moe: scoring function, expert groups and normalization.
+        moe: the router's settings.
 
     Returns:
         Router weights float32 [T, K], which are differentiable, and expert indices int64 [T, K].
@@ -37,16 +37,7 @@ def within_capacity(weights: Tensor, chosen: Tensor, num_experts: int, factor: f
     """Drop tokens beyond each expert's capacity, those with the lowest router weights first (GShard, arXiv 2006.16668).
 
     The capacity is ``ceil(factor * T * K / E)`` tokens, as in Megatron-Core. The remaining weights of a token are not
-    normalized again.
-
-    Args:
-        weights: float32 [T, K].
-        chosen: int64 [T, K].
-        num_experts: E.
-        factor: capacity relative to a uniform load.
-
-    Returns:
-        ``chosen`` with ``num_experts`` for each dropped choice.
+    normalized again. Returns ``chosen``, int64 [T, K], with ``num_experts`` for each dropped choice.
     """
     capacity = math.ceil(factor * chosen.numel() / num_experts)
     flat = chosen.flatten()

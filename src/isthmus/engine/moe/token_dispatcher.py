@@ -35,14 +35,9 @@ def dispatcher(
     sequence_parallel: bool,
     dropless: bool,
 ) -> Dispatch:
-    """The dispatcher for this layout.
+    """The dispatcher for this layout; ``kind`` is used if experts are sharded differently from the other layers.
 
-    Args:
-        kind: used if the experts are sharded differently from the other layers.
-        groups: Megatron-Core's process groups.
-        num_experts: of the whole layer.
-        sequence_parallel: whether tp ranks have different tokens.
-        dropless: whether no choice is dropped.
+    ``groups`` are Megatron-Core's process groups, ``dropless`` says that no choice is dropped.
     """
     if groups.ep.size() == 1 and groups.expt_tp.size() == groups.tp.size():
         return _TensorParallelDispatcher(groups.tp, num_experts, sequence_parallel=sequence_parallel, dropless=dropless)
@@ -93,12 +88,9 @@ class _RoutedTokens:
     """The (token, expert) pairs of some experts, sorted by expert."""
 
     def __init__(self, keys: Tensor, number: int, *, complete: bool) -> None:
-        """Sort.
+        """Sort by ``keys``, int64 [T, K]: 0..number-1 are experts, ``number`` is left out.
 
-        Args:
-            keys: int64 [T, K]; 0..number-1 are experts in the order to sort by, ``number`` is left out.
-            number: of experts.
-            complete: whether no pair is left out; else the device is asked how many there are.
+        If no pair is left out (``complete``), the host does not have to read their number from the device.
         """
         flat = keys.flatten()
         self.counts = count(flat, number + 1)[:number]
@@ -204,9 +196,8 @@ class _AllToAllDispatcher:
     def _sorted(self, counts: Tensor, received: list[int]) -> tuple[Tensor, Tensor]:
         """The order that sorts the gathered rows by expert, the last expert first, and the rows of each expert.
 
-        Args:
-            counts: int64 [ep, etp, local experts], rows from each rank.
-            received: rows at each etp rank; they are padded to the largest number.
+        ``counts`` int64 [ep, etp, local experts] are the rows from each rank, ``received`` those at each etp rank
+        before they were padded to the largest number.
         """
         number, longest = counts.size(2), max(received)
         by_rank = counts.transpose(0, 1).flatten(1)  # [etp, ep * local experts], in the order of the rows

@@ -31,15 +31,7 @@ MIN_CHUNK = 64
 
 @functools.lru_cache(maxsize=8)
 def partition(tokens: int, ranks: int) -> tuple[Spans, ...]:
-    """The spans of each rank; all ranks have the same number of tokens.
-
-    Args:
-        tokens: of the packed sequence, a multiple of 2 * ``ranks``.
-        ranks: of the context parallel group.
-
-    Raises:
-        ValueError: ``tokens`` is not such a multiple.
-    """
+    """The spans of each rank, with the same number of tokens; raises ValueError unless 2 * ranks divides ``tokens``."""
     chunk, rest = divmod(tokens, 2 * ranks)
     if rest or not chunk:
         raise ValueError(f"a packed sequence of {tokens} tokens cannot be cut into 2 x {ranks} equal chunks")
@@ -115,12 +107,8 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def gather_sequence(part: Tensor) -> Tensor:
-    """Gather the tokens of all ranks of the context parallel group, in the order of the packed sequence.
+    """Gather [T / cp, G, W] of all context parallel ranks to [T, G, W], in the order of the packed sequence.
 
-    Args:
-        part: [T / cp, G, W] of this rank's tokens.
-
-    Returns:
-        [T, G, W], in memory with G outermost. Gradients are summed over the ranks and scattered.
+    In memory G is outermost. Gradients are summed over the ranks and scattered.
     """
     return _GatherSequence.apply(part, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]

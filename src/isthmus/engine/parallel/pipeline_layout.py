@@ -16,14 +16,7 @@ def layers_per_stage(num_layers: int, pp: int, vpp: int = 1) -> list[int]:
 
 
 def pipeline_layout(num_layers: int, pp: int, vpp: int = 1, *, mtp_layers: int = 0) -> list[list[str]] | None:
-    """Megatron-Core's ``pipeline_model_parallel_layout``; None for one stage.
-
-    Args:
-        num_layers: of the decoder.
-        pp: ranks of the pipeline.
-        vpp: stages of each rank.
-        mtp_layers: on the last stage.
-    """
+    """Megatron-Core's ``pipeline_model_parallel_layout``; None for one stage."""
     if pp == 1:
         return None
     stages = [["decoder"] * layers for layers in layers_per_stage(num_layers, pp, vpp)]
