@@ -19,7 +19,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: bool) -> dict[str, Any]:
     """Weights and optimizer state of this rank, as Megatron-Core's ``DistributedOptimizer`` names them.
 
-    Each rank writes and reads its own rows; nothing is gathered. Loading reads trained weights from the optimizer state.
+    Each rank writes and reads its own rows; nothing is gathered. Trained weights are read from the optimizer state.
     """
     weights: dict[str, Any] = {}
     moments: dict[str, Any] = {}
