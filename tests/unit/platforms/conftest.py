@@ -22,7 +22,7 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 @pytest.fixture(autouse=True)
 def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable that a platform looks at or sets comes from outside, and none stays behind."""
+    """Remove the variables that platforms read or set, before and after each test."""
     ours = {*CudaPlatform(reason="").env_defaults(), *RocmPlatform(reason="").env_defaults(), *OF_RUNS}
     for variable in (*RANK_VARIABLES, *MASKS, *ours):
         monkeypatch.setenv(variable, "")  # so that it is put back as it was, also where it is absent now

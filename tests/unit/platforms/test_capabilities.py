@@ -1,4 +1,4 @@
-"""What each platform says of itself, without the hardware."""
+"""Capabilities of each platform, without the hardware."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_nvidia_matrix_cores(machine: Callable[..., None], major: int, minor: in
     assert f"sm_{major}{minor}" in platform.describe() and "8 x NVIDIA" in platform.describe()
 
 
-def test_fp8_needs_a_torch_that_has_it(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_needs_scaled_mm(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine(cuda="12.8", name="NVIDIA", major=9, minor=0)
     assert detect().supports("fp8")[0]
     monkeypatch.delattr(torch.nn.functional, "scaled_mm")
@@ -106,7 +106,7 @@ def test_fp8_needs_a_torch_that_has_it(machine: Callable[..., None], monkeypatch
     assert not supported and why.endswith("has no scaled_mm")
 
 
-def test_a_gpu_tells_its_memory_and_its_number(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_and_count(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0, count=4)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**29)
     assert detect().memory_gib() == 1.5
@@ -114,7 +114,7 @@ def test_a_gpu_tells_its_memory_and_its_number(machine: Callable[..., None], mon
 
 
 @pytest.mark.parametrize(("facts", "unit"), [({"amx_bf16": True}, "AMX"), ({"avx512_bf16": True}, "AVX512"), ({}, "")])
-def test_a_cpu_trains_in_fp32_and_says_when_bf16_may_be_faster(
+def test_cpu_default_is_fp32_with_a_hint_about_bf16(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, bool], unit: str
 ) -> None:
     monkeypatch.setattr(cpu_module, "_cpu_capabilities", lambda: facts)
@@ -128,7 +128,7 @@ def test_a_cpu_trains_in_fp32_and_says_when_bf16_may_be_faster(
 
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc on this system")
-def test_the_memory_of_a_cpu_process_is_its_own_peak_and_not_its_parent_s() -> None:
+def test_peak_memory_is_not_the_parents() -> None:
     code = "from isthmus.platforms.detect import detect\nprint(detect('cpu').memory_gib())"
     block = torch.ones(2**27)  # half a GiB here, which a child's getrusage would report as its own
     child = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
@@ -159,7 +159,7 @@ def faults(how: str, **environment: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(os.confstr_names.get("CS_GNU_LIBC_VERSION") is None, reason="only glibc is told to keep memory")
+@pytest.mark.skipif(os.confstr_names.get("CS_GNU_LIBC_VERSION") is None, reason="only glibc is configured")
 def test_freed_memory_is_kept_on_a_cpu() -> None:
     handed_back, _ = faults("plain")
     kept, said = faults("prepared")
@@ -168,7 +168,7 @@ def test_freed_memory_is_kept_on_a_cpu() -> None:
 
 
 @pytest.mark.processes
-def test_an_allocator_that_was_chosen_is_left_alone() -> None:
+def test_configured_allocator_is_unchanged() -> None:
     _, said = faults("prepared", MALLOC_ARENA_MAX="2")
     assert said[0].startswith("memory allocator: unchanged, since MALLOC_ARENA_MAX is set")
 
@@ -183,7 +183,7 @@ def test_an_allocator_that_was_chosen_is_left_alone() -> None:
         ({}, False),
     ],
 )
-def test_products_come_from_the_library_with_code_for_the_processor(
+def test_onednn_for_avx512_processors_not_from_intel(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, object], faster: bool
 ) -> None:
     monkeypatch.setattr(cpu_module, "_cpu_capabilities", lambda: facts)
@@ -198,7 +198,7 @@ def test_every_variable_has_a_value_and_a_reason(platform: Platform) -> None:
         assert variable.isupper() and value and len(why) > 20
 
 
-def test_variables_are_set_once_and_never_over_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_MAX_HW_QUEUES", "4")
     monkeypatch.setenv("HSA_ENABLE_SDMA", "")
     platform = RocmPlatform(reason="")
@@ -209,7 +209,7 @@ def test_variables_are_set_once_and_never_over_the_user_s(monkeypatch: pytest.Mo
     assert apply_env(platform) == applied
 
 
-def test_a_variable_set_under_its_other_name_counts_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alias_of_a_variable_counts_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert "PYTORCH_ALLOC_CONF" not in apply_env(CudaPlatform(reason=""))
     assert "PYTORCH_ALLOC_CONF" not in os.environ

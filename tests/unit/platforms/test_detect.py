@@ -1,4 +1,4 @@
-"""Which platform is found, with which reason, and what is said when it cannot be the one that was asked for."""
+"""Detection of the platform, its reason, and errors for an unavailable one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from isthmus.platforms.detect import apply_env, detect
 
 
 @pytest.mark.usefixtures("mi300x")
-def test_rocm_is_told_by_hip() -> None:
+def test_rocm() -> None:
     platform = detect()
     assert (platform.name, platform.device_type, platform.collective_backend) == ("rocm", "cuda", "nccl")
     assert "built for ROCm 6.4" in platform.reason and platform.reason.endswith("sees 8 devices")
     assert detect("rocm") == platform
 
 
-def test_hip_wins_over_a_cuda_version_beside_it(machine: Callable[..., None]) -> None:
+def test_hip_wins_over_a_cuda_version(machine: Callable[..., None]) -> None:
     machine(hip="6.4", cuda="12.8")
     assert detect().name == "rocm"
 
@@ -34,14 +34,14 @@ def test_cuda() -> None:
     assert "built for CUDA 12.8" in platform.reason
 
 
-def test_a_build_without_gpu_support_is_a_cpu(machine: Callable[..., None]) -> None:
+def test_build_without_gpu_support(machine: Callable[..., None]) -> None:
     machine(count=0)
     platform = detect()
     assert (platform.name, platform.device_type, platform.collective_backend) == ("cpu", "cpu", "gloo")
     assert "built without GPU support" in platform.reason
 
 
-def test_a_build_without_a_device_is_a_cpu_and_says_what_hides_them(
+def test_build_without_a_device_names_the_variable_that_hides_them(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(cuda="12.8", count=0)
@@ -52,7 +52,7 @@ def test_a_build_without_a_device_is_a_cpu_and_says_what_hides_them(
 
 
 @pytest.mark.usefixtures("h200")
-def test_a_cpu_may_be_asked_for_beside_gpus_and_then_no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_cpu_does_not_query_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("a question to the GPU's runtime"))
     assert detect("cpu").name == "cpu"
 
@@ -72,7 +72,7 @@ def test_a_cpu_may_be_asked_for_beside_gpus_and_then_no_gpu_is_asked(monkeypatch
         ({}, "tpu", "platform=tpu is unknown. Use auto, cpu, cuda or rocm"),
     ],
 )
-def test_what_cannot_be_had(machine: Callable[..., None], build: dict[str, str], prefer: str, message: str) -> None:
+def test_unavailable_platform(machine: Callable[..., None], build: dict[str, str], prefer: str, message: str) -> None:
     machine(**build)
     with pytest.raises(UsageError) as caught:
         detect(prefer)
@@ -87,7 +87,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("mi300x")
-def test_hip_is_first_asked_when_its_variables_are_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_set_before_hip_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
 
     def is_available() -> bool:
@@ -101,8 +101,8 @@ def test_hip_is_first_asked_when_its_variables_are_in_place(monkeypatch: pytest.
 
 
 @pytest.mark.processes
-def test_nothing_that_exists_for_cuda_only_is_imported() -> None:
-    """On the way to a ROCm platform, with every such package made impossible to import."""
+def test_no_cuda_only_package_is_imported() -> None:
+    """Detection of ROCm works with every such package blocked."""
     code = """
 import sys
 for name in ("pynvml", "transformer_engine", "apex", "flash_attn", "cupy", "bitsandbytes", "nvidia", "triton"):

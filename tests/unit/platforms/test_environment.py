@@ -1,4 +1,4 @@
-"""What guides recommend is recognised where it does nothing or harms; what suits a run is set, with its reason."""
+"""Variables of the platform are set with a reason; useless or harmful ones get a remark."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from isthmus.platforms.environment import remarks_on
         ("NVTE_CK_USES_BWD_V3", "1", "TransformerEngine"),
     ],
 )
-def test_a_word_about_each_that_is_set(variable: str, value: str, word: str) -> None:
+def test_remark_on_each_variable(variable: str, value: str, word: str) -> None:
     (line,) = remarks_on({variable: value, "HOME": "/h"}, RunShape(), on_gpu=False)
     assert line.startswith(f"{variable}={value} is set: ") and word in line
 
 
-def test_no_word_about_values_that_are_right() -> None:
+def test_remarks_depend_on_value_and_run() -> None:
     right = {"HSA_ENABLE_SDMA": "1", "NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"}
     assert remarks_on(right, RunShape(), on_gpu=True) == []
     both = {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
@@ -60,7 +60,7 @@ def test_no_word_about_values_that_are_right() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_rocm_sets_hangs_on_the_run(
+def test_rocm_variables_depend_on_the_run(
     machine: Callable[..., None], arch: str, run: RunShape, wanted: dict[str, str]
 ) -> None:
     machine(hip="7.0", name="AMD Instinct", gcnArchName=arch)
@@ -71,7 +71,7 @@ def test_what_rocm_sets_hangs_on_the_run(
     assert all(os.environ[name] == value and len(why) > 20 for name, (value, why) in applied.items())
 
 
-def test_what_the_user_set_stays(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_user_stay(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine(hip="7.0", name="AMD Instinct", gcnArchName="gfx942")
     monkeypatch.setenv("NCCL_PXN_DISABLE", "0")
     monkeypatch.setenv("PYTORCH_HIP_ALLOC_CONF", "garbage_collection_threshold:0.9")
@@ -79,7 +79,7 @@ def test_what_the_user_set_stays(machine: Callable[..., None], monkeypatch: pyte
     assert os.environ["NCCL_PXN_DISABLE"] == "0" and not {"NCCL_PXN_DISABLE", "PYTORCH_ALLOC_CONF"} & applied.keys()
 
 
-def test_cuda_keeps_one_queue_unless_weights_are_gathered(machine: Callable[..., None]) -> None:
+def test_cuda_has_one_queue_unless_fsdp(machine: Callable[..., None]) -> None:
     machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0)
     platform = detect()
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in platform.env_of_run(RunShape(tp_or_cp=True))

@@ -1,4 +1,4 @@
-"""Free memory is what a container's share has left, where there is one."""
+"""Free memory of the machine or of a container."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def group(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_share_of_a_container(group: Path) -> None:
+def test_free_memory_of_a_container(group: Path) -> None:
     assert free_bytes(group) == 350000
 
 
 @pytest.mark.parametrize("limit", ["max", str(1 << 60), "nonsense", None])
-def test_the_machine_where_there_is_no_less(limit: str | None, group: Path) -> None:
+def test_free_memory_of_the_machine(limit: str | None, group: Path) -> None:
     (group / "memory.max").unlink() if limit is None else (group / "memory.max").write_text(f"{limit}\n")
     available = psutil.virtual_memory().available
     assert abs(free_bytes(group) - available) < available / 4
 
 
-def test_giving_back_is_harmless() -> None:
+def test_trim_memory() -> None:
     trim_memory()

@@ -22,13 +22,13 @@ def test_interface_that_a_variable_names(monkeypatch: pytest.MonkeyPatch, variab
 
 
 @pytest.mark.parametrize(("variable", "value"), [(GLOO, "eth"), (NCCL, "=eth"), (NCCL, "ib")])
-def test_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+def test_missing_interface(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setattr(network_interfaces, "interfaces", lambda: PRESENT)
     with pytest.raises(UsageError, match=f"{variable}={value} names no .*eth0 10.0.0.2"):
         named_by(variable, {variable: value})
 
 
-def test_way_to_this_machine() -> None:
+def test_route_to_this_machine() -> None:
     way = network_interfaces.route_to("127.0.0.1")
     assert way is not None and way.address == "127.0.0.1" and way.name == "lo"
     assert network_interfaces.route_to("no-such-host.invalid") is None

@@ -49,7 +49,7 @@ def find(path: Path, train: PairBatches, valid: PairBatches, *, fresh: bool) -> 
     return train.reference.tolist(), valid.reference.tolist()
 
 
-def test_it_is_kept(tmp_path: Path, passes: list[int]) -> None:
+def test_reference_is_cached(tmp_path: Path, passes: list[int]) -> None:
     path = tmp_path / "reference.npz"
     first = find(path, part(1, 2), part(2, 1), fresh=True)
     assert (passes, first) == ([4, 2], ([0, 1, 2, 3], [0, 0.5]))
@@ -60,7 +60,7 @@ def test_it_is_kept(tmp_path: Path, passes: list[int]) -> None:
     assert find(path, part(1, 2), part(2, 1), fresh=True)[0] == [0, 1 / 3, 2 / 3, 1]
 
 
-def test_other_pairs_and_damage_ask_for_another_pass(tmp_path: Path, passes: list[int]) -> None:
+def test_other_pairs_or_a_damaged_cache_recompute_it(tmp_path: Path, passes: list[int]) -> None:
     path = tmp_path / "reference.npz"
     first, _ = find(path, part(1, 2), part(2, 1), fresh=True)
     again, _ = find(path, part(1, 2), part(3, 3), fresh=False)
@@ -70,7 +70,7 @@ def test_other_pairs_and_damage_ask_for_another_pass(tmp_path: Path, passes: lis
     assert passes == [4, 2, 6, 4, 6]
 
 
-def test_a_stop_is_heard_between_two_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_between_two_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, shown = StopFlag(), []
 
     def evaluate(batches: Any, _recorder: Any) -> None:

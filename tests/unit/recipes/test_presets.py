@@ -1,4 +1,4 @@
-"""Configs that come along: complete, of batches that can be dealt out, and of layouts that their models fit into."""
+"""Presets are complete, their batches divide and their layouts fit their models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isthmus.families.registry import family_for
 from isthmus.recipes.setup.layout_checks import check_experts, check_fsdp_precision, check_layout, check_micro_batches
 
 OF_ID = {"Qwen/Qwen3-0.6B": "qwen3-0.6b", "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b"}
-"""What lies on the Hub under the ids that presets name."""
+"""Model presets of the Hub ids that presets name."""
 OPTIONS = {"--data": "data", "--out": "out", "--nproc": None}
 
 
@@ -39,7 +39,7 @@ def opened(name: str) -> tuple[RunConfig, int]:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_preset_fits_its_model(name: str) -> None:
+def test_preset_layout_fits_its_model(name: str) -> None:
     config, world = opened(name)
     assert config.model.path is not None
     model = read_model(config.model.path if config.model.init == "random" else f"preset:{OF_ID[config.model.path]}")
@@ -57,7 +57,7 @@ def test_a_preset_fits_its_model(name: str) -> None:
     assert config.data.seq_length <= arch.max_position_embeddings
 
 
-def test_what_the_seeds_of_these_presets_say() -> None:
+def test_benchmark_presets_have_the_published_settings() -> None:
     llama = opened("llama3.2-1b-sft")[0]
     assert (llama.train.global_batch_size, llama.optim.lr) == (128, 2.83e-5)
     found = {}

@@ -1,4 +1,4 @@
-"""What a run refuses before it looks at anything."""
+"""Errors before any check of the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 
 
-def test_a_config_of_another_recipe() -> None:
+def test_config_of_another_recipe_is_refused() -> None:
     """Its data would be read in one way and learned in another."""
     config = RunConfig.model_validate(
         {"recipe": "sft", "out": "o", "model": {"path": "m"}, "data": {"files": ["chats.json"]}}

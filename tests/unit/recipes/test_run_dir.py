@@ -9,7 +9,7 @@ from isthmus.recipes.run_dir import RunDir
 
 
 class Failed(Exception):
-    """What a check says."""
+    """A failed check."""
 
 
 def with_checkpoint(root: Path, step: int) -> RunDir:
@@ -32,7 +32,7 @@ def test_foreign_folder_is_not_touched(tmp_path: Path) -> None:
         RunDir(tmp_path).checkpoint_to_resume("auto")
 
 
-def test_newest_named_and_no_checkpoint(tmp_path: Path) -> None:
+def test_newest_and_named_checkpoints(tmp_path: Path) -> None:
     folder = with_checkpoint(tmp_path / "run", 5)
     newest = folder.checkpoints / "iter_0000005"
     assert folder.checkpoint_to_resume("auto") == newest
@@ -46,14 +46,14 @@ def test_newest_named_and_no_checkpoint(tmp_path: Path) -> None:
             other.checkpoint_to_resume(str(wrong))
 
 
-def test_tracker_that_names_nothing(tmp_path: Path) -> None:
+def test_tracker_of_a_missing_checkpoint(tmp_path: Path) -> None:
     folder = with_checkpoint(tmp_path, 5)
     (folder.checkpoints / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(DataError, match="'7'"):
         folder.checkpoint_to_resume("auto")
 
 
-def test_export_without_checkpoints_is_a_result_to_keep(tmp_path: Path) -> None:
+def test_export_without_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     folder.config.write_text("old")
     assert folder.checkpoint_to_resume("auto") is None  # was interrupted before its first checkpoint
@@ -62,7 +62,7 @@ def test_export_without_checkpoints_is_a_result_to_keep(tmp_path: Path) -> None:
         folder.checkpoint_to_resume("auto")
 
 
-def test_failed_checks_leave_nothing_of_a_new_run(tmp_path: Path) -> None:
+def test_failed_checks_remove_a_new_run(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "a" / "b")
     with pytest.raises(Failed), folder.checking("new"):
         assert folder.config.read_text() == "new"
@@ -72,7 +72,7 @@ def test_failed_checks_leave_nothing_of_a_new_run(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_stop_leaves_what_was_made_of_the_data(tmp_path: Path) -> None:
+def test_stop_keeps_the_prepared_data(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "run")
     with pytest.raises(Preempted), folder.checking("new"):
         folder.data.mkdir()
@@ -80,7 +80,7 @@ def test_a_stop_leaves_what_was_made_of_the_data(tmp_path: Path) -> None:
     assert folder.data.is_dir() and folder.checkpoint_to_resume("auto") is None
 
 
-def test_failed_checks_leave_what_others_put_there(tmp_path: Path) -> None:
+def test_failed_checks_keep_foreign_files(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "run")
     with pytest.raises(Failed), folder.checking("new"):
         (folder.root / "notes.txt").touch()
@@ -88,7 +88,7 @@ def test_failed_checks_leave_what_others_put_there(tmp_path: Path) -> None:
     assert [path.name for path in folder.root.iterdir()] == ["notes.txt"]
 
 
-def test_failed_checks_leave_an_earlier_run_as_it_was(tmp_path: Path) -> None:
+def test_failed_checks_keep_an_earlier_run(tmp_path: Path) -> None:
     folder = with_checkpoint(tmp_path, 5)
     folder.data.mkdir()
     with pytest.raises(Failed), folder.checking("new"):
@@ -108,7 +108,7 @@ def test_begin_records_the_config_and_clears_leftovers(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(IOFailure, match="file/run"), RunDir(tmp_path / "file" / "run").checking("new"):
         pass

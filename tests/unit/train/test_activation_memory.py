@@ -1,4 +1,4 @@
-"""The formula against the paper's arithmetic; that it is what autograd keeps is shown in tests/ranks."""
+"""The formula against the paper's arithmetic; tests/ranks compares it with autograd."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def per_token_and_channel(**settings: Any) -> float:
     return layer_bytes(ARCHITECTURE, num_tokens=TOKENS, bytes_per_element=2, **settings) / TOKENS / HIDDEN
 
 
-def test_a_gpt_layer_in_16_bits_is_that_of_the_paper_without_dropout_and_scores() -> None:
+def test_gpt_layer_equals_the_paper_without_dropout_and_scores() -> None:
     """34 s b h, less its two dropout masks of a byte each; and 10 + 24 / t over t ranks, less the same."""
     # Norms 4, qkv reads 2, queries keys values 6, projection reads 2, feed-forward 2 + 8 + 8.
     assert per_token_and_channel() == pytest.approx(32, rel=0.001)
 
 
 @pytest.mark.parametrize(("sp", "wanted"), [(False, 8 + 24 / 4), (True, 32 / 4)])
-def test_what_is_cut_over_ranks(sp: bool, wanted: float) -> None:
+def test_tensor_and_sequence_parallelism(sp: bool, wanted: float) -> None:
     assert per_token_and_channel(tp=4, sp=sp) == pytest.approx(wanted, rel=0.002)
 
 
-def test_what_is_recomputed_is_not_kept() -> None:
+def test_recomputed_activations_are_not_kept() -> None:
     assert per_token_and_channel(recomputed=["core_attn"]) == per_token_and_channel()
     assert per_token_and_channel() - per_token_and_channel(recomputed=["mlp"]) == 16
     full = stage_bytes(

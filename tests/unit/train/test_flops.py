@@ -52,7 +52,7 @@ def test_one_batch_counted_by_hand() -> None:
     assert flops_per_batch(SMALL, 10, 52, loss_tokens=4) == 3 * (layers + attention + head * 0.4)
 
 
-def test_a_layer_that_predicts_ahead_has_a_head_and_a_projection_too() -> None:
+def test_mtp_layer_has_a_head_and_a_projection() -> None:
     ahead = flops_per_batch(replace(SMALL, mtp_layers=1), 10, 52)
     layer = 2 * 2688 * 10 + 4 * (2 * 8 + 2 * 8) * (36 + 16) / 2
     assert ahead - flops_per_batch(SMALL, 10, 52) == 3 * (layer + 2 * 16 * 50 * 10 + 2 * 32 * 16 * 10)

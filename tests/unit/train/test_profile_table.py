@@ -1,4 +1,4 @@
-"""The table of a profile, on events made up: on a CPU from the calls' own time, on a device from its kernels."""
+"""The table of a profile from synthetic events: self times on a CPU, kernels on a device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def phase(name: str, start: float, end: float, *children: Any, **more: Any) -> A
     return event(name, start, end, *children, is_user_annotation=True, **more)
 
 
-def test_a_step_on_a_cpu_adds_up() -> None:
+def test_rows_of_a_cpu_step_add_up() -> None:
     step = phase(
         "step 3", 0, 1000,
         phase("data", 0, 50, event("aten::cat", 10, 30)),
@@ -69,7 +69,7 @@ def test_a_step_on_a_cpu_adds_up() -> None:
     assert (costs.rows["norms"].calls, costs.rows["matrix products of the attention projections"].calls) == (1, 2)
 
 
-def test_a_linear_layer_s_weight_has_its_outputs_first() -> None:
+def test_weight_of_aten_linear_has_shape_out_in() -> None:
     step = phase(
         "step 1", 0, 100,
         event("aten::linear", 0, 30, input_shapes=[[7, 1, 32], [96, 32], []]),
@@ -82,7 +82,7 @@ def test_a_linear_layer_s_weight_has_its_outputs_first() -> None:
     assert us["matrix products of the attention projections"] == 50
 
 
-def test_on_a_device_kernels_count_and_what_is_left_is_idle() -> None:
+def test_device_rows_are_kernels_and_idle_time() -> None:
     def kernel(name: str, us: float) -> Any:
         return SimpleNamespace(name=name, duration=us)
 
@@ -103,7 +103,7 @@ def test_on_a_device_kernels_count_and_what_is_left_is_idle() -> None:
     }  # fmt: skip
 
 
-def test_the_functions_of_the_engine_have_their_rows() -> None:
+def test_functions_of_the_engine_have_their_rows() -> None:
     from isthmus.engine.layers import activation, embedding, linear_cross_entropy, norm, packed_attention_cpu, rope
 
     functions = {
@@ -117,7 +117,7 @@ def test_the_functions_of_the_engine_have_their_rows() -> None:
             assert set(costs_of(flat(phase("step 1", 0, 9, event(name, 1, 5))), USES).rows) == {row, HOST}
 
 
-def test_weights_of_one_shape_are_named_together() -> None:
+def test_uses_of_weights_with_one_shape_are_joined() -> None:
     assert USES[(32, 48)] == "the attention projections or the feed-forward block"
     assert USES[(96, 32)] == "the feed-forward block" and len(USES) == 3
 

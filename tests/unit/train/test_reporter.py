@@ -32,7 +32,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_experts_have_columns_where_there_are_any(tmp_path: Path) -> None:
+def test_moe_metrics_only_for_moe_models(tmp_path: Path) -> None:
     with reporter(tmp_path) as report:
         report.begin(total_steps=2)
         report.step(metrics(1))
@@ -45,7 +45,7 @@ def test_experts_have_columns_where_there_are_any(tmp_path: Path) -> None:
     }
 
 
-def test_a_skipped_step_has_its_loss_scale_and_no_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_step_has_its_loss_scale_and_no_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path / "run") as report:
         report.begin(total_steps=2)
         report.step(metrics(1, grad_norm=float("inf"), loss_scale=4096.0, skipped=1))
@@ -56,7 +56,7 @@ def test_a_skipped_step_has_its_loss_scale_and_no_norm(tmp_path: Path, capsys: p
     assert "loss scale 4096 (1 skipped)" in capsys.readouterr().err.splitlines()[0]
 
 
-def test_a_row_and_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_and_line_of_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path / "run") as report:
         report.log("platform cpu")
         report.begin(total_steps=3)
@@ -94,7 +94,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("", "") and not (tmp_path / "run").exists()
 
 
-def test_every_thins_the_lines_but_not_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_limits_lines_but_not_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path, every=4) as report:
         report.begin(total_steps=10)
         for step in range(1, 11):
@@ -103,7 +103,7 @@ def test_every_thins_the_lines_but_not_the_rows(tmp_path: Path, capsys: pytest.C
     assert shown == ["1/10", "4/10", "8/10", "10/10"] and len(rows(tmp_path)) == 10
 
 
-def test_what_is_not_finite_is_still_json(tmp_path: Path) -> None:
+def test_non_finite_values_are_null(tmp_path: Path) -> None:
     with reporter(tmp_path) as report:
         report.begin(total_steps=1)
         report.step(metrics(1, loss=float("nan"), grad_norm=float("inf")))
@@ -111,7 +111,7 @@ def test_what_is_not_finite_is_still_json(tmp_path: Path) -> None:
     assert row["loss"] is None and row["grad_norm"] is None and row["lr"] == 1e-5
 
 
-def test_resuming_cuts_later_and_torn_rows(tmp_path: Path) -> None:
+def test_resuming_removes_later_and_incomplete_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     held_out = [f'{{"step": {step}, "valid_loss": 1.0}}' for step in (1, 2)]  # the second is measured again
     held_out[1] += '\n{"step": 2, "test_loss": 1.0}'
@@ -138,7 +138,7 @@ def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
         report.begin(total_steps=1)
 
 
-def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_terminal_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -171,7 +171,7 @@ def test_tensorboard_points(tmp_path: Path) -> None:
     assert [point.value for point in events.Scalars("valid_loss")] == [1.5]
 
 
-def test_missing_tensorboard_is_said_once(
+def test_missing_tensorboard_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = builtins.__import__

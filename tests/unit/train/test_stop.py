@@ -26,7 +26,7 @@ def test_a_signal_sets_the_flag(number: signal.Signals) -> None:
         assert stop.requested and stop.reason == number.name
 
 
-def test_second_ctrl_c_interrupts_a_process_that_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_ctrl_c_interrupts_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with StopFlag():
         os.kill(os.getpid(), signal.SIGINT)
@@ -35,7 +35,7 @@ def test_second_ctrl_c_interrupts_a_process_that_is_alone(monkeypatch: pytest.Mo
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_further_signals_do_not_disturb_one_rank_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_signals_are_ignored_with_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with StopFlag() as stop:
         for _ in range(3):
@@ -43,7 +43,7 @@ def test_further_signals_do_not_disturb_one_rank_of_several(monkeypatch: pytest.
         assert stop.reason == "SIGINT"
 
 
-def test_a_later_flag_knows_what_an_earlier_one_has_seen() -> None:
+def test_later_flag_inherits_a_request() -> None:
     with StopFlag() as early:
         os.kill(os.getpid(), signal.SIGTERM)
         with StopFlag() as late:

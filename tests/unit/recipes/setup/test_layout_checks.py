@@ -1,15 +1,25 @@
-"""A pipeline that layers or micro batches do not fit is refused with what would do."""
+"""Layouts that do not fit the model are refused with values that are possible."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from isthmus.config.schema.optim import OptimConfig
-from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.config.schema.train import TrainConfig
+from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, TrainConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.recipes.setup.layout_checks import check_layout, check_micro_batches, check_offload
+from isthmus.families.registry import all_families
+from isthmus.recipes.setup.layout_checks import (
+    check_experts,
+    check_fsdp,
+    check_fsdp_precision,
+    check_layout,
+    check_micro_batches,
+    check_offload,
+)
+from ranks.tiny import OWN_SIZES
+from ranks.tiny import SIZES as TINY_SIZES
 
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8}
 ENDS = {"vocab_size": 77, "max_position_embeddings": 128, "norm_epsilon": 1e-6}
@@ -36,12 +46,12 @@ def test_stages_that_fit(num_layers: int, sizes: dict[str, int]) -> None:
         (5, {"pp": 2, "vpp": 2}, r"pp=2 x vpp=2 = 4 stages do not divide num_layers=5 .* Leave vpp out\."),
     ],
 )
-def test_stages_that_do_not(num_layers: int, sizes: dict[str, int], told: str) -> None:
+def test_stages_that_do_not_fit(num_layers: int, sizes: dict[str, int], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         check(num_layers, **sizes)
 
 
-def test_micro_batches_take_turns() -> None:
+def test_interleaved_schedule_divides_the_batch() -> None:
     sizes = ParallelConfig(pp=4, vpp=2)
     check_micro_batches(TrainConfig(steps=1, global_batch_size=16, micro_batch_size=2), sizes, 8)
     check_micro_batches(TrainConfig(steps=1, global_batch_size=6), ParallelConfig(pp=4), 4)
@@ -50,7 +60,7 @@ def test_micro_batches_take_turns() -> None:
         check_micro_batches(train, sizes, 8)
 
 
-def test_optimizer_state_leaves_the_memory_of_a_gpu_or_none() -> None:
+def test_offload_needs_a_gpu_and_the_distributed_optimizer() -> None:
     offload = OptimConfig(offload=True)
     check_offload(offload, ParallelConfig(), "cuda")
     check_offload(OptimConfig(), ParallelConfig(fsdp=True), "cpu")
@@ -58,3 +68,67 @@ def test_optimizer_state_leaves_the_memory_of_a_gpu_or_none() -> None:
         check_offload(offload, ParallelConfig(), "cpu")
     with pytest.raises(UsageError, match=r"parallel.fsdp=true does not use"):
         check_offload(offload, ParallelConfig(fsdp=True), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [({"pp": 2}, "parallel.pp=2"), ({"ep": 2}, "parallel.ep=2"), ({"tp": 2, "etp": 1}, "parallel.etp=1")],
+)
+def test_fsdp_refuses_other_layouts(sizes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        check_fsdp(ParallelConfig(fsdp=True, **sizes))
+
+
+def test_fsdp_allows_tensor_parallelism() -> None:
+    check_fsdp(ParallelConfig(fsdp=True, tp=2, sp=True))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_fsdp_refuses_scaled_precisions(precision: str) -> None:
+    check_fsdp_precision(ParallelConfig(), precision)
+    with pytest.raises(UsageError, match=f"train.precision={precision}"):
+        check_fsdp_precision(ParallelConfig(fsdp=True), precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp_allows_plain_precisions(precision: str) -> None:
+    check_fsdp_precision(ParallelConfig(fsdp=True), precision)
+
+
+def architecture(family: str) -> Architecture:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, **{**TINY_SIZES, **OWN_SIZES.get(family, {})})
+    return all_families()[family].to_architecture(config.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "moe", "why"),
+    [
+        ("qwen3", {"aux_loss": 0.1}, "moe.aux_loss is for MoE models"),
+        ("qwen3_moe", {"expert_bias_update_rate": 0.1}, "moe.expert_bias_update_rate=0.1 .* qwen3_moe has none"),
+        ("deepseek_v3", {"expert_bias_update_rate": 0.1, "capacity_factor": 1.5}, None),
+        ("qwen3", {}, None),
+    ],
+)
+def test_expert_settings_need_experts(family: str, moe: dict[str, Any], why: str | None) -> None:
+    if why is None:
+        return check_experts(architecture(family), MoeConfig(**moe))
+    with pytest.raises(UsageError, match=why):
+        check_experts(architecture(family), MoeConfig(**moe))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"tp": 2, "ep": 2, "etp": 1, "sp": False}, "parallel.sp=true"),
+        ({"tp": 2, "sp": True, "ep": 2, "etp": 1}, None),
+        ({"ep": 4}, "ep=4 does not divide num_experts=6"),
+        ({"etp": 2}, None),
+    ],
+)
+def test_expert_layouts(sizes: dict[str, Any], why: str | None) -> None:
+    if why is None:
+        return check_layout(architecture("qwen3_moe"), ParallelConfig(**sizes))
+    with pytest.raises(UsageError, match=why):
+        check_layout(architecture("qwen3_moe"), ParallelConfig(**sizes))

@@ -1,4 +1,4 @@
-"""The model and the tokenizer of a run, wherever they are said to be."""
+"""The model and the tokenizer of a run, from every kind of source."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def words(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_preset_is_a_model_without_files() -> None:
+def test_preset_has_no_files() -> None:
     found = opened(path="preset:llama3.2-1b", init="random", config={"num_hidden_layers": 2, "rope_scaling": None})
     assert (found.config["num_hidden_layers"], found.config["hidden_size"]) == (2, 2048)
     assert str(found) == "preset:llama3.2-1b" and not found.has_weights
     assert found.small_files() == [] and dict(found.tensors) == {}
 
 
-def test_keys_over_a_folder_leave_its_weights_behind(tmp_path: Path, words: Path) -> None:
+def test_changed_config_has_no_weights(tmp_path: Path, words: Path) -> None:
     folder = build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1)
     for file in words.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -53,7 +53,7 @@ def test_keys_over_a_folder_leave_its_weights_behind(tmp_path: Path, words: Path
     assert "tokenizer.json" in {path.name for path in found.small_files()}
 
 
-def test_a_file_of_keys_and_keys_alone_are_models(tmp_path: Path) -> None:
+def test_model_from_a_file_or_from_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_hidden_layers: 3\n")
     assert opened(path=str(tmp_path / "mine.yaml"), init="random").config["num_hidden_layers"] == 3
     (tmp_path / "slip.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_layers: 3\n")
@@ -76,12 +76,12 @@ def test_a_file_of_keys_and_keys_alone_are_models(tmp_path: Path) -> None:
         ({"path": "preset:llama3-9b"}, "Did you mean preset:llama3-8b"),
     ],
 )
-def test_a_slip_is_named(model: dict[str, Any], message: str) -> None:
+def test_unused_key_is_refused(model: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         opened(**{"path": "preset:llama3-8b", "init": "random"} | model)
 
 
-def test_what_is_nowhere_is_told_with_both_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_model_is_reported_with_both_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub_download.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub_download.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(MissingInput, match=r"no folder models/llama here, and .* hf download models/llama"):
@@ -90,7 +90,7 @@ def test_what_is_nowhere_is_told_with_both_reasons(monkeypatch: pytest.MonkeyPat
         opened(path="./models/llama")
 
 
-def test_which_tokenizer_a_run_has(words: Path) -> None:
+def test_tokenizer_of_a_run(words: Path) -> None:
     model = {"path": "preset:llama3.2-1b", "init": "random"}
     source = open_source(config_of(model=model).model)
     chosen = run_tokenizer(config_of(model=model, tokenizer={"path": str(words)}), source, 300)
@@ -113,7 +113,7 @@ def test_which_tokenizer_a_run_has(words: Path) -> None:
     assert isinstance(mock, NumberTokenizer) and mock.vocab_size == 50
 
 
-def test_the_ends_of_a_text_are_those_of_the_tokenizer_that_was_used(words: Path) -> None:
+def test_special_tokens_follow_the_tokenizer(words: Path) -> None:
     model = {"path": "preset:llama3.2-1b", "init": "random"}
     source = open_source(config_of(model=model).model)
     tokenizer = run_tokenizer(config_of(model=model, tokenizer={"path": str(words)}), source, 300)
