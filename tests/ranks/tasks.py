@@ -120,7 +120,7 @@ def start(
     shard = BatchShard(
         dp_rank=built.position.dp_rank,
         dp_size=config.parallel.dp(dist.get_world_size()),
-        pad_to_multiple_of=config.parallel.line_multiple,
+        pad_to_multiple_of=config.parallel.length_multiple,
         micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
     )
     in_order = replace(sizes, shuffle=False)

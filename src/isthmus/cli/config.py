@@ -34,7 +34,7 @@ def show(
     For a model preset, print the keys of its config.json.
     """
     from isthmus.cli.cli_args import config_and_overrides
-    from isthmus.config.load import origins_of, settle
+    from isthmus.config.load import load_settings, origins_of
     from isthmus.config.presets import kind_of
     from isthmus.config.yaml_text import write_mapping
 
@@ -44,12 +44,12 @@ def show(
     file, overrides = config_and_overrides(words or [], kind)
     if recipe is not None and not resolved:
         raise UsageError("--recipe needs --resolved, which validates the settings. Add --resolved, or leave it out.")
-    settled = settle(recipe, file, overrides, check=resolved, kind=kind)
-    values = settled.given if settled.config is None else settled.config.model_dump(mode="json")
+    loaded = load_settings(recipe, file, overrides, check=resolved, kind=kind)
+    values = loaded.given if loaded.config is None else loaded.config.model_dump(mode="json")
     if not origin:
         print(write_mapping(values).rstrip("\n"))
         return 0
-    rows = [(name, json.dumps(value), where) for name, value, where in origins_of(values, settled.origins)]
+    rows = [(name, json.dumps(value), where) for name, value, where in origins_of(values, loaded.origins)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     for name, value, where in rows:
         print(f"{name:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {where}")

@@ -1,8 +1,8 @@
-"""Config files that build on others: bases, overrides, and values from the environment.
+"""Config file inheritance: bases, overrides and environment variables.
 
-``bases:`` (or ``extends:``) names files that a file builds on, relative to itself, or presets (``preset:NAME``). Of two
-that set the same, the later one counts, and the file itself counts more than all of them. What stands under
-``overrides:`` is laid over the rest. ``${VAR}`` is the environment's value, ``${VAR:default}`` one where there is none.
+``bases:`` (or ``extends:``) lists base files, relative to the file, or presets (``preset:NAME``). Later bases win over
+earlier ones, the file wins over its bases, and ``overrides:`` wins over the rest of the file. ``${VAR}`` is the value
+of an environment variable, ``${VAR:default}`` has a default.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _OVERRIDES = "overrides"
 _FILES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 FILE_KEYS: dict[str, Any] = {
     "bases": {
-        "description": "Config files (or preset:NAME) that this one builds on, relative to it; later ones count more.",
+        "description": "Base files, relative to this file, or preset:NAME; later ones win over earlier ones.",
         **_FILES,
     },
-    "extends": {"description": "Another word for bases.", **_FILES},
-    "overrides": {"description": "Settings that are laid over the rest of the file.", "type": "object"},
+    "extends": {"description": "The same as bases.", **_FILES},
+    "overrides": {"description": "Settings that win over the rest of the file.", "type": "object"},
 }
-"""What a file may have beside settings, as JSON schema."""
+"""JSON schema of the keys of a file that are not settings."""
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::([^{}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value that a file sets; an empty mapping says that a section is there, whatever is in it."""
+    """One value of a file; an empty mapping stands for a section, whatever its content."""
 
     key: Key
     value: Any
@@ -44,16 +44,16 @@ class Setting:
 
 
 def read_settings(path: Path, complain: Callable[[str], None], kind: Kind = "train") -> Iterator[Setting]:
-    """What a config file and all that it builds on set, the weakest first: a later setting replaces an earlier one.
+    """The settings of a config file and its bases; later settings replace earlier ones.
 
     Args:
         path: a YAML file.
-        complain: told what is wrong with a single value.
-        kind: what the file and the presets it builds on are.
+        complain: is called with each error about a single value.
+        kind: of the file and its presets.
 
     Raises:
-        MissingInput: the file is not there.
-        UsageError: it is not YAML, a base is not there, or files build on each other in a circle; with the chain.
+        MissingInput: the file does not exist.
+        UsageError: a file is not YAML, a base does not exist, or bases form a circle; with the chain of bases.
         IOFailure: a file cannot be read.
     """
     return _read(path, (), complain, kind)
@@ -62,7 +62,7 @@ def read_settings(path: Path, complain: Callable[[str], None], kind: Kind = "tra
 def _read(path: Path, chain: tuple[Path, ...], complain: Callable[[str], None], kind: Kind) -> Iterator[Setting]:
     if path.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(str(each) for each in (*chain, path))
-        raise UsageError(f"config files build on each other in a circle: {circle}. Take one of them out of its bases.")
+        raise UsageError(f"the bases of config files form a circle: {circle}. Remove one of the bases.")
     values, places = _load(path, chain)
     for base in _bases(values, path, kind):
         yield from _read(base, (*chain, path), complain, kind)
@@ -73,7 +73,7 @@ def _read(path: Path, chain: tuple[Path, ...], complain: Callable[[str], None], 
     if overrides is None:
         return
     if not isinstance(overrides, dict):
-        raise UsageError(f"{_place(path, places, (_OVERRIDES,))}  {_OVERRIDES}  is a mapping of settings.")
+        raise UsageError(f"{_place(path, places, (_OVERRIDES,))}  {_OVERRIDES}  must be a mapping of settings.")
     yield from _leaves(overrides, (), (_OVERRIDES,), path, places, complain)
 
 
@@ -83,10 +83,12 @@ def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key
     except (FileNotFoundError, IsADirectoryError) as error:
         if chain:
             named = " -> ".join(str(each) for each in (*chain, path))
-            raise UsageError(f"{path}: there is no such base ({named}). Bases are relative to their file.") from error
+            raise UsageError(
+                f"{path}: there is no such base file ({named}). Bases are relative to the file that lists them."
+            ) from error
         raise MissingInput(f"{path}: there is no such config file. Check the path.") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}), so not a config file.") from error
+        raise UsageError(f"{path} is not a config file: it is not UTF-8 text (byte {error.start}).") from error
     except OSError as error:
         raise IOFailure(f"{path} cannot be read: {error.strerror}.") from error
     try:
@@ -94,18 +96,18 @@ def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key
     except Syntax as error:
         place = f":{error.line}:{error.column}" if error.line else ""
         line = text.splitlines()[error.line - 1] if error.line and error.line <= len(text.splitlines()) else ""
-        mend = "; between braces, ${...} stands in quotes" if "${" in line else ""
-        raise UsageError(f"{path}{place}  {error.reason}{mend}") from error
+        hint = "; inside braces, put ${...} in quotes" if "${" in line else ""
+        raise UsageError(f"{path}{place}  {error.reason}{hint}") from error
 
 
 def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:
     named = [name for name in _BASES if values.get(name) is not None]
     if len(named) > 1:
-        raise UsageError(f"{path} has both bases and extends, which are the same. Keep one of them.")
+        raise UsageError(f"{path} has both bases and extends, which mean the same. Keep one of them.")
     listed = values[named[0]] if named else []
     listed = [listed] if isinstance(listed, str) else listed
     if not isinstance(listed, list) or not all(isinstance(base, str) for base in listed):
-        raise UsageError(f"{path}  {named[0]}  is a list of files, got {listed!r}.")
+        raise UsageError(f"{path}  {named[0]}  must be a list of files, got {listed!r}.")
     try:
         return [path.parent / config_path(str(_filled(base)), kind).expanduser() for base in listed]
     except KeyError as unset:
@@ -138,13 +140,13 @@ def _leaves(
 
 
 def _place(path: Path, places: Mapping[Key, tuple[int, int]], key: Key) -> str:
-    # What came through an alias or a merge has no place of its own.
+    # Values of an alias or a merge have no place.
     found = next((places[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in places), (1, 1))
     return f"{path}:{found[0]}:{found[1]}"
 
 
 def _filled(value: Any) -> Any:
-    """The value with the environment's in it; a number or a boolean that comes out is one.
+    """The value with environment variables filled in; the result may be a number or a boolean.
 
     Raises:
         KeyError: a variable is not set and has no default.

@@ -1,4 +1,4 @@
-"""Says what is wrong with a setting in the user's words, and which one may have been meant."""
+"""Error messages about settings, with a suggestion for unknown names."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GIVEN_BY: Mapping[str, Key] = {
     "--out": ("out",),
     "--hf-every": ("checkpoint", "hf_every"),
 }
-"""Options of the command line, and the settings they stand for."""
+"""Options of the command line and the settings that they set."""
 
-_MEANT = {
+_OTHER_NAMES = {
     "learning_rate": "optim.lr",
     "batch_size": "train.global_batch_size",
     "per_device_train_batch_size": "train.micro_batch_size",
@@ -44,16 +44,16 @@ _MEANT = {
     "rpo_alpha": "dpo.sft_weight",
     "loss_type": "dpo.loss",
 }
-"""Names from elsewhere that look nothing like ours."""
+"""Names in other programs that are not similar to ours."""
 
 
 def dotted(key: Key) -> str:
-    """The name of a setting as the user writes it."""
+    """The dotted name of a setting."""
     return ".".join(key)
 
 
 def reason(error: Mapping[str, Any], key: Key) -> str:
-    """Why the setting ``key`` cannot be as it is, from pydantic's record of the error."""
+    """The reason of pydantic's error about the setting ``key``."""
     kind, value = error["type"], error["input"]
     if kind == "clash":
         return str(error["ctx"]["reason"])
@@ -61,7 +61,7 @@ def reason(error: Mapping[str, Any], key: Key) -> str:
         *sections, last = [part for name in key for part in name.split(".")]
         if len(sections) >= len(key) and (*sections, last) in settings():
             return f"is not a key; in a file write `{': {'.join((*sections, last))}: ...{'}' * len(sections)}`"
-        guess = _meant(key)
+        guess = _suggestion(key)
         return "is not a setting" + (f" (did you mean {guess}?)" if guess else "")
     if kind in ("missing", "lacks"):
         option = next((option for option, stands_for in GIVEN_BY.items() if stands_for == key), None)
@@ -74,11 +74,11 @@ def reason(error: Mapping[str, Any], key: Key) -> str:
     if kind == "too_short":
         return "must not be empty"
     text = str(error["msg"]).replace("Input should be", "must be").replace("a valid string", "text")
-    return f"{text.replace('String should have', 'must have')}, got {_show(value)}{_mend(kind, value)}"
+    return f"{text.replace('String should have', 'must have')}, got {_show(value)}{_hint(kind, value)}"
 
 
 def settings() -> Iterator[Key]:
-    """Every setting that there is."""
+    """All settings."""
     for name, section in RunConfig.model_fields.items():
         fields = _fields(section.annotation)
         yield from ((name, field) for field in fields) if fields else [(name,)]
@@ -89,11 +89,11 @@ def _fields(section: Any) -> dict[str, Any]:
     return dict(section.model_fields) if is_section else {}
 
 
-def _meant(key: Key) -> str | None:
-    """The setting that is nearest to an unknown name: in its section, then by its last part anywhere."""
+def _suggestion(key: Key) -> str | None:
+    """The setting most similar to an unknown name: in its section, then by its last part in any section."""
     last = key[-1].replace("-", "_").lower()
-    if last in _MEANT:
-        return _MEANT[last]
+    if last in _OTHER_NAMES:
+        return _OTHER_NAMES[last]
     every = list(settings())
     near = difflib.get_close_matches(last, [known[-1] for known in every if known[:-1] == key[:-1]], n=1)
     if near:
@@ -124,8 +124,8 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _mend(kind: str, value: Any) -> str:
-    """The likeliest slip where text stands for a number or a boolean; those of YAML 1.1 are text in 1.2."""
+def _hint(kind: str, value: Any) -> str:
+    """A hint if the value is text instead of a number or a boolean; YAML 1.1 booleans are text in 1.2."""
     if not isinstance(value, str):
         return ""
     if kind == "bool_type":

@@ -1,4 +1,4 @@
-"""YAML 1.2 as plain values, and where each of them stands."""
+"""YAML 1.2 as plain values, with the line and column of each key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ruamel.yaml.nodes import MappingNode
 from ruamel.yaml.representer import SafeRepresenter
 
 Key = tuple[str, ...]
-"""A setting's dotted name, in parts."""
+"""The parts of a setting's dotted name."""
 
-_DEEPEST = 16
-"""An alias can put a mapping into itself."""
+_MAX_DEPTH = 16
+"""An alias can nest a mapping in itself."""
 
 
 class Syntax(Exception):
-    """The text is not YAML, or not of the form that is wanted. Line and column count from 1."""
+    """The text is not YAML, or not a mapping of settings. Line and column count from 1."""
 
     def __init__(self, reason: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(reason)
@@ -29,14 +29,14 @@ class Syntax(Exception):
 
 
 def _reader() -> YAML:
-    # "safe": plain values, and no tag can build anything else. "pure": ruamel's own reader, as only it knows YAML 1.2.
+    # "safe": plain values only. "pure": ruamel's own parser, the only one for YAML 1.2.
     reader = YAML(typ="safe", pure=True)
     reader.Constructor = _Constructor
     return reader
 
 
 def read_value(text: str) -> Any:
-    """The value of one piece of YAML such as ``2e-5``, ``true`` or ``[a.json, b.json]``.
+    """The value of YAML text such as ``2e-5``, ``true`` or ``[a.json, b.json]``.
 
     Raises:
         Syntax: the text is not YAML.
@@ -50,10 +50,10 @@ def read_value(text: str) -> Any:
 
 
 def read_mapping(text: str) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
-    """A whole file's mapping.
+    """The mapping of a file.
 
     Returns:
-        The values, and of each key of each mapping in it the line and column (from 1).
+        The values, and the line and column (from 1) of each key.
 
     Raises:
         Syntax: the text is not YAML, repeats a key, has a key that is not text, or is not a mapping.
@@ -62,7 +62,7 @@ def read_mapping(text: str) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]
     if value is None:
         return {}, {}
     if not isinstance(value, dict):
-        raise Syntax("a config file is a mapping of settings, such as `train: {steps: 100}`", 1, 1)
+        raise Syntax("a config file must be a mapping of settings, such as `train: {steps: 100}`", 1, 1)
     places: dict[Key, tuple[int, int]] = {}
     _walk(_reader().compose(io.StringIO(text)), (), places)
     return value, places
@@ -74,9 +74,9 @@ def _walk(node: Any, prefix: Key, places: dict[Key, tuple[int, int]]) -> None:
     for key, value in node.value:
         place = (key.start_mark.line + 1, key.start_mark.column + 1)
         if not key.tag.endswith((":str", ":merge")):
-            raise Syntax(f"key {key.value!r} is not text; put it in quotes", *place)
-        if len(prefix) == _DEEPEST:
-            raise Syntax(f"more than {_DEEPEST} mappings within each other", *place)
+            raise Syntax(f"key {key.value!r} must be text; put it in quotes", *place)
+        if len(prefix) == _MAX_DEPTH:
+            raise Syntax(f"more than {_MAX_DEPTH} nested mappings", *place)
         places[(*prefix, key.value)] = place
         _walk(value, (*prefix, key.value), places)
 
@@ -84,14 +84,14 @@ def _walk(node: Any, prefix: Key, places: dict[Key, tuple[int, int]]) -> None:
 def _as_syntax(error: Exception) -> Syntax:
     if not isinstance(error, MarkedYAMLError):
         return Syntax(str(error).splitlines()[0])
-    # The text after the first line advises programmers how to switch the check off.
+    # Later lines are advice to programmers.
     reason = ", ".join(part.splitlines()[0] for part in (error.context, error.problem) if part)
     mark = error.problem_mark or error.context_mark
     return Syntax(reason, *((mark.line + 1, mark.column + 1) if mark else ()))
 
 
 def write_mapping(values: Mapping[str, Any]) -> str:
-    """YAML of nested mappings, in their order; every YAML reader, also of version 1.1, reads the same values."""
+    """YAML of nested mappings, in their order; YAML 1.1 and 1.2 readers read the same values."""
     writer = _reader()
     writer.Representer = _Representer
     writer.default_flow_style = False
@@ -103,17 +103,17 @@ def write_mapping(values: Mapping[str, Any]) -> str:
 
 
 class _Constructor(SafeConstructor):
-    """Takes a date for text: only YAML 1.1 has dates, and a folder may be named by one."""
+    """Reads dates as text: a folder may be named by a date."""
 
 
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", _Constructor.construct_yaml_str)
 
 
 class _Representer(SafeRepresenter):
-    """Writes numbers so that no reader takes them for text."""
+    """Writes numbers that every reader reads as numbers."""
 
     def represent_float(self, data: float) -> Any:
-        """YAML 1.1 knows a number with an exponent only by its point."""
+        """YAML 1.1 requires a point in numbers with an exponent."""
         text = repr(data)
         if "e" in text and "." not in text:
             text = text.replace("e", ".0e")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isthmus.cli.main import main
-from isthmus.config.load import load_config, origins_of, settle
+from isthmus.config.load import load_config, load_settings, origins_of
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.errors import MissingInput, UsageError
 
@@ -49,9 +49,9 @@ def test_overrides_are_laid_over_the_rest_of_the_file(tmp_path: Path) -> None:
 def test_every_setting_knows_where_it_is_from(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", BASE)
     mine = write(tmp_path / "mine.yaml", "bases: [base.yaml]\noverrides:\n  train:\n    seed: 7\n")
-    settled = settle("sft", mine, ["parallel.tp=2"])
-    assert settled.config is not None
-    rows = list(origins_of(settled.config.model_dump(mode="json"), settled.origins))
+    loaded = load_settings("sft", mine, ["parallel.tp=2"])
+    assert loaded.config is not None
+    rows = list(origins_of(loaded.config.model_dump(mode="json"), loaded.origins))
     found = {name: (value, where.replace(f"{tmp_path}/", "")) for name, value, where in rows}
     assert found["optim.lr"] == (1e-5, "base.yaml:4:9") and found["train.seed"] == (7, "mine.yaml:4:5")
     assert found["parallel.tp"] == (2, "command line") and found["parallel.pp"] == (1, "default")

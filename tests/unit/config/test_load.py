@@ -171,12 +171,12 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
 @pytest.mark.parametrize(
     ("override", "place", "part"),
     [
-        ("train.epochs=2", "command line  train.epochs", "both given; keep one"),
+        ("train.epochs=2", "command line  train.epochs", "got steps=100 and epochs=2; keep one"),
         ("parallel.sp=true", "command line  parallel.sp", "needs tp > 1, got tp=1"),
         (
             "parallel={fsdp: true, overlap_grad_reduce: true}",
             "command line  parallel.overlap_grad_reduce",
-            "fsdp=true has an overlap of its own",
+            "fsdp=true always overlaps",
         ),
         (
             "parallel={overlap_grad_reduce: false, overlap_param_gather: true}",
@@ -184,11 +184,11 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
             "needs overlap_grad_reduce, got false",
         ),
         ("optim.schedule=wsd", "sft.yaml:8:1  optim.decay_steps", "wsd needs decay_steps"),
-        ("optim.decay_steps=5", "command line  optim.decay_steps", "belongs to schedule wsd, got cosine"),
-        ("optim={schedule: wsd, decay_steps: 5, schedule_steps: 9}", "command line", "belongs to schedules cosine and"),
-        ("optim={schedule_steps: 5, warmup_steps: 5}", "command line", "is within warmup_steps=5; raise it"),
+        ("optim.decay_steps=5", "command line  optim.decay_steps", "is for schedule wsd, got cosine"),
+        ("optim={schedule: wsd, decay_steps: 5, schedule_steps: 9}", "command line", "is for schedules cosine and"),
+        ("optim={schedule_steps: 5, warmup_steps: 5}", "command line", "must be larger than warmup_steps=5; raise it"),
         ("optim.min_lr=1", "command line  optim.min_lr", "above lr=1e-05"),
-        ("data={valid_fraction: 0.5, test_fraction: 0.6, files: [a]}", "command line", "leave nothing to learn from"),
+        ("data={valid_fraction: 0.5, test_fraction: 0.6, files: [a]}", "command line", "leave no training samples"),
         ("optim.warmup_steps=100", "command line  optim.warmup_steps", "does not fit in train.steps=100"),
         ("optim={schedule: wsd, warmup_steps: 60, decay_steps: 60}", "command line", "do not fit in train.steps=100"),
         ("train.micro_batch_size=3", "sft.yaml:6:1  train.global_batch_size", "use 15 or 18 sequences"),
@@ -196,15 +196,15 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
         ("train.global_batch_size=0", "command line", "must be greater than or equal to 1, got 0"),
         ("train.steps=1.5", "command line", "must be a valid integer, got 1.5"),
         ("train.precision=fp64", "command line", "must be 'fp32', 'bf16', 'fp16' or 'fp8', got 'fp64'"),
-        ("train.fp8_scaling=rowwise", "command line  train.fp8_scaling", "belongs to precision=fp8, got None"),
-        ("train.loss_scale_window=9", "command line  train.loss_scale_window", "belongs to precision=fp16, got None"),
-        ("train.recompute_layers=2", "command line  train.recompute_layers", "belongs to recompute=full, got none"),
-        ("train.recompute_modules=[mlp]", "command line  train.recompute_modules", "belongs to recompute=selective"),
-        ("train={steps: 9, precision: fp16, fp8_format: e4m3}", "command line", "fp8_format belongs to precision=fp8"),
+        ("train.fp8_scaling=rowwise", "command line  train.fp8_scaling", "is for precision=fp8, got None"),
+        ("train.loss_scale_window=9", "command line  train.loss_scale_window", "is for precision=fp16, got None"),
+        ("train.recompute_layers=2", "command line  train.recompute_layers", "is for recompute=full, got none"),
+        ("train.recompute_modules=[mlp]", "command line  train.recompute_modules", "is for recompute=selective"),
+        ("train={steps: 9, precision: fp16, fp8_format: e4m3}", "command line", "fp8_format is for precision=fp8"),
         (
             "train.recompute_modules=[]",
             "command line  train.recompute_modules",
-            "names nothing; use core_attn, mlp or moe",
+            "must not be empty; use core_attn, mlp or moe",
         ),
         ("train.recompute_modules=[layernorm]", "command line", "must be 'core_attn', 'mlp' or 'moe', got 'layernorm'"),
         ("data.files=[]", "command line  data.files", "is missing: Training files"),
@@ -246,14 +246,14 @@ def test_made_up_data_has_steps_and_no_files(tmp_path: Path) -> None:
     assert load_config("sft", write(tmp_path, dump(config))) == config
     with pytest.raises(UsageError) as caught:
         load_config("sft", None, ["data.mock=true", "data.valid_files=v.json", "train.epochs=2"], flags)
-    assert "give train.steps" in str(caught.value) and "valid_files says something about files" in str(caught.value)
+    assert "give train.steps" in str(caught.value) and "valid_files is for data filesut files" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("words", "mend"),
     [
-        (["data.length_buckets=[64, 32, 64]"], "write [32, 64]"),
-        (["data.length_buckets=[33, 64]", "parallel.tp=2", "data.seq_length=64"], "multiples of 2, got 33; use 34"),
+        (["data.length_buckets=[64, 32, 64]"], "use [32, 64]"),
+        (["data.length_buckets=[33, 64]", "parallel.tp=2", "data.seq_length=64"], "got 33; use 34"),
         (["data.length_buckets=[32, 64]", "parallel.cp=2", "data.seq_length=65", "parallel.tp=2"], "add 72"),
         (["data.length_buckets=[64]", "train.micro_batch_size=2", "data.seq_length=64"], "add 128"),
         (["data.length_buckets=[0, 2048]"], "greater than or equal to 1"),
@@ -266,7 +266,7 @@ def test_buckets_that_lines_do_not_fit(words: list[str], mend: str) -> None:
 
 
 def test_settings_of_another_recipe_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"dpo.beta .*beta=0.2 is for the recipe dpo, got sft"):
+    with pytest.raises(UsageError, match=r"dpo.beta .*beta=0.2 is for recipe dpo, got sft"):
         load_config("sft", None, ["dpo.beta=0.2"], FLAGS)
     with pytest.raises(UsageError, match=r"data.loss_on .*is for the chats of sft"):
         load_config("dpo", None, ["data.loss_on=all"], FLAGS)

@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.cli.main import main
 from isthmus.config.load import load_config
-from isthmus.config.model_file import laid_over, read_model
+from isthmus.config.model_file import merge_config, read_model
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.errors import UsageError
 from isthmus.families.registry import family_for
@@ -102,8 +102,8 @@ def test_a_model_is_no_config_of_a_run_and_the_other_way_round() -> None:
 def test_keys_are_laid_over_one_by_one() -> None:
     below = {"a": 1, "rope_scaling": {"factor": 8.0, "rope_type": "llama3"}, "list": [1, 2]}
     over = {"rope_scaling": {"factor": 4.0}, "list": [3]}
-    assert laid_over(below, over) == {"a": 1, "rope_scaling": {"factor": 4.0, "rope_type": "llama3"}, "list": [3]}
-    assert laid_over({"rope_scaling": None}, {"rope_scaling": {"factor": 2}}) == {"rope_scaling": {"factor": 2}}
+    assert merge_config(below, over) == {"a": 1, "rope_scaling": {"factor": 4.0, "rope_type": "llama3"}, "list": [3]}
+    assert merge_config({"rope_scaling": None}, {"rope_scaling": {"factor": 2}}) == {"rope_scaling": {"factor": 2}}
 
 
 def test_the_model_of_a_run_is_plain_text_too(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_model_of_a_run_is_plain_text_too(tmp_path: Path) -> None:
     assert model.path == "preset:llama3-8b"
     model = load_config("pretrain", tmp_path / "mine.yaml", ["model={export_dtype: float32}"]).model
     assert (model.path, model.export_dtype) == ("new", "float32")
-    with pytest.raises(UsageError, match=r"command line  model.init  preset:llama3-8b is a model without weights"):
+    with pytest.raises(UsageError, match=r"command line  model.init  preset:llama3-8b has no weights"):
         load_config("pretrain", tmp_path / "mine.yaml", ["model=preset:llama3-8b", "model.init=hf"])
     with pytest.raises(UsageError, match="lacks its model_type"):
         load_config("pretrain", None, ["model.config.vocab_size=9", "model.init=random", "data.files=[a]", "out=o"])

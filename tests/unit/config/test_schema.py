@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isthmus.config.schema import RunConfig, Section
-from isthmus.config.setting_errors import _MEANT, GIVEN_BY, settings
+from isthmus.config.setting_errors import _OTHER_NAMES, GIVEN_BY, settings
 
 
 def sections() -> list[type[Section]]:
@@ -35,7 +35,7 @@ def test_only_the_inputs_and_the_output_must_be_given() -> None:
 def test_names_that_are_pointed_to_exist() -> None:
     known = set(settings())
     assert set(GIVEN_BY.values()) <= known
-    assert {tuple(meant.split(".")) for meant in _MEANT.values()} <= known
+    assert {tuple(meant.split(".")) for meant in _OTHER_NAMES.values()} <= known
 
 
 def test_names_that_people_script_against_exist() -> None:

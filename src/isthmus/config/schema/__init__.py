@@ -1,4 +1,4 @@
-"""Every setting of a run: its name, type, unit, default and limits. Nothing else is accepted.
+"""Every setting of a run: name, type, unit, default and limits. Unknown settings are errors.
 
 A setting is addressed by its dotted name (``optim.lr``) in a config file, on the command line and in messages.
 Paths are taken relative to the working directory; ``~`` is the home folder.
@@ -22,12 +22,12 @@ from isthmus.config.schema.train import TrainConfig
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """All settings of a run."""
 
     recipe: Literal["sft", "dpo", "pretrain"]
-    """sft: learn the answers of chats; dpo: prefer one answer to another; pretrain: learn all of the text."""
+    """sft: fine-tune on chats; dpo: train on preference pairs; pretrain: train on text."""
     out: PathText
-    """Run folder: metrics, resolved config, checkpoints and the exported model."""
+    """Run folder for metrics, resolved config, checkpoints and the exported model."""
     model: ModelConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig
@@ -39,27 +39,27 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     platform: Literal["auto", "cpu", "cuda", "rocm"] = "auto"
-    """Hardware to run on; auto: a GPU if there is one."""
+    """Hardware to run on; auto: GPUs if there are any, else the CPU."""
 
     @model_validator(mode="after")
     def _schedule_fits_steps(self) -> RunConfig:
         steps, warmup, decay = self.train.steps, self.optim.warmup_steps, self.optim.decay_steps or 0
         if steps is not None and (warmup >= steps or warmup + decay > steps):
-            falls = f" and decay_steps={decay}" if decay else ""
-            verb = "do" if decay else "does"
-            refuse("optim.warmup_steps", f"warmup_steps={warmup}{falls} {verb} not fit in train.steps={steps}")
+            both = f" and decay_steps={decay} do" if decay else " does"
+            reason = f"warmup_steps={warmup}{both} not fit in train.steps={steps}; lower it, or raise train.steps"
+            refuse("optim.warmup_steps", reason)
         return self
 
     @model_validator(mode="after")
-    def _recipes_have_their_settings(self) -> RunConfig:
+    def _settings_belong_to_the_recipe(self) -> RunConfig:
         chats = "is for the chats of sft"
-        text = f"{chats}; pretraining learns every token of the text, in pieces of seq_length"
+        text = f"{chats}; in pretraining every token of the text is a loss token"
         foreign = {
             "pretrain": {"loss_on": text, "overlong": text},
             "dpo": {
-                "loss_on": f"{chats}; of a pair, dpo takes what the assistant says behind the prompt",
-                "mock": "makes no pairs of answers; give data.files",
-                "length_buckets": "are for lines of single samples, and those of dpo hold pairs",
+                "loss_on": f"{chats}; the loss of dpo is on the answers behind the prompt",
+                "mock": "makes no preference pairs; give data.files",
+                "length_buckets": "is for packed single samples, and dpo packs pairs",
             },
         }
         for name, why in foreign.get(self.recipe, {}).items():
@@ -69,31 +69,32 @@ class RunConfig(Section):
                 refuse(f"data.{name}", f"{name}{shown} {why}. Leave it out")
         for name, field in DpoConfig.model_fields.items() if self.recipe != "dpo" else ():
             if (value := getattr(self.dpo, name)) != field.default:
-                refuse(f"dpo.{name}", f"{name}={value} is for the recipe dpo, got {self.recipe}; leave it out")
+                refuse(f"dpo.{name}", f"{name}={value} is for recipe dpo, got {self.recipe}; leave it out")
         return self
 
     @model_validator(mode="after")
-    def _mock_ends(self) -> RunConfig:
+    def _mock_data_needs_steps(self) -> RunConfig:
         if self.data.mock and self.train.steps is None:
-            refuse("data.mock", "mock=true makes samples without end, so there is no epoch of them; give train.steps")
+            refuse("data.mock", "mock=true makes an endless data set without epochs; give train.steps")
         return self
 
     @model_validator(mode="after")
-    def _buckets_hold_lines(self) -> RunConfig:
-        buckets, multiple = self.data.length_buckets, self.parallel.line_multiple
+    def _buckets_fit_packed_sequences(self) -> RunConfig:
+        buckets, multiple = self.data.length_buckets, self.parallel.length_multiple
         odd = [bucket for bucket in buckets if bucket % multiple]
         size, seq_length = self.train.micro_batch_size, self.data.seq_length
         if odd:
             refuse(
                 "data.length_buckets",
-                f"lines are cut over tp={self.parallel.tp} and cp={self.parallel.cp} ranks into equal parts, so "
-                f"length_buckets must be multiples of {multiple}, got {odd[0]}; use {odd[0] + -odd[0] % multiple}",
+                f"length_buckets must be multiples of {multiple} because tp={self.parallel.tp} and "
+                f"cp={self.parallel.cp} ranks split a packed sequence evenly, got {odd[0]}; use "
+                f"{odd[0] + -odd[0] % multiple}",
             )
         if buckets and buckets[-1] < size * seq_length:
             longest = size * seq_length + -size * seq_length % multiple
             refuse(
                 "data.length_buckets",
-                f"length_buckets ends at {buckets[-1]}, but a line may have micro_batch_size={size} x "
+                f"length_buckets ends at {buckets[-1]}, but a packed sequence can have micro_batch_size={size} x "
                 f"seq_length={seq_length} tokens; add {longest}",
             )
         return self

@@ -1,4 +1,4 @@
-"""What a run learns from."""
+"""Training, validation and test data."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from isthmus.config.schema.section import Count, Paths, Section, lacks, refuse
 
 
 class DataSet(Section):
-    """One of several sets of training data that are mixed."""
+    """One of several data sets that are mixed."""
 
     files: Paths = Field(min_length=1)
-    """As data.files."""
+    """Its files, as in data.files."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the sequences that come from this set, relative to the weights of the others."""
+    """Share of the sequences from this set, relative to the other weights."""
 
 
 class DataConfig(Section):
-    """What is learned from, and how it is cut."""
+    """Training, validation and test data, and how samples are made of them."""
 
     files: Paths = ()
-    """Training files, folders, patterns, hf:ORG/NAME:SPLIT, prefixes of prepared pairs; needed unless sets or mock."""
+    """Training files, folders, patterns, hf:ORG/NAME:SPLIT or prepared prefixes; required without sets and mock."""
     sets: dict[str, DataSet] = Field(default_factory=dict)
-    """Instead of files: several sets by name, mixed by weight."""
+    """Instead of files: several named data sets, mixed by weight."""
     mock: bool = False
-    """Instead of files: random tokens in samples of seq_length, to try a layout or its speed; needs train.steps."""
+    """Instead of files: samples of seq_length random tokens, to test a layout or its speed; needs train.steps."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """What the fields of records are called in the files, by the names known here, such as text: body."""
+    """Field names of the records in the files, by the names that Isthmus uses, such as text: body."""
     valid_files: Paths = ()
-    """Held-out files; if there are none, valid_fraction of the training samples is held out."""
+    """Validation files; without them valid_fraction of the training samples is used."""
     valid_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of the training samples that is held out when there are no valid_files; 0: none."""
+    """Share of the training samples for validation if there are no valid_files; 0: no validation."""
     test_files: Paths = ()
-    """Files whose loss is told once, after the last step; if there are none, test_fraction is held out for it."""
+    """Test files, evaluated once after the last step; without them test_fraction of the training samples is used."""
     test_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the training samples that is held out for the test when there are no test_files; 0: no test."""
+    """Share of the training samples for the test if there are no test_files; 0: no test."""
     seq_length: Count = 2048
-    """Most tokens in a sequence."""
+    """Maximum number of tokens of a sequence."""
     packing: bool = True
-    """Put several samples into one sequence; attention stays inside each sample."""
+    """Pack several samples into a sequence; attention stays within each sample."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the order of the samples and of the held-out split."""
+    """Seed of the sample order and of the validation and test split."""
     loss_on: Literal["assistant", "all", "last"] = "assistant"
-    """sft: which tokens of a chat are learned: every assistant turn, everything, or the last assistant turn."""
+    """sft: which tokens of a chat are loss tokens: all assistant turns, all tokens, or the last assistant turn."""
     overlong: Literal["truncate", "drop"] = "truncate"
-    """sft, dpo: what happens to a sample of more than seq_length tokens: its end is cut off, or it is left out."""
+    """sft, dpo: truncate or drop a sample of more than seq_length tokens."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What happens at a record that cannot be read: stop, or leave it out and count it."""
+    """Stop at a record that cannot be read, or skip and count it."""
     length_buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """Tokens that a line of micro_batch_size sequences is padded to, the next above its own; none: no padding."""
+    """Lengths in tokens: each packed sequence of a micro batch is padded to the next one; none: no padding."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -58,25 +58,25 @@ class DataConfig(Section):
         if not given:
             lacks("files")
         if len(given) > 1:
-            refuse(given[1], f"{' and '.join(given)} are all given; keep one of them")
+            refuse(given[1], f"got {' and '.join(given)}; keep one of them")
         return self
 
     @model_validator(mode="after")
-    def _some_is_left(self) -> DataConfig:
-        held = 0 if self.valid_files else self.valid_fraction
-        tested = 0 if self.test_files else self.test_fraction
-        if held + tested >= 1 and not self.mock:
+    def _some_data_is_left(self) -> DataConfig:
+        valid = 0 if self.valid_files else self.valid_fraction
+        test = 0 if self.test_files else self.test_fraction
+        if valid + test >= 1 and not self.mock:
             refuse(
                 "test_fraction",
-                f"valid_fraction={held:g} and test_fraction={tested:g} leave nothing to learn from; lower one",
+                f"valid_fraction={valid:g} and test_fraction={test:g} leave no training samples; lower one of them",
             )
         return self
 
     @model_validator(mode="after")
-    def _made_up_data_is_of_no_files(self) -> DataConfig:
+    def _mock_data_has_no_files(self) -> DataConfig:
         for name in ("valid_files", "test_files", "columns", "loss_on", "overlong", "on_error") if self.mock else ():
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                refuse(name, f"{name} says something about files, and mock=true has none; leave it out")
+                refuse(name, f"{name} is for data files, and mock=true reads none; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -85,6 +85,7 @@ class DataConfig(Section):
         if self.length_buckets != ascending:
             refuse(
                 "length_buckets",
-                f"length_buckets={list(self.length_buckets)} do not ascend, each once; write {list(ascending)}",
+                f"length_buckets must be in ascending order without repeats, got {list(self.length_buckets)}; use "
+                f"{list(ascending)}",
             )
         return self

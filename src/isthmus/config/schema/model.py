@@ -14,51 +14,54 @@ class ModelConfig(Section):
     """The model to start from."""
 
     path: PathText | None = None
-    """Hugging Face model folder, the id of one on the Hub, preset:NAME, or YAML with the keys of a config.json."""
+    """Hugging Face model folder, Hub id, preset:NAME, or YAML with the keys of a config.json."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Keys of a config.json, laid over those of path; or a whole model, where there is no path (init=random)."""
+    """Keys of a config.json that override those of path, or without path a whole config; needs init=random."""
     init: Literal["hf", "random"] = "hf"
-    """Where the weights start: those of the folder, or random ones."""
+    """Initial weights: those of the folder (hf) or random ones."""
     trust_remote_code: bool = False
-    """Let the folder's own Python code build its tokenizer."""
+    """Run the tokenizer's Python code from the model folder."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
-    """Type of the exported weights; source: each tensor as it came."""
+    """Dtype of the exported weights; source: the dtype of each tensor in the source."""
 
     @model_validator(mode="after")
     def _is_a_model(self) -> ModelConfig:
         if self.path is None and not self.config:
             lacks("path")
         if self.config and self.init != "random":
-            refuse("config", "config changes the model, so its weights do not fit; set model.init=random as well")
+            refuse("config", "config changes the model, so the weights of path do not fit; set model.init=random")
         if self.path is not None and is_model_file(self.path) and self.init != "random":
             refuse(
                 "init",
-                f"{self.path} is a model without weights; set model.init=random, or start from a folder or an id",
+                f"{self.path} has no weights; set model.init=random, or give a model folder or a Hub id",
             )
         if self.path is None and "model_type" not in self.config:
-            refuse("config", "config is a whole model where there is no path, and lacks its model_type; give either")
+            refuse(
+                "config",
+                "without path, config must be a whole config.json with model_type; add model_type, or give path",
+            )
         return self
 
 
 class TokenizerConfig(Section):
-    """What turns text into tokens."""
+    """The tokenizer."""
 
     path: PathText | None = None
-    """Folder or id on the Hub, or the file tokenizer.model; null: the model's own."""
+    """Folder, Hub id, or the file tokenizer.model; null: the model's tokenizer."""
     type: (
         Literal["HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer"]
         | None
     ) = None
-    """Megatron-LM's name for its kind, checked against what lies there; null: whatever it is."""
+    """Megatron-LM's name of the tokenizer type, checked against the files; null: the type of the files."""
     vocab_size: Count | None = None
-    """NullTokenizer: how many numbers, from 0, it takes for tokens; the end of a document is one more."""
+    """NullTokenizer: number of token ids; the end-of-document token is one more."""
 
     @model_validator(mode="after")
-    def _numbers_need_no_files(self) -> TokenizerConfig:
+    def _null_tokenizer_has_no_files(self) -> TokenizerConfig:
         if self.type != "NullTokenizer" and self.vocab_size is not None:
-            refuse("vocab_size", "vocab_size is for NullTokenizer; others bring their own. Leave it out")
+            refuse("vocab_size", "vocab_size is for NullTokenizer; other tokenizers have their own. Leave it out")
         if self.type == "NullTokenizer" and self.path is not None:
-            refuse("path", "NullTokenizer reads numbers and has no files; leave path out, or type")
+            refuse("path", "NullTokenizer has no files; leave out path or type")
         if self.type == "NullTokenizer" and self.vocab_size is None:
             lacks("vocab_size")
         return self

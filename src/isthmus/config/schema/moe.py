@@ -1,4 +1,4 @@
-"""How mixtures of experts are trained."""
+"""Mixture-of-experts training."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "z_loss")
 
 
 class MoeConfig(Section):
-    """How mixtures of experts are trained."""
+    """Mixture-of-experts training."""
 
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach experts on other ranks: sent to those they chose, or shown to all, which pays for few ranks."""
+    """Token dispatch to experts on other ranks: all-to-all, or an all-gather, which is faster on few ranks."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """Tokens an expert takes of each forward pass of a rank, over an even share; null: all, nothing is dropped."""
+    """Expert capacity relative to a uniform load, per micro batch; tokens beyond it are dropped. null: no limit."""
     aux_loss: float = Field(default=0.0, ge=0)
-    """Coefficient of the load-balancing loss over each micro batch."""
+    """Coefficient of the load-balancing loss per micro batch."""
     seq_aux_loss: float = Field(default=0.0, ge=0)
-    """Coefficient of the load-balancing loss over each sample."""
+    """Coefficient of the load-balancing loss per sample."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Coefficient of the loss that keeps the router's logits small."""
+    """Coefficient of the router z-loss, which keeps router logits small."""
     expert_bias_update_rate: float = Field(default=0.0, ge=0)
-    """What the bias of each expert's choice changes by a step, towards an even load; for models that have this bias."""
+    """Change per step of each expert's routing bias towards a uniform load, for models with this bias."""
 
     @property
     def losses(self) -> tuple[str, ...]:

@@ -15,49 +15,49 @@ class OptimConfig(Section):
     lr: float = Field(default=2e-5, gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the end of the schedule (not for the constant one)."""
+    """Learning rate at the end of the schedule; constant ignores it."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How lr falls to min_lr after the warm-up; wsd (warm-up, stable, decay) falls in the last decay_steps only."""
+    """Decay from lr to min_lr after the warm-up; wsd (warm-up, stable, decay) decays in the last decay_steps only."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0 to lr."""
     schedule_steps: Count | None = None
-    """cosine, linear: the step at which lr reaches min_lr, counted from the first of the run; null: the last step."""
+    """cosine, linear: step of the run at which lr reaches min_lr; null: the last step."""
     decay_steps: Count | None = None
-    """Steps of the final fall; needed with schedule wsd and only there."""
+    """Steps of the final decay; required for schedule wsd and only allowed there."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of the matrices; norms and biases have none."""
+    """Decoupled weight decay of weight matrices; norms and biases have none."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Largest gradient norm; a longer gradient is scaled down to it. 0: off."""
+    """Maximum gradient norm; larger gradients are scaled down to it. 0: no clipping."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the running mean of the gradient."""
+    """Decay rate of Adam's first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the running mean of the squared gradient."""
+    """Decay rate of Adam's second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the squared gradient's mean."""
+    """Added to the denominator of Adam's update."""
     offload: bool = False
-    """Keep the two running means (8 bytes a parameter) in the machine's memory, not the GPU's; steps get slower."""
+    """Keep Adam's moments (8 bytes per parameter) in host memory instead of GPU memory; steps get slower."""
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> OptimConfig:
         if self.min_lr > self.lr:
             refuse("min_lr", f"min_lr={self.min_lr:g} is above lr={self.lr:g}; lower it")
         if self.schedule == "wsd" and self.decay_steps is None:
-            refuse("decay_steps", "schedule wsd needs decay_steps, the number of steps of its final fall")
+            refuse("decay_steps", "schedule wsd needs decay_steps, the number of steps of its final decay")
         if self.schedule != "wsd" and self.decay_steps is not None:
             refuse(
                 "decay_steps",
-                f"decay_steps={self.decay_steps} belongs to schedule wsd, got {self.schedule}; leave it out",
+                f"decay_steps={self.decay_steps} is for schedule wsd, got {self.schedule}; leave it out",
             )
         if self.schedule_steps is not None and self.schedule not in ("cosine", "linear"):
             refuse(
                 "schedule_steps",
-                f"schedule_steps={self.schedule_steps} belongs to schedules cosine and linear, got {self.schedule}; "
+                f"schedule_steps={self.schedule_steps} is for schedules cosine and linear, got {self.schedule}; "
                 "leave it out",
             )
         if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
             refuse(
                 "schedule_steps",
-                f"schedule_steps={self.schedule_steps} is within warmup_steps={self.warmup_steps}; raise it, or leave "
-                "it out",
+                f"schedule_steps={self.schedule_steps} must be larger than warmup_steps={self.warmup_steps}; raise it, "
+                "or leave it out",
             )
         return self

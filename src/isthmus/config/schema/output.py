@@ -1,4 +1,4 @@
-"""What a run leaves behind."""
+"""Checkpoints, exports and logs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from isthmus.config.schema.section import Count, Interval, PathText, Section
 
 
 class CheckpointConfig(Section):
-    """What is saved when, and where a run goes on."""
+    """Checkpoints and exports."""
 
     every: Interval = None
-    """Steps between checkpoints; null or 0: none on the way."""
+    """Steps between checkpoints; null or 0: only at the end."""
     keep: Count = 2
-    """Newest checkpoints that are kept."""
+    """Number of checkpoints to keep; older ones are deleted."""
     resume: PathText = "auto"
-    """auto: from the newest checkpoint in out, if there is one; never: from the start; or a checkpoint folder."""
+    """auto: resume from the newest checkpoint in out, if any; never: start anew; or a checkpoint folder."""
     hf_every: Interval = None
     """Steps between Hugging Face exports; null or 0: only at the end."""
     save_final: bool = True
@@ -25,11 +25,11 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is recorded on the way."""
+    """Logs."""
 
     tensorboard: bool = True
-    """Write TensorBoard event files into the run folder, if tensorboard is installed."""
+    """Write TensorBoard files into the run folder, if tensorboard is installed."""
     every: Count = 1
-    """Steps between lines on the screen and points in TensorBoard; metrics.jsonl has every step."""
+    """Steps between log lines and TensorBoard points; metrics.jsonl has every step."""
     style: Literal["isthmus", "megatron"] = "isthmus"
-    """Words of a step's line on the screen: this program's own, or Megatron-LM's, for tools that read its logs."""
+    """Format of log lines: that of Isthmus, or of Megatron-LM for tools that parse its logs."""

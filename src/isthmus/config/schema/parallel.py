@@ -1,4 +1,4 @@
-"""How a run is laid out over ranks."""
+"""The parallel layout of a run."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from isthmus.errors import UsageError
 
 
 class ParallelConfig(Section):
-    """How the model is laid out over the ranks; data parallelism takes the ranks that are left."""
+    """Parallel layout; data parallelism uses the remaining ranks."""
 
     tp: Count = 1
-    """Tensor parallel ranks: every matrix is cut into this many parts."""
+    """Tensor parallel size: ranks that split each weight matrix."""
     sp: bool | None = None
-    """Sequence parallelism (activations outside the matrices are cut over tp); null: on when tp > 1."""
+    """Sequence parallelism: tp ranks also split activations outside of matmuls; null: on if tp > 1."""
     pp: Count = 1
-    """Pipeline parallel ranks: the layers are cut into this many stages."""
+    """Pipeline parallel size: stages that split the layers."""
     vpp: Count = 1
-    """Virtual stages of each pipeline rank: layers are dealt out in turns, and ranks idle less."""
+    """Virtual pipeline stages per pipeline rank (interleaved schedule), which makes ranks wait less."""
     cp: Count = 1
-    """Context parallel ranks: every micro batch is cut along its tokens into this many parts."""
+    """Context parallel size: ranks that split the tokens of each micro batch."""
     ep: Count = 1
-    """Expert parallel ranks: the experts of a layer are dealt out over this many of the data parallel ranks."""
+    """Expert parallel size: ranks that split the experts of a layer."""
     etp: Count | None = None
-    """Tensor parallel ranks of each expert; null: as many as tp."""
+    """Tensor parallel size of each expert; null: tp."""
     fsdp: bool = False
-    """Fully sharded data parallelism: weights, gradients and optimizer state are cut over the data parallel ranks."""
+    """Fully sharded data parallelism: data parallel ranks split weights, gradients and optimizer state."""
     join_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that a rank waits at the start for others that have not come yet."""
+    """Seconds that a rank waits for the others at the start."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that a rank waits within the run for another one that does not answer."""
+    """Seconds until the run ends if a rank stops responding."""
     overlap_grad_reduce: bool | None = None
-    """Sum gradients over the data parallel ranks while others are still computed; null: on a GPU, not on a CPU."""
+    """Overlap the gradient reduction over data parallel ranks with the backward pass; null: on GPUs, not on CPUs."""
     overlap_param_gather: bool | None = None
-    """Gather updated weights while the next forward pass already runs; null: as overlap_grad_reduce."""
+    """Overlap the gathering of updated weights with the next forward pass; null: as overlap_grad_reduce."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -71,17 +71,17 @@ class ParallelConfig(Section):
                 f"tp={self.tp} x pp={self.pp}{cp} = {needed} ranks do not divide the {world_size} ranks "
                 f"of this run. Start a multiple of {needed} (--nproc {needed}), or lower {lower}."
             )
-        of_experts = self.expert_tp * self.ep
-        if (world_size // self.pp) % of_experts:
+        expert_ranks = self.expert_tp * self.ep
+        if (world_size // self.pp) % expert_ranks:
             raise UsageError(
-                f"etp={self.expert_tp} x ep={self.ep} = {of_experts} ranks do not divide the "
-                f"{world_size // self.pp} ranks of a stage. Start a multiple of {of_experts * self.pp} ranks, "
+                f"etp={self.expert_tp} x ep={self.ep} = {expert_ranks} ranks do not divide the "
+                f"{world_size // self.pp} ranks of a stage. Start a multiple of {expert_ranks * self.pp} ranks, "
                 "or lower parallel.ep or parallel.etp."
             )
 
     @property
-    def line_multiple(self) -> int:
-        """Tokens of a line come in multiples of it: each cp rank has two equal stretches, cut over the tp ranks."""
+    def length_multiple(self) -> int:
+        """Packed sequences have a multiple of this many tokens: each cp rank has two equal chunks, split over tp."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @model_validator(mode="after")
@@ -92,10 +92,10 @@ class ParallelConfig(Section):
             refuse("vpp", f"vpp={self.vpp} needs pp > 1, got pp=1; set parallel.pp, or leave parallel.vpp out")
         for name in ("overlap_grad_reduce", "overlap_param_gather"):
             if self.fsdp and getattr(self, name) is not None:
-                refuse(name, f"fsdp=true has an overlap of its own, got {name} too; leave parallel.{name} out")
+                refuse(name, f"fsdp=true always overlaps its communication, got {name}; leave parallel.{name} out")
         if self.overlap_param_gather and self.overlap_grad_reduce is False:
             refuse(
                 "overlap_param_gather",
-                "overlap_param_gather=true needs overlap_grad_reduce, got false; leave one of the two out",
+                "overlap_param_gather=true needs overlap_grad_reduce, got false; leave one of them out",
             )
         return self

@@ -1,4 +1,4 @@
-"""What every section of settings is made of."""
+"""The base class of all sections of settings, their types and their errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-# A mapping key is the likelier slip than a file that is named like one, so only text becomes a list of one.
+# Text becomes a list of one path; other values are more likely mistakes.
 Paths = Annotated[
     tuple[PathText, ...],
     BeforeValidator(
@@ -18,7 +18,7 @@ Paths = Annotated[
     Field(strict=False),
 ]
 Count = Annotated[int, Field(ge=1)]
-# Elsewhere 0 is a usual spelling of "never"; here there is one inner form of it, so that no code can divide by it.
+# 0 and null mean never. Only null is passed on, so that no code divides by 0.
 Interval = Annotated[
     Count | None,
     BeforeValidator(
@@ -29,18 +29,18 @@ Interval = Annotated[
 
 
 def refuse(key: str, reason: str) -> NoReturn:
-    """Report a clash between settings at the one of them that is to be changed; ``key`` is relative to the section."""
-    # Braces are format marks to pydantic.
+    """Raise an error about contradicting settings; ``key`` (relative to the section) is the one to change."""
+    # pydantic formats braces.
     raise PydanticCustomError("clash", "{reason}", {"reason": reason, "key": key})
 
 
 def lacks(key: str) -> NoReturn:
-    """Report a setting that must be given in this case, though not in every one; ``key`` as for :func:`refuse`."""
+    """Raise an error about a setting that is required in this case; ``key`` as for :func:`refuse`."""
     raise PydanticCustomError("lacks", "Field required", {"key": key})
 
 
 class Section(BaseModel):
-    """Settings that belong together: immutable, of exactly the stated types, without unknown keys."""
+    """A section of settings: immutable, strictly typed, without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -1,4 +1,4 @@
-"""How long a run is, how much it takes at once, and in which numbers."""
+"""Length, batch sizes and precision of a run."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from isthmus.config.schema.section import Count, Interval, Section, refuse
 
 RecomputedModule = Literal["core_attn", "mlp", "moe"]
 _OF_PRECISION = {"fp16": ("initial_loss_scale", "loss_scale_window"), "fp8": ("fp8_scaling", "fp8_format")}
-"""Settings that mean something in one precision only."""
+"""Settings that apply to one precision only."""
 
 
 class TrainConfig(Section):
-    """How long, how much at once, and in which numbers."""
+    """Length, batch sizes, precision and recomputation."""
 
     steps: Count | None = None
     """Optimizer steps; give this or epochs."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the training data, also in parts; 1 when steps is not given either."""
+    """Passes over the training data, also fractions; 1 if steps is not given."""
     global_batch_size: Count = 16
     """Sequences (dpo: pairs) per optimizer step, over all ranks."""
     micro_batch_size: Count = 1
     """Sequences (dpo: pairs) per forward pass of one data parallel rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
-    """Numbers of the model's arithmetic (all but fp32 keep float32 main weights); null: what suits the platform."""
+    """Precision of matmuls and activations; all but fp32 keep float32 main weights. null: the platform's default."""
     initial_loss_scale: float = Field(default=4096.0, ge=1)
-    """fp16: what the loss is multiplied by at first; halved, down to 1, by each step whose gradient overflows."""
+    """fp16: initial loss scale; each step whose gradient overflows halves it, down to 1."""
     loss_scale_window: Count = 1000
-    """fp16: steps in a row without overflow after which the loss scale is doubled."""
+    """fp16: the loss scale is doubled after this many steps in a row without overflow."""
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """fp8: one scale for each matrix, or one for each of its rows and columns."""
+    """fp8: one scale per tensor, or one per row and column."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
-    """fp8: hybrid has gradients in e5m2, of more range and less precision; e4m3 has everything in e4m3."""
+    """fp8: hybrid uses e5m2 (more range, less precision) for gradients and e4m3 for the rest; e4m3: all e4m3."""
     seed: int = Field(default=0, ge=0)
-    """Seed of random weights and of the random streams of training."""
+    """Seed of random weights and of the random number generators."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that are computed again in the backward pass instead of being kept."""
+    """Activation recomputation in the backward pass: of selected modules, or of full layers."""
     mtp_loss_weight: float = Field(default=0.1, gt=0)
-    """What the loss of layers that predict ahead counts beside the model's own, where the weights have such layers."""
+    """Weight of the loss of MTP layers (multi-token prediction), if the model has any."""
     recompute_modules: Annotated[tuple[RecomputedModule, ...], Field(strict=False)] = ("core_attn",)
-    """selective: what is computed again: attention's core, dense feed-forward blocks, mixtures of experts."""
+    """selective: modules to recompute: core attention, dense MLPs, MoE layers."""
     recompute_layers: Count | None = None
-    """full: layers of each pipeline stage, its first ones, that are computed again; null: all of them."""
+    """full: number of layers to recompute, the first ones of each pipeline stage; null: all."""
     eval_every: Interval = None
-    """Steps between evaluations on held-out data; null or 0: only before the first and after the last step."""
+    """Steps between validations; null or 0: only before the first and after the last step."""
     profile: Annotated[str, Field(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$")] | None = None
-    """Steps to profile, first and last, such as 3-5: a trace and a table of each rank in the run folder; null: none."""
+    """First and last step to profile, such as 3-5: writes a trace and a table per rank. null: no profile."""
     threads: Count | None = None
-    """CPU threads per rank; null: the machine's cores shared out evenly among its ranks."""
+    """CPU threads per rank; null: the cores of the machine divided by its ranks."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,11 +70,11 @@ class TrainConfig(Section):
     def _profile_fits(self) -> TrainConfig:
         steps = self.profiled_steps
         if self.profile is not None and not steps:
-            refuse("profile", f"profile={self.profile} ends before it begins; give the first step, then the last")
+            refuse("profile", f"profile must be FIRST-LAST, got {self.profile}; give the first step, then the last")
         if steps and self.steps is not None and steps[-1] > self.steps:
             refuse(
                 "profile",
-                f"profile={self.profile} goes beyond the {self.steps} steps of the run; name steps from 1 to "
+                f"profile={self.profile} is outside of the {self.steps} steps of the run; use steps from 1 to "
                 f"{self.steps}",
             )
         return self
@@ -82,24 +82,23 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sizes_fit(self) -> TrainConfig:
         if self.steps is not None and self.epochs is not None:
-            refuse("epochs", f"steps={self.steps} and epochs={self.epochs:g} are both given; keep one of them")
+            refuse("epochs", f"got steps={self.steps} and epochs={self.epochs:g}; keep one of them")
         if self.recompute_layers is not None and self.recompute != "full":
             refuse(
                 "recompute_layers",
-                f"recompute_layers={self.recompute_layers} belongs to recompute=full, got {self.recompute}; "
-                "leave it out",
+                f"recompute_layers={self.recompute_layers} is for recompute=full, got {self.recompute}; leave it out",
             )
         if self.recompute_modules not in (("core_attn",), ()) and self.recompute != "selective":
             refuse(
                 "recompute_modules",
-                f"recompute_modules belongs to recompute=selective, got {self.recompute}; leave it out",
+                f"recompute_modules is for recompute=selective, got {self.recompute}; leave it out",
             )
         if not self.recompute_modules:
-            refuse("recompute_modules", "recompute_modules names nothing; use core_attn, mlp or moe")
+            refuse("recompute_modules", "recompute_modules must not be empty; use core_attn, mlp or moe")
         for precision, names in _OF_PRECISION.items():
             for name in names if self.precision != precision else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    refuse(name, f"{name} belongs to precision={precision}, got {self.precision}; leave it out")
+                    refuse(name, f"{name} is for precision={precision}, got {self.precision}; leave it out")
         if self.global_batch_size % self.micro_batch_size:
             below = self.global_batch_size // self.micro_batch_size * self.micro_batch_size
             near = " or ".join(str(size) for size in (below, below + self.micro_batch_size) if size)

@@ -81,7 +81,7 @@ class Corpus:
         shard = BatchShard(
             dp_rank=position.dp_rank,
             dp_size=dp,
-            pad_to_multiple_of=config.parallel.line_multiple,
+            pad_to_multiple_of=config.parallel.length_multiple,
             # The interleaved pipeline schedule runs micro batches in rounds of pp.
             micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
         )

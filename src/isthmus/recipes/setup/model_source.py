@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.model_file import laid_over, read_model
+from isthmus.config.model_file import merge_config, read_model
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema.model import ModelConfig
 from isthmus.errors import MissingInput, UsageError
@@ -34,7 +34,7 @@ def open_source(model: ModelConfig) -> ModelFolder:
         found = ModelFolder.open(local_folder(model.path, weights=model.init == "hf", code=model.trust_remote_code))
     if not model.config:
         return found
-    merged = laid_over(found.config, model.config)
+    merged = merge_config(found.config, model.config)
     _check_keys("model.config", model.config, keys_read(family_for(merged), merged), merged)
     return ModelFolder.described(found.path, merged)
 
