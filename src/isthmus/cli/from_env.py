@@ -16,7 +16,6 @@ from pathlib import Path
 from isthmus.cli.translate import start_command
 from isthmus.config.dialects.render import as_json as translation_as_json
 from isthmus.config.dialects.render import as_yaml, remark_line
-from isthmus.config.dialects.rocm_scripts.common_variables import NODE, ScriptRun
 from isthmus.config.dialects.rocm_scripts.read_variables import (
     SCRIPTS,
     batch_names,
@@ -25,6 +24,7 @@ from isthmus.config.dialects.rocm_scripts.read_variables import (
     started,
 )
 from isthmus.config.dialects.rocm_scripts.rocm_log import summary
+from isthmus.config.dialects.rocm_scripts.script_run import NODE, ScriptRun
 from isthmus.config.load import load_config
 from isthmus.errors import DataError, MissingInput, UsageError
 

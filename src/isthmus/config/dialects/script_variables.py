@@ -1,4 +1,4 @@
-"""The variables of a shell script as they were given: in its environment, or as ``KEY=VALUE`` behind its name."""
+"""The variables of a shell script, from the environment or from ``NAME=VALUE`` arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from isthmus.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _SETTING = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)+|out|platform")
-"""What names a setting of a config file and no variable."""
+"""Dotted settings of a config, which are not variables."""
 
 
 class Variables:
-    """What was said, and all that is wrong with it. An empty value counts as none, as ``${NAME:-default}`` has it."""
+    """The given variables and the errors about them. An empty value is not given, as in ``${NAME:-default}``."""
 
     def __init__(
         self,
@@ -24,16 +24,13 @@ class Variables:
         *,
         exported: Iterable[str],
     ) -> None:
-        """Sort the words.
+        """Read the variables.
 
         Args:
-            known: the script's variables.
-            environment: those of them that are in it count, unless an argument says the same one.
-            arguments: ``NAME=VALUE``: variables, settings of a config file, or ``exported``.
-            exported: names, or beginnings of names that end in ``_``, that are for the libraries below.
-
-        Raises:
-            UsageError: an argument is none of these.
+            known: names of the script's variables.
+            environment: their values, unless an argument gives them.
+            arguments: ``NAME=VALUE``: variables, dotted settings, or ``exported`` ones.
+            exported: names (or prefixes that end in ``_``) of variables for libraries.
         """
         self.known = frozenset(known)
         self.given = {name: environment[name] for name in sorted(self.known) if environment.get(name)}
@@ -46,7 +43,7 @@ class Variables:
         for word in arguments:
             name, equals, value = word.partition("=")
             if not equals:
-                self.wrong.append(f"{word}: wanted NAME=VALUE")
+                self.wrong.append(f"{word}: expected NAME=VALUE")
             elif _SETTING.fullmatch(name):
                 self.settings[name] = value
             elif name in self.known:
@@ -59,11 +56,11 @@ class Variables:
                 self.wrong.append(f"{word}: the script has no variable {name}{self._guess(name)}")
 
     def near_misses(self, environment: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
-        """Variables of the environment that are none of the script's, and the one of its own that may be meant.
+        """Environment variables that the script does not have, and its variable with a similar name.
 
         Args:
-            environment: all of it.
-            others: what related scripts call variables that this one has under another name.
+            environment: all variables.
+            others: names in related scripts, and the name in this one.
         """
         found = {name: meant for name, meant in others.items() if environment.get(name) and name not in self.known}
         for name in sorted(environment):
@@ -74,62 +71,62 @@ class Variables:
         return found
 
     def says(self, name: str) -> bool:
-        """Whether the variable was given."""
+        """Whether the variable is given."""
         return self._value(name) is not None
 
     def said(self, name: str, default: object = None) -> str:
-        """``NAME=VALUE``, or what the script takes by itself."""
+        """``NAME=VALUE``, as given or with the script's default."""
         return f"{name}={self.given[name]}" if name in self.given else f"{name}={default}, the script's default"
 
     def text(self, name: str, default: str) -> str:
-        """The value as it is."""
+        """The value."""
         value = self._value(name)
         return default if value is None else value
 
     def whole(self, name: str, default: int, *, least: int = 1) -> int:
-        """A whole number; 32.0 is one, since tools that divide batches write it so."""
+        """A whole number; 32.0 is accepted, as scripts that divide numbers write it."""
         value = self._value(name)
         if value is None:
             return default
         if not re.fullmatch(r"-?[0-9]+(\.0+)?", value) or int(float(value)) < least:
-            self.wrong.append(f"{name}={value}: wanted a whole number of {least} or more")
+            self.wrong.append(f"{name}={value}: must be a whole number of {least} or more")
             return default
         return int(float(value))
 
     def switch(self, name: str, default: bool) -> bool:
-        """0 or 1."""
+        """True for 1, False for 0."""
         value = self._value(name)
         if value not in (None, "0", "1"):
-            self.wrong.append(f"{name}={value}: wanted 0 or 1")
+            self.wrong.append(f"{name}={value}: must be 0 or 1")
         return default if value is None else value == "1"
 
     def one_of(self, name: str, choices: Sequence[str], default: str) -> str:
-        """One of some words."""
+        """One of ``choices``."""
         value = self.text(name, default)
         if value not in choices:
-            self.wrong.append(f"{name}={value}: wanted {' or '.join(choices)}")
+            self.wrong.append(f"{name}={value}: must be {' or '.join(choices)}")
             return default
         return value
 
     def unasked(self) -> list[str]:
-        """What was given and nothing has asked for, as ``NAME=VALUE``: beside the others it says nothing."""
+        """``NAME=VALUE`` of the given variables that were never read, so they have no effect."""
         return [self.said(name) for name in sorted(self.given.keys() - self._asked)]
 
     def refuse(self, name: str, why: str) -> None:
-        """Note that a value cannot be honoured."""
+        """Add an error about a value."""
         self.wrong.append(f"{name}={self.given.get(name, '')}: {why}")
 
     def check(self, script: str) -> None:
-        """Raise all that is wrong.
+        """Raise the errors.
 
         Raises:
-            UsageError: there is something.
+            UsageError: with all of them, if there are any.
         """
         wrong = list(dict.fromkeys(self.wrong))
         if len(wrong) == 1:
             raise UsageError(f"{script}: {wrong[0]}{'' if wrong[0].endswith('?') else '.'}")
         if wrong:
-            raise UsageError("\n  ".join([f"{script}: {len(wrong)} things are wrong:", *wrong]))
+            raise UsageError("\n  ".join([f"{script}: {len(wrong)} errors:", *wrong]))
 
     def _value(self, name: str) -> str | None:
         self._asked.add(name)

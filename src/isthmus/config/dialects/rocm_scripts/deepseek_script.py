@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.config.dialects.rocm_scripts.common_variables import (
+from isthmus.config.dialects.rocm_scripts.script_run import (
     CURRENT_SCALING,
     NO_CACHE,
     OWN,
@@ -12,7 +12,7 @@ from isthmus.config.dialects.rocm_scripts.common_variables import (
     ScriptRun,
     of_all_nodes,
     put_data,
-    put_numbers_for_tokens,
+    put_null_tokenizer,
     put_settings,
     read_world,
     remark_on,
@@ -25,27 +25,27 @@ VARIABLES = frozenset(
     MP_DATASET_TYPE MP_AC_LAYERS MP_SFT_PACKING TOKENIZER_MODEL TEE_OUTPUT LOG_DIR NO_TRAINING""".split()
 ).union(WORLD, OWN)
 ELSEWHERE = {"BS": "GBS", "SEQ_LENGTH": "SEQ_LEN", "TOTAL_ITERS": "TRAIN_ITERS", "RECOMPUTE": "AC", "TE_FP8": "PR"}
-"""What other scripts call the same."""
+"""Names of these variables in other scripts."""
 _TOKENIZER, _VOCAB = "deepseek-ai/DeepSeek-V2-Lite", 102400
 _DATA = "/root/deepseek-datasets"
-_FIXED = "the script has {}={} whatever is said; here what is said counts"
+_FIXED = "the script always uses {}={}; Isthmus uses the given value"
 _REMARKS = (
     ("GEMM_TUNING", "1", "unsupported", TE_TUNING),
     ("PAD_LEN", None, "unsupported", "samples are not padded"),
     ("DATA_CACHE_PATH", None, "unsupported", NO_CACHE),
-    ("MP_DATASET_TYPE", None, "unsupported", "what lies in a file is found out from the file"),
-    ("MP_AC_LAYERS", None, "unsupported", "no part of the script reads it; train.recompute_layers says how many"),
-    ("MP_SFT_PACKING", None, "unsupported", "the script pretrains, and no part of it reads this"),
+    ("MP_DATASET_TYPE", None, "unsupported", "the format is detected from the files"),
+    ("MP_AC_LAYERS", None, "unsupported", "the script does not use it; set train.recompute_layers"),
+    ("MP_SFT_PACKING", None, "unsupported", "the script pretrains and does not use it"),
     ("TP", None, "different", _FIXED.format("TP", 1)),
     ("PP", None, "different", _FIXED.format("PP", 1)),
     ("CP", None, "different", _FIXED.format("CP", 1)),
     ("EP", None, "different", _FIXED.format("EP", 8)),
-    ("NNODES", None, "different", "the script runs on one node whatever is said; here what is said counts"),
+    ("NNODES", None, "different", "the script always runs on one node; Isthmus uses the given value"),
 )  # fmt: skip
 
 
 def read_deepseek(v: Variables) -> ScriptRun:
-    """What the script would do with these variables."""
+    """Translate the variables of the script."""
     t = Translation(recipe="pretrain")
     t.put("model.path", "preset:deepseek-v2-lite", "MODEL_SIZE=16B in the script")
     t.put("model.config.initializer_range", 0.008, "--init-method-std 0.008")
@@ -91,13 +91,13 @@ def read_deepseek(v: Variables) -> ScriptRun:
         t, v, default_path=f"{folder}/mmap_deepseekv2_datasets_text_document", prefix_of="DATA_DIR", implied=False
     )
     if mock:
-        put_numbers_for_tokens(t, v, _VOCAB)
+        put_null_tokenizer(t, v, _VOCAB)
         if v.says("TOKENIZER_MODEL"):
             t.remark(v.said("TOKENIZER_MODEL"), "unsupported", "made-up data has no text, so no tokenizer is fetched")
     else:
         t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
         t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.said("TOKENIZER_MODEL", _TOKENIZER))
-        t.remark("--eod-mask-loss", "unsupported", "the end of a document is learned like every other token")
+        t.remark("--eod-mask-loss", "unsupported", "the end-of-document token is a loss token like every other")
     t.put("data.valid_fraction", 0.0, "--eval-iters -1")
     remark_on(t, v, _REMARKS)
     t.world = read_world(v, None, t)
@@ -112,7 +112,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
     if not save:
         t.put("checkpoint.save_final", False, v.said("SAVE", 0))
     t.put("checkpoint.export_final", False, "the script saves no Hugging Face model")
-    t.put("logging.style", "megatron", "as Megatron-LM prints")
+    t.put("logging.style", "megatron", "the log format of Megatron-LM")
     put_settings(t, v)
     return ScriptRun(
         "train_deepseekv2.sh", t, log_folder, v.text("TRAIN_LOG", f"{log_folder}/{name}.log"),

@@ -1,8 +1,8 @@
-"""``train_llama2.sh`` and ``train_llama3.sh`` of ROCm's Megatron-LM, in their versions of 2025 and 2026."""
+"""``train_llama2.sh`` and ``train_llama3.sh`` of ROCm's Megatron-LM, versions of 2025 and 2026."""
 
 from __future__ import annotations
 
-from isthmus.config.dialects.rocm_scripts.common_variables import (
+from isthmus.config.dialects.rocm_scripts.script_run import (
     CURRENT_SCALING,
     NO_CACHE,
     OWN,
@@ -12,7 +12,7 @@ from isthmus.config.dialects.rocm_scripts.common_variables import (
     ScriptRun,
     of_all_nodes,
     put_data,
-    put_numbers_for_tokens,
+    put_null_tokenizer,
     put_settings,
     read_world,
     remark_on,
@@ -38,7 +38,7 @@ ELSEWHERE = {
     "SEQLEN": "SEQ_LENGTH",
     "TP_SIZE": "TP",
 }
-"""What other scripts call the same."""
+"""Names of these variables in other scripts."""
 _MODELS = {
     "llama2": {"7": "llama2-7b", "13": "llama2-13b", "70": "llama2-70b"},
     "llama3": {"8": "llama3.1-8b", "70": "llama3.1-70b"},
@@ -46,50 +46,50 @@ _MODELS = {
 _VOCAB = {"llama2": 32000, "llama3": 128256}
 _TOKENIZERS = {"llama2": "NousResearch/Llama-2-7b-chat-hf", "llama3": "meta-llama/Llama-3.1-8B"}
 _SEQ_LENGTH, _PORT = {"llama2": 4096, "llama3": 2048}, {"llama2": 6020, "llama3": 6000}
-_LOSS = "the loss has one implementation, in pieces that never hold all logits"
-_KERNELS = "kernels are chosen by torch, and no TransformerEngine is used"
+_LOSS = "there is one implementation of the loss, which computes logits in chunks"
+_KERNELS = "PyTorch chooses the kernels; TransformerEngine is not used"
 _REMARKS = (
     ("GEMM_TUNING", "1", "unsupported", TE_TUNING),
-    ("NO_TORCH_COMPILE", None, "unsupported", "a flag of the scripts of 2024; no model is compiled as a whole here"),
-    ("USE_FLASH_ATTN", "1", "different", "torch's scaled_dot_product_attention takes its flash kernel by itself"),
-    ("USE_FLASH_ATTN", "0", "different", "torch's scaled_dot_product_attention chooses its kernel by itself"),
-    ("transformer-impl", "local", "different", "always so: TransformerEngine is not used"),
+    ("NO_TORCH_COMPILE", None, "unsupported", "a flag of the scripts of 2024; Isthmus compiles no whole model"),
+    ("USE_FLASH_ATTN", "1", "different", "scaled_dot_product_attention selects its flash kernel"),
+    ("USE_FLASH_ATTN", "0", "different", "scaled_dot_product_attention selects its kernel"),
+    ("transformer-impl", "local", "different", "Isthmus never uses TransformerEngine"),
     ("transformer-impl", "transformer_engine", "unsupported", "TransformerEngine is not used"),
-    ("CONTI_PARAMS", "1", "different", "parameters and gradients always lie in contiguous buffers"),
-    ("MCORE", "0", "unsupported", "models are always Megatron-Core's"),
-    ("ROPE_FUSION", None, "different", "positions are rotated in one operation of torch either way"),
+    ("CONTI_PARAMS", "1", "different", "parameters and gradients are always in contiguous buffers"),
+    ("MCORE", "0", "unsupported", "Isthmus always uses Megatron-Core models"),
+    ("ROPE_FUSION", None, "different", "RoPE is one PyTorch operation in both cases"),
     ("DATA_CACHE_PATH", None, "unsupported", NO_CACHE),
-    ("CHECKPOINT_PATH", None, "unsupported", "the scripts do not save there either; SAVE_CKPT_PATH does"),
-    ("TE_BF16", None, "different", "no script reads it: it is bfloat16 unless TE_FP8=1"),
-    ("TE_F16", None, "mistake", "no script reads it: it is bfloat16; for fp16 set train.precision=fp16"),
+    ("CHECKPOINT_PATH", None, "unsupported", "the scripts do not save there either; use SAVE_CKPT_PATH"),
+    ("TE_BF16", None, "different", "no script reads it: the precision is bf16 unless TE_FP8=1"),
+    ("TE_F16", None, "mistake", "no script reads it: the precision is bf16. For fp16 set train.precision=fp16"),
     ("FP8_PARAM_GATHER", "1", "unsupported", "weights are gathered in bfloat16"),
-    ("FP8_TRANSPOSE_CACHE", "1", "unsupported", "no transposed FP8 weights are kept"),
-    ("ENABLE_HSDP", "1", "unsupported", "weights are sharded over all data-parallel ranks, without replicas"),
-    ("HSDP_NUM_REPLICAS", None, "unsupported", "weights are sharded over all data-parallel ranks, without replicas"),
-    ("MEGATRON_FSDP", "1", "different", "sharding is by torch's FSDP2, as with FSDP=1"),
+    ("FP8_TRANSPOSE_CACHE", "1", "unsupported", "Isthmus keeps no transposed FP8 weights"),
+    ("ENABLE_HSDP", "1", "unsupported", "FSDP shards over all data parallel ranks, without replicas"),
+    ("HSDP_NUM_REPLICAS", None, "unsupported", "FSDP shards over all data parallel ranks, without replicas"),
+    ("MEGATRON_FSDP", "1", "different", "Isthmus uses PyTorch's FSDP2, as with FSDP=1"),
     ("GRADIENT_ACCUMULATION_FUSION", "1", "unsupported", _KERNELS),
-    ("DDP_AVERAGE_IN_COLLECTIVE", None, "different", "gradients are summed, and divided at the end"),
+    ("DDP_AVERAGE_IN_COLLECTIVE", None, "different", "gradients are summed and divided at the end"),
     ("CROSS_ENTROPY_LOSS_FUSION", None, "different", _LOSS),
     ("CROSS_ENTROPY_FUSION_IMPL", None, "different", _LOSS),
     ("FUSED_SINGLE_QKV_ROPE", "1", "unsupported", _KERNELS),
     ("GRAD_REDUCE_IN_BF16", "1", "different", "gradients are summed over ranks in float32"),
-    ("CKPT_FORMAT", "torch", "different", "checkpoints are torch_dist; isthmus convert --to torch writes the other"),
+    ("CKPT_FORMAT", "torch", "different", "torch_dist; isthmus convert --to torch writes the legacy format"),
 )  # fmt: skip
 
 
 def read_llama(script: str, v: Variables) -> ScriptRun:
-    """What one of the two scripts would do with these variables."""
+    """Translate the variables of one of the two scripts."""
     t = Translation(recipe="pretrain")
     size = v.text("MODEL_SIZE", "70").upper().removesuffix("B")
     if size not in _MODELS[script]:
-        v.refuse("MODEL_SIZE", f"wanted {', '.join(_MODELS[script])} (or with a B behind)")
+        v.refuse("MODEL_SIZE", f"must be {' or '.join(_MODELS[script])} (also with a B at the end)")
         size = "70"
     if not v.says("MODEL_SIZE"):
         small = min(_MODELS[script], key=int)
-        nodes = "; and for two nodes, as some of them are meant, NNODES=2, NODE_RANK and MASTER_ADDR on each"
+        nodes = ", and for two nodes NNODES=2, NODE_RANK and MASTER_ADDR on each"
         t.remark(
             "MODEL_SIZE", "mistake",
-            f"not given, and the script then trains the 70B model. For the {small}B that some examples mean, set "
+            f"not given, so the script trains the 70B model. For the {small}B model of some examples, set "
             f"MODEL_SIZE={small}{'' if v.says('NNODES') else nodes}",
         )  # fmt: skip
     t.put("model.path", f"preset:{_MODELS[script][size]}", v.said("MODEL_SIZE", 70))
@@ -97,8 +97,8 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     if script == "llama3":
         t.remark(
             "train_llama3.sh", "different",
-            "the model is Llama 3.1 as published, with rotary base 500000 and scaled frequencies; the script leaves "
-            "the base at 10000, which Hugging Face weights do not fit",
+            "the model is the published Llama 3.1, with RoPE base 500000 and RoPE scaling; the script keeps base "
+            "10000, which does not fit the Hugging Face weights",
         )  # fmt: skip
     _put_batch(script, t, v)
     _put_layout(t, v)
@@ -163,10 +163,10 @@ def _put_precision(t: Translation, v: Variables) -> None:
     if fp8:
         recipe = v.one_of("TE_FP8_RECIPE", ("delayed", "tensorwise", "mxfp8"), "delayed")
     if v.switch("TE_FP4", False):
-        v.refuse("TE_FP4", "there are no FP4 products here. Use TE_FP8=1, or leave it out for bfloat16")
+        v.refuse("TE_FP4", "Isthmus does not support FP4. Use TE_FP8=1, or leave it out for bf16")
     t.put("train.precision", "fp8" if fp8 else "bf16", v.said("TE_FP8", 0))
     if fp8 and recipe == "mxfp8":
-        v.refuse("TE_FP8_RECIPE", "there are no products with microscales here. Use TE_FP8_RECIPE=tensorwise")
+        v.refuse("TE_FP8_RECIPE", "Isthmus does not support MXFP8. Use TE_FP8_RECIPE=tensorwise")
     if fp8 and recipe == "delayed":
         t.remark(v.said("TE_FP8_RECIPE") if v.says("TE_FP8_RECIPE") else v.said("TE_FP8"), "different", CURRENT_SCALING)
 
@@ -190,10 +190,10 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
     kinds = ("HuggingFaceTokenizer", *(("Llama2Tokenizer",) if script == "llama2" else ()))
     kind = v.one_of("TOKENIZER_TYPE", kinds, "HuggingFaceTokenizer")
     if mock:
-        put_numbers_for_tokens(t, v, _VOCAB[script])
+        put_null_tokenizer(t, v, _VOCAB[script])
         for name in ("TOKENIZER_TYPE", "TOKENIZER_MODEL"):
             if v.says(name):
-                t.remark(v.said(name), "unsupported", "made-up data has no text, so no tokenizer is fetched")
+                t.remark(v.said(name), "unsupported", "mock data has no text, so no tokenizer is loaded")
         return
     t.put("tokenizer.type", kind, v.said("TOKENIZER_TYPE", kind))
     t.put(
@@ -202,7 +202,7 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
     if not v.says("TOKENIZER_MODEL"):
         t.remark(
             "TOKENIZER_MODEL", "different",
-            f"{_TOKENIZERS[script]} is kept in Hugging Face's cache, not under DATA_DIR/tokenizer_{script}",
+            f"{_TOKENIZERS[script]} is stored in the Hugging Face cache, not in DATA_DIR/tokenizer_{script}",
         )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def _put_output(t: Translation, v: Variables, log_folder: str) -> None:
     if save:
         t.put("checkpoint.every", v.whole("SAVE_INTERVAL", 5000), v.said("SAVE_INTERVAL", 5000))
         t.remark(
-            v.said("SAVE_CKPT_PATH"), "different", "the run's folder, with checkpoints and optimizer in checkpoints/"
+            v.said("SAVE_CKPT_PATH"), "different", "it is the run folder; checkpoints are in its folder checkpoints"
         )
     else:
         t.put("checkpoint.save_final", False, "the script saves nothing")
@@ -220,15 +220,15 @@ def _put_output(t: Translation, v: Variables, log_folder: str) -> None:
     if v.says("LOAD_CKPT_PATH"):
         t.put("checkpoint.resume", v.given["LOAD_CKPT_PATH"], v.said("LOAD_CKPT_PATH"))
         t.remark(v.said("LOAD_CKPT_PATH"), "different",
-                 "a checkpoint of a run here, gone on from with its optimizer; Megatron-LM's own go through isthmus "
-                 "convert, and then into model.path with model.init=hf")  # fmt: skip
+                 "it must be a checkpoint of Isthmus, which is resumed with its optimizer. Convert one of Megatron-LM "
+                 "with isthmus convert, then set model.path and model.init=hf")  # fmt: skip
     evaluations = v.whole("EVAL_ITERS", -1, least=-1)
     if evaluations > 0:
         t.put("train.eval_every", v.whole("EVAL_INTERVAL", 5000), v.said("EVAL_INTERVAL", 5000))
-        t.remark(v.said("EVAL_ITERS"), "different", "each evaluation goes over all of the held-out data once")
+        t.remark(v.said("EVAL_ITERS"), "different", "each evaluation uses the whole validation set")
     else:
         t.put("data.valid_fraction", 0.0, "--eval-iters -1")
     t.put("logging.every", v.whole("LOG_INTERVAL", 1), v.said("LOG_INTERVAL", 1))
-    t.put("logging.style", "megatron", "as Megatron-LM prints")
+    t.put("logging.style", "megatron", "the log format of Megatron-LM")
     if v.says("WANDB_API_KEY"):
-        t.remark("WANDB_API_KEY", "unsupported", "figures go into metrics.jsonl and TensorBoard files")
+        t.remark("WANDB_API_KEY", "unsupported", "metrics are written to metrics.jsonl and TensorBoard files")

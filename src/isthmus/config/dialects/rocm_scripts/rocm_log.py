@@ -1,4 +1,4 @@
-"""The lines that ROCm's training scripts end a log with, from the lines of its iterations."""
+"""The summary at the end of the logs of ROCm's training scripts, computed from the iteration lines."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ _FIGURES = {
 
 
 def summary(log: str, *, tokens_per_step: int, ranks: int, skip: int = 2, with_throughput: bool = True) -> list[str]:
-    """Means over the iterations of a log, the first ``skip`` and the last left out.
+    """Means over the iterations of a log without the first ``skip`` and the last; over all if the run is too short.
 
-    ROCm's validation suite reads them, and dashboards that were made for the scripts. A run that is too short to leave
-    any out is averaged over all of its iterations, and says so.
+    ROCm's validation suite and dashboards for the scripts read these lines.
 
     Args:
-        log: all of it, in Megatron-LM's words.
+        log: the content, in Megatron-LM's format.
         tokens_per_step: of all ranks.
-        ranks: over all nodes.
-        skip: iterations that warm up.
-        with_throughput: whether the TFLOP/s are told.
+        ranks: on all nodes.
+        skip: number of warm-up iterations.
+        with_throughput: whether to include TFLOP/s.
 
     Returns:
-        A line a figure; none if the log has no iterations.
+        One line per mean; none if the log has no iterations.
     """
     iterations = [line for line in log.splitlines() if re.search(r"\biteration +\d+/ *\d+ \|", line)]
     counted = iterations[skip:-1] or iterations

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from isthmus.config.dialects.render import as_json, as_yaml
-from isthmus.config.dialects.rocm_scripts.common_variables import ScriptRun
 from isthmus.config.dialects.rocm_scripts.read_variables import batch_names, read_script, remark_on_full_nodes, started
+from isthmus.config.dialects.rocm_scripts.script_run import ScriptRun
 from isthmus.config.dialects.translation import World
 from isthmus.config.load import load_config
 from isthmus.config.yaml_text import read_mapping
@@ -132,7 +132,7 @@ def test_both_nodes() -> None:
         assert run.setting("out") == "experiment/2nodes_train_8B_mbs2_bs256_tp1_pp1_cp1_iter10/TE_FP8_1/run"
     alone = read("llama2", "MODEL_SIZE=7 TP=1 MASTER_ADDR=node0")
     assert "NNODES is not given" in next(r.reason for r in alone.translation.remarks if r.option == "MASTER_ADDR=node0")
-    for line, words in {"NNODES=2": "wanted MASTER_ADDR too", "NODE_RANK=1": "NNODES is not given"}.items():
+    for line, words in {"NNODES=2": "needs MASTER_ADDR", "NODE_RANK=1": "NNODES is not given"}.items():
         with pytest.raises(UsageError, match=words):
             read("llama2", line)
 
@@ -151,17 +151,17 @@ def test_a_batch_that_cannot_be_dealt_out_names_sizes_that_can() -> None:
 @pytest.mark.parametrize(
     ("script", "line", "arguments", "told"),
     [
-        ("llama3", "MODEL_SIZE=7", (), "MODEL_SIZE=7: wanted 8, 70"),
-        ("llama3", "TOTAL_ITERS=five", (), "TOTAL_ITERS=five: wanted a whole number"),
-        ("llama3", "TEE_OUTPUT=yes", (), "TEE_OUTPUT=yes: wanted 0 or 1"),
+        ("llama3", "MODEL_SIZE=7", (), "MODEL_SIZE=7: must be 8 or 70"),
+        ("llama3", "TOTAL_ITERS=five", (), "TOTAL_ITERS=five: must be a whole number"),
+        ("llama3", "TEE_OUTPUT=yes", (), "TEE_OUTPUT=yes: must be 0 or 1"),
         ("llama3", "", ("MBSS=2",), "no variable MBSS; did you mean MBS?"),
-        ("llama3", "", ("MBS",), "MBS: wanted NAME=VALUE"),
+        ("llama3", "", ("MBS",), "MBS: expected NAME=VALUE"),
         ("llama3", "OPTIMIZER=sgd", (), "the optimizer is AdamW"),
         ("llama3", "TE_FP4=1", (), "no FP4 products"),
         ("llama3", "TE_FP8=1 TE_FP8_RECIPE=mxfp8", (), "Use TE_FP8_RECIPE=tensorwise"),
-        ("llama3", "TOKENIZER_TYPE=Llama2Tokenizer", (), "wanted HuggingFaceTokenizer"),
-        ("deepseek_v2", "AC=some", (), "wanted none or sel or full"),
-        ("llama3", "MBS=0 BS=x", (), "2 things are wrong"),
+        ("llama3", "TOKENIZER_TYPE=Llama2Tokenizer", (), "must be HuggingFaceTokenizer"),
+        ("deepseek_v2", "AC=some", (), "must be none or sel or full"),
+        ("llama3", "MBS=0 BS=x", (), "2 errors"),
     ],
 )
 def test_what_cannot_be_is_refused(script: str, line: str, arguments: tuple[str, ...], told: str) -> None:
@@ -215,7 +215,7 @@ def test_what_says_nothing_beside_the_others_is_told() -> None:
     assert {*given, *mock} == {one.option for one in run.translation.remarks if one.status == "unsupported"}
     with pytest.raises(UsageError) as refused:
         read_script("llama3", {}, ["MODEL_SIZE=8", "FSDP=yes"])
-    assert str(refused.value) == "train_llama3.sh: FSDP=yes: wanted 0 or 1."
+    assert str(refused.value) == "train_llama3.sh: FSDP=yes: must be 0 or 1."
 
 
 def test_variables_of_the_environment_that_are_near_ones() -> None:
