@@ -69,11 +69,11 @@ def test_a_mistake_in_a_base_is_told_with_its_place_there(tmp_path: Path) -> Non
     ("text", "part"),
     [
         ("bases: [other.yaml]\n", "circle: {0}mine.yaml -> {0}other.yaml -> {0}mine.yaml"),
-        ("bases: [absent.yaml]\n", "no such base ({0}mine.yaml -> {0}absent.yaml)"),
-        ("bases: {a: 1}\n", "is a list of files"),
+        ("bases: [absent.yaml]\n", "no such base file ({0}mine.yaml -> {0}absent.yaml)"),
+        ("bases: {a: 1}\n", "must be a list of files"),
         ("bases: [a.yaml]\nextends: [b.yaml]\n", "both bases and extends"),
         ("bases: [preset:qwen3-sft]\n", "there is no preset 'qwen3-sft'"),
-        ("overrides: 3\n", "mine.yaml:1:1  overrides  is a mapping"),
+        ("overrides: 3\n", "mine.yaml:1:1  overrides  must be a mapping"),
     ],
 )
 def test_bases_that_cannot_be(text: str, part: str, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_bases_that_cannot_be(text: str, part: str, tmp_path: Path) -> None:
 def test_slips_of_form_are_told_with_the_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = refusal(write(tmp_path / "a.yaml", BASE + "train.seed: 3\n"))
     assert "train.seed  is not a key; in a file write `train: {seed: ...}`" in flat
-    assert "stands in quotes" in refusal(write(tmp_path / "b.yaml", "optim: {lr: ${LR}}\n"))
+    assert "in quotes" in refusal(write(tmp_path / "b.yaml", "optim: {lr: ${LR}}\n"))
     write(tmp_path / "sub/base.yaml", BASE)
     named = write(tmp_path / "c.yaml", 'bases: ["${WHERE}/base.yaml"]\n')
     assert "WHERE is not set" in refusal(named)

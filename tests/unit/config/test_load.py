@@ -130,7 +130,7 @@ def test_nothing_is_suggested_for_what_resembles_nothing(tmp_path: Path) -> None
 def test_every_error_at_once(tmp_path: Path) -> None:
     text = GOOD.replace("steps: 100", 'steps: "100"\n  threads: true\n  recompute: ful').replace("1e-5", "-1")
     lines = [line.strip() for line in refused(tmp_path, text, "data.packing=yes", "nonsense")]
-    assert lines[0] == "6 things are wrong with the configuration:"
+    assert lines[0] == "the config has 6 errors:"
     assert set(lines[1:]) == {
         "sft.yaml:7:3  train.steps  must be a valid integer, got '100'; leave out the quotes",
         "sft.yaml:8:3  train.threads  must be a valid integer, got True",
@@ -154,13 +154,13 @@ def test_missing_settings_say_what_they_are_and_name_their_option(tmp_path: Path
     ("text", "place", "part"),
     [
         ("a: [1, 2\nb: 3\n", "sft.yaml:2:", "while parsing"),
-        ("- a\n- b\n", "sft.yaml:1:1", "is a mapping of settings"),
+        ("- a\n- b\n", "sft.yaml:1:1", "must be a mapping of settings"),
         ("out: a\nout: b\n", "sft.yaml:2:1", "duplicate key"),
         ("optim:\n  lr: 1\n  lr: 2\n", "sft.yaml:3:3", "duplicate key"),
-        ("1: a\n", "sft.yaml:1:1", "key '1' is not text"),
+        ("1: a\n", "sft.yaml:1:1", "key '1' must be text"),
         ("\tout: a\n", "sft.yaml:1:1", "cannot start any token"),
         ("out: !!python/object/apply:os.system [ls]\n", "sft.yaml:1:6", "tag"),
-        ("out: &a {b: *a}\n", "sft.yaml:1:", "mappings within each other"),
+        ("out: &a {b: *a}\n", "sft.yaml:1:", "nested mappings"),
     ],
 )
 def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: str) -> None:
@@ -208,7 +208,7 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
         ),
         ("train.recompute_modules=[layernorm]", "command line", "must be 'core_attn', 'mlp' or 'moe', got 'layernorm'"),
         ("data.files=[]", "command line  data.files", "is missing: Training files"),
-        ("data.files={a: 1}", "command line", "data.files has no settings of its own"),
+        ("data.files={a: 1}", "command line", "data.files is a setting and not a section"),
         ("data.files=''", "command line  data.files.0", "must have at least 1 character"),
         ("data.files=3", "command line", "must be a list, got 3"),
         ("data.files=", "command line", "must be a list"),
@@ -216,7 +216,7 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
         ("optim.lr=.inf", "command line", "must be a finite number"),
         ("optim.lr=[", "command line  optim.lr=[", "the value is not YAML"),
         ("parallel=4", "command line  parallel", "is a section, with settings such as parallel.tp; got 4"),
-        ("out.deep=3", "command line  out.deep", "out has no settings of its own"),
+        ("out.deep=3", "command line  out.deep", "out is a setting and not a section"),
         ("recipe=pretrain", "command line  recipe", "the command is sft"),
         ("=3", "command line  =3", "not an override"),
     ],
@@ -246,7 +246,7 @@ def test_made_up_data_has_steps_and_no_files(tmp_path: Path) -> None:
     assert load_config("sft", write(tmp_path, dump(config))) == config
     with pytest.raises(UsageError) as caught:
         load_config("sft", None, ["data.mock=true", "data.valid_files=v.json", "train.epochs=2"], flags)
-    assert "give train.steps" in str(caught.value) and "valid_files is for data filesut files" in str(caught.value)
+    assert "give train.steps" in str(caught.value) and "valid_files is for data files" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_settings_of_another_recipe_are_refused(tmp_path: Path) -> None:
         load_config("sft", None, ["dpo.beta=0.2"], FLAGS)
     with pytest.raises(UsageError, match=r"data.loss_on .*is for the chats of sft"):
         load_config("dpo", None, ["data.loss_on=all"], FLAGS)
-    with pytest.raises(UsageError, match=r"length_buckets are for lines of single samples"):
+    with pytest.raises(UsageError, match=r"length_buckets is for packed single samples"):
         load_config("dpo", None, ["data.length_buckets=[4096]"], FLAGS)
-    with pytest.raises(UsageError, match=r"label_smoothing=0.1 belongs to loss=sigmoid, got ipo"):
+    with pytest.raises(UsageError, match=r"label_smoothing=0.1 is for loss=sigmoid, got ipo"):
         load_config("dpo", None, ["dpo.label_smoothing=0.1", "dpo.loss=ipo"], FLAGS)
     config = load_config("dpo", None, ["dpo.beta=0.2", "data.overlong=drop"], FLAGS)
     assert load_config("dpo", write(tmp_path, dump(config))) == config

@@ -91,9 +91,9 @@ def test_facts_that_a_number_of_parameters_does_not_tell() -> None:
 
 
 def test_a_model_is_no_config_of_a_run_and_the_other_way_round() -> None:
-    with pytest.raises(UsageError, match=r"preset:llama3-8b is a model, and the config of a run is wanted.*--model"):
+    with pytest.raises(UsageError, match=r"preset:llama3-8b is a model, expected a run config.*--model"):
         config_path("preset:llama3-8b")
-    with pytest.raises(UsageError, match=r"llama3\.2-1b-sft is the config of a run, and a model is wanted here"):
+    with pytest.raises(UsageError, match=r"llama3\.2-1b-sft is a run config, expected a model"):
         read_model("preset:llama3.2-1b-sft")
     with pytest.raises(UsageError, match=r"Did you mean preset:llama3\.1-8b"):
         read_model("preset:llama31-8b")
@@ -118,7 +118,7 @@ def test_the_model_of_a_run_is_plain_text_too(tmp_path: Path) -> None:
     assert (model.path, model.export_dtype) == ("new", "float32")
     with pytest.raises(UsageError, match=r"command line  model.init  preset:llama3-8b has no weights"):
         load_config("pretrain", tmp_path / "mine.yaml", ["model=preset:llama3-8b", "model.init=hf"])
-    with pytest.raises(UsageError, match="lacks its model_type"):
+    with pytest.raises(UsageError, match="config.json with model_type"):
         load_config("pretrain", None, ["model.config.vocab_size=9", "model.init=random", "data.files=[a]", "out=o"])
 
 

@@ -157,7 +157,7 @@ def test_a_batch_that_cannot_be_dealt_out_names_sizes_that_can() -> None:
         ("llama3", "", ("MBSS=2",), "no variable MBSS; did you mean MBS?"),
         ("llama3", "", ("MBS",), "MBS: expected NAME=VALUE"),
         ("llama3", "OPTIMIZER=sgd", (), "the optimizer is AdamW"),
-        ("llama3", "TE_FP4=1", (), "no FP4 products"),
+        ("llama3", "TE_FP4=1", (), "not support FP4"),
         ("llama3", "TE_FP8=1 TE_FP8_RECIPE=mxfp8", (), "Use TE_FP8_RECIPE=tensorwise"),
         ("llama3", "TOKENIZER_TYPE=Llama2Tokenizer", (), "must be HuggingFaceTokenizer"),
         ("deepseek_v2", "AC=some", (), "must be none or sel or full"),
