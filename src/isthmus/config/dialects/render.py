@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from isthmus.config.dialects.translation import Remark, Translation
+from isthmus.config.dialects.translation import OptionRemark, Translation
 from isthmus.config.yaml_text import write_mapping
 
 
@@ -32,7 +32,7 @@ def as_yaml(translation: Translation, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def remark_line(remark: Remark) -> str:
+def remark_line(remark: OptionRemark) -> str:
     """A remark on one line."""
     return f"{remark.option} ({remark.status}): {remark.reason}"
 

@@ -11,7 +11,7 @@ likely not what its writer meant."""
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
+class OptionRemark:
     """An option that has no setting of the same meaning."""
 
     option: str
@@ -42,7 +42,7 @@ class Translation:
     """By dotted name (``parallel.tp``), in the types of the schema."""
     origins: dict[str, str] = field(default_factory=dict)
     """By dotted name: the option that it comes from."""
-    remarks: list[Remark] = field(default_factory=list)
+    remarks: list[OptionRemark] = field(default_factory=list)
     world: World = World()
 
     def put(self, name: str, value: Any, origin: str) -> None:
@@ -51,4 +51,4 @@ class Translation:
 
     def remark(self, option: str, status: Status, reason: str) -> None:
         """Add a remark."""
-        self.remarks.append(Remark(option, status, reason))
+        self.remarks.append(OptionRemark(option, status, reason))

@@ -24,7 +24,7 @@ from isthmus.config.dialects.primus.primus_keys import (
     REFUSED,
     UNSUPPORTED,
 )
-from isthmus.config.dialects.translation import Remark, Translation, World
+from isthmus.config.dialects.translation import OptionRemark, Translation, World
 from isthmus.errors import UsageError
 
 _MODULE_KEYS = ("framework", "config", "model", "overrides", "name")
@@ -45,7 +45,7 @@ def translate_experiment(path: Path, models: Path | None = None) -> MegatronTran
     """
     file = read_file(path)
     module, module_name = _module(file)
-    args, remarks = Arguments(), list[Remark]()
+    args, remarks = Arguments(), list[OptionRemark]()
     config = str(module.get("config") or "pre_trainer.yaml")
     sft = "sft" in config or "post" in module_name
     given: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def translate_experiment(path: Path, models: Path | None = None) -> MegatronTran
         _set(args, key, value, _line(key, value), remarks, None)
     if strange and model is not None:
         words = f"{model.path.name}: {', '.join(strange)}"
-        remarks.append(Remark(words, "unsupported", "Neither Megatron-LM nor Primus has these keys."))
+        remarks.append(OptionRemark(words, "unsupported", "Neither Megatron-LM nor Primus has these keys."))
     if sft:
         args.set("sft", True, f"config: {config}")
     name = str(file.values.get("exp_name") or path.stem)
@@ -107,7 +107,7 @@ def _add_defaults(
     sft: bool,
     path: Path,
     models: Path | None,
-    remarks: list[Remark],
+    remarks: list[OptionRemark],
 ) -> None:
     """Add the defaults of the module."""
     found = find_file(config, "modules", path, models)
@@ -146,7 +146,7 @@ def _set(
     key: str,
     value: Any,
     source: str,
-    remarks: list[Remark],
+    remarks: list[OptionRemark],
     strange: list[str] | None,
     *,
     implicit: bool = False,
@@ -158,7 +158,7 @@ def _set(
         if status == "refused" and on:
             args.errors.append(f"{source}  {why}")
         elif status != "refused" and on and strange is None:
-            remarks.append(Remark(source, status, why))
+            remarks.append(OptionRemark(source, status, why))
         return
     if key in _CARRIED:
         return
@@ -201,12 +201,12 @@ def _primus_keys() -> list[str]:
     return [key for table in tables for keys in table.values() for key in keys.split() if "*" not in key]
 
 
-def _grouped(remarks: list[Remark]) -> list[Remark]:
+def _grouped(remarks: list[OptionRemark]) -> list[OptionRemark]:
     """One remark for all options with the same reason."""
     alike: dict[tuple[Any, str], list[str]] = {}
     for remark in remarks:
         alike.setdefault((remark.status, remark.reason), []).append(remark.option)
-    return [Remark(", ".join(options), status, reason) for (status, reason), options in alike.items()]
+    return [OptionRemark(", ".join(options), status, reason) for (status, reason), options in alike.items()]
 
 
 def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[str, Any], args: Arguments) -> None:
