@@ -118,7 +118,7 @@ def test_the_model_of_a_run_is_plain_text_too(tmp_path: Path) -> None:
     assert (model.path, model.export_dtype) == ("new", "float32")
     with pytest.raises(UsageError, match=r"command line  model.init  preset:llama3-8b has no weights"):
         load_config("pretrain", tmp_path / "mine.yaml", ["model=preset:llama3-8b", "model.init=hf"])
-    with pytest.raises(UsageError, match="config.json with model_type"):
+    with pytest.raises(UsageError, match=r"config\.json with model_type"):
         load_config("pretrain", None, ["model.config.vocab_size=9", "model.init=random", "data.files=[a]", "out=o"])
 
 
