@@ -5,6 +5,7 @@ Run it with `make docs`. tests/unit/test_docs.py fails if a page is out of date.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -306,7 +307,8 @@ def api_page() -> str:
         _MADE,
         "",
         "`isthmus.sft`, `isthmus.dpo`, `isthmus.pretrain`, `isthmus.convert` and `isthmus.load_model` are imported on",
-        "first use, so `import isthmus` takes milliseconds. The commands call the same functions.",
+        "first use, so `import isthmus` takes milliseconds. The commands call the same functions. `isthmus.sft`,",
+        "`isthmus.dpo` and `isthmus.pretrain` are the `run` functions of their recipes.",
         "",
         "```python",
         "from pathlib import Path",
@@ -351,8 +353,10 @@ def _result_of(function: Callable[..., Any]) -> Any:
 
 def _directive(target: Any, shown_as: str | None = None) -> list[str]:
     path = f"{target.__module__}.{target.__qualname__}"
-    options = ["    options:", f"      heading: {shown_as}"] if shown_as else []
-    return [f"::: {path}", *options, ""]
+    options = [f"      heading: {shown_as}"] if shown_as else []
+    if dataclasses.is_dataclass(target):
+        options += ["      members: true", "      show_if_no_docstring: true"]
+    return [f"::: {path}", *(["    options:"] if options else []), *options, ""]
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -8,5 +8,10 @@ from isthmus.recipes.run import run as run_recipe
 
 
 def run(config: RunConfig) -> RunResult:
-    """Pretrain as ``config`` says; see :func:`isthmus.recipes.run.run` for the errors."""
+    """Pretrain on text and export the model; every rank calls this function.
+
+    Raises:
+        Preempted: the run was asked to stop and has saved its state.
+        IsthmusError: any other failure, with its exit code.
+    """
     return run_recipe("pretrain", config)
