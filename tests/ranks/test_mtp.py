@@ -104,4 +104,4 @@ def test_separate_mtp_embedding_is_refused(two: RankPool, model: Path, samples: 
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     refused = two.run("ranks.tasks.refusal", task="train", model=other, samples=samples, pp=2)
     assert (refused["kind"], refused["code"]) == ("UsageError", 2)
-    assert "model.layers.2.embed_tokens.weight is not the model's own" in refused["text"]
+    assert "model.layers.2.embed_tokens.weight differs from the model's own tensor" in refused["text"]

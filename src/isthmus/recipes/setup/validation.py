@@ -37,7 +37,7 @@ class RunContext:
 
 
 def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: int) -> RunContext:
-    """Check a run before its ranks meet. A user sees the first error in this order:
+    """Check a run before its ranks join. A user sees the first error in this order:
 
     1. run folder and checkpoint to resume from,
     2. model folder, family, layout and experts (:func:`plan_model`),
