@@ -122,7 +122,7 @@ def loading(*, model: str, samples: str, root: str) -> dict[str, Any]:
     layout = {"model": model, "samples": samples}
     training = start(**layout)
     training.stepper.train_step(training.batches.step(0))
-    parallel = training.session.blueprint.parallel
+    parallel = training.model.plan.parallel
     folder = save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), parallel, keep=1)
     return {"upstream": _load(folder, layout, mended=False), "mended": _load(folder, layout, mended=True)}
 
