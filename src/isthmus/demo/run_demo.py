@@ -1,41 +1,49 @@
-"""The whole way in a few minutes on a laptop: a model and real text are made, trained, exported and put to use.
+"""The demo: make a tiny model and its data, pretrain, fine-tune with a stop and resume, export, compare, generate.
 
-Everything is done by the commands a user would type; the demo only prepares their input, stops one of them half way
-to show that it goes on, and looks at what came out.
+Every step is a command that a user could type. The demo writes the input, stops one command half way, and evaluates the
+exported model with transformers on questions about names that no training sample mentions.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from isthmus.demo.python_docs import python_documentation
+from isthmus.demo.questions import Question, chance_level, exact_match, make_questions, split_entries
 from isthmus.errors import CheckFailed, IsthmusError, NoSpace
 
-QUESTION = "What does str.split do?"
+PRETRAIN_STEPS, SFT_STEPS = 200, 600
 TOLERANCE = 1e-4
+EVALUATED_PER_TOPIC = 100
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The figures of the closing table."""
+    """The results of the demo."""
 
-    pretrain_loss_before: float
-    pretrain_loss_after: float
-    sft_loss_before: float
-    sft_loss_after: float
+    pretrain_loss: tuple[float, float]
+    """Validation loss before the first and after the last step."""
+    sft_loss: tuple[float, float]
+    """The same on the held-out questions."""
+    exact_match: dict[str, dict[str, float]]
+    """By topic of the held-out questions and for all: fraction of exact answers before and after fine-tuning, and the
+    chance level, which is always giving the topic's most frequent answer."""
+    examples: list[tuple[str, str, str]]
+    """Held-out questions, the model's answers and the correct answers."""
     tokens_per_s: float
     resumed_at_step: int
     logits_difference: float
-    """Largest absolute difference in float32 between transformers' logits of the export and Megatron-Core's."""
-    answer: str
+    """Largest absolute difference of the export's float32 logits between transformers and Megatron-Core."""
     model: str
     run: str
     time_s: float
@@ -45,134 +53,164 @@ class DemoResult:
         return asdict(self)
 
 
-def run(
-    out: Path, *, nproc: int = 2, pretrain_steps: int = 120, sft_steps: int = 100, say: Callable[[str], None] = print
-) -> DemoResult:
-    """Build, pretrain, fine-tune with one stop on the way, export, compare, generate.
+def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> DemoResult:
+    """Run the demo.
 
     Args:
         out: a folder that does not exist yet.
-        nproc: ranks, all tensor parallel.
-        pretrain_steps: optimizer steps on the documents.
-        sft_steps: optimizer steps on the chats.
-        say: told what is going on.
+        nproc: number of ranks; they are tensor parallel.
+        debug: show the output of the commands, which otherwise goes to files in ``out``.
+        log: prints a line of progress.
 
     Raises:
         NoSpace: ``out`` exists.
-        CheckFailed: the export's logits differ from the trained model's.
-        IsthmusError: a step failed, with the exit code of its command.
+        CheckFailed: the logits of the export differ from those of the trained model.
+        IsthmusError: a command failed; it has the command's exit code.
     """
     started_s = time.monotonic()
     out = Path(out).absolute()
     if out.exists():
         raise NoSpace(f"{out} exists already. Remove it or choose another folder with --out.")
     out.mkdir(parents=True)
-    model, documents, chats = _make_input(out, say)
-    common = ["--nproc", str(nproc), f"parallel.tp={nproc}", "train.global_batch_size=8", "train.micro_batch_size=8"]
-    common += ["data.seq_length=256", "optim.warmup_steps=10", "logging.every=20", "train.precision=fp32"]
+    log("1. Data: the documentation of this Python's standard library")
+    training, held_out = _make_data(out, log)
+    common = ["--nproc", str(nproc), f"parallel.tp={nproc}", "data.seq_length=256", "train.precision=fp32"]
+    common += ["optim.warmup_steps=10", "optim.lr=4e-3"]
 
-    say(f"\n1. Pretraining on {documents.name}: {nproc} ranks, tensor parallel, on Megatron-Core")
-    pretrained = out / "pretrain"
-    arguments = ["pretrain", "--model", str(model), "--data", str(documents), "--out", str(pretrained), *common]
-    _command([*arguments, f"train.steps={pretrain_steps}", "optim.lr=4e-3", "checkpoint.save_final=false"])
-    before_text, after_text = _valid_losses(pretrained)
+    log(f"2. Pretrain: {PRETRAIN_STEPS} steps on Megatron-Core with {nproc} tensor-parallel ranks")
+    pretrained, tuned = out / "pretrain", out / "sft"
+    arguments = ["pretrain", "--model", str(out / "model"), "--data", str(out / "documents.jsonl"), *common]
+    arguments += [f"train.steps={PRETRAIN_STEPS}", "train.global_batch_size=4", "train.micro_batch_size=4"]
+    _command([*arguments, "checkpoint.save_final=false"], pretrained, log, debug=debug)
 
-    tuned = out / "sft"
-    arguments = ["sft", "--model", str(pretrained / "hf"), "--data", str(chats), "--out", str(tuned), *common]
-    arguments += [f"train.steps={sft_steps}", "optim.lr=2e-3"]
-    half = sft_steps // 2
-    say(f"\n2. Fine-tuning on {chats.name}; after step {half} it is told to stop, as a cluster would")
-    _command(arguments, stop_after=(tuned / "metrics.jsonl", half))
-    say("\n3. The same command again: it goes on from the checkpoint and exports")
-    _command(arguments)
-    before_chat, after_chat = _valid_losses(tuned)
-    rows = _rows(tuned)
-    resumed_at = max(
-        int(path.name.removeprefix("iter_"))
-        for path in (tuned / "checkpoints").glob("iter_*")
-        if path.name != f"iter_{sft_steps:07d}"
-    )
+    half = SFT_STEPS // 2
+    log(f"3. Fine-tune: {SFT_STEPS} steps on the questions; after step {half} the run gets SIGTERM")
+    arguments = ["sft", "--model", str(pretrained / "hf"), "--data", str(out / "chats.jsonl"), *common]
+    arguments += [f"data.valid_files={out / 'held-out-chats.jsonl'}", f"train.steps={SFT_STEPS}"]
+    arguments += ["train.global_batch_size=3", "train.micro_batch_size=3"]
+    _command(arguments, tuned, log, debug=debug, stop_after=half)
+    resumed_at = max(int(path.name.removeprefix("iter_")) for path in (tuned / "checkpoints").glob("iter_*"))
+    log("4. The same command again: it resumes from the checkpoint and exports a Hugging Face model")
+    _command(arguments, tuned, log, debug=debug)
 
-    say("\n4. The export in transformers: same logits, and an answer")
-    exported = tuned / "hf"
-    difference = logits_difference(exported, chats)
+    log("5. The exported model in transformers: logits, and answers to held-out questions")
+    difference = logits_difference(tuned / "hf", out / "held-out-chats.jsonl")
     if difference > TOLERANCE:
-        raise CheckFailed(f"logits of {exported} in transformers and Megatron-Core differ by {difference:.2e}.")
-    from isthmus.hf.tiny_model import generate
-
-    answer = generate(exported, [{"role": "user", "content": QUESTION}], max_new_tokens=48)
-    speeds = sorted(row["tokens_per_s"] for row in rows)
+        raise CheckFailed(f"logits of {tuned / 'hf'} in transformers and Megatron-Core differ by {difference:.2e}.")
+    answers = _answers(tuned / "hf", held_out)
+    first_of_topic = {question.topic: question for question in reversed(held_out)}
+    losses, pretrain_losses, speeds = (
+        _metrics(run_dir, key)
+        for run_dir, key in ((tuned, "valid_loss"), (pretrained, "valid_loss"), (tuned, "tokens_per_s"))
+    )
     return DemoResult(
-        pretrain_loss_before=before_text,
-        pretrain_loss_after=after_text,
-        sft_loss_before=before_chat,
-        sft_loss_after=after_chat,
-        tokens_per_s=speeds[len(speeds) // 2],
+        pretrain_loss=(pretrain_losses[0], pretrain_losses[-1]),
+        sft_loss=(losses[0], losses[-1]),
+        exact_match=_scores(training, held_out, _answers(pretrained / "hf", held_out), answers),
+        examples=[(question.text, answers[question], question.answer) for question in first_of_topic.values()],
+        tokens_per_s=sorted(speeds)[len(speeds) // 2],
         resumed_at_step=resumed_at,
         logits_difference=difference,
-        answer=answer,
-        model=str(exported),
+        model=str(tuned / "hf"),
         run=str(tuned),
         time_s=time.monotonic() - started_s,
     )
 
 
-def _make_input(out: Path, say: Callable[[str], None]) -> tuple[Path, Path, Path]:
-    from isthmus.demo.python_docs import python_documentation, write_chats, write_texts
-    from isthmus.hf.tiny_model import build_tiny_qwen3
+def _make_data(out: Path, log: Log) -> tuple[list[Question], list[Question]]:
+    """Write documents, questions and the model; returns the training questions and the held-out questions."""
+    from isthmus.hf.tiny_model import QWEN_PATTERN, build_tiny_qwen3
 
-    say("0. Making the input from this Python's own documentation")
-    entries = python_documentation()
-    documents, chats = out / "documents.jsonl", out / "chats.jsonl"
-    write_texts(entries, documents)
-    write_chats(entries, chats)
-    model = build_tiny_qwen3(out / "model", (entry.document for entry in entries))
-    say(f"   {len(entries)} entries; a Qwen3 model with random weights and a tokenizer trained on them in {model}")
-    return model, documents, chats
+    training, held_out = split_entries(python_documentation())
+    questions, unseen = make_questions(training), make_questions(held_out)
+    by_topic = {topic: [q for q in unseen if q.topic == topic] for topic in sorted({q.topic for q in unseen})}
+    evaluated = [question for some in by_topic.values() for question in some[:EVALUATED_PER_TOPIC]]
+    _write(out / "documents.jsonl", ({"text": entry.document} for entry in training))
+    _write(out / "chats.jsonl", map(_chat, questions))
+    _write(out / "held-out-chats.jsonl", map(_chat, evaluated))
+    log(
+        f"   {len(training)} documents and {len(questions)} questions; none mentions one of {len(held_out)} held-out names"
+    )
+    texts = [entry.document for entry in training] + [question.text for question in questions]
+    sizes = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "head_dim": 64}
+    model = build_tiny_qwen3(out / "model", texts, **sizes, pattern=QWEN_PATTERN, scaled_init=True)
+    log(f"   {model}: a Qwen3 model with random weights, and a tokenizer trained on the documents")
+    return questions, evaluated
 
 
-def _command(arguments: list[str], *, stop_after: tuple[Path, int] | None = None) -> None:
-    """Run one isthmus command; with ``stop_after`` send SIGTERM once its metrics reach that step and expect 75."""
-    process = subprocess.Popen([sys.executable, "-m", "isthmus", *arguments], env=os.environ)
-    stopped = False
-    try:
-        while process.poll() is None:
-            if stop_after and not stopped and _last_step(stop_after[0]) >= stop_after[1]:
-                process.send_signal(signal.SIGTERM)
-                stopped = True
-            time.sleep(0.05)
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    wanted = 75 if stopped else 0
-    if process.returncode != wanted:
-        error = IsthmusError(f"`isthmus {' '.join(arguments)}` ended with code {process.returncode}, not {wanted}.")
+def _chat(question: Question) -> dict[str, object]:
+    return {"messages": [*question.prompt, {"role": "assistant", "content": question.answer}]}
+
+
+def _write(path: Path, records: Iterable[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def _answers(model_folder: Path, questions: list[Question]) -> dict[Question, str]:
+    from isthmus.hf.tiny_model import generate
+
+    answers = generate(model_folder, [question.prompt for question in questions], max_new_tokens=24)
+    return dict(zip(questions, map(str.strip, answers), strict=True))
+
+
+def _scores(
+    training: list[Question], held_out: list[Question], before: dict[Question, str], after: dict[Question, str]
+) -> dict[str, dict[str, float]]:
+    topics = {topic: [q for q in held_out if q.topic == topic] for topic in sorted({q.topic for q in held_out})}
+    return {
+        topic: {
+            "before": exact_match(questions, [before[question] for question in questions]),
+            "after": exact_match(questions, [after[question] for question in questions]),
+            "chance": chance_level(questions, training),
+        }
+        for topic, questions in (topics | {"all": held_out}).items()
+    }
+
+
+def _command(arguments: list[str], run_dir: Path, log: Log, *, debug: bool, stop_after: int | None = None) -> None:
+    """Run one isthmus command. With ``stop_after``, send SIGTERM at that step and expect exit code 75."""
+    command, log_file = (
+        [sys.executable, "-m", "isthmus", *arguments, "--out", str(run_dir)],
+        run_dir.with_suffix(".log"),
+    )
+    with ExitStack() as stack:
+        output = None if debug else stack.enter_context(log_file.open("a", encoding="utf-8"))
+        process = subprocess.Popen(command, stdout=output, stderr=output and subprocess.STDOUT)
+        stopped, logged = False, len(_metrics(run_dir, "loss")) // 100
+        try:
+            while process.poll() is None:
+                losses = _metrics(run_dir, "loss")
+                if len(losses) // 100 > logged:
+                    logged = len(losses) // 100
+                    log(f"   step {logged * 100}: loss {losses[logged * 100 - 1]:.3f}")
+                if stop_after and not stopped and len(losses) >= stop_after:
+                    process.send_signal(signal.SIGTERM)
+                    stopped = True
+                time.sleep(0.2)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    expected = 75 if stop_after else 0
+    if process.returncode != expected:
+        shown = "" if debug else f" Its output is in {log_file}."
+        error = IsthmusError(
+            f"`isthmus {' '.join(arguments)}` exited with {process.returncode}, not {expected}.{shown}"
+        )
         error.exit_code = process.returncode or error.exit_code
         raise error
 
 
-def _rows(run_folder: Path) -> list[dict[str, Any]]:
-    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "tokens_per_s" in row]
+def _metrics(run_dir: Path, key: str) -> list[float]:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = (json.loads(line) for line in lines if line.endswith("}"))
+    return [float(row[key]) for row in rows if key in row]
 
 
-def _last_step(metrics: Path) -> int:
-    if not metrics.exists():
-        return 0
-    steps = [json.loads(line).get("step", 0) for line in metrics.read_text().splitlines() if line.endswith("}")]
-    return max(steps, default=0)
-
-
-def _valid_losses(run_folder: Path) -> tuple[float, float]:
-    """Held-out loss before the first and after the last step."""
-    lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
-    losses = [float(row["valid_loss"]) for row in lines if "valid_loss" in row]
-    return losses[0], losses[-1]
-
-
-def logits_difference(model_folder: Path, chats: Path, *, max_tokens: int = 256) -> float:
-    """Largest absolute difference of the float32 logits of a model folder between transformers and Megatron-Core."""
+def logits_difference(model_folder: Path, text_file: Path, *, max_tokens: int = 256) -> float:
+    """Largest absolute difference of a model's float32 logits between transformers and Megatron-Core."""
     import torch
 
     from isthmus.engine.parallel.process_groups import close_groups
@@ -180,7 +218,7 @@ def logits_difference(model_folder: Path, chats: Path, *, max_tokens: int = 256)
     from isthmus.hf.tokenizer.tokenizer import load_tokenizer
     from isthmus.recipes.setup.load_model import load_model, model_logits
 
-    text = chats.read_text(encoding="utf-8")[:4000]
+    text = text_file.read_text(encoding="utf-8")[:4000]
     ids = torch.tensor(load_tokenizer(model_folder).encode(text)[:max_tokens])
     expected = logits(model_folder, ids[None])[0]
     try:

@@ -1,6 +1,6 @@
-"""A small Qwen3 model made on the spot: tokenizer trained on the given texts, random weights; for demos and tests.
+"""A small Qwen3 model with random weights and a tokenizer trained on given texts, for the demo and tests.
 
-Also the two things to do with a Hugging Face model at the end of a run: let it speak, and look at its logits.
+Also generation and logits with transformers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,6 +27,10 @@ from isthmus.data.chat.default_templates import CHATML
 from isthmus.errors import NoSpace, UsageError
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen's tokenizer splits text before BPE: a word keeps the space, dot or other character before it."""
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
@@ -39,17 +43,22 @@ def train_tokenizer(
     pad_token: str = END_OF_TEXT,
     bos_token: str | None = None,
     chat_template: str | None = CHATML,
+    pattern: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE tokenizer; the same texts give the same tokenizer.
+
+    ``pattern`` is the regular expression that splits text before BPE, by default that of GPT-2.
 
     Raises:
         UsageError: ``vocab_size`` has no room for the 256 bytes and the special tokens.
     """
     smallest = 256 + len(special_tokens)
     if vocab_size < smallest:
-        raise UsageError(f"vocab_size={vocab_size} cannot hold the bytes and special tokens. Use {smallest} or more.")
+        raise UsageError(f"vocab_size={vocab_size} is too small for bytes and special tokens. Use {smallest} or more.")
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes]) if splits else to_bytes
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -84,19 +93,21 @@ def build_tiny_qwen3(
     tie_word_embeddings: bool = True,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    pattern: str | None = None,
+    scaled_init: bool = False,
 ) -> Path:
     """Write a complete model folder: tokenizer, chat template, config, generation config, random weights.
 
-    The embedding has as many rows as the tokenizer has tokens, which may be fewer than ``vocab_size`` when the texts
-    are few.
+    The embedding has one row per token of the tokenizer, which can be fewer than ``vocab_size`` if the texts are short.
+    ``scaled_init`` initializes weights by their fan-in, with small outputs of each layer, for short training.
 
     Raises:
         NoSpace: the folder exists and is not empty.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NoSpace(f"{folder} exists already. Remove it or name another folder.")
-    tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
+        raise NoSpace(f"{folder} exists already. Remove it or choose another folder.")
+    tokenizer = train_tokenizer(texts, vocab_size=vocab_size, pattern=pattern)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -114,6 +125,8 @@ def build_tiny_qwen3(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = Qwen3ForCausalLM(config)
+        if scaled_init:
+            _scale_weights(model)
         model.to(dtype)
     model.generation_config.do_sample = False
     with no_progress_bars():
@@ -122,29 +135,51 @@ def build_tiny_qwen3(
     return folder
 
 
-def generate(model_folder: Path | str, prompt: str | list[dict[str, Any]], *, max_new_tokens: int = 64) -> str:
-    """What the model says to a prompt (text, or chat messages), always the likeliest token."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+@torch.no_grad()
+def _scale_weights(model: Any) -> None:
+    for name, weight in model.named_parameters():
+        if "embed_tokens" in name:
+            weight.normal_(0.0, 0.1)
+        elif weight.dim() == 2:
+            is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+            weight.normal_(0.0, (0.2 if is_output else 1.0) / weight.shape[1] ** 0.5)
+
+
+def generate(
+    model_folder: Path | str,
+    prompts: Sequence[str | list[dict[str, str]]],
+    *,
+    max_new_tokens: int = 64,
+    batch_size: int = 50,
+) -> list[str]:
+    """Greedy completions by transformers; a prompt is text, or chat messages."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True, padding_side="left")
     with no_progress_bars():
-        model: Any = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True)
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-    else:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    with torch.inference_mode():
-        out = model.eval().generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        )
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        model: Any = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True).eval()
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    answers: list[str] = []
+    for start in range(0, len(prompts), batch_size):
+        texts = [
+            prompt
+            if isinstance(prompt, str)
+            else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            for prompt in prompts[start : start + batch_size]
+        ]
+        batch = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, add_special_tokens=False)
+        with torch.inference_mode():
+            out = model.generate(
+                batch.input_ids,
+                attention_mask=batch.attention_mask,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                pad_token_id=pad_token_id,
+            )
+        answers += tokenizer.batch_decode(out[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
+    return answers
 
 
 def logits(model_folder: Path | str, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits of a Hugging Face model in float32: ids [B, S] -> [B, S, V]."""
+    """Float32 logits by transformers: ids [B, S] -> [B, S, V]."""
     with no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, local_files_only=True)
     with torch.inference_mode():
@@ -154,7 +189,7 @@ def logits(model_folder: Path | str, input_ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Small files need no bars, and bars of several ranks would write over each other."""
+    """Disable the progress bars of transformers, which several ranks would print over each other."""
     bars: Any = logging
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

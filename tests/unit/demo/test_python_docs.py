@@ -1,16 +1,14 @@
-"""The documentation of the installed Python as training data."""
+"""The documentation of the installed Python as training data, and questions about it."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from isthmus.data.chat.chat_records import Conversation, Document, parse_record
-from isthmus.demo.python_docs import python_documentation, write_chats, write_texts
-from unit.data.records import read_records
+from isthmus.demo.python_docs import DocEntry, python_documentation
+from isthmus.demo.questions import Question, chance_level, exact_match, make_questions, mentions, split_entries
 
 PROBE = """
 import sys
@@ -22,23 +20,60 @@ print(sorted({"antigravity", "this", "tkinter", "turtle", "idlelib", "http.serve
 """
 
 
-def test_entries_are_many_and_written_as_chats_and_texts(tmp_path):
-    entries = python_documentation()
-    assert 2000 <= len(entries) <= 4000
-    assert len({entry.answer for entry in entries}) == len(entries)
-    assert all(40 <= len(entry.answer) <= 1200 for entry in entries)
-    assert not any(" at 0x" in entry.document for entry in entries)
-    write_chats(entries[:50], tmp_path / "chats.jsonl")
-    write_texts(entries[:50], tmp_path / "texts.jsonl")
-    chats = [parse_record(record) for record in read_records(tmp_path / "chats.jsonl")]
-    assert all(isinstance(chat, Conversation) for chat in chats)
-    texts = [parse_record(record) for record in read_records(tmp_path / "texts.jsonl")]
-    assert all(isinstance(text, Document) for text in texts)
-    assert json.loads((tmp_path / "texts.jsonl").read_text().split("\n")[0])["text"].endswith(entries[0].answer + "\n")
+@pytest.fixture(scope="module")
+def entries() -> list[DocEntry]:
+    return python_documentation()
+
+
+def test_entries(entries: list[DocEntry]) -> None:
+    assert 4000 <= len(entries) <= 9000
+    by_name = {entry.name: entry for entry in entries}
+    assert len(by_name) == len(entries)
+    get = by_name["asyncio.queues.Queue.put"]
+    assert (get.module, get.unit, get.kind, get.parameters) == (
+        "asyncio.queues",
+        "asyncio.queues.Queue",
+        "method",
+        ("item",),
+    )
+    assert by_name["json.decoder.JSONDecodeError"].kind == "exception"
+    assert by_name["shutil.copyfile"].parameters == ("src", "dst")
+    assert by_name["shutil.copyfile"].document.startswith(
+        "In Python, shutil.copyfile() is a function defined in shutil. It has 2 parameters: src, dst.\nCopy data from src"
+    )
+
+
+def test_no_training_text_mentions_a_held_out_name(entries: list[DocEntry]) -> None:
+    training, held_out = split_entries(entries)
+    names = {entry.name for entry in held_out}
+    assert len(held_out) > 300 and len(training) > 0.8 * len(entries)
+    assert not names & {entry.name for entry in training}
+    texts = [entry.document for entry in training]
+    texts += [text for question in make_questions(training) for text in (question.text, question.answer)]
+    assert not any(mentions(text, names) for text in texts)
+    assert not any(name in text.split() for text in texts for name in (held_out[0].name, held_out[-1].name))
+
+
+def test_mentions() -> None:
+    names = {"json.loads", "queue.Queue"}
+    assert mentions("see json.loads.", names) and mentions("calls queue.Queue.put()", names)
+    assert not mentions("json.loadsx, ajson.loads and Queue", names)
+
+
+def test_questions_and_scores() -> None:
+    put = DocEntry("queue", "Queue.put", "method", ("item", "block"), "")
+    questions = {question.topic: question for question in make_questions([put])}
+    assert questions["parameters"].text == "How many parameters has queue.Queue.put(item, block)?"
+    assert questions["parameters"].answer == "2"
+    training = [Question("kind", str(n), answer) for n, answer in enumerate(("class", "class", "method"))]
+    asked = [Question("kind", "a", "class"), Question("kind", "b", "method")]
+    assert exact_match(asked, ["class", "  method\n"]) == 1
+    assert exact_match(asked, ["class", "methods"]) == 0.5
+    assert chance_level(asked, training) == 0.5
 
 
 @pytest.mark.processes
-def test_the_same_in_every_process_and_nothing_odd_is_imported():
+def test_the_same_in_every_process_and_nothing_is_imported() -> None:
     runs = [
         subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout.split("\n")
         for _ in range(2)

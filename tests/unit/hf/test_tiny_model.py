@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
     return build_tiny_qwen3(tmp_path_factory.mktemp("tiny") / "model", TEXTS, vocab_size=300, **SMALL)
 
 
-def test_model_loads_and_speaks(folder):
+def test_model_loads_and_generates(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -28,9 +28,9 @@ def test_model_loads_and_speaks(folder):
     assert model.config.architectures == ["Qwen3ForCausalLM"]
     assert model.config.vocab_size == len(tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    talk = [{"role": "user", "content": "the sea"}]
-    assert generate(folder, talk, max_new_tokens=4) == generate(folder, talk, max_new_tokens=4)
-    assert isinstance(generate(folder, "the sea", max_new_tokens=2), str)
+    chats = [[{"role": "user", "content": text}] for text in ("the sea", "a strait joins two seas")]
+    answers = generate(folder, chats, max_new_tokens=4)
+    assert answers == [generate(folder, [chat], max_new_tokens=4)[0] for chat in chats]
     ids = torch.tensor([[5, 6, 7]])
     assert logits(folder, ids).shape == (1, 3, len(tokenizer))
     assert torch.equal(logits(folder, ids), model.eval()(ids).logits)

@@ -1,0 +1,78 @@
+"""Questions about the standard library with short answers, their held-out split and their scoring."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from isthmus.demo.python_docs import DocEntry, stable_hash
+
+_HELD_OUT_ONE_IN = 10
+_METHOD_QUESTIONS_ONE_IN = 3
+"""Share of the methods that a question of kind is asked about; most of the library are methods."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about one name, and its only correct answer."""
+
+    topic: str
+    text: str
+    answer: str
+
+    @property
+    def prompt(self) -> list[dict[str, str]]:
+        """The question as chat messages."""
+        return [{"role": "user", "content": self.text}]
+
+
+def split_entries(entries: Sequence[DocEntry]) -> tuple[list[DocEntry], list[DocEntry]]:
+    """Training entries and held-out entries. No training entry mentions a held-out name.
+
+    A class and its methods are on the same side.
+    """
+    held_out = [entry for entry in entries if stable_hash(entry.unit) % _HELD_OUT_ONE_IN == 0]
+    names = {entry.name for entry in held_out}
+    return [entry for entry in entries if not mentions(entry.document, names)], held_out
+
+
+def mentions(text: str, names: Collection[str]) -> bool:
+    """Whether the text contains one of the dotted names, or an attribute of it."""
+    for found in re.findall(r"\w+(?:\.\w+)+", text):
+        parts = found.split(".")
+        if any(".".join(parts[:end]) in names for end in range(2, len(parts) + 1)):
+            return True
+    return False
+
+
+def make_questions(entries: Iterable[DocEntry]) -> list[Question]:
+    """Up to three questions per entry: its kind, its module and its number of parameters."""
+    return list(_questions(entries))
+
+
+def _questions(entries: Iterable[DocEntry]) -> Iterator[Question]:
+    for entry in entries:
+        number = stable_hash(entry.unit + entry.name)
+        if entry.kind != "method" or number % _METHOD_QUESTIONS_ONE_IN == 0:
+            yield Question("kind", f"What kind of object is {entry.reference}?", entry.kind)
+        if number % 5 < 3:
+            yield Question("module", f"Which module defines {entry.reference}?", f"It is defined in {entry.module}.")
+        if entry.parameters and number % 3 < 2:
+            text = f"How many parameters has {entry.name}({', '.join(entry.parameters)})?"
+            yield Question("parameters", text, str(len(entry.parameters)))
+
+
+def exact_match(questions: Sequence[Question], answers: Sequence[str]) -> float:
+    """Fraction of exactly correct answers, 0..1."""
+    pairs = zip(questions, answers, strict=True)
+    return sum(question.answer == answer.strip() for question, answer in pairs) / len(questions)
+
+
+def chance_level(questions: Sequence[Question], training: Sequence[Question]) -> float:
+    """Exact match of always giving the most frequent training answer of the topic."""
+    counts: dict[str, Counter[str]] = {}
+    for question in training:
+        counts.setdefault(question.topic, Counter())[question.answer] += 1
+    return exact_match(questions, [counts[question.topic].most_common(1)[0][0] for question in questions])
