@@ -29,18 +29,15 @@ def test_entries(entries: list[DocEntry]) -> None:
     assert 4000 <= len(entries) <= 9000
     by_name = {entry.name: entry for entry in entries}
     assert len(by_name) == len(entries)
-    get = by_name["asyncio.queues.Queue.put"]
-    assert (get.module, get.unit, get.kind, get.parameters) == (
-        "asyncio.queues",
-        "asyncio.queues.Queue",
-        "method",
-        ("item",),
-    )
+    put = by_name["asyncio.queues.Queue.put"]
+    assert (put.module, put.unit, put.kind) == ("asyncio.queues", "asyncio.queues.Queue", "method")
+    assert put.parameters == ("item",)
     assert by_name["json.decoder.JSONDecodeError"].kind == "exception"
     assert by_name["shutil.copyfile"].parameters == ("src", "dst")
-    assert by_name["shutil.copyfile"].document.startswith(
-        "In Python, shutil.copyfile() is a function defined in shutil. It has 2 parameters: src, dst.\nCopy data from src"
+    text = (
+        "In Python, shutil.copyfile() is a function defined in shutil. It has 2 parameters: src, dst.\nCopy data from"
     )
+    assert by_name["shutil.copyfile"].document.startswith(text)
 
 
 def test_no_training_text_mentions_a_held_out_name(entries: list[DocEntry]) -> None:
