@@ -26,14 +26,19 @@ def demo(
     debug: Debug = False,
     json: Json = False,
 ) -> int:
-    """Run everything on this machine without network: build a small model, train it, export it, generate an answer."""
+    """Run everything on this machine without network: build a small model, train it, export it, answer questions."""
     from isthmus.demo.run_demo import run
+    from isthmus.demo.summary import print_summary
 
     # The commands it runs are child processes, which must be stopped first.
     signal.signal(signal.SIGTERM, _terminated)
     # With --json, stdout has the result only.
-    result = run(out, nproc=nproc, say=partial(print, file=sys.stderr if json else sys.stdout, flush=True))
-    show(result, as_json=json)
+    log = partial(print, file=sys.stderr if json else sys.stdout, flush=True)
+    result = run(out, nproc=nproc, debug=debug, log=log)
+    if json:
+        show(result, as_json=True)
+    else:
+        print_summary(result)
     return 0
 
 
