@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json as json_module
+import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,9 @@ def train(
     from isthmus.config.load import dump, load_config
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
 
+    if debug:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("isthmus").setLevel(logging.DEBUG)
     file, overrides = config_and_overrides(words)
     config = load_config(recipe, file, overrides, flags)
     process.run_folder = Path(config.out)

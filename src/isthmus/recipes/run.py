@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ from isthmus.train.stop import StopFlag
 
 if TYPE_CHECKING:
     from isthmus.engine.step import Stepper
+
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +99,19 @@ def _describe(context: RunContext) -> list[str]:
 
 
 def _prepare_process(context: RunContext) -> list[str]:
-    """Set environment variables, threads and the allocator of this process; returns what was set, for the log."""
+    """Set environment variables, threads and the allocator of this process; returns what was set, for the log.
+
+    Settings of CPU libraries are logged at debug level.
+    """
     platform, parallel, local_ranks = context.platform, context.plan.parallel, rank_env.local_world_size()
     shape = RunShape(
         nodes=math.ceil(context.plan.world_size / local_ranks),
         fsdp=parallel.fsdp,
         tp_or_cp=parallel.tp > 1 or parallel.cp > 1,
     )
-    messages = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform, shape).items()]
-    messages += remarks_on(os.environ, shape, on_gpu=platform.device_type == "cuda")
+    on_gpu = platform.device_type == "cuda"
+    environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform, shape).items()]
+    messages = [*(environment if on_gpu else ()), *remarks_on(os.environ, shape, on_gpu=on_gpu)]
     threads = context.config.train.threads
     if threads is not None:
         torch.set_num_threads(threads)
@@ -113,7 +121,9 @@ def _prepare_process(context: RunContext) -> list[str]:
         threads = max(1, cores // local_ranks)
         torch.set_num_threads(threads)
         messages.append(f"{threads} threads a rank ({local_ranks} ranks on this machine's {cores} cores)")
-    return [*messages, *platform.prepare_process()]
+    for detail in (*platform.prepare_process(), *(() if on_gpu else environment)):
+        _logger.debug(detail)
+    return messages
 
 
 def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> RunResult:
