@@ -130,7 +130,7 @@ def _make_data(out: Path, log: Log) -> tuple[list[Question], list[Question]]:
     _write(out / "held-out-chats.jsonl", map(_chat, evaluated))
     log(f"   {len(training)} documents, {len(questions)} questions; {len(held_out)} held-out names are in none of them")
     texts = [entry.document for entry in training] + [question.text for question in questions]
-    sizes = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
+    sizes: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 4, "head_dim": 64}
     model = build_tiny_qwen3(out / "model", texts, **sizes, pattern=QWEN_PATTERN, scaled_init=True)
     log(f"   {model}: a Qwen3 model with random weights, and a tokenizer trained on the documents")
