@@ -78,19 +78,16 @@ def train(
     debug: bool = False,
     json: bool = False,
 ) -> int:
-    """Run a recipe in this process, or in ``nproc`` new ones.
+    """Run a recipe in this process, or in ``nproc`` new ones; returns the exit code.
 
     Args:
         recipe: its name.
         words: a config file and ``key=value`` settings.
         flags: values of options by name, as for :func:`isthmus.config.load.load_config`.
         nproc: number of ranks to start.
-        dry_run: print the config only.
+        dry_run: only print the config.
         debug: show tracebacks and the output of every rank.
         json: print JSON.
-
-    Returns:
-        The exit code.
 
     Raises:
         IsthmusError: from the config and the recipe.

@@ -137,7 +137,7 @@ def test_every_error_at_once(tmp_path: Path) -> None:
         "sft.yaml:9:3  train.recompute  must be 'none', 'selective' or 'full', got 'ful'",
         "sft.yaml:11:3  optim.lr  must be greater than 0, got -1",
         "command line  data.packing  must be a valid boolean, got 'yes'; write true or false",
-        "command line  nonsense  is not an override; write it as section.setting=value",
+        "command line  nonsense  is not an override; use section.setting=value",
     }
 
 

@@ -49,59 +49,22 @@ def read_deepseek(v: Variables) -> ScriptRun:
     t = Translation(recipe="pretrain")
     t.put("model.path", "preset:deepseek-v2-lite", "MODEL_SIZE=16B in the script")
     t.put("model.config.initializer_range", 0.008, "--init-method-std 0.008")
-    t.put("model.init", "random", "no weights are loaded")
+    t.put("model.init", "random", "the script loads no weights")
     t.remark(
         "train_deepseekv2.sh", "different",
-        "the model is DeepSeek-V2-Lite as published, whose first layer is dense; the script has experts in every layer",
+        "the model is the published DeepSeek-V2-Lite with a dense first layer; the script has experts in every layer",
     )  # fmt: skip
-    steps = v.whole("TRAIN_ITERS", 50)
-    t.put("train.steps", steps, v.said("TRAIN_ITERS", 50))
-    if steps > 50:
-        t.remark(v.said("TRAIN_ITERS"), "different", "all of them; the script's --exit-interval ends a run at 50")
-    mbs, gbs, length = v.whole("MBS", 4), v.whole("GBS", 256), v.whole("SEQ_LEN", 2048)
-    t.put("train.micro_batch_size", mbs, v.said("MBS", 4))
-    t.put("train.global_batch_size", gbs, v.said("GBS", 256))
-    t.put("data.seq_length", length, v.said("SEQ_LEN", 2048))
-    for name, default in (("TP", 1), ("PP", 1), ("CP", 1), ("EP", 8)):
-        t.put(f"parallel.{name.lower()}", v.whole(name, default), v.said(name, default))
-    if v.says("MP_VP"):
-        if t.settings["parallel.pp"] == 1:
-            v.refuse("MP_VP", "layers of a virtual stage belong to PP above 1. Leave it out")
-        else:
-            v.refuse("MP_VP", "say the number of virtual stages instead, parallel.vpp=2")
-    precision = v.one_of("PR", ("bf16", "fp8", "fp16"), "bf16")
-    t.put("train.precision", precision, v.said("PR", "bf16"))
-    if precision == "fp8":
-        t.remark(v.said("PR"), "different", CURRENT_SCALING)
-        t.remark(v.said("PR"), "different", "experts stay in bfloat16; attention, dense and shared blocks are in FP8")
-    if precision == "fp16":
-        t.remark(v.said("PR"), "different", "without --apply-query-key-layer-scaling; scores are taken in float32")
-    recompute = v.one_of("AC", ("none", "sel", "full"), "sel")
-    t.put("train.recompute", {"sel": "selective"}.get(recompute, recompute), v.said("AC", "sel"))
-    fixed = {"lr": 1e-5, "min_lr": 1e-6, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "clip_grad": 1.0,
-             "beta1": 0.9, "beta2": 0.95}  # fmt: skip
-    fixed |= {"schedule_steps": steps - 2} if steps > 5 else {"warmup_steps": 0}
-    for name, value in fixed.items():
-        t.put(f"optim.{name}", value, "fixed in the script")
-    if steps <= 5:
-        t.remark(v.said("TRAIN_ITERS"), "different", "too few for the script's warm-up of 2, so there is none")
+    _put_sizes(t, v)
+    precision, recompute = _put_precision(t, v)
+    _put_optimizer(t, v)
     t.put("moe.aux_loss", 0.01, "--moe-aux-loss-coeff 1e-2")
-    folder = v.text("DATA_DIR", _DATA)
-    mock = put_data(
-        t, v, default_path=f"{folder}/mmap_deepseekv2_datasets_text_document", prefix_of="DATA_DIR", implied=False
-    )
-    if mock:
-        put_null_tokenizer(t, v, _VOCAB)
-        if v.says("TOKENIZER_MODEL"):
-            t.remark(v.said("TOKENIZER_MODEL"), "unsupported", "made-up data has no text, so no tokenizer is fetched")
-    else:
-        t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
-        t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.said("TOKENIZER_MODEL", _TOKENIZER))
-        t.remark("--eod-mask-loss", "unsupported", "the end-of-document token is a loss token like every other")
+    _put_tokens(t, v)
     t.put("data.valid_fraction", 0.0, "--eval-iters -1")
     remark_on(t, v, _REMARKS)
     t.world = read_world(v, None, t)
     s = t.settings
+    mbs, gbs = s["train.micro_batch_size"], s["train.global_batch_size"]
+    length = s["data.seq_length"]
     name = (
         f"MI300X-DeepSeek-V2-Lite-{precision}-seq{length}-tp{s['parallel.tp']}pp{s['parallel.pp']}ep{s['parallel.ep']}"
         f"-mbs{mbs}gbs{gbs}-ac_{recompute}-do_true-fa_true-sp_true-{TIME}"
@@ -119,3 +82,56 @@ def read_deepseek(v: Variables) -> ScriptRun:
         tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False),
         no_training=v.switch("NO_TRAINING", False), summary_from=1, with_throughput=False, exports=v.exports,
     )  # fmt: skip
+
+
+def _put_sizes(t: Translation, v: Variables) -> None:
+    t.put("train.steps", v.whole("TRAIN_ITERS", 50), v.said("TRAIN_ITERS", 50))
+    if t.settings["train.steps"] > 50:
+        t.remark(v.said("TRAIN_ITERS"), "different", "Isthmus trains all steps; --exit-interval ends the script at 50")
+    t.put("train.micro_batch_size", v.whole("MBS", 4), v.said("MBS", 4))
+    t.put("train.global_batch_size", v.whole("GBS", 256), v.said("GBS", 256))
+    t.put("data.seq_length", v.whole("SEQ_LEN", 2048), v.said("SEQ_LEN", 2048))
+    for name, default in (("TP", 1), ("PP", 1), ("CP", 1), ("EP", 8)):
+        t.put(f"parallel.{name.lower()}", v.whole(name, default), v.said(name, default))
+    if v.says("MP_VP"):
+        if t.settings["parallel.pp"] == 1:
+            v.refuse("MP_VP", "virtual pipeline stages need PP above 1. Leave it out")
+        else:
+            v.refuse("MP_VP", "set the number of virtual stages instead, parallel.vpp=2")
+
+
+def _put_precision(t: Translation, v: Variables) -> tuple[str, str]:
+    """Translate PR and AC; returns their values."""
+    precision = v.one_of("PR", ("bf16", "fp8", "fp16"), "bf16")
+    t.put("train.precision", precision, v.said("PR", "bf16"))
+    if precision == "fp8":
+        t.remark(v.said("PR"), "different", CURRENT_SCALING)
+        t.remark(v.said("PR"), "different", "experts stay in bf16; attention, dense and shared MLPs are in FP8")
+    if precision == "fp16":
+        t.remark(v.said("PR"), "different", "attention scores are float32, without --apply-query-key-layer-scaling")
+    recompute = v.one_of("AC", ("none", "sel", "full"), "sel")
+    t.put("train.recompute", {"sel": "selective"}.get(recompute, recompute), v.said("AC", "sel"))
+    return precision, recompute
+
+
+def _put_optimizer(t: Translation, v: Variables) -> None:
+    steps = t.settings["train.steps"]
+    fixed = {"lr": 1e-5, "min_lr": 1e-6, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "clip_grad": 1.0,
+             "beta1": 0.9, "beta2": 0.95}  # fmt: skip
+    fixed |= {"schedule_steps": steps - 2} if steps > 5 else {"warmup_steps": 0}
+    for name, value in fixed.items():
+        t.put(f"optim.{name}", value, "fixed in the script")
+    if steps <= 5:
+        t.remark(v.said("TRAIN_ITERS"), "different", "too few steps for the script's warm-up of 2, so there is none")
+
+
+def _put_tokens(t: Translation, v: Variables) -> None:
+    path = f"{v.text('DATA_DIR', _DATA)}/mmap_deepseekv2_datasets_text_document"
+    if put_data(t, v, default_path=path, prefix_of="DATA_DIR", implied=False):
+        put_null_tokenizer(t, v, _VOCAB)
+        if v.says("TOKENIZER_MODEL"):
+            t.remark(v.said("TOKENIZER_MODEL"), "unsupported", "mock data has no text, so no tokenizer is loaded")
+    else:
+        t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
+        t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.said("TOKENIZER_MODEL", _TOKENIZER))
+        t.remark("--eod-mask-loss", "unsupported", "the end-of-document token is a loss token like every other")
