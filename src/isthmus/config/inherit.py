@@ -35,7 +35,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::([^{}]*))?\}")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value of a file; an empty mapping stands for a section, whatever its content."""
+    """One value of a file; an empty mapping stands for a section."""
 
     key: Key
     value: Any

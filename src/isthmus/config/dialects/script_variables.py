@@ -39,7 +39,7 @@ class Variables:
         self.exports: dict[str, str] = {}
         """Environment variables that were given as arguments."""
         self.wrong: list[str] = []
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
         for word in arguments:
             name, equals, value = word.partition("=")
             if not equals:
@@ -70,11 +70,11 @@ class Variables:
                 found[name] = near[0]
         return found
 
-    def says(self, name: str) -> bool:
+    def is_given(self, name: str) -> bool:
         """Whether the variable is given."""
         return self._value(name) is not None
 
-    def said(self, name: str, default: object = None) -> str:
+    def origin(self, name: str, default: object = None) -> str:
         """``NAME=VALUE``, as given or with the script's default."""
         return f"{name}={self.given[name]}" if name in self.given else f"{name}={default}, the script's default"
 
@@ -108,9 +108,9 @@ class Variables:
             return default
         return value
 
-    def unasked(self) -> list[str]:
+    def unused(self) -> list[str]:
         """``NAME=VALUE`` of the given variables that were never read, so they have no effect."""
-        return [self.said(name) for name in sorted(self.given.keys() - self._asked)]
+        return [self.origin(name) for name in sorted(self.given.keys() - self._read)]
 
     def refuse(self, name: str, why: str) -> None:
         """Add an error about a value."""
@@ -129,7 +129,7 @@ class Variables:
             raise UsageError("\n  ".join([f"{script}: {len(wrong)} errors:", *wrong]))
 
     def _value(self, name: str) -> str | None:
-        self._asked.add(name)
+        self._read.add(name)
         return self.given.get(name)
 
     def _guess(self, name: str) -> str:

@@ -73,10 +73,10 @@ def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]
         found["padded_vocab_size"] = args.get("vocab_size") + (args.get("tokenizer_type") == "NullTokenizer")
     for name in ("hidden_dropout", "attention_dropout"):
         if args.get(name):
-            said = (
+            option = (
                 args.source(name) if args.given(name) else f"--{name.replace('_', '-')} {args.get(name)} (the default)"
             )
-            translation.remark(said, "unsupported", "Isthmus has no dropout.")
+            translation.remark(option, "unsupported", "Isthmus has no dropout.")
     if args.get("moe_router_force_load_balancing"):
         why = "Tokens go to the experts that the router chooses, so step times are those of real routing."
         translation.remark(args.source("moe_router_force_load_balancing"), "unsupported", why)

@@ -14,8 +14,8 @@ def take_megablocks(args: Arguments) -> None:
     MegaBlocks divides the load-balancing loss by the number of layers, applies softmax over all experts, and chooses
     one expert by default.
     """
-    said = [name for name in ("moe_top_k", "moe_loss_weight", "moe_capacity_factor") if args.given(name)]
-    if not said and not args.source("num_experts").startswith("--moe-num-experts"):
+    given = [name for name in ("moe_top_k", "moe_loss_weight", "moe_capacity_factor") if args.given(name)]
+    if not given and not args.source("num_experts").startswith("--moe-num-experts"):
         return
     source = args.source("num_experts")
     for name in ("moe_top_k", "moe_loss_weight"):

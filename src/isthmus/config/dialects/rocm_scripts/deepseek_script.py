@@ -70,10 +70,10 @@ def read_deepseek(v: Variables) -> ScriptRun:
         f"-mbs{mbs}gbs{gbs}-ac_{recompute}-do_true-fa_true-sp_true-{TIME}"
     )
     log_folder = v.text("LOG_DIR", "experiment")
-    t.put("out", f"{log_folder}/{of_all_nodes(name, t.world)}", v.said("LOG_DIR", "experiment"))
+    t.put("out", f"{log_folder}/{of_all_nodes(name, t.world)}", v.origin("LOG_DIR", "experiment"))
     save = v.switch("SAVE", False)
     if not save:
-        t.put("checkpoint.save_final", False, v.said("SAVE", 0))
+        t.put("checkpoint.save_final", False, v.origin("SAVE", 0))
     t.put("checkpoint.export_final", False, "the script saves no Hugging Face model")
     t.put("logging.style", "megatron", "the log format of Megatron-LM")
     put_settings(t, v)
@@ -85,15 +85,17 @@ def read_deepseek(v: Variables) -> ScriptRun:
 
 
 def _put_sizes(t: Translation, v: Variables) -> None:
-    t.put("train.steps", v.whole("TRAIN_ITERS", 50), v.said("TRAIN_ITERS", 50))
+    t.put("train.steps", v.whole("TRAIN_ITERS", 50), v.origin("TRAIN_ITERS", 50))
     if t.settings["train.steps"] > 50:
-        t.remark(v.said("TRAIN_ITERS"), "different", "Isthmus trains all steps; --exit-interval ends the script at 50")
-    t.put("train.micro_batch_size", v.whole("MBS", 4), v.said("MBS", 4))
-    t.put("train.global_batch_size", v.whole("GBS", 256), v.said("GBS", 256))
-    t.put("data.seq_length", v.whole("SEQ_LEN", 2048), v.said("SEQ_LEN", 2048))
+        t.remark(
+            v.origin("TRAIN_ITERS"), "different", "Isthmus trains all steps; --exit-interval ends the script at 50"
+        )
+    t.put("train.micro_batch_size", v.whole("MBS", 4), v.origin("MBS", 4))
+    t.put("train.global_batch_size", v.whole("GBS", 256), v.origin("GBS", 256))
+    t.put("data.seq_length", v.whole("SEQ_LEN", 2048), v.origin("SEQ_LEN", 2048))
     for name, default in (("TP", 1), ("PP", 1), ("CP", 1), ("EP", 8)):
-        t.put(f"parallel.{name.lower()}", v.whole(name, default), v.said(name, default))
-    if v.says("MP_VP"):
+        t.put(f"parallel.{name.lower()}", v.whole(name, default), v.origin(name, default))
+    if v.is_given("MP_VP"):
         if t.settings["parallel.pp"] == 1:
             v.refuse("MP_VP", "virtual pipeline stages need PP above 1. Leave it out")
         else:
@@ -103,14 +105,14 @@ def _put_sizes(t: Translation, v: Variables) -> None:
 def _put_precision(t: Translation, v: Variables) -> tuple[str, str]:
     """Translate PR and AC; returns their values."""
     precision = v.one_of("PR", ("bf16", "fp8", "fp16"), "bf16")
-    t.put("train.precision", precision, v.said("PR", "bf16"))
+    t.put("train.precision", precision, v.origin("PR", "bf16"))
     if precision == "fp8":
-        t.remark(v.said("PR"), "different", CURRENT_SCALING)
-        t.remark(v.said("PR"), "different", "experts stay in bf16; attention, dense and shared MLPs are in FP8")
+        t.remark(v.origin("PR"), "different", CURRENT_SCALING)
+        t.remark(v.origin("PR"), "different", "experts stay in bf16; attention, dense and shared MLPs are in FP8")
     if precision == "fp16":
-        t.remark(v.said("PR"), "different", "attention scores are float32, without --apply-query-key-layer-scaling")
+        t.remark(v.origin("PR"), "different", "attention scores are float32, without --apply-query-key-layer-scaling")
     recompute = v.one_of("AC", ("none", "sel", "full"), "sel")
-    t.put("train.recompute", {"sel": "selective"}.get(recompute, recompute), v.said("AC", "sel"))
+    t.put("train.recompute", {"sel": "selective"}.get(recompute, recompute), v.origin("AC", "sel"))
     return precision, recompute
 
 
@@ -122,16 +124,16 @@ def _put_optimizer(t: Translation, v: Variables) -> None:
     for name, value in fixed.items():
         t.put(f"optim.{name}", value, "fixed in the script")
     if steps <= 5:
-        t.remark(v.said("TRAIN_ITERS"), "different", "too few steps for the script's warm-up of 2, so there is none")
+        t.remark(v.origin("TRAIN_ITERS"), "different", "too few steps for the script's warm-up of 2, so there is none")
 
 
 def _put_tokens(t: Translation, v: Variables) -> None:
     path = f"{v.text('DATA_DIR', _DATA)}/mmap_deepseekv2_datasets_text_document"
     if put_data(t, v, default_path=path, prefix_of="DATA_DIR", implied=False):
         put_null_tokenizer(t, v, _VOCAB)
-        if v.says("TOKENIZER_MODEL"):
-            t.remark(v.said("TOKENIZER_MODEL"), "unsupported", "mock data has no text, so no tokenizer is loaded")
+        if v.is_given("TOKENIZER_MODEL"):
+            t.remark(v.origin("TOKENIZER_MODEL"), "unsupported", "mock data has no text, so no tokenizer is loaded")
     else:
         t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
-        t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.said("TOKENIZER_MODEL", _TOKENIZER))
+        t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.origin("TOKENIZER_MODEL", _TOKENIZER))
         t.remark("--eod-mask-loss", "unsupported", "the end-of-document token is a loss token like every other")

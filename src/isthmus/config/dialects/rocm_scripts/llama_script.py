@@ -84,15 +84,15 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     if size not in _MODELS[script]:
         v.refuse("MODEL_SIZE", f"must be {' or '.join(_MODELS[script])} (also with a B at the end)")
         size = "70"
-    if not v.says("MODEL_SIZE"):
+    if not v.is_given("MODEL_SIZE"):
         small = min(_MODELS[script], key=int)
         nodes = ", and for two nodes NNODES=2, NODE_RANK and MASTER_ADDR on each"
         t.remark(
             "MODEL_SIZE", "mistake",
             f"not given, so the script trains the 70B model. For the {small}B model of some examples, set "
-            f"MODEL_SIZE={small}{'' if v.says('NNODES') else nodes}",
+            f"MODEL_SIZE={small}{'' if v.is_given('NNODES') else nodes}",
         )  # fmt: skip
-    t.put("model.path", f"preset:{_MODELS[script][size]}", v.said("MODEL_SIZE", 70))
+    t.put("model.path", f"preset:{_MODELS[script][size]}", v.origin("MODEL_SIZE", 70))
     t.put("model.init", "random", f"train_{script}.sh loads no weights")
     if script == "llama3":
         t.remark(
@@ -112,7 +112,7 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     steps = t.settings["train.steps"]
     if v.switch("ENABLE_PROFILING", False):
         last = min(steps, 12)
-        t.put("train.profile", f"{max(1, last - 2)}-{last}", v.said("ENABLE_PROFILING"))
+        t.put("train.profile", f"{max(1, last - 2)}-{last}", v.origin("ENABLE_PROFILING"))
     remark_on(t, v, _REMARKS)
     t.world = read_world(v, _PORT[script], t)
     s = t.settings
@@ -132,30 +132,30 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
 
 
 def _put_batch(script: str, t: Translation, v: Variables) -> None:
-    t.put("train.steps", v.whole("TOTAL_ITERS", 10), v.said("TOTAL_ITERS", 10))
-    t.put("train.micro_batch_size", v.whole("MBS", 2), v.said("MBS", 2))
-    t.put("train.global_batch_size", v.whole("BS", 8), v.said("BS", 8))
+    t.put("train.steps", v.whole("TOTAL_ITERS", 10), v.origin("TOTAL_ITERS", 10))
+    t.put("train.micro_batch_size", v.whole("MBS", 2), v.origin("MBS", 2))
+    t.put("train.global_batch_size", v.whole("BS", 8), v.origin("BS", 8))
     length = _SEQ_LENGTH[script]
-    t.put("data.seq_length", v.whole("SEQ_LENGTH", length), v.said("SEQ_LENGTH", length))
+    t.put("data.seq_length", v.whole("SEQ_LENGTH", length), v.origin("SEQ_LENGTH", length))
 
 
 def _put_layout(t: Translation, v: Variables) -> None:
     tp, fsdp = v.whole("TP", 8), v.switch("FSDP", False) or v.switch("MEGATRON_FSDP", False)
-    of_fsdp = v.said("FSDP") if v.switch("FSDP", False) else v.said("MEGATRON_FSDP")
+    of_fsdp = v.origin("FSDP") if v.switch("FSDP", False) else v.origin("MEGATRON_FSDP")
     if fsdp and tp > 1:
-        if v.says("TP"):
-            t.remark(v.said("TP"), "different", f"{of_fsdp} sets it to 1, as in the script")
+        if v.is_given("TP"):
+            t.remark(v.origin("TP"), "different", f"{of_fsdp} sets it to 1, as in the script")
         tp = 1
-    t.put("parallel.tp", tp, of_fsdp if fsdp else v.said("TP", 8))
+    t.put("parallel.tp", tp, of_fsdp if fsdp else v.origin("TP", 8))
     if tp > 1 and not v.switch("SEQ_PARALLEL", True):
-        t.put("parallel.sp", False, v.said("SEQ_PARALLEL"))
-    t.put("parallel.pp", v.whole("PP", 1), v.said("PP", 1))
-    t.put("parallel.cp", v.whole("CP", 1), v.said("CP", 1))
+        t.put("parallel.sp", False, v.origin("SEQ_PARALLEL"))
+    t.put("parallel.pp", v.whole("PP", 1), v.origin("PP", 1))
+    t.put("parallel.cp", v.whole("CP", 1), v.origin("CP", 1))
     if fsdp:
         t.put("parallel.fsdp", True, of_fsdp)
     t.put("parallel.timeout_s", 7200.0, "--distributed-timeout-minutes 120")
     if v.switch("RECOMPUTE", False):
-        t.put("train.recompute", "full", v.said("RECOMPUTE"))
+        t.put("train.recompute", "full", v.origin("RECOMPUTE"))
 
 
 def _put_precision(t: Translation, v: Variables) -> None:
@@ -164,11 +164,15 @@ def _put_precision(t: Translation, v: Variables) -> None:
         recipe = v.one_of("TE_FP8_RECIPE", ("delayed", "tensorwise", "mxfp8"), "delayed")
     if v.switch("TE_FP4", False):
         v.refuse("TE_FP4", "Isthmus does not support FP4. Use TE_FP8=1, or leave it out for bf16")
-    t.put("train.precision", "fp8" if fp8 else "bf16", v.said("TE_FP8", 0))
+    t.put("train.precision", "fp8" if fp8 else "bf16", v.origin("TE_FP8", 0))
     if fp8 and recipe == "mxfp8":
         v.refuse("TE_FP8_RECIPE", "Isthmus does not support MXFP8. Use TE_FP8_RECIPE=tensorwise")
     if fp8 and recipe == "delayed":
-        t.remark(v.said("TE_FP8_RECIPE") if v.says("TE_FP8_RECIPE") else v.said("TE_FP8"), "different", CURRENT_SCALING)
+        t.remark(
+            v.origin("TE_FP8_RECIPE") if v.is_given("TE_FP8_RECIPE") else v.origin("TE_FP8"),
+            "different",
+            CURRENT_SCALING,
+        )
 
 
 def _put_optimizer(script: str, t: Translation, v: Variables) -> None:
@@ -192,14 +196,16 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
     if mock:
         put_null_tokenizer(t, v, _VOCAB[script])
         for name in ("TOKENIZER_TYPE", "TOKENIZER_MODEL"):
-            if v.says(name):
-                t.remark(v.said(name), "unsupported", "mock data has no text, so no tokenizer is loaded")
+            if v.is_given(name):
+                t.remark(v.origin(name), "unsupported", "mock data has no text, so no tokenizer is loaded")
         return
-    t.put("tokenizer.type", kind, v.said("TOKENIZER_TYPE", kind))
+    t.put("tokenizer.type", kind, v.origin("TOKENIZER_TYPE", kind))
     t.put(
-        "tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZERS[script]), v.said("TOKENIZER_MODEL", _TOKENIZERS[script])
+        "tokenizer.path",
+        v.text("TOKENIZER_MODEL", _TOKENIZERS[script]),
+        v.origin("TOKENIZER_MODEL", _TOKENIZERS[script]),
     )
-    if not v.says("TOKENIZER_MODEL"):
+    if not v.is_given("TOKENIZER_MODEL"):
         t.remark(
             "TOKENIZER_MODEL", "different",
             f"{_TOKENIZERS[script]} is stored in the Hugging Face cache, not in DATA_DIR/tokenizer_{script}",
@@ -208,27 +214,27 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
 
 def _put_output(t: Translation, v: Variables, log_folder: str) -> None:
     save = v.text("SAVE_CKPT_PATH", "")
-    t.put("out", save or f"{log_folder}/run", v.said("SAVE_CKPT_PATH") if save else v.said("LOG_DIR", log_folder))
+    t.put("out", save or f"{log_folder}/run", v.origin("SAVE_CKPT_PATH") if save else v.origin("LOG_DIR", log_folder))
     if save:
-        t.put("checkpoint.every", v.whole("SAVE_INTERVAL", 5000), v.said("SAVE_INTERVAL", 5000))
+        t.put("checkpoint.every", v.whole("SAVE_INTERVAL", 5000), v.origin("SAVE_INTERVAL", 5000))
         t.remark(
-            v.said("SAVE_CKPT_PATH"), "different", "it is the run folder; checkpoints are in its folder checkpoints"
+            v.origin("SAVE_CKPT_PATH"), "different", "it is the run folder; checkpoints are in its folder checkpoints"
         )
     else:
         t.put("checkpoint.save_final", False, "the script saves nothing")
     t.put("checkpoint.export_final", False, "the script saves no Hugging Face model")
-    if v.says("LOAD_CKPT_PATH"):
-        t.put("checkpoint.resume", v.given["LOAD_CKPT_PATH"], v.said("LOAD_CKPT_PATH"))
-        t.remark(v.said("LOAD_CKPT_PATH"), "different",
+    if v.is_given("LOAD_CKPT_PATH"):
+        t.put("checkpoint.resume", v.given["LOAD_CKPT_PATH"], v.origin("LOAD_CKPT_PATH"))
+        t.remark(v.origin("LOAD_CKPT_PATH"), "different",
                  "it must be a checkpoint of Isthmus, which is resumed with its optimizer. Convert one of Megatron-LM "
                  "with isthmus convert, then set model.path and model.init=hf")  # fmt: skip
     evaluations = v.whole("EVAL_ITERS", -1, least=-1)
     if evaluations > 0:
-        t.put("train.eval_every", v.whole("EVAL_INTERVAL", 5000), v.said("EVAL_INTERVAL", 5000))
-        t.remark(v.said("EVAL_ITERS"), "different", "each evaluation uses the whole validation set")
+        t.put("train.eval_every", v.whole("EVAL_INTERVAL", 5000), v.origin("EVAL_INTERVAL", 5000))
+        t.remark(v.origin("EVAL_ITERS"), "different", "each evaluation uses the whole validation set")
     else:
         t.put("data.valid_fraction", 0.0, "--eval-iters -1")
-    t.put("logging.every", v.whole("LOG_INTERVAL", 1), v.said("LOG_INTERVAL", 1))
+    t.put("logging.every", v.whole("LOG_INTERVAL", 1), v.origin("LOG_INTERVAL", 1))
     t.put("logging.style", "megatron", "the log format of Megatron-LM")
-    if v.says("WANDB_API_KEY"):
+    if v.is_given("WANDB_API_KEY"):
         t.remark("WANDB_API_KEY", "unsupported", "metrics are written to metrics.jsonl and TensorBoard files")

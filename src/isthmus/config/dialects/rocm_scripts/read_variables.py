@@ -28,8 +28,8 @@ def read_script(script: str, environment: Mapping[str, str], arguments: Sequence
     v = Variables(of.VARIABLES, environment, arguments, exported=EXPORTED)
     run = deepseek_script.read_deepseek(v) if script == "deepseek_v2" else llama_script.read_llama(script, v)
     v.check(run.script)
-    for said in v.unasked():
-        run.translation.remark(said, "unsupported", "it has no effect with these values of the other variables")
+    for option in v.unused():
+        run.translation.remark(option, "unsupported", "it has no effect with these values of the other variables")
     for name, meant in v.near_misses(environment, of.ELSEWHERE).items():
         run.translation.remark(
             name, "mistake", f"it is set in the environment, but {run.script} does not read it; did you mean {meant}?"

@@ -92,21 +92,21 @@ def read_world(v: Variables, port: int | None, translation: Translation) -> Worl
     """The ranks, from the variables of torchrun's options; adds remarks on likely mistakes."""
     nodes, rank = v.whole("NNODES", 1), v.whole("NODE_RANK", 0, least=0)
     if rank >= nodes:
-        alone = "" if v.says("NNODES") else ", and NNODES is not given (1). Set NNODES on every node"
+        alone = "" if v.is_given("NNODES") else ", and NNODES is not given (1). Set NNODES on every node"
         v.refuse("NODE_RANK", f"must be less than NNODES={nodes}{alone}")
-    elif v.says("MASTER_ADDR") and v.text("MASTER_ADDR", "") not in ("localhost", "127.0.0.1") and nodes == 1:
+    elif v.is_given("MASTER_ADDR") and v.text("MASTER_ADDR", "") not in ("localhost", "127.0.0.1") and nodes == 1:
         translation.remark(
-            v.said("MASTER_ADDR"), "mistake",
+            v.origin("MASTER_ADDR"), "mistake",
             "NNODES is not given, so this node trains alone. A run over two nodes needs NNODES=2 and NODE_RANK on each",
         )  # fmt: skip
-    if nodes > 1 and not v.says("MASTER_ADDR"):
+    if nodes > 1 and not v.is_given("MASTER_ADDR"):
         v.refuse("NNODES", "needs MASTER_ADDR, the address of the first node, on every node")
     if re.fullmatch(r"IP_\w+|\$.*|<.*>", v.text("MASTER_ADDR", "")):
         translation.remark(
-            v.said("MASTER_ADDR"), "mistake", "a placeholder: replace it by the address of the first node"
+            v.origin("MASTER_ADDR"), "mistake", "a placeholder: replace it by the address of the first node"
         )
-    chosen = v.whole("MASTER_PORT", port or 1) if port is not None or v.says("MASTER_PORT") else None
-    nproc = v.whole("NPROC", 1) if v.says("NPROC") else None
+    chosen = v.whole("MASTER_PORT", port or 1) if port is not None or v.is_given("MASTER_PORT") else None
+    nproc = v.whole("NPROC", 1) if v.is_given("NPROC") else None
     address = v.text("MASTER_ADDR", "localhost")
     return World(nnodes=nodes, node_rank=rank, nproc_per_node=nproc, master_addr=address, master_port=chosen)
 
@@ -131,22 +131,22 @@ def put_data(t: Translation, v: Variables, *, default_path: str, prefix_of: str,
     path = v.text("DATA_PATH", "") if "DATA_PATH" in v.known else ""
     mock = v.switch("MOCK_DATA", not (implied and path))
     if mock:
-        t.put("data.mock", True, v.said("MOCK_DATA", 1))
+        t.put("data.mock", True, v.origin("MOCK_DATA", 1))
         for name in ("DATA_PATH", prefix_of) if path else (prefix_of,):
-            if v.says(name):
-                t.remark(v.said(name), "unsupported", "MOCK_DATA=1 selects mock data. Set MOCK_DATA=0 to read it")
+            if v.is_given(name):
+                t.remark(v.origin(name), "unsupported", "MOCK_DATA=1 selects mock data. Set MOCK_DATA=0 to read it")
         return True
-    said = v.said("DATA_PATH") if path else v.said(prefix_of, default_path)
-    if not v.says("MOCK_DATA"):
-        t.remark(said, "different", "real data, as in the scripts of 2026; those of 2025 also need MOCK_DATA=0")
+    option = v.origin("DATA_PATH") if path else v.origin(prefix_of, default_path)
+    if not v.is_given("MOCK_DATA"):
+        t.remark(option, "different", "real data, as in the scripts of 2026; those of 2025 also need MOCK_DATA=0")
     words = path.split() or [default_path]
     weights, prefixes = words[::2], words[1::2]
     if len(words) > 1 and len(weights) == len(prefixes) and all(re.fullmatch(r"[0-9.]+", word) for word in weights):
         for number, (weight, prefix) in enumerate(zip(weights, prefixes, strict=True), start=1):
-            t.put(f"data.sets.set{number}.files", [prefix], said)
-            t.put(f"data.sets.set{number}.weight", float(weight), said)
+            t.put(f"data.sets.set{number}.files", [prefix], option)
+            t.put(f"data.sets.set{number}.weight", float(weight), option)
     else:
-        t.put("data.files", words, said)
+        t.put("data.files", words, option)
     return False
 
 
@@ -171,5 +171,5 @@ def put_null_tokenizer(t: Translation, v: Variables, vocab_size: int) -> None:
 def remark_on(t: Translation, v: Variables, remarks: Sequence[tuple[str, str | None, Any, str]]) -> None:
     """Add the remarks (variable, its value or None for any, status, reason) that apply."""
     for name, value, status, why in remarks:
-        if v.says(name) and (value is None or v.given[name] == value):
-            t.remark(v.said(name), status, why)
+        if v.is_given(name) and (value is None or v.given[name] == value):
+            t.remark(v.origin(name), status, why)
