@@ -78,7 +78,7 @@ def run(recipe: str, config: RunConfig) -> RunResult:
     with StopFlag() as stop:
         try:
             context = validate(config, ranks_here=rank_env.local_world_size())
-            messages = [*_describe(context), *_prepare_process(context)]
+            messages = [*context.messages, *_prepare_process(context)]
             limits = config.parallel
             with join_ranks(
                 context.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s
@@ -86,16 +86,6 @@ def run(recipe: str, config: RunConfig) -> RunResult:
                 return _run_rank(context, [*messages, *([machines] if machines else [])], stop)
         finally:
             close_groups()
-
-
-def _describe(context: RunContext) -> list[str]:
-    return [
-        f"platform {context.platform.name}: {context.platform.reason}",
-        f"layout: {context.config.parallel.describe(context.plan.world_size)}",
-        *context.plan.weights.notes,
-        context.memory,
-        f"precision {context.precision}: {context.precision_reason}",
-    ]
 
 
 def _prepare_process(context: RunContext) -> list[str]:

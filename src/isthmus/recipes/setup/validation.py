@@ -31,9 +31,8 @@ class RunContext:
     tokenizer: Tokenizer
     platform: Platform
     precision: str
-    precision_reason: str
-    memory: str
-    """The memory estimate, for the log."""
+    messages: tuple[str, ...]
+    """Platform, layout, memory estimate and precision with their reasons, for the log."""
 
 
 def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: int) -> RunContext:
@@ -69,14 +68,20 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     check_precision(platform, precision)
     check_offload(config.optim, config.parallel, platform.device_type)
     memory = check_memory(plan, config, platform, precision, ranks_here=ranks_here)
-    return RunContext(config, run_dir, resume, plan, tokenizer, platform, precision, reason, memory)
+    messages = (
+        f"platform {platform.name}: {platform.reason}",
+        f"layout: {config.parallel.describe(plan.world_size)}",
+        *plan.weights.notes,
+        memory,
+        f"precision {precision}: {reason}",
+    )
+    return RunContext(config, run_dir, resume, plan, tokenizer, platform, precision, messages)
 
 
 def dry_run(config: RunConfig, *, world_size: int, ranks_here: int) -> str:
-    """The layout and the memory estimate of a run that is not started, or the error it would end with."""
+    """The messages of a run that is not started, or the error it would end with."""
     try:
         context = validate(config, world_size=world_size, ranks_here=ranks_here)
     except IsthmusError as error:
         return f"would be refused here: {error}"
-    layout = config.parallel.describe(context.plan.world_size)
-    return f"layout: {layout}\n{context.memory}\nnothing has been started (DRY_RUN=1)"
+    return "\n".join([*context.messages, "nothing has been started (DRY_RUN=1)"])
