@@ -16,6 +16,7 @@ from isthmus.families.family import Family
 from isthmus.families.rules.shard import unsharded
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.shrunken_model import copy_logits
+from isthmus.platforms.detect import detect
 
 _LENGTHS = (37, 23)
 """Tokens of the samples: more than any window and any original context of a probe model."""
@@ -56,7 +57,8 @@ def _load(family: Family, probe: ProbeModel) -> Any:
     from isthmus.engine.model_config import transformer_config
 
     arch = family.to_architecture(probe.folder.config)
-    model = build_model(arch, transformer_config(arch, dtype=torch.float32)).eval()
+    device = torch.device(detect().device_type)
+    model = build_model(arch, transformer_config(arch, dtype=torch.float32, device=device)).eval()
     live = live_tensors(model)
     if unused := sorted(family.placements(arch).keys() - live.keys() - {"output_layer.weight"}):
         raise ValueError(f"{unused[0]} is not a tensor of this decoder")
