@@ -8,10 +8,10 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 .PHONY: help setup demo test unit lint check format docs site clean
-help:  ## Say what there is
+help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
-setup: $(STAMP)  ## Make .venv with everything in it
+setup: $(STAMP)  ## Create .venv with all dependencies
 
 # torch goes first, so that the rest is resolved around it. One that is in .venv already (a ROCm build, say) stays.
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	echo "Installing isthmus and its tools"; $(PIP) -c $(VENV)/pins.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## A small model from nothing to Hugging Face, on this machine
+demo: $(STAMP)  ## Train, export and evaluate a small model on this machine
 	@test ! -d isthmus-demo || { echo 'Removing the isthmus-demo of last time'; rm -r isthmus-demo; }
 	$(VENV)/bin/isthmus demo --out isthmus-demo
 
