@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from isthmus.config.dialects.megatron.arguments import read_flags
-from isthmus.config.dialects.megatron.known_args import kinds, name_of, says_nothing, untranslated
+from isthmus.config.dialects.megatron.known_args import kinds, name_of, is_neutral, untranslated
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
@@ -60,7 +60,7 @@ def test_defaults_are_its_own(arguments: list[dict[str, Any]]) -> None:
                 default = [str(default)]
             assert ours == default or (kind == "bool" and not ours and not default), name
         elif name in untranslated() and name not in LAST_FLAG_WINS:
-            assert says_nothing(default, untranslated()[name][2]) or default is None, name
+            assert is_neutral(default, untranslated()[name][2]) or default is None, name
 
 
 def test_a_switch_that_turns_off_says_so() -> None:
