@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from isthmus.config.dialects.megatron.arguments import read_flags
-from isthmus.config.dialects.megatron.known_args import kinds, name_of, is_neutral, untranslated
+from isthmus.config.dialects.megatron.known_args import is_neutral, kinds, name_of, untranslated
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
