@@ -1,4 +1,4 @@
-"""The one door to megatron.core: everything that knows Megatron lives here and nothing outside imports it."""
+"""Everything that imports megatron.core; other packages use it through this one."""
 
 from isthmus.engine.upstream.compat import quiet_missing_extensions
 

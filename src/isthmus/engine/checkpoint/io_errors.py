@@ -44,9 +44,8 @@ def read_errors(folder: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:
         lines = _lines(error)
         message = lines[-1] if isinstance(error, CheckpointException) else lines[0]
-        message = (
-            message if len(message) <= 200 else f"{message[:200]}..."
-        )  # torch lists every tensor of the checkpoint
+        # torch lists every tensor of the checkpoint
+        message = message if len(message) <= 200 else f"{message[:200]}..."
         raise DataError(
             f"{folder} cannot be loaded: it is damaged, or of another model ({message}). "
             "Resume from another checkpoint, or start a new run with --out."

@@ -22,9 +22,8 @@ class CpuOffloadAdamW(torch.optim.AdamW):
     def from_adamw(cls, adam: torch.optim.AdamW) -> CpuOffloadAdamW:
         """Take over the parameter groups and the filled state of ``adam``."""
         optimizer = cls([torch.empty(0)])
-        optimizer.param_groups = (
-            adam.param_groups
-        )  # some are views of the model's buffers, which torch's constructor rejects
+        # Some parameters are views of the model's buffers, which torch's constructor rejects.
+        optimizer.param_groups = adam.param_groups
         for parameter, state in adam.state.items():
             pinned = parameter.is_cuda  # copies overlap with computation only from pinned memory
             moments = {name: torch.empty_like(parameter, device="cpu", pin_memory=pinned) for name in _MOMENTS}
