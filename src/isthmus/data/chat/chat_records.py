@@ -1,7 +1,7 @@
-"""Records to conversations: the kinds of chat data found in the field, told apart by their keys.
+"""Parses records to conversations; their keys tell the format.
 
 ===========================  ==========================================================
-kind                         keys
+format                       keys
 ===========================  ==========================================================
 messages (OpenAI)            ``messages`` of ``role``/``content``; ``tools``, ``tool_calls``
 sharegpt                     ``conversations`` of ``from``/``value``; ``system``, ``tools``
@@ -10,7 +10,7 @@ prompt and completion        ``prompt``, ``completion`` (or ``response``): text 
 text                         ``text``
 ===========================  ==========================================================
 
-Pairs of answers are in ``isthmus.data.chat.preference_records``.
+Preference pairs are in ``isthmus.data.chat.preference_records``.
 """
 
 from __future__ import annotations
@@ -19,37 +19,35 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from isthmus.data.chat.message_normalization import Message as Message
-from isthmus.data.chat.message_normalization import listed, message, optional_text, side, sound, text, turns
+from isthmus.data.chat.message_normalization import check_characters, listed, message, optional_text, side, text, turns
 from isthmus.data.chat.tool_calls import normal_tools
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
 Kind = Literal["text", "chat", "preference"]
 RECIPES: dict[Kind, str] = {"text": "pretrain", "chat": "sft", "preference": "dpo"}
-"""What learns from each kind."""
+"""The recipe that trains on each kind."""
 FIELDS = (
     "text", "messages", "conversations", "instruction", "input", "output", "history", "system", "tools",
     "prompt", "completion", "response", "chosen", "rejected",
 )  # fmt: skip
-"""Every key of a record that is known here."""
-_KINDS = (
-    "messages, conversations (from/value), instruction+output, prompt+completion, text"  # what an error message offers
-)
+"""Every known key of a record."""
+_FORMATS = "messages, conversations (from/value), instruction+output, prompt+completion, text"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in the order they were spoken, in the words of chat templates (``role``, ``content``, ``tool_calls``)."""
+    """Turns in order, with the keys of chat templates (``role``, ``content``, ``tool_calls``)."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     where: str
-    """``file:line`` of the record it came from."""
+    """``file:line`` of the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Plain text to be learned as it stands."""
+    """Plain text."""
 
     text: str
     where: str
@@ -57,20 +55,19 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceRecord:
-    """Two answers to one conversation, the better one and the worse one."""
+    """A chosen and a rejected answer to one conversation."""
 
     prompt: list[Message]
     """Turns before the answers."""
     chosen: list[Message]
-    """Turns that follow the prompt; at least one is the assistant's."""
+    """Turns after the prompt; at least one is the assistant's."""
     rejected: list[Message]
-    """Likewise."""
     tools: list[dict[str, Any]] | None
     where: str
 
 
 def kinds_of(record: Record) -> list[Kind]:
-    """What a record could be, by its keys alone, the likeliest first; nothing when it is no known kind."""
+    """The kinds that a record's keys allow, the most likely first; empty for an unknown record."""
     value = present(record)
     found: list[Kind] = ["preference"] if "chosen" in value and "rejected" in value else []
     pairs = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"))
@@ -82,28 +79,24 @@ def kinds_of(record: Record) -> list[Kind]:
 
 
 def parse_document(record: Record) -> Document:
-    """The text of a record, whatever else it has.
-
-    Raises:
-        DataError: it has none, or one that is no text.
-    """
+    """The text of a record, which may have other keys; DataError if it has none or it is not a string."""
     value, where = present(record), record.where
     if not isinstance(value.get("text"), str):
         raise _unknown(value, where)
-    return Document(sound(value["text"], where), where)
+    return Document(check_characters(value["text"], where), where)
 
 
 def parse_record(record: Record) -> Conversation | Document:
-    """Bring a record that is no pair of answers into one form; its text is taken only where it has no turns.
+    """Parse a record that is not a preference pair; ``text`` is used only if it has no turns.
 
     Raises:
-        DataError: no known kind, a field of the wrong type, a conversation without an assistant turn, or one whose
-            answers are apart, as chosen and rejected.
+        DataError: unknown format, a field of the wrong type, a conversation without an assistant turn, or one whose
+            answers are under chosen and rejected.
     """
     value, where = present(record), record.where
     is_pair = "chosen" in value and "rejected" in value
     if is_pair and kinds_of(record) == ["preference"]:
-        raise _apart(where)
+        raise _preference_error(where)
     if (given := given_turns(value, where)) is not None:
         messages = turns(given, where)
     elif "instruction" in value and "output" in value:
@@ -117,29 +110,30 @@ def parse_record(record: Record) -> Conversation | Document:
         raise _unknown(value, where)
     messages = with_system(messages, value, where)
     if is_pair and messages[-1]["role"] != "assistant":
-        raise _apart(where)
+        raise _preference_error(where)
     if not any(turn["role"] == "assistant" for turn in messages):
-        raise DataError(f"{where}: no assistant turn, so there is nothing to learn from this record.")
+        raise DataError(f"{where}: no assistant turn, so this record has no loss tokens.")
     return Conversation(messages, normal_tools(value.get("tools"), where), where)
 
 
 def _unknown(value: dict[str, Any], where: str) -> DataError:
     keys = ", ".join(sorted(map(str, value))) or "none"
-    told = f"unknown kind of record with the keys {keys}. Wanted one of: {_KINDS}; data.columns maps other names."
-    return DataError(f"{where}: {told}")
+    return DataError(
+        f"{where}: unknown record with the keys {keys}. Expected one of: {_FORMATS}; data.columns maps other names."
+    )
 
 
-def _apart(where: str) -> DataError:
-    return DataError(f"{where}: a preference pair (chosen/rejected) is no chat record. Wanted one of: {_KINDS}.")
+def _preference_error(where: str) -> DataError:
+    return DataError(f"{where}: a preference pair (chosen/rejected) is not a chat record. Expected one of: {_FORMATS}.")
 
 
 def present(record: Record) -> dict[str, Any]:
-    """The fields of a record that are not null: rows of a table have all fields of all kinds that are in it."""
+    """The fields of a record that are not null: rows of a table have the fields of all its rows."""
     return {name: cell for name, cell in record.value.items() if cell is not None}
 
 
 def given_turns(value: dict[str, Any], where: str) -> list[Any] | None:
-    """The turns of a record that has ``messages`` or ``conversations``; None for others."""
+    """The turns under ``messages`` or ``conversations``; None if a record has neither."""
     for name in ("messages", "conversations"):
         if (found := listed(value.get(name), name, where)) is not None:
             return found
@@ -147,7 +141,7 @@ def given_turns(value: dict[str, Any], where: str) -> list[Any] | None:
 
 
 def question(value: dict[str, Any], where: str) -> list[Message]:
-    """What comes before the answer in an Alpaca record."""
+    """The turns before the answer in an Alpaca record."""
     messages: list[Message] = []
     for pair in listed(value.get("history"), "history", where) or []:
         if not (isinstance(pair, list) and len(pair) == 2):
@@ -160,8 +154,8 @@ def question(value: dict[str, Any], where: str) -> list[Message]:
 
 
 def with_system(messages: list[Message], value: dict[str, Any], where: str) -> list[Message]:
-    """The turns after the record's own ``system`` text, unless a system turn is among them."""
+    """The turns with the record's ``system`` text first, unless they have a system turn."""
     system = optional_text(value, "system", where)
     if not system or any(turn["role"] == "system" for turn in messages):
         return messages
-    return [{"role": "system", "content": sound(system, where)}, *messages]
+    return [{"role": "system", "content": check_characters(system, where)}, *messages]

@@ -1,8 +1,8 @@
-"""The chat templates that stand in when a tokenizer brings none.
+"""Default chat templates for tokenizers without one.
 
-ChatML is taken only where its two marks are tokens of the vocabulary; otherwise turns are announced in plain text and
-the assistant's end with the end-of-sequence token, the one stop mark that every model has already learned.
-Tools need no place in either: see ``isthmus.data.chat.template_capabilities``.
+ChatML is used only if its two marks are tokens of the vocabulary; otherwise roles are plain text and an assistant turn
+ends with the end-of-sequence token, the one stop token that every model knows. Neither renders tools: see
+``isthmus.data.chat.template_capabilities``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _PLAIN = (
 
 
 def default_template(vocabulary: Container[str], *, adds_bos: bool) -> tuple[str, str]:
-    """The template for a tokenizer that has none, and its name (``"chatml"`` or ``"plain"``) to be told to the user.
+    """The template for a tokenizer without one, and its name (``"chatml"`` or ``"plain"``) as (name, template).
 
     Args:
         vocabulary: every token, special ones included.
-        adds_bos: whether the tokenizer itself puts its first token before a text; the template then does so too.
+        adds_bos: whether the tokenizer puts its bos token before a text; the template then does so too.
     """
     name, template = ("chatml", CHATML) if all(mark in vocabulary for mark in CHATML_MARKS) else ("plain", _PLAIN)
     return name, ("{{- bos_token -}}" if adds_bos else "") + template

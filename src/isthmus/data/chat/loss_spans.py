@@ -1,4 +1,4 @@
-"""Stretches of text to be learned, their ends, and the tokens that lie in them."""
+"""Spans of text that have loss, and the mask of their tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ Span = tuple[int, int]
 
 
 def turn_end(text: str, span: Span, specials: tuple[str, ...], turn_token: str | None) -> int:
-    """Where an assistant's turn ends inside ``span``: after its turn-ending token, before what a template adds.
+    """The end of an assistant's turn inside ``span``: after its end token, before text that the template adds.
 
-    A turn closes with special tokens and blanks (``<|call_end|><|im_end|>``, ``<|end|> <|endoftext|>``). Of these
-    the last ``turn_token`` is the end; without one among them, the last special token; with none at all, the
-    whole span.
+    A turn ends with special tokens and blanks (``<|call_end|><|im_end|>``, ``<|end|> <|endoftext|>``). The end is after
+    the last ``turn_token`` of these; without one, after the last special token; with none at all, the end of the span.
     """
     start, end = span
     closing: list[tuple[str, int]] = []
@@ -31,7 +30,7 @@ def turn_end(text: str, span: Span, specials: tuple[str, ...], turn_token: str |
 
 
 def following(text: str, position: int, token: str | None) -> int | None:
-    """The end of ``token`` where it comes next after ``position``, blanks aside; None where it does not."""
+    """The end of ``token`` if it follows ``position`` after optional blanks, else None."""
     if token is None:
         return None
     at = position + len(text[position:]) - len(text[position:].lstrip())
@@ -39,7 +38,7 @@ def following(text: str, position: int, token: str | None) -> int | None:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """The same characters in order, with spans that touch made one and empty ones left out."""
+    """The spans in order, with touching ones merged and empty ones removed."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if start >= end:
@@ -52,7 +51,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def shared_prefix(*texts: str) -> str:
-    """What all texts begin with."""
+    """The common prefix of all texts."""
     first, last = min(texts), max(texts)
     if last.startswith(first):
         return first
@@ -62,8 +61,8 @@ def shared_prefix(*texts: str) -> str:
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.uint8]:
     """1 for each token that shares a character with a span, else 0.
 
-    A token across a span's edge counts as learned: the model has to produce it to get across. A token without width
-    (a word mark that a sentencepiece model puts before a text) belongs to the character it stands before.
+    A token across a span's edge has loss: the model has to generate it to cross the edge. A token of width zero (the
+    prefix space of a sentencepiece model) belongs to the character after it.
     """
     mask = np.zeros(len(offsets), dtype=np.uint8)
     if not len(offsets):

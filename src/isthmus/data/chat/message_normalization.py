@@ -1,4 +1,4 @@
-"""The turns of a conversation, in whichever words a record has them, brought into those of chat templates."""
+"""Normalizes the turns of a conversation to the keys and roles of chat templates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from isthmus.data.chat.tool_calls import call_from_text, normal_calls
 from isthmus.errors import DataError
 
 Message = dict[str, Any]
-"""``role`` and ``content``; where there are, ``tool_calls``, ``reasoning_content``, ``name``, ``tool_call_id``, and
-``weight`` 0 in a turn that is not learned."""
+"""``role`` and ``content``; optional ``tool_calls``, ``reasoning_content``, ``name``, ``tool_call_id``, and ``weight``,
+which is 0 for a turn without loss."""
 _ROLES = {
     "user": "user",
     "human": "user",
@@ -28,15 +28,11 @@ _ROLES = {
     "tool_call": "function_call",
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_LEARNED = ("weight", "train", "training", "loss")  # 0 or false: the turn is read, but not learned
+_WEIGHTS = ("weight", "train", "training", "loss")  # 0 or false: the turn has no loss
 
 
 def turns(given: list[Any], where: str) -> list[Message]:
-    """Messages out of turns with role/content or from/value keys, mixed if need be.
-
-    Raises:
-        DataError: a turn is no such thing.
-    """
+    """Messages from turns with role/content or from/value keys; DataError for anything else."""
     messages: list[Message] = []
     for number, turn in enumerate(given, start=1):
         if not isinstance(turn, dict):
@@ -49,53 +45,45 @@ def _message_of(turn: dict[str, Any], number: int, where: str) -> Message:
     name = turn.get("role", turn.get("from"))
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise DataError(f"{where}: turn {number} has the unknown role {name!r}. Wanted one of: {', '.join(_ROLES)}.")
+        raise DataError(f"{where}: turn {number} has the unknown role {name!r}. Expected one of: {', '.join(_ROLES)}.")
     content = turn.get("content", turn.get("value"))
     if role == "function_call":
         calls = call_from_text(text(content, f"turn {number}", where), where)
-        spoken: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+        result: Message = {"role": "assistant", "content": "", "tool_calls": calls}
     else:
-        spoken = message(role, "" if content is None and turn.get("tool_calls") else content, where)
+        result = message(role, "" if content is None and turn.get("tool_calls") else content, where)
         if turn.get("tool_calls"):
-            spoken["tool_calls"] = normal_calls(turn["tool_calls"], where)
+            result["tool_calls"] = normal_calls(turn["tool_calls"], where)
     if len(turn) > 2:
-        spoken |= _extras(turn, role, number, where)
-    return spoken
+        result |= _extras(turn, role, number, where)
+    return result
 
 
 def _extras(turn: dict[str, Any], role: str, number: int, where: str) -> Message:
-    """What a turn has beside who says what."""
+    """The keys of a turn besides its role and content."""
     extras: Message = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
     for key in _REASONING if role == "assistant" else ():
         if turn.get(key):
-            extras["reasoning_content"] = sound(text(turn[key], f"turn {number}'s {key}", where), where)
+            extras["reasoning_content"] = check_characters(text(turn[key], f"turn {number}'s {key}", where), where)
             break
-    for key in _LEARNED:
+    for key in _WEIGHTS:
         weight = turn.get(key)
         if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
-            raise DataError(f"{where}: turn {number} has {key} {weight!r:.40}. Wanted 0 or 1, or false or true.")
+            raise DataError(f"{where}: turn {number} has {key} {weight!r:.40}. Expected 0 or 1, or false or true.")
         if weight == 0:
             extras["weight"] = 0
     return extras
 
 
 def message(role: str, content: Any, where: str) -> Message:
-    """One turn out of a text, or a list of parts that are all text.
-
-    Raises:
-        DataError: it is neither.
-    """
+    """One turn with a text, or a list of text parts, as content; DataError for anything else."""
     if isinstance(content, list):
         content = "".join(_text_part(part, where) for part in content)
-    return {"role": role, "content": sound(text(content, f"the {role} turn's content", where), where)}
+    return {"role": role, "content": check_characters(text(content, f"the {role} turn's content", where), where)}
 
 
 def side(value: Any, role: str, name: str, where: str) -> list[Message]:
-    """One side of a pair: a text that ``role`` says, a turn, or several turns; turns also as JSON text.
-
-    Raises:
-        DataError: it is none of these.
-    """
+    """The turns of a prompt or an answer: a text of ``role``, a turn, or several turns; turns also as JSON text."""
     value = _turns_in_text(value)
     if isinstance(value, dict):
         value = [value]
@@ -105,16 +93,12 @@ def side(value: Any, role: str, name: str, where: str) -> list[Message]:
 
 
 def listed(value: Any, name: str, where: str) -> list[Any] | None:
-    """A list, also out of its JSON text, as table cells have it; None when it is neither.
-
-    Raises:
-        DataError: a text that begins like a list, but is not JSON.
-    """
+    """A list, or the list in a JSON text (as in table cells), else None; DataError for a list that is not JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            hint = " Python's own notation is not JSON; json.dumps writes it." if "'" in value[:80] else ""
+            hint = " A Python literal is not JSON; json.dumps writes JSON." if "'" in value[:80] else ""
             raise DataError(f"{where}: {name} begins like a list but is not JSON: {error}.{hint}") from error
     return value if isinstance(value, list) else None
 
@@ -125,7 +109,7 @@ def _turns_in_text(value: Any) -> Any:
     try:
         inner = json.loads(value)
     except (ValueError, RecursionError):
-        return value  # a text that happens to begin so
+        return value  # a text that only begins like JSON
     found = inner if isinstance(inner, list) else [inner]
     is_turns = all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in found)
     return found if found and is_turns else value
@@ -135,25 +119,25 @@ def _text_part(part: Any, where: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise DataError(f"{where}: a content part of type {kind!r}. Only text parts can be learned.")
+    raise DataError(f"{where}: a content part of type {kind!r}. Only text parts are supported.")
 
 
 def text(value: Any, name: str, where: str) -> str:
-    """``value``, which must be text; DataError that calls it ``name`` if it is not."""
+    """``value`` if it is a string, else DataError with ``name``."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {name} must be text, got {type(value).__name__}.")
     return value
 
 
 def optional_text(value: dict[str, Any], key: str, where: str) -> str:
-    """The text at ``key``, empty if there is none; DataError if it is something else."""
+    """The text at ``key``, empty if missing; DataError if it is not a string."""
     return "" if value.get(key) is None else text(value[key], key, where)
 
 
-def sound(words: str, where: str) -> str:
-    """Refuse lone surrogates here, where the line is known: JSON may hold them, no tokenizer takes them."""
+def check_characters(string: str, where: str) -> str:
+    """The string; DataError for a lone surrogate, which JSON allows and tokenizers do not."""
     try:
-        words.encode("utf-8")
+        string.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: the text holds the lone surrogate U+{ord(words[error.start]):04X}.") from error
-    return words
+        raise DataError(f"{where}: the text contains the lone surrogate U+{ord(string[error.start]):04X}.") from error
+    return string

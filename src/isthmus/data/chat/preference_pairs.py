@@ -1,4 +1,4 @@
-"""Pairs of answers, the better and the worse one, to texts: both behind their prompt, and what is learned of them."""
+"""Renders preference pairs: prompt and chosen answer, prompt and rejected answer, with loss on the answers."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from isthmus.errors import DataError
 
 
 class PairRenderer:
-    """Renders both conversations of a pair; learned is what follows the prompt and the assistant said."""
+    """Renders both conversations of a pair; the assistant's turns after the prompt have loss."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        """Try the template; see :class:`~isthmus.data.chat.chat_text.ChatRenderer` for the errors."""
+        """Probe the template; the errors are those of :class:`~isthmus.data.chat.chat_text.ChatRenderer`."""
         self._render = ChatRenderer(tokenizer)
 
     @property
     def without_end(self) -> int:
-        """Answers so far that end with no special token."""
+        """Answers so far without a special token after them."""
         return self._render.without_end
 
     def __call__(self, pair: PreferenceRecord) -> tuple[ChatText, ChatText]:
         """The chosen and the rejected conversation.
 
         Raises:
-            DataError: the template refuses one, or writes its answer in more than one way.
+            DataError: the template raises, or does not render an answer as one text.
         """
-        # What the assistant said in the prompt is the same in both, and nothing to prefer.
-        asked = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in pair.prompt]
-        return self._whole(pair, asked, pair.chosen), self._whole(pair, asked, pair.rejected)
+        # Assistant turns in the prompt are the same in both and have no loss.
+        prompt = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in pair.prompt]
+        return self._whole(pair, prompt, pair.chosen), self._whole(pair, prompt, pair.rejected)
 
-    def _whole(self, pair: PreferenceRecord, asked: list[Message], answer: list[Message]) -> ChatText:
-        texts = self._render(Conversation([*asked, *answer], pair.tools, pair.where))
+    def _whole(self, pair: PreferenceRecord, prompt: list[Message], answer: list[Message]) -> ChatText:
+        texts = self._render(Conversation([*prompt, *answer], pair.tools, pair.where))
         if len(texts) == 1:
             return texts[0]
-        why = "the chat template writes earlier turns of an answer in another way once later ones follow"
+        why = "the chat template rewrites earlier turns of an answer when later ones follow"
         raise DataError(
-            f"{pair.where}: {why}, so it has no one probability. Give answers of one turn."
+            f"{pair.where}: {why}, so it has no single probability. Use answers of one turn."
             if texts
-            else f"{pair.where}: an answer has no turn of the assistant that counts."
+            else f"{pair.where}: an answer has no assistant turn with loss."
         )

@@ -1,4 +1,4 @@
-"""Records to pairs of answers: the forms that preference data has in the field.
+"""Parses records to preference pairs; their keys tell the format.
 
 ================================  ====================================================================
 before the answers                ``chosen`` and ``rejected``
@@ -6,7 +6,7 @@ before the answers                ``chosen`` and ``rejected``
 ``prompt``: text or messages      text, a turn, or turns; the turns may begin with those of the prompt
 ``messages``, ``conversations``   text, a turn, or turns (LLaMA-Factory)
 ``instruction``, ``input``        text, a turn, or turns
-nothing                           whole conversations: what they share is the prompt
+nothing                           whole conversations: their common turns are the prompt
 nothing                           whole conversations as text: ``Human:`` and ``Assistant:`` (HH-RLHF)
 ================================  ====================================================================
 """
@@ -26,37 +26,34 @@ _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
 def parse_preference(record: Record) -> PreferenceRecord:
-    """Tell which form a pair has and bring it into one.
+    """Parse a preference pair.
 
     Raises:
-        DataError: no pair, a field of the wrong type, an answer without an assistant turn, or no prompt.
+        DataError: not a pair, a field of the wrong type, an answer without an assistant turn, or no prompt.
     """
     value, where = present(record), record.where
     if "chosen" not in value or "rejected" not in value:
         keys = ", ".join(sorted(map(str, value))) or "none"
-        raise DataError(f"{where}: no preference pair, which has chosen and rejected; got the keys {keys}.")
+        raise DataError(f"{where}: not a preference pair: expected the keys chosen and rejected, got {keys}.")
     chosen, rejected = (_answer(value[name], name, where) for name in ("chosen", "rejected"))
     prompt = _prompt(value, where)
     shared = _shared(chosen, rejected)
     if prompt is not None and len(chosen) > 1 and any(_same(prompt, whole) for whole in (chosen, rejected)):
-        prompt = None  # the turns beside the pair repeat one of the two, as in UltraFeedback
+        prompt = None  # messages repeat one of the two conversations, as in UltraFeedback
     if prompt is None:
         prompt = shared
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     elif shared and any(_same(prompt, part) for part in (shared[: len(prompt)], shared[-len(prompt) :])):
-        prompt = (
-            shared  # the answers begin with the prompt; its system turn, or first words of the answer, may be there
-        )
+        # The answers begin with the prompt, perhaps with its system turn or the first turns of the answer.
+        prompt = shared
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     prompt = with_system(prompt, value, where)
     if not any(turn["role"] == "user" for turn in prompt):
-        raise DataError(
-            f"{where}: nothing is asked before chosen and rejected. Wanted prompt, messages or instruction."
-        )
+        raise DataError(f"{where}: no user turn before chosen and rejected. Expected prompt, messages or instruction.")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer or answer[0]["role"] != "assistant":
             got = answer[0]["role"] if answer else "nothing"
-            raise DataError(f"{where}: {name} must go on after the prompt with an assistant turn, got {got}.")
+            raise DataError(f"{where}: {name} must continue the prompt with an assistant turn, got {got}.")
     return PreferenceRecord(prompt, chosen, rejected, normal_tools(value.get("tools"), where), where)
 
 
@@ -65,7 +62,7 @@ def _answer(value: Any, name: str, where: str) -> list[Message]:
 
 
 def _prompt(value: dict[str, Any], where: str) -> list[Message] | None:
-    """The turns before the answers; None when the record has none apart from them."""
+    """The turns under the record's prompt keys; None if it has none."""
     if (given := given_turns(value, where)) is not None:
         return turns(given, where)
     if "instruction" in value:
@@ -76,19 +73,19 @@ def _prompt(value: dict[str, Any], where: str) -> list[Message] | None:
 
 
 def _dialog(value: Any, where: str) -> list[Message]:
-    """The turns of a text that is a whole dialog, as HH-RLHF has it; none for anything else."""
+    """The turns of a dialog in one text, as in HH-RLHF; empty for anything else."""
     if not (isinstance(value, str) and value.lstrip().startswith("Human:")):
         return []
     parts = _SPEAKER.split(value.strip())[1:]
-    spoken = [
+    found = [
         message("user" if speaker == "Human" else "assistant", words.strip(), where)
         for speaker, words in zip(parts[::2], parts[1::2], strict=True)
     ]
-    return spoken if spoken[-1]["content"] else spoken[:-1]  # "Assistant:" at the end asks for an answer
+    return found if found[-1]["content"] else found[:-1]  # "Assistant:" at the end is a generation prompt
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> list[Message]:
-    """The turns with which both begin, up to the assistant turn where they part; at least one is left to each."""
+    """The common first turns, up to the assistant turn where they differ; at least one turn of each remains."""
     length = 0
     for k, pair in enumerate(zip(chosen, rejected, strict=False)):
         if all(turn["role"] == "assistant" for turn in pair):

@@ -1,7 +1,7 @@
-"""What a chat template can say, found by trying it, and conversations rewritten to what it can.
+"""Probes what a chat template renders, and rewrites conversations accordingly.
 
-Many templates pass over tools, calls of tools, a system turn or reasoning without a word, which would train a model on
-answers to things it never saw, or on empty turns. What a template does not show is put into the text of a turn instead.
+Many templates silently ignore tools, tool calls, a system turn or reasoning, so a model would be trained on answers to
+content that it never saw, or on empty turns. Content that a template ignores is put into the text of a turn.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _CALL_ID = "call00000"
 
 @dataclass(frozen=True, slots=True)
 class TemplateCapabilities:
-    """Whether a template shows system turns, the list of tools, calls of tools, and what tools answered."""
+    """Whether a template renders system turns, the list of tools, and tool calls with their responses."""
 
     system: bool
     tools: bool
     calls: bool
     reasoning: str | None
-    """The key of a turn whose reasoning it shows: ``content`` where it has no other, None where it cuts that out."""
+    """The key of a turn that it renders as reasoning: ``content`` if it has no other, None if it removes it there."""
 
     @classmethod
-    def of(cls, render: Render) -> TemplateCapabilities:
-        """Try a template with a small conversation of each sort."""
+    def probe(cls, render: Render) -> TemplateCapabilities:
+        """Render a small conversation of each sort."""
         user: Message = {"role": "user", "content": "probeuser"}
         call = {"type": "function", "id": _CALL_ID, "function": {"name": "probetool", "arguments": {"x": "probevalue"}}}
         called = [
@@ -53,9 +53,9 @@ class TemplateCapabilities:
         ]
         system = {"role": "system", "content": "probesystem"}
         return cls(
-            system=_shows(render, [system, user], None, "probesystem"),
-            tools=_shows(render, [user], [_TOOL], "probetool"),
-            calls=_shows(render, called, None, "probetool", "probevalue", "probeanswer", "probeend"),
+            system=_renders(render, [system, user], None, "probesystem"),
+            tools=_renders(render, [user], [_TOOL], "probetool"),
+            calls=_renders(render, called, None, "probetool", "probevalue", "probeanswer", "probeend"),
             reasoning=_reasoning_key(render, user),
         )
 
@@ -63,13 +63,13 @@ class TemplateCapabilities:
 def _reasoning_key(render: Render, user: Message) -> str | None:
     thought, end = "probethought", "probeend"
     for key in ("reasoning_content", "reasoning", "thinking"):
-        if _shows(render, [user, {"role": "assistant", "content": end, key: thought}], None, thought, end):
+        if _renders(render, [user, {"role": "assistant", "content": end, key: thought}], None, thought, end):
             return key
     folded = {"role": "assistant", "content": _folded(thought, end)}
-    return "content" if _shows(render, [user, folded], None, thought, end) else None
+    return "content" if _renders(render, [user, folded], None, thought, end) else None
 
 
-def _shows(render: Render, messages: list[Message], tools: list[dict[str, Any]] | None, *wanted: str) -> bool:
+def _renders(render: Render, messages: list[Message], tools: list[dict[str, Any]] | None, *wanted: str) -> bool:
     try:
         text = render(messages, tools)
     except DataError:
@@ -78,21 +78,21 @@ def _shows(render: Render, messages: list[Message], tools: list[dict[str, Any]] 
 
 
 def adapt(
-    messages: list[Message], tools: list[dict[str, Any]] | None, abilities: TemplateCapabilities
+    messages: list[Message], tools: list[dict[str, Any]] | None, capabilities: TemplateCapabilities
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """The same conversation, with whatever the template would pass over written into the text of its turns.
+    """The conversation with content that the template ignores moved into the text of its turns.
 
     Raises:
-        DataError: there is reasoning, and the template cuts it out of the text too.
+        DataError: a turn has reasoning, and the template removes it from the text too.
     """
-    messages = [_with_reasoning(dict(message), abilities.reasoning) for message in messages]
-    if tools and not abilities.tools:
+    messages = [_with_reasoning(dict(message), capabilities.reasoning) for message in messages]
+    if tools and not capabilities.tools:
         messages, tools = _with_system(messages, _tools_text(tools)), None
-    if abilities.calls:
+    if capabilities.calls:
         _number_calls(messages)
     else:
         messages = _calls_as_text(messages)
-    if not abilities.system:
+    if not capabilities.system:
         messages = _without_system(messages)
     return messages, tools
 
@@ -103,8 +103,8 @@ def _with_reasoning(message: Message, key: str | None) -> Message:
         return message
     if key is None:
         raise DataError(
-            "there is reasoning in this record, and the chat template cuts it out of every answer. Use a template that "
-            "shows it (chat_template.jinja in the model folder), or data without it."
+            "this record has reasoning, and the chat template removes it from every answer. Use a template that "
+            "renders it (chat_template.jinja in the model folder), or data without it."
         )
     shown = _folded(reasoning, message["content"]) if key == "content" else reasoning
     return {**message, key: shown}
@@ -139,7 +139,7 @@ def _calls_as_text(messages: list[Message]) -> list[Message]:
         elif message["role"] == "tool":
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             message = {"role": "user", "content": text}
-            if result and result[-1]["role"] == "user":  # templates that insist on turns taken in alternation
+            if result and result[-1]["role"] == "user":  # some templates require alternating turns
                 result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n{text}"}
                 continue
         elif message["role"] == "user" and result and result[-1]["content"].endswith("</tool_response>"):
@@ -160,7 +160,7 @@ def _without_system(messages: list[Message]) -> list[Message]:
             result.append({**message, "content": "\n\n".join([*pending, message["content"]])})
             pending = []
         else:
-            if pending:  # an assistant speaks first: its instructions still come before it
+            if pending:  # the assistant has the first turn: its instructions still come before it
                 result.append({"role": "user", "content": "\n\n".join(pending)})
                 pending = []
             result.append(message)
@@ -168,7 +168,7 @@ def _without_system(messages: list[Message]) -> list[Message]:
 
 
 def _number_calls(messages: list[Message]) -> None:
-    """Give calls and answers the ids that some templates insist on, where the data has none."""
+    """Add the ids that some templates require to tool calls and responses without one."""
     number, waiting = 0, []
     for message in messages:
         if calls := message.get("tool_calls"):

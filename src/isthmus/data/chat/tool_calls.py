@@ -1,8 +1,8 @@
-"""Tools and calls of tools, brought into the one form that chat templates expect.
+"""Tools and tool calls in the form that chat templates expect.
 
 A tool is ``{"type": "function", "function": {"name", "description", "parameters"}}``; a call is
 ``{"type": "function", "function": {"name", "arguments": dict}}``. Arguments are objects, not JSON text: templates
-write them with ``tojson``, which would quote text a second time.
+render them with ``tojson``, which would quote text a second time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from isthmus.errors import DataError
 
 
 def normal_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
-    """A list of tools out of a list or the JSON text of one; None when there is none.
+    """The tools of a list, or of its JSON text; None when there are none.
 
     Raises:
         DataError: not JSON, not a list of objects, or a tool without a name.
@@ -35,11 +35,7 @@ def normal_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def normal_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The ``tool_calls`` of one turn.
-
-    Raises:
-        DataError: not a list of objects, or a call without a name.
-    """
+    """The ``tool_calls`` of one turn; DataError for anything but a list of objects with names."""
     if not isinstance(calls, list):
         raise DataError(f"{where}: tool_calls must be a list, got {type(calls).__name__}.")
     normal = []
@@ -49,7 +45,7 @@ def normal_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise DataError(f"{where}: a tool call must be an object with a name, got {call!r:.60}.")
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = _json(arguments, f"the arguments of the call of {function['name']}", where)
+            arguments = _json(arguments, f"the arguments of the call to {function['name']}", where)
         entry: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         if isinstance(call.get("id"), str):
             entry["id"] = call["id"]

@@ -1,4 +1,4 @@
-"""Megatron's indexed format: tokens in ``PREFIX.bin``, where sequences and documents begin in ``PREFIX.idx``.
+"""Reads Megatron's indexed format: tokens in ``PREFIX.bin``, starts of sequences and documents in ``PREFIX.idx``.
 
 The ``.idx`` is, little-endian and without gaps (megatron.core.datasets.indexed_dataset, version 1)::
 
@@ -8,8 +8,8 @@ The ``.idx`` is, little-endian and without gaps (megatron.core.datasets.indexed_
     uint64   n, sequences
     uint64   d, documents + 1
 
-Two files more are ours, and Megatron looks at neither: ``PREFIX.mask.bin`` has one byte a token, in the order of the
-.bin, 1 where the token is learned; ``PREFIX.json`` is the manifest, which knows the sizes and hashes of the others.
+Isthmus adds two files, which Megatron ignores: ``PREFIX.mask.bin`` has one byte per token, 1 where the token has loss;
+``PREFIX.json`` is the manifest with the sizes and hashes of the others.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class IndexedDataset:
-    """A pair that was checked, mapped into memory."""
+    """Indexed files, checked and mapped into memory."""
 
     prefix: Path
     tokens: npt.NDArray[Any]
     """[total], of the dtype in the file."""
     mask: npt.NDArray[np.uint8] | None
-    """[total], 1 where the token is learned; None: all are."""
+    """[total], 1 where the token has loss; None: all have."""
     starts: npt.NDArray[np.int64]
     """[n], the first token of each sequence."""
     lengths: npt.NDArray[np.int64]
@@ -57,39 +57,39 @@ class IndexedDataset:
     documents: npt.NDArray[np.int64]
     """[documents + 1], document k is the sequences ``documents[k]:documents[k + 1]``."""
     manifest: dict[str, Any] | None
-    """What ``PREFIX.json`` holds; None for a pair that was made elsewhere."""
+    """The content of ``PREFIX.json``; None without one."""
 
 
 def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, verify: bool = False) -> IndexedDataset:
-    """Check a pair and map it into memory, read-only.
+    """Check indexed files and map them into memory, read-only.
 
-    Always checked: the form of the .idx, that its sequences lie end to end and fill the .bin, that its documents go
-    forward; and with a manifest all sizes and the hash of the .idx. The hashes of .bin and mask are checked with
-    ``verify`` alone, since that reads them whole.
+    Checks the format of the .idx, that its sequences are contiguous and fill the .bin, and that its documents are in
+    order; with a manifest also all sizes and the hash of the .idx. ``verify`` adds the hashes of .bin and mask, which
+    reads them as a whole.
 
     Args:
         prefix: of the files, without ``.bin`` or ``.idx``.
-        manifest: where the manifest is, if not at ``PREFIX.json``.
-        verify: read everything and compare all hashes; wants a manifest.
+        manifest: its path, if not ``PREFIX.json``.
+        verify: compare all hashes; needs a manifest.
 
     Raises:
-        MissingInput: the .bin or the .idx is not there, or a mask that the manifest speaks of.
-        DataError: a file is damaged, cut short, or of another kind.
+        MissingInput: the .bin, the .idx or a mask listed in the manifest does not exist.
+        DataError: a file is damaged, truncated, or of another format.
         IOFailure: reading failed.
     """
     data, index, masked = (indexed_file(prefix, suffix) for suffix in SUFFIXES[:3])
-    said = Path(manifest) if manifest is not None else indexed_file(prefix, ".json")
+    manifest_path = Path(manifest) if manifest is not None else indexed_file(prefix, ".json")
     try:
         for path in (data, index):
             if not path.is_file():
-                raise MissingInput(f"{path}: no such file. A prepared pair is PREFIX.bin and PREFIX.idx together.")
-        record = read_manifest(said) if said.is_file() else None
+                raise MissingInput(f"{path}: no such file. Prepared data is PREFIX.bin and PREFIX.idx together.")
+        record = read_manifest(manifest_path) if manifest_path.is_file() else None
         has_mask = masked.is_file()
         if record is not None:
-            check_sizes(prefix, record, said)
+            check_sizes(prefix, record, manifest_path)
             has_mask = ".mask.bin" in record["pair"]["files"]
         elif verify:
-            raise MissingInput(f"{said}: no such manifest, so there is nothing to verify {data} against.")
+            raise MissingInput(f"{manifest_path}: no such manifest, so {data} cannot be verified.")
         dtype, lengths, documents = _read_index(index, data.stat().st_size)
         if record is not None:
             for suffix in record["pair"]["files"] if verify else (".idx",):
@@ -99,32 +99,32 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
     except OSError as error:
         raise IOFailure(f"{prefix}: cannot be read: {error.strerror or error}.") from error
     if mask is not None and len(mask) != len(tokens):
-        raise DataError(f"{masked}: {len(mask)} bytes, wanted {len(tokens)}, one a token of {data}. {HINT}")
+        raise DataError(f"{masked}: {len(mask)} bytes, expected {len(tokens)}, one per token of {data}. {HINT}")
     return IndexedDataset(Path(prefix), tokens, mask, np.cumsum(lengths) - lengths, lengths, documents, record)
 
 
 def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(dtype, sequence lengths, document bounds) of a sound .idx; nothing is trusted before it is checked."""
+    """(dtype, sequence lengths, document bounds) of a valid .idx."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(HEADER.size)
     if not start.startswith(MAGIC):
-        raise DataError(f"{path}: begins with {start[:9]!r}, wanted {MAGIC!r}, so it is no index of Megatron's format.")
+        raise DataError(f"{path}: begins with {start[:9]!r}, expected {MAGIC!r}, so it is not a Megatron index.")
     if len(start) < HEADER.size:
-        raise DataError(f"{path}: {size} bytes, wanted at least {HEADER.size}. {HINT}")
+        raise DataError(f"{path}: {size} bytes, expected at least {HEADER.size}. {HINT}")
     _, version, code, sequences, bounds = HEADER.unpack(start)
     if version != VERSION:
-        raise DataError(f"{path}: version {version}, wanted {VERSION}. {HINT}")
+        raise DataError(f"{path}: version {version}, expected {VERSION}. {HINT}")
     names = {number: name for name, number in DTYPE_CODES.items()}
     if code not in names:
         kind = _FLOAT_CODES.get(code, f"unknown code {code}")
-        raise DataError(f"{path}: its values are {kind}; tokens are one of {', '.join(DTYPE_CODES)}.")
-    wanted = HEADER.size + sequences * 12 + bounds * 8
-    if size == wanted + sequences and sequences:
-        raise DataError(f"{path}: it has modes of sequences, as multimodal data has. Wanted text.")
-    if size != wanted or not bounds:
+        raise DataError(f"{path}: its values are {kind}; tokens must be one of {', '.join(DTYPE_CODES)}.")
+    expected = HEADER.size + sequences * 12 + bounds * 8
+    if size == expected + sequences and sequences:
+        raise DataError(f"{path}: it has sequence modes, as multimodal data has. Expected text.")
+    if size != expected or not bounds:
         raise DataError(
-            f"{path}: {size} bytes, wanted {wanted} for {sequences} sequences and {bounds} document bounds. {HINT}"
+            f"{path}: {size} bytes, expected {expected} for {sequences} sequences and {bounds} document bounds. {HINT}"
         )
     raw = _map(path, np.dtype(np.uint8))
     lengths = np.frombuffer(raw, "<i4", sequences, HEADER.size).astype(np.int64)
@@ -135,17 +135,17 @@ def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[
         raise DataError(f"{path}: sequence {int(lengths.argmin())} has a length below zero. {HINT}")
     ends = np.cumsum(lengths) * dtype.itemsize
     if not np.array_equal(pointers, ends - lengths * dtype.itemsize):
-        raise DataError(f"{path}: its pointers are not where the lengths before them end. {HINT}")
+        raise DataError(f"{path}: its pointers do not match its sequence lengths. {HINT}")
     total = int(ends[-1]) if sequences else 0
     if total != bin_bytes:
-        raise DataError(f"{path.with_suffix('.bin')}: {bin_bytes} bytes, but its .idx speaks of {total}. {HINT}")
+        raise DataError(f"{path.with_suffix('.bin')}: {bin_bytes} bytes, but its .idx describes {total}. {HINT}")
     if documents[0] != 0 or documents[-1] != sequences or bool(np.any(np.diff(documents) < 0)):
-        raise DataError(f"{path}: documents do not go forward from sequence 0 to {sequences}. {HINT}")
+        raise DataError(f"{path}: document bounds do not ascend from 0 to {sequences}. {HINT}")
     return dtype, lengths, documents
 
 
 def scan_indexed(pair: IndexedDataset) -> dict[str, Any]:
-    """What ``IndexedWriter.close`` would have returned, for a pair from elsewhere; reads all of it once.
+    """The record that ``IndexedWriter.close`` returns, for files without a manifest; reads them once.
 
     Raises:
         DataError: a token id is less than zero.
@@ -176,7 +176,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def find_prefix(name: Path | str) -> Path | None:
-    """The prefix of the pair that ``name`` means (PREFIX, PREFIX.bin or PREFIX.idx); None when it means none."""
+    """The prefix of the indexed files that ``name`` (PREFIX, PREFIX.bin or PREFIX.idx) names; None if it names none."""
     text = str(name)
     if Path(text).exists() and not text.endswith((".bin", ".idx")):
         return None

@@ -1,4 +1,4 @@
-"""Writing Megatron's indexed format; :mod:`isthmus.data.store.indexed_dataset` says what it is."""
+"""Writes Megatron's indexed format, which :mod:`isthmus.data.store.indexed_dataset` describes."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """The dtype that Megatron takes for a vocabulary of this size."""
+    """The dtype that Megatron uses for a vocabulary of this size."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
 class IndexedWriter:
-    """Writes a pair as it comes: 12 bytes are kept in memory for each sequence and document, the rest is on the disk.
+    """Writes indexed files as a stream: memory contains 12 bytes per sequence and document.
 
-    As a context manager it closes the files in the end, and removes them when the block raises. The caller writes under
-    a name of its own choice and renames what ``close`` has synced.
+    As a context manager it closes the files, or removes them when the block raises. The caller writes to a temporary
+    name and renames the files that ``close`` has synced.
     """
 
     def __init__(self, prefix: Path | str, dtype: npt.DTypeLike, masked: bool = False) -> None:
-        """Begin the files; what lies under their names goes.
+        """Create the files; existing ones are replaced.
 
         Args:
             prefix: of the files.
             dtype: of the tokens in the file: uint8, int8, int16, int32, int64 or uint16.
-            masked: whether a mask is given with the tokens.
+            masked: whether there is a mask.
 
         Raises:
             NoSpace, IOFailure: they cannot be written.
@@ -61,16 +61,16 @@ class IndexedWriter:
                 self._files[suffix] = indexed_file(self.prefix, suffix).open("wb", buffering=1 << 20)
 
     def add(self, tokens: Tokens, mask: Tokens | None = None) -> None:
-        """Append one sequence; see ``extend``."""
+        """Append one sequence."""
         self.extend(tokens, (len(tokens),), mask)
 
     def extend(self, tokens: Tokens, lengths: Tokens, mask: Tokens | None = None) -> None:
-        """Append sequences to the document that is open.
+        """Append sequences to the open document.
 
         Args:
             tokens: [total], the sequences end to end.
             lengths: [n], of each.
-            mask: [total], 1 where the token is learned; given if and only if the pair has a mask.
+            mask: [total], 1 where the token has loss; given if and only if the files have a mask.
 
         Raises:
             DataError: a token id is not in the dtype, a sequence has 2**31 tokens or more, or lengths disagree.
@@ -89,7 +89,7 @@ class IndexedWriter:
             raise DataError(f"{self.prefix}: lengths of {int(sizes.sum())} tokens in all for {len(ids)} tokens.")
         if (mask is not None) != (".mask.bin" in self._hashes) or (mask is not None and len(mask) != len(ids)):
             raise DataError(
-                f"{self.prefix}: wanted a mask entry for each token of a pair with a mask, and none without."
+                f"{self.prefix}: expected a mask entry for each token of files with a mask, and no mask without."
             )
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
         self._tokens += len(ids)
@@ -98,24 +98,18 @@ class IndexedWriter:
             self._write(".mask.bin", np.asarray(mask).astype(np.uint8))
 
     def end_document(self) -> None:
-        """End the document that is open; the next sequence begins another."""
+        """End the open document."""
         self._bounds.append(len(self._lengths))
 
     def end_documents(self, counts: Tokens) -> None:
-        """End documents of ``counts`` [d] sequences each, which together are all since the last end.
-
-        Raises:
-            DataError: they are not.
-        """
+        """End documents of ``counts`` [d] sequences each; DataError unless these are all since the last end."""
         bounds = self._bounds[-1] + np.cumsum(np.asarray(counts, dtype=np.int64))
         if len(bounds) and int(bounds[-1]) != len(self._lengths):
             raise DataError(f"{self.prefix}: documents end at sequence {int(bounds[-1])} of {len(self._lengths)}.")
         self._bounds.frombytes(bounds.tobytes())
 
     def close(self) -> dict[str, Any]:
-        """Write the .idx, sync all files, and return what belongs under ``pair`` in the manifest.
-
-        A document that is still open ends here.
+        """Write the .idx, sync all files, and return the record for ``pair`` in the manifest; ends an open document.
 
         Raises:
             NoSpace, IOFailure: writing failed.
@@ -156,7 +150,7 @@ class IndexedWriter:
     def discard(self) -> None:
         """Close and remove the files."""
         for suffix, file in self._files.items():
-            with contextlib.suppress(OSError):  # what a full disk did not take may be refused once more
+            with contextlib.suppress(OSError):  # flushing may fail again on a full disk
                 file.close()
             indexed_file(self.prefix, suffix).unlink(missing_ok=True)
 
@@ -173,7 +167,7 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close after a block that went well, discard after one that did not."""
+        """Close, or discard after an exception."""
         if kind is not None:
             self.discard()
         else:

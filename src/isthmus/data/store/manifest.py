@@ -1,6 +1,6 @@
-"""``PREFIX.json``: what is known of a pair of indexed files, so that a changed or cut one is found out.
+"""The manifest ``PREFIX.json`` of indexed files, which reveals changed or truncated files.
 
-Under ``pair`` are the counts, and sizes and hashes of the files; the other keys belong to whoever made the pair.
+Under ``pair`` are the counts, and the sizes and hashes of the files; the other keys belong to the writer.
 """
 
 from __future__ import annotations
@@ -16,29 +16,25 @@ from isthmus.atomic_write import write_atomic
 from isthmus.errors import DataError, MissingInput
 
 SUFFIXES = (".bin", ".idx", ".mask.bin")
-"""Of the files of a pair beside the manifest; the last may be absent."""
+"""Of the indexed files; the last is optional."""
 PARTIAL = ".partial"
-"""Ends the name of the folder in which a pair is made."""
+"""Suffix of the folder in which indexed files are prepared."""
 HINT = "Was it cut short or changed? Copy it again, or prepare it again."
 _CHUNK = 1 << 24
 
 
 def indexed_file(prefix: Path | str, suffix: str) -> Path:
-    """``PREFIX`` + suffix; a prefix may hold dots itself."""
+    """``PREFIX`` + suffix; a prefix may contain dots."""
     return Path(f"{prefix}{suffix}")
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether a file tells of the pair that it lies beside."""
+    """Whether a file is the manifest of indexed files beside it."""
     return path.suffix == ".json" and path.with_suffix(".idx").is_file()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a pair.
-
-    Raises:
-        DataError: the file is not one.
-    """
+    """The manifest at ``path``; DataError if the file is not one."""
     try:
         record = json.loads(path.read_bytes())
         sound = isinstance(record, dict) and all(
@@ -50,18 +46,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
-        raise DataError(f"{path}: not the manifest of a pair. {HINT} If it is something else, move it elsewhere.")
+        raise DataError(f"{path}: not a manifest of indexed files. {HINT} If it is another file, move it elsewhere.")
     return dict(record)
 
 
 def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
-    """Write ``PREFIX.json``, whole or not at all.
+    """Write ``PREFIX.json`` atomically.
 
     Args:
-        prefix: of the pair.
+        prefix: of the indexed files.
         record: ``pair`` holds what ``IndexedWriter.close`` returned, ``kind`` is text, chat or preference,
-            ``tokenizer`` is its ``tokenizer_record``, ``seq_length`` is what samples were
-            cut to (None for documents); the other keys are the caller's.
+            ``tokenizer`` is its ``tokenizer_record``, ``seq_length`` the limit of samples (None for documents); the
+            other keys are the caller's.
 
     Raises:
         NoSpace, IOFailure: it cannot be written.
@@ -72,13 +68,13 @@ def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
 def dataset_record(
     dtype: np.dtype[Any], *, sequences: int, documents: int, tokens: int, max_token_id: int, files: dict[str, Any]
 ) -> dict[str, Any]:
-    """The part of a manifest that is under ``pair``."""
+    """The part of a manifest under ``pair``."""
     counts = {"sequences": sequences, "documents": documents, "tokens": tokens, "max_token_id": max_token_id}
     return {"format": 1, "dtype": dtype.name, **counts, "files": files}
 
 
 def file_hash(path: Path) -> str:
-    """XXH3 of 128 bits, the hash in manifests: it finds accidents, not forgeries."""
+    """128-bit XXH3, the hash in manifests: it detects accidents, not forgeries."""
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
         while part := file.read(_CHUNK):
@@ -86,18 +82,18 @@ def file_hash(path: Path) -> str:
     return state.hexdigest()
 
 
-def check_sizes(prefix: Path | str, record: dict[str, Any], said: Path) -> None:
-    """Raise MissingInput or DataError unless the files of ``record`` are there, of their sizes."""
+def check_sizes(prefix: Path | str, record: dict[str, Any], manifest: Path) -> None:
+    """Raise MissingInput or DataError unless the files of ``record`` exist and have its sizes."""
     for suffix, file in record["pair"]["files"].items():
         path = indexed_file(prefix, suffix)
         if not path.is_file():
-            raise MissingInput(f"{path}: no such file, but {said} speaks of it. Copy it too, or prepare it again.")
+            raise MissingInput(f"{path}: no such file, but {manifest} lists it. Copy it too, or prepare it again.")
         if path.stat().st_size != file["bytes"]:
-            raise DataError(f"{path}: {path.stat().st_size} bytes, {said} says {file['bytes']}. {HINT}")
+            raise DataError(f"{path}: {path.stat().st_size} bytes, {manifest} has {file['bytes']}. {HINT}")
 
 
-def check_hash(path: Path, wanted: str) -> None:
-    """Raise DataError unless the file's hash is the wanted one."""
+def check_hash(path: Path, expected: str) -> None:
+    """Raise DataError unless the file has the expected hash."""
     got = file_hash(path)
-    if got != wanted:
-        raise DataError(f"{path}: its hash is {got}, the manifest says {wanted}. {HINT}")
+    if got != expected:
+        raise DataError(f"{path}: its hash is {got}, the manifest has {expected}. {HINT}")

@@ -1,9 +1,8 @@
-"""The endless line of sequences that training takes: sets mixed by weight, each in a new order in each of its epochs.
+"""The infinite order of training sequences: data sets mixed by weight, each shuffled again in each of its epochs.
 
-Sequence k of a set has its turn at the time (k + 1/2) / weight, and sequences are taken in the order of their times, so
-after n of them each set has had its share of n, to within half a sequence and half of what rounding the others adds
-up to (this is Webster's method of dealing out seats). What stands at a place is a function of the place, the
-weights and the seed alone.
+Sequence k of a set has the time (k + 1/2) / weight, and sequences are sorted by time, so the first n have each set's
+share of n up to half a sequence and half of the rounding of the others (Webster's apportionment method). The sequence
+at a position depends on the position, the weights and the seed alone.
 """
 
 from __future__ import annotations
@@ -21,44 +20,44 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class MixtureSet:
-    """One set of a mix."""
+    """One set of a mixture."""
 
     name: str
     samples: int
-    """How many of the store's samples are its own; sets lie in the store one after the other."""
+    """Its number of samples; sets are consecutive in the store."""
     weight: float
     """Relative to the weights of the others."""
 
 
 class MixtureSchedule:
-    """Which set has its turn at which place, and the how manieth of its sequences is meant."""
+    """The set at each position, and the index of its sequence."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """Take weights above 0, relative to each other."""
+        """Set the relative weights, above 0."""
         self.weights = [weight / math.fsum(weights) for weight in weights]
         self._block: tuple[int, Int64, Int64] | None = None
 
-    def at(self, place: int) -> tuple[int, int]:
-        """(set, number of its sequence, counted from 0 without end) at a place, counted from 0."""
-        block, within = divmod(place, _BLOCK)
+    def at(self, position: int) -> tuple[int, int]:
+        """(set, index of its sequence over all epochs) at a position."""
+        block, within = divmod(position, _BLOCK)
         if self._block is None or self._block[0] != block:
-            self._block = block, *self._turns(block * _BLOCK)
+            self._block = block, *self._block_from(block * _BLOCK)
         return int(self._block[1][within]), int(self._block[2][within])
 
-    def taken(self, places: int) -> list[int]:
-        """Sequences of each set in the first ``places``."""
-        sets, _, before = self._around(places)
+    def taken(self, positions: int) -> list[int]:
+        """Sequences of each set in the first ``positions``."""
+        sets, _, before = self._around(positions)
         early = np.bincount(sets[:before], minlength=len(self.weights))
-        return [self._first(k, places - len(self.weights)) + int(count) for k, count in enumerate(early)]
+        return [self._first(k, positions - len(self.weights)) + int(count) for k, count in enumerate(early)]
 
-    def _turns(self, first: int) -> tuple[Int64, Int64]:
-        """Sets and numbers at ``_BLOCK`` places from ``first`` on."""
+    def _block_from(self, first: int) -> tuple[Int64, Int64]:
+        """Sets and indices at ``_BLOCK`` positions from ``first`` on."""
         sets, numbers, before = self._around(first)
         return sets[before : before + _BLOCK], numbers[before : before + _BLOCK]
 
     def _around(self, first: int) -> tuple[Int64, Int64, int]:
-        """(sets, numbers) of the turns around ``first`` and ``_BLOCK`` places on, and how many come before it."""
-        # The time of a place differs from its number by half a turn of each set at most.
+        """(sets, indices) around ``first`` to ``first`` + ``_BLOCK``, and how many of them come before ``first``."""
+        # The time of a position differs from it by at most half a sequence of each set.
         slack = len(self.weights)
         starts = [self._first(k, first - slack) for k in range(slack)]
         spans = [
@@ -70,7 +69,7 @@ class MixtureSchedule:
         return sets[order], numbers[order], first - sum(starts)
 
     def _first(self, chosen: int, time: float) -> int:
-        """The first sequence of a set whose time is not before ``time``."""
+        """The first sequence of a set whose time is at least ``time``."""
         weight = self.weights[chosen]
         number = max(0, int(weight * time - 0.5) - 1)
         while (number + 0.5) / weight < time:
@@ -79,18 +78,18 @@ class MixtureSchedule:
 
 
 class SequenceOrder:
-    """The sequence at each place of the endless line; sequences of all sets are numbered through."""
+    """The sequence at each position; the sequences of all sets are numbered consecutively."""
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
-        """Take the number of sequences of each set, above 0, and the sets' weights; the seed is of their orders."""
+        """Set the number of sequences of each set, above 0, the sets' weights and the seed of their shuffles."""
         self.counts, self.seed, self.shuffle = list(counts), seed, shuffle
-        self.turns = MixtureSchedule(weights)
+        self.schedule = MixtureSchedule(weights)
         self._starts = np.cumsum([0, *counts]).tolist()
         self._orders: dict[int, tuple[int, Int64]] = {}
 
-    def at(self, place: int) -> int:
-        """The number of the sequence at a place, counted from 0."""
-        chosen, number = self.turns.at(place)
+    def at(self, position: int) -> int:
+        """The sequence at a position, counted from 0."""
+        chosen, number = self.schedule.at(position)
         epoch, within = divmod(number, self.counts[chosen])
         if self.shuffle:
             known = self._orders.get(chosen)
@@ -101,6 +100,6 @@ class SequenceOrder:
             within = int(known[1][within])
         return int(self._starts[chosen]) + within
 
-    def epochs(self, places: int) -> list[float]:
-        """How many times each set is gone through in the first ``places``."""
-        return [taken / count for taken, count in zip(self.turns.taken(places), self.counts, strict=True)]
+    def epochs(self, positions: int) -> list[float]:
+        """The number of epochs of each set in the first ``positions``."""
+        return [taken / count for taken, count in zip(self.schedule.taken(positions), self.counts, strict=True)]

@@ -1,4 +1,4 @@
-"""Made-up samples: tokens drawn evenly from the vocabulary, each sample when it is asked for; nothing is stored."""
+"""Mock samples: uniformly random tokens, generated on access; nothing is stored."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 COUNT = 2**20
-"""Samples before they come again; a run of that many learns nothing from them in any case."""
+"""Number of different samples."""
 _PARTS = ("train", "valid", "test")
 _STREAM = 1 << 62
-"""Apart from the keys of the order of samples, which are epochs."""
+"""Separates the generator keys from those of the sample order, which are epochs."""
 
 
 class MockSamples:
-    """Samples of ``seq_length`` labels each, all learned; sample k is a function of the arguments and k alone."""
+    """Samples of ``seq_length`` labels each, all with loss; sample k depends on the arguments and k alone."""
 
     def __init__(
         self,
@@ -26,14 +26,14 @@ class MockSamples:
         part: Literal["train", "valid", "test"] = "train",
         count: int = COUNT,
     ) -> None:
-        """Take what samples are made from.
+        """Set the shape and the seed.
 
         Args:
             seq_length: labels of a sample.
             vocab_size: ids are below it; at most 2^31.
             seed: of all parts.
-            part: samples of one are none of another.
-            count: how many there are; the first ones are the same whatever it is.
+            part: parts have different samples.
+            count: number of samples; it does not change them.
         """
         self._tokens, self._vocab_size, self._seed, self._part = seq_length + 1, vocab_size, seed, part
         self._count = min(count, COUNT)
@@ -61,5 +61,5 @@ class MockSamples:
         return tokens.astype(np.int32), np.ones(self._tokens, dtype=np.uint8)
 
     def digest(self) -> str:
-        """What samples are made from; not how many there are, which changes none of them."""
+        """The arguments that determine a sample; not the number of samples."""
         return f"mock {self._part} {self._tokens} {self._vocab_size} {self._seed}"

@@ -1,4 +1,4 @@
-"""What batches are made of, whether it lies in files or is made up on the way."""
+"""The interface of samples, which batches are built from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class Samples(Protocol):
-    """Numbered samples; ``SampleStore`` and ``MockSamples`` are some."""
+    """Implemented by ``SampleStore`` and ``MockSamples``."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -19,7 +19,7 @@ class Samples(Protocol):
         """Number of samples."""
 
     def __getitem__(self, index: int, /) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        """Tokens of a sample, and 1 where a token is learned as a target."""
+        """(tokens, mask) of a sample; mask is 1 where a token has loss as a target."""
 
     def digest(self) -> str:
-        """Equal only where sample k is the same."""
+        """Equal only for the same samples in the same order."""

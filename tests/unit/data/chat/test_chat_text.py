@@ -166,7 +166,7 @@ def test_turns_of_weight_zero_are_not_learned(build, template):
     tokenizer = build(template)
     whole = tokenizer.apply_chat_template(talk)
     assert learned(tokenizer, talk, "all") == [whole.split("Wide and blue.<|im_end|>")]
-    with pytest.raises(DataError, match="turn 1 is not to be learned, and with loss_on=all"):
+    with pytest.raises(DataError, match="turn 1 must have no loss, and with loss_on=all"):
         learned(tokenizer, [{**TALK[0], "weight": 0}, *TALK[1:]], "all")
 
 
@@ -192,7 +192,7 @@ def test_reasoning_is_learned_where_the_template_shows_it_or_in_the_text(build, 
 def test_reasoning_that_the_template_cuts_out_is_refused_and_not_lost(build):
     template = LLAMA2.replace("m.content + ' ' + eos", "m.content.split('</think>')[-1] + ' ' + eos")
     assert learned(build(template), TALK)
-    with pytest.raises(DataError, match=r"^file.jsonl:7: there is reasoning .* cuts it out"):
+    with pytest.raises(DataError, match=r"^file.jsonl:7: this record has reasoning.* removes it"):
         learned(build(template), THOUGHT)
 
 
@@ -206,7 +206,7 @@ def test_conversation_that_the_assistant_opens(build):
 
 
 def test_template_whose_answers_cannot_be_found_is_refused(build):
-    with pytest.raises(DataError, match=r"file\.jsonl:7: .*writes earlier turns after"):
+    with pytest.raises(DataError, match=r"file\.jsonl:7: .*renders earlier turns after"):
         learned(build(BACKWARDS), TALK)
 
 
@@ -214,7 +214,7 @@ def test_template_whose_answers_cannot_be_found_is_refused(build):
     "template", [MUTE, CHATML.replace("message['content']", "message['content'][0]['text']|d('')")]
 )
 def test_template_that_does_not_show_the_answers_is_refused(build, template):
-    with pytest.raises(DataError, match="does not show what the assistant says"):
+    with pytest.raises(DataError, match="does not render the content of assistant turns"):
         ChatRenderer(build(template))
 
 

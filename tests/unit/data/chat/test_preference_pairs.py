@@ -49,7 +49,7 @@ def test_answers_in_the_prompt_are_not_learned(tokenizer: Tokenizer) -> None:
         ((start, end),) = text.loss_spans
         assert text.text[start:end] == f"{answer}<|im_end|>" and "earlier" in text.text[:start]
     silent = PreferenceRecord(prompt, said("good"), [said("bad")[0] | {"weight": 0}], None, "here:1")
-    with pytest.raises(DataError, match="here:1: an answer has no turn of the assistant that counts"):
+    with pytest.raises(DataError, match="here:1: an answer has no assistant turn with loss"):
         PairRenderer(tokenizer)(silent)
 
 

@@ -68,18 +68,18 @@ def test_tools_and_ties():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"prompt": "q", "completion": "a"}, "no preference pair"),
-        ({"chosen": "a", "rejected": "b"}, "nothing is asked before chosen and rejected"),
-        ({"chosen": [Q, A], "rejected": [{**Q, "content": "other"}, B]}, "nothing is asked"),
-        ({"prompt": "q", "chosen": [Q], "rejected": [B]}, "chosen must go on after the prompt with an assistant turn"),
-        ({"prompt": "q", "chosen": "a", "rejected": []}, "rejected must go on after the prompt"),
+        ({"prompt": "q", "completion": "a"}, "not a preference pair"),
+        ({"chosen": "a", "rejected": "b"}, "no user turn before chosen and rejected"),
+        ({"chosen": [Q, A], "rejected": [{**Q, "content": "other"}, B]}, "no user turn"),
+        ({"prompt": "q", "chosen": [Q], "rejected": [B]}, "chosen must continue the prompt with an assistant turn"),
+        ({"prompt": "q", "chosen": "a", "rejected": []}, "rejected must continue the prompt"),
         (
             {"prompt": "q", "chosen": "a", "rejected": None},
-            "no preference pair, which has chosen and rejected; got the keys chosen, prompt",
+            "not a preference pair: expected the keys chosen and rejected, got chosen, prompt",
         ),
         ({"prompt": "q", "chosen": "a", "rejected": 7}, "rejected must be text, got int"),
         ({"prompt": 7, "chosen": "a", "rejected": "b"}, "prompt must be text, got int"),
-        ({"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}, "chosen must go on after the prompt"),
+        ({"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}, "chosen must continue the prompt"),
     ],
 )
 def test_what_is_no_pair_is_refused_with_its_line(value, message):

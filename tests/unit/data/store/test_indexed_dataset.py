@@ -125,7 +125,7 @@ def test_a_mask_lies_beside_the_tokens(tmp_path):
     (tmp_path / "c.json").unlink()
     assert open_indexed(tmp_path / "c").mask.tolist() == pair.mask.tolist()
     (tmp_path / "c.mask.bin").write_bytes(b"\1" * 10)
-    with pytest.raises(DataError, match=r"c\.mask\.bin: 10 bytes, wanted 11, one a token"):
+    with pytest.raises(DataError, match=r"c\.mask\.bin: 10 bytes, expected 11, one per token"):
         open_indexed(tmp_path / "c")
 
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
         with pytest.raises(DataError), IndexedWriter(tmp_path / "x", np.uint16, masks is not None) as writer:
             writer.add(tokens, masks)
     with (
-        pytest.raises(DataError, match="wanted a mask entry"),
+        pytest.raises(DataError, match="expected a mask entry"),
         IndexedWriter(tmp_path / "x", np.uint16, True) as writer,
     ):
         writer.add([1])
@@ -169,18 +169,18 @@ def test_absent_files_and_other_kinds_are_refused(tmp_path):
         open_indexed(tmp_path / "q")
     raw = (tmp_path / "p.idx").read_bytes()
     (tmp_path / "p.json").write_text("{}")
-    with pytest.raises(DataError, match="not the manifest of a pair"):
+    with pytest.raises(DataError, match="not a manifest of indexed files"):
         open_indexed(tmp_path / "p")
     (tmp_path / "p.json").unlink()
-    with pytest.raises(MissingInput, match="nothing to verify"):
+    with pytest.raises(MissingInput, match="cannot be verified"):
         open_indexed(tmp_path / "p", verify=True)
     for changed, message in (
         (raw[:17] + b"\x07" + raw[18:], "its values are float32"),
         (raw[:17] + b"\x63" + raw[18:], "unknown code 99"),
-        (raw + b"\0" * 5, "modes of sequences"),
-        (raw[:9] + b"\x02" + raw[10:], "version 2, wanted 1"),
-        (b"{}", "no index of Megatron's format"),
-        (b"", "no index of Megatron's format"),
+        (raw + b"\0" * 5, "sequence modes"),
+        (raw[:9] + b"\x02" + raw[10:], "version 2, expected 1"),
+        (b"{}", "not a Megatron index"),
+        (b"", "not a Megatron index"),
     ):
         (tmp_path / "p.idx").write_bytes(changed)
         with pytest.raises(DataError, match=message):

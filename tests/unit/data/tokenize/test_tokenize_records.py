@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.data.batching.batches import Batches
+from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -96,7 +96,8 @@ def test_documents_are_cut_so_that_each_token_is_a_target_once(tmp_path, tokeniz
         again[-1] += tokens[1:]
     assert again == whole
     assert num_loss_tokens(store) == sum(len(document) - 1 for document in whole)
-    assert Batches(store, seq_length=4, micro_batch_size=1, global_batch_size=1, packing=True).sequences_per_epoch
+    settings = BatchSettings(seq_length=4, micro_batch_size=1, global_batch_size=1, packing=True)
+    assert Batches(store, settings).sequences_per_epoch
 
 
 def test_text_wants_documents_and_an_end(tmp_path, tokenizer):
