@@ -1,4 +1,4 @@
-"""Brings models and tokenizers from the Hugging Face Hub into its cache on this machine."""
+"""Downloads models and tokenizers from the Hugging Face Hub into its cache."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from isthmus.hf.model_folder import INDEX_FILE, SINGLE_FILE, SMALL_FILES
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 _OWNED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _UNOWNED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-"""The names that tokenizers are still asked for by, from the time before repositories had owners."""
+"""Repositories without an owner in their name."""
 
 
 def looks_like_id(text: str) -> bool:
-    """Whether this could be a repository on the Hub: ``org/name``."""
+    """Whether this could be the id of a repository on the Hub: ``org/name``."""
     return text in _UNOWNED or (_OWNED.fullmatch(text) is not None and ".." not in text and "--" not in text)
 
 
 def fetch(repo_id: str, *, weights: bool, code: bool = False, say: Callable[[str], None]) -> Path:
-    """The folder of a repository in this machine's cache, downloaded if it is not there in whole.
+    """The folder of a repository in the Hub's cache; downloads it if it is not complete there.
 
-    Of the processes of a machine one downloads; the others wait and find everything in the cache. What is there is not
-    asked for again, so that all of them, and a run that goes on, have the same files.
+    One process of a machine downloads while the others wait. Files in the cache are not requested again, so that all
+    processes, and a run that is resumed, have the same files.
 
     Args:
-        repo_id: ``org/name``; the caller has seen that there is no such folder here.
-        weights: whether the safetensors files are wanted too; config, tokenizer and other small files always are.
-        code: whether its Python files are, which can build a tokenizer.
-        say: told what is downloaded.
+        repo_id: ``org/name``, which is not a local folder.
+        weights: download the safetensors files too; config, tokenizer and other small files always are.
+        code: download Python files too, which may define a tokenizer.
+        say: called with a line for the user when a download begins.
 
     Raises:
-        MissingInput: there is no such repository, it wants a token that has access, or this machine is offline and
-            does not have it.
-        IOFailure: the Hub cannot be reached, or the download broke off.
-        NoSpace: the cache's disk is full.
+        MissingInput: the repository does not exist or needs a token with access, or the Hub is switched off and the
+            cache does not have it.
+        IOFailure: the Hub cannot be reached, or the download failed.
+        NoSpace: the disk of the cache is full.
     """
     patterns = ["config.json", *SMALL_FILES, *(_WEIGHTS if weights else ()), *(["*.py"] if code else [])]
     cache = Path(constants.HF_HUB_CACHE)
@@ -59,8 +59,8 @@ def fetch(repo_id: str, *, weights: bool, code: bool = False, say: Callable[[str
                 say(f"downloading {repo_id} from the Hub into {cache}")
                 found = Path(snapshot_download(repo_id, allow_patterns=patterns))
             return found
-    except Exception as error:  # besides the Hub's own there are those of its HTTP library
-        raise _told(repo_id, error) from error
+    except Exception as error:  # the HTTP library raises its own exceptions
+        raise _hub_error(repo_id, error) from error
 
 
 def _cached(repo_id: str, patterns: Sequence[str], *, weights: bool) -> Path | None:
@@ -68,12 +68,12 @@ def _cached(repo_id: str, patterns: Sequence[str], *, weights: bool) -> Path | N
         found = Path(snapshot_download(repo_id, allow_patterns=[*patterns], local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    # It may be there from a run that wanted no weights; older versions of the library do not look.
+    # An earlier run may have downloaded it without weights; older versions of the library do not check.
     whole = not weights or (found / SINGLE_FILE).is_file() or (found / INDEX_FILE).is_file()
     return found if whole else None
 
 
-def _told(repo_id: str, error: Exception) -> IsthmusError:
+def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
     here = f"there is no folder {repo_id} here, and"
     token = "the token that is set" if get_token() else "HF_TOKEN, which is not set,"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
@@ -84,15 +84,15 @@ def _told(repo_id: str, error: Exception) -> IsthmusError:
         )
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403, 404):
         return MissingInput(
-            f"{here} no repository {repo_id} on the Hub that can be seen with {token.removesuffix(',')}. Check the "
+            f"{here} no repository {repo_id} on the Hub that is visible with {token.removesuffix(',')}. Check the "
             "name; for a private or gated one set HF_TOKEN to a token that has access."
         )
     if constants.HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
         return MissingInput(
             f"{here} {repo_id} is not in this machine's cache, and HF_HUB_OFFLINE keeps it from the Hub. Check the "
-            f"path, or fetch it where there is a network: hf download {repo_id}"
+            f"path, or download it with a network: hf download {repo_id}"
         )
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(f"{constants.HF_HUB_CACHE}: no space left to download {repo_id}. Make room, or set HF_HOME.")
     reason = " ".join(str(error).split()) or type(error).__name__
-    return IOFailure(f"{here} {repo_id} cannot be had from the Hub: {reason[:300]}")
+    return IOFailure(f"{here} {repo_id} cannot be downloaded from the Hub: {reason[:300]}")

@@ -13,10 +13,10 @@ from isthmus.errors import IOFailure, UsageError
 
 
 def check_name(repo_id: str) -> None:
-    """Refuse what is no name of a repository.
+    """Check the name of a repository.
 
     Raises:
-        UsageError: with the reason.
+        UsageError: it is not valid.
     """
     try:
         validate_repo_id(repo_id)
@@ -25,39 +25,39 @@ def check_name(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool, say: Callable[[str], None]) -> str:
-    """Upload a whole folder; the repository is made if there is none.
+    """Upload a whole folder; creates the repository if it does not exist.
 
     Args:
-        folder: stays as it is, whatever happens.
+        folder: to upload; it is not changed.
         repo_id: ``namespace/name``.
-        private: whether a repository that is made is; one that exists stays as it is.
-        say: told what will be uploaded, before anything is.
+        private: create a private repository; an existing one keeps its visibility.
+        say: called with a line for the user before the upload.
 
     Returns:
-        The repository's address.
+        The URL of the repository.
 
     Raises:
-        IOFailure: no token, no network, no right to write there, or the upload broke off.
+        IOFailure: no token, no network, no write access, or the upload failed.
     """
     files = [path for path in folder.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
-    kind = "a private repository" if private else "a repository open to all"
+    kind = "a private repository" if private else "a public repository"
     say(f"pushing {len(files)} files, {size / 2**30:,.2f} GiB, from {folder} to {repo_id} ({kind}, if it is new)")
     api = HfApi()
     try:
         address = str(api.create_repo(repo_id, private=private, exist_ok=True))
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload the model")
-    except Exception as error:  # besides its own it has those of its HTTP library, which is another in each version
+    except Exception as error:  # the HTTP library, which differs between versions, raises its own exceptions
         raise IOFailure(
             f"{folder} is complete, but was not pushed to {repo_id}: {_reason(error)}. "
-            f"When that is mended: hf upload {repo_id} {folder}"
+            f"Fix that, then run: hf upload {repo_id} {folder}"
         ) from error
     return address
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, LocalTokenNotFoundError):
-        return "nobody is logged in here (hf auth login, or HF_TOKEN)"
+        return "not logged in (use hf auth login, or set HF_TOKEN)"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     return _one_line(error).rstrip(".")

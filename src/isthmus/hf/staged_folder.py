@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: written beside its destination, synced, then renamed into place."""
+"""Atomic folder writes: the folder is written beside its destination, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from isthmus.errors import NoSpace, disk_errors
 
 
 class StagedFolder:
-    """``destination`` in the making.
+    """A folder that becomes ``destination``.
 
-    One process calls ``create`` and in the end ``publish`` or ``discard`` (or uses it as a context manager that does
-    so); any other process that builds it with the same destination may write under ``path`` in between.
+    One process calls ``create``, and at the end ``publish`` or ``discard``, or uses it as a context manager. Other
+    processes with the same destination may write under ``path`` in between.
     """
 
     def __init__(self, destination: str | os.PathLike[str], *, replace: bool = False) -> None:
-        """Name the destination, and whether a folder that lies there is to go in the end; nothing is touched yet."""
+        """Set the destination, and whether an existing folder is replaced in the end; nothing is written yet."""
         self.destination = Path(destination).absolute()
         self.replace = replace
         self.path = self.destination.with_name(f"{TEMPORARY}{self.destination.name}")
 
     def create(self) -> None:
-        """Make the folder to write in; what an earlier attempt that was killed left there goes.
+        """Create the temporary folder; removes the one of an earlier process that was killed.
 
         Raises:
             NoSpace: the destination exists, or the disk is full.
-            IOFailure: the folder cannot be made.
+            IOFailure: the folder cannot be created.
         """
         self._refuse_existing()
         with disk_errors(self.path):
@@ -37,10 +37,10 @@ class StagedFolder:
             self.path.mkdir(parents=True)
 
     def publish(self) -> None:
-        """Sync every file and the folders, and give the folder its name.
+        """Sync all files and folders, and rename the folder.
 
         Raises:
-            NoSpace: the destination has come into being meanwhile, or the disk is full.
+            NoSpace: the destination exists meanwhile, or the disk is full.
             IOFailure: syncing or renaming failed.
         """
         self._refuse_existing()
@@ -57,7 +57,7 @@ class StagedFolder:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the temporary folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def __enter__(self) -> StagedFolder:

@@ -121,7 +121,7 @@ def test_a_refusal_says_what_to_do(asked: list[str], monkeypatch: pytest.MonkeyP
         fetch("org/open", weights=True, say=print)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(IOFailure, match=r"no folder org/open here, and org/open cannot be had from the Hub"):
+    with pytest.raises(IOFailure, match=r"no folder org/open here, and org/open cannot be downloaded from the Hub"):
         fetch("org/open", weights=True, say=print)
 
 

@@ -1,9 +1,8 @@
-"""Tokenizers whose tokens, end to end, are the bytes of the text: their lengths alone tell where each token lies.
+"""Token positions from the byte length of each token, for tokenizers whose tokens concatenate to the text.
 
-Such a tokenizer need not keep the places of tokens, which takes it a tenth of its time or more. Two forms are known:
-byte-level BPE (GPT-2, Llama 3, Qwen, DeepSeek), whose vocabulary writes a byte as a character, and sentencepiece's BPE
-with bytes for what it does not know (Llama 2, Mistral, Gemma), which writes blanks as word marks and may put one more
-before a text.
+Such a tokenizer need not return offsets, which take it a tenth of its time or more. Two kinds qualify: byte-level BPE
+(GPT-2, Llama 3, Qwen, DeepSeek), and sentencepiece BPE with byte fallback (Llama 2, Mistral, Gemma), which writes
+spaces as word marks and may add one before a text.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 WordMark = Literal["never", "first", "always"]
 _MARK = "▁"
-_BLANKS_TO_MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
+_SPACES_TO_MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
 _MARK_BEFORE = {"type": "Prepend", "prepend": _MARK}
 
 
 @dataclass(frozen=True, slots=True)
 class ByteLengths:
-    """How many bytes of a text each token of such a tokenizer stands for."""
+    """Number of bytes that each token covers."""
 
     of_token: npt.NDArray[np.int64]
     """[largest id + 1], in bytes of UTF-8."""
     is_added: npt.NDArray[np.bool_]
-    """[largest id + 1], whether a token is looked for before all else, and cuts the text."""
+    """[largest id + 1], whether it is an added token, which is matched first and splits the text."""
     word_mark: WordMark
-    """Whether a mark that is not in the text comes before it: before the first stretch between added tokens, or all."""
+    """Where a word mark is added: nowhere, before the first part between added tokens, or before every part."""
     composes: bool
-    """Whether text is first brought into NFC, so that only text that is in it keeps its bytes."""
+    """Whether the tokenizer normalizes to NFC, so that only normalized text keeps its bytes."""
 
     @classmethod
     def of(cls, backend: Backend) -> ByteLengths | None:
-        """Those of a tokenizer of either form; None for any other."""
+        """The lengths of a tokenizer; None if it does not qualify."""
         model, added = backend.model, backend.get_added_tokens_decoder()
         if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
             return None
@@ -64,16 +63,16 @@ class ByteLengths:
             needed = of_bytes | {_MARK}
             of_vocab = [1 if token in of_bytes else _size_of_marked(token) for token in vocab]
             if word_mark != "never" and any(_MARK in token.content for token in added.values()):
-                return None  # nothing tells whether the first token was added, or made by the model with a mark
+                return None  # ambiguous: an added token, or one of the model with a mark
         if word_mark is None or not vocab.keys() >= needed:
             return None
         lengths = np.zeros(max([*vocab.values(), *added]) + 1, dtype=np.int64)
         lengths[list(vocab.values())] = of_vocab
         for number, token in added.items():
-            # One that is looked for in normalized text stands there with marks for blanks.
+            # A token that is matched in normalized text has marks instead of spaces there.
             marked = token.normalized and not writes_bytes
             size = _size_of_marked(token.content) if marked else len(token.content.encode())
-            # Where the model makes it as well, of other bytes, it counts as the shorter: then a sum may be too small.
+            # If the model has it too, with other bytes, the shorter counts: then a sum can only be too small.
             lengths[number] = min(size, lengths[number]) if token.content in vocab else size
         is_added = np.zeros(len(lengths), dtype=np.bool_)
         is_added[list(added)] = True
@@ -82,7 +81,7 @@ class ByteLengths:
     def masks(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]], ids: Ids, counts: Sequence[int]
     ) -> tuple[Mask, list[int]]:
-        """1 for each token that shares a character with one of its text's ``spans``, for texts end to end.
+        """Loss mask: 1 for each token that overlaps with one of the ``spans`` of its text, for concatenated texts.
 
         Args:
             texts: [n].
@@ -91,13 +90,13 @@ class ByteLengths:
             counts: [n], tokens of each.
 
         Returns:
-            The mask [total], and the numbers of texts for which it is not right, since lengths do not tell.
+            The mask [total], and the indices of texts whose lengths do not add up; their mask is wrong.
         """
         bounds = np.cumsum([0, *counts])
         ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self._lengths(ids, bounds))])
         begins = ends[bounds[:-1]]
         sizes = np.fromiter((len(text) if text.isascii() else len(text.encode()) for text in texts), np.int64)
-        # All that may be misjudged (a blank taken for a mark that was put, a mark in the text) makes a sum too small.
+        # All errors (a space counted as an added mark, a mark in the text) make the sum too small.
         wholes = ends[bounds[1:]] - begins == sizes
         edges, wrong = [], []
         for number, (text, learned, begin, whole) in enumerate(
@@ -112,7 +111,7 @@ class ByteLengths:
                     start, end = len(text[:start].encode()), len(text[:end].encode())
                 edges.append((begin + start, begin + end))
         stretches = np.array(edges, dtype=np.int64).reshape(-1, 2)
-        # A token without width, a mark alone, belongs to the character it stands before.
+        # A token without width, a lone mark, counts as covering the next character.
         last = np.maximum(ends[1:], ends[:-1] + 1)
         covered = np.zeros(len(ends), dtype=np.int64)
         np.add.at(covered, np.searchsorted(last, stretches[:, 0], side="right"), 1)
@@ -120,7 +119,7 @@ class ByteLengths:
         return (np.cumsum(covered[:-1]) > 0).view(np.uint8), wrong
 
     def _lengths(self, ids: Ids, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[total], with the marks that are not in the texts taken off."""
+        """[total], without the marks that the tokenizer adds."""
         lengths = self.of_token[ids]
         if self.word_mark == "never" or not len(ids):
             return lengths
@@ -133,14 +132,14 @@ class ByteLengths:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """What a part of a tokenizer says of itself; None for one that does nothing."""
+    """The configuration of a tokenizer component; None for one that does nothing."""
     state = None if part is None else json.loads(part.__getstate__())
     empty = ({"type": "Sequence", "normalizers": []}, {"type": "Sequence", "pretokenizers": []})
     return None if state in empty else state
 
 
 def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether all it does is to cut a text, and at last to write its bytes as characters."""
+    """Whether it only splits the text, and maps bytes to characters in the last step."""
     if pre_tokenizer is None:
         return False
     *cuts, last = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
@@ -152,7 +151,7 @@ def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
 
 
 def _word_mark(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> WordMark | None:
-    """When a mark comes before a text; None where more is done to it than blanks being written as marks."""
+    """Where a mark is added; None if the text is changed in other ways than spaces becoming marks."""
     if normalizer is None:
         if pre_tokenizer is None or pre_tokenizer["type"] != "Metaspace" or pre_tokenizer["replacement"] != _MARK:
             return None
@@ -162,9 +161,9 @@ def _word_mark(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] 
         ("Split", "Isolated"), ("Split", "MergedWithPrevious"), ("Split", "MergedWithNext"), ("Split", "Contiguous"),
     ):  # fmt: skip
         return None
-    if normalizer == _BLANKS_TO_MARKS:
+    if normalizer == _SPACES_TO_MARKS:
         return "never"
-    return "always" if normalizer.get("normalizers") == [_MARK_BEFORE, _BLANKS_TO_MARKS] else None
+    return "always" if normalizer.get("normalizers") == [_MARK_BEFORE, _SPACES_TO_MARKS] else None
 
 
 def _size_of_marked(token: str) -> int:

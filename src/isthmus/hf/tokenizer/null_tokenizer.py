@@ -1,4 +1,4 @@
-"""Numbers for text, as Megatron-LM's NullTokenizer has them: each number between blanks is the token of that number."""
+"""Megatron-LM's NullTokenizer: the text is a list of token ids, separated by spaces."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from isthmus.errors import DataError
 from isthmus.hf.tokenizer.tokenizer import Span, Tokenizer
 
 END = "<eod>"
-"""Ends a document; its token is the first beyond the numbers."""
+"""The end-of-document token; its id is ``vocab_size``."""
 
 
 class NumberTokenizer(Tokenizer):
-    """A fast tokenizer of numbers; saved, it is one of transformers' own, so an export of such a model is complete."""
+    """A fast tokenizer of numbers; it is saved as a class of transformers, so an export with it is complete."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Take the numbers below ``vocab_size`` for tokens."""
+        """Build the tokenizer of the numbers below ``vocab_size``."""
         backend = Backend(models.WordLevel({str(number): number for number in range(vocab_size)} | {END: vocab_size}))
         backend.normalizer = normalizers.Replace(Regex("(?<![0-9])0+(?=[0-9])"), "")  # 007 is 7
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -32,7 +32,7 @@ class NumberTokenizer(Tokenizer):
         """The numbers of one text.
 
         Raises:
-            DataError: it holds something else.
+            DataError: the text contains something else.
         """
         self._check([text])
         return super().encode(text)
@@ -41,16 +41,16 @@ class NumberTokenizer(Tokenizer):
         """The numbers of many texts.
 
         Raises:
-            DataError: one of them holds something else.
+            DataError: a text contains something else.
         """
         self._check(texts)
         return super().encode_batch(texts)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
-        """The numbers, and the characters that each of them stands for.
+        """The numbers, and the characters that each of them covers.
 
         Raises:
-            DataError: one of the texts holds something else.
+            DataError: a text contains something else.
         """
         self._check(texts)
         return super().encode_with_offsets(texts)
@@ -60,6 +60,6 @@ class NumberTokenizer(Tokenizer):
             for word in text.replace(END, " ").split():
                 if not re.fullmatch("[0-9]{1,18}", word) or int(word) >= self.numbers:
                     raise DataError(
-                        f"{word[:40]!r} is not a number below {self.numbers}. NullTokenizer takes text of numbers "
-                        "between blanks; for other text give tokenizer.path."
+                        f"{word[:40]!r} is not a number below {self.numbers}. NullTokenizer reads numbers "
+                        "separated by spaces; for other text set tokenizer.path."
                     )

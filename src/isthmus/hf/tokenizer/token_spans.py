@@ -1,4 +1,4 @@
-"""Which tokens stand for a stretch of a text, found without listing the characters of all tokens."""
+"""Finds the tokens of a character span without listing the characters of all tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from isthmus.data.chat.loss_spans import Span
 
 
 def tokens_of(encoding: Encoding, span: Span) -> slice | None:
-    """The tokens that share a character with ``span``, as :func:`isthmus.data.chat.loss_spans.token_mask` counts them.
+    """The tokens that overlap with ``span``, as in :func:`isthmus.data.chat.loss_spans.token_mask`.
 
-    One token at each edge is looked up and its neighbours are tried, since several tokens may stand for one character,
-    or for none. None where the text has a character at an edge that no token stands for.
+    Looks up one token at each edge and tries its neighbours, since several tokens may cover one character, or none.
+    None if no token covers the character at an edge.
     """
     start, end = span
     first = encoding.char_to_token(start)
@@ -29,7 +29,7 @@ def tokens_of(encoding: Encoding, span: Span) -> slice | None:
 
 def _chars(encoding: Encoding, token: int) -> Span:
     chars = encoding.token_to_chars(token)
-    assert chars is not None  # of a token that there is
+    assert chars is not None
     return chars
 
 
@@ -38,6 +38,6 @@ def _start(encoding: Encoding, token: int) -> int:
 
 
 def _end(encoding: Encoding, token: int) -> int:
-    """A token without width belongs to the character that it stands before."""
+    """A token without width counts as covering the next character."""
     start, end = _chars(encoding, token)
     return max(end, start + 1)

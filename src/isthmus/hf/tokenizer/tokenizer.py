@@ -1,7 +1,7 @@
-"""A Hugging Face tokenizer, with what training needs: batches, characters of tokens, chat templates, their marks.
+"""A Hugging Face tokenizer with the methods that training needs: batches, offsets, chat templates, generation marks.
 
-A folder that holds nothing but a sentencepiece ``tokenizer.model`` is read by ``sentencepiece_model``, which
-tokenizes as sentencepiece itself does; transformers 5.23 leaves out the word mark before a text.
+A folder with only a sentencepiece ``tokenizer.model`` is read by ``sentencepiece_model``, which tokenizes as
+sentencepiece does; transformers 5.23 leaves out the word mark before a text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from isthmus.hf.tokenizer.turn_template import TurnTemplate, turn_template
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-_render_template: Callable[..., Any] = render_jinja_template  # its annotations promise one string; it returns two lists
+_render_template: Callable[..., Any] = render_jinja_template  # annotated as one string; it returns two lists
 TemplateSource = Literal["tokenizer", "chatml", "plain"]
 
 
@@ -42,16 +42,16 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
     """Read the tokenizer of a local model folder.
 
     Raises:
-        MissingInput: no such folder, or no tokenizer files in it.
+        MissingInput: the folder does not exist or has no tokenizer files.
         DataError: the files are damaged.
-        UnsafeInput: the tokenizer would run code of the folder, and ``trust_remote_code`` is off.
-        UsageError: the tokenizer is of a kind that cannot tell which characters a token stands for.
+        UnsafeInput: the tokenizer needs code of the folder, and ``trust_remote_code`` is false.
+        UsageError: it is not a fast tokenizer.
     """
     path = Path(path)
     if not path.is_dir():
         raise MissingInput(f"{path}: no such model folder.")
     if not any((path / name).is_file() for name in _FILES):
-        raise MissingInput(f"{path}: no tokenizer files. Wanted tokenizer.json or tokenizer.model.")
+        raise MissingInput(f"{path}: no tokenizer files. Expected tokenizer.json or tokenizer.model.")
     bare = not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file()
     if bare and (rebuilt := read_sentencepiece(path / "tokenizer.model")) is not None:
         return Tokenizer(rebuilt, path, differs_from_files=True)
@@ -73,10 +73,7 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
 
 
 def _stand_in(path: Path) -> PreTrainedConfig | None:
-    """A config without content for a model that transformers has no class for: its code need not run for a tokenizer.
-
-    None leaves it to transformers to read the folder's.
-    """
+    """An empty config for a model type that transformers does not know, so that none of its code runs; else None."""
     try:
         said = json.loads((path / "config.json").read_text(encoding="utf-8"))
         unknown = said["model_type"] not in CONFIG_MAPPING
@@ -87,7 +84,7 @@ def _stand_in(path: Path) -> PreTrainedConfig | None:
 
 
 class Tokenizer:
-    """One tokenizer and its chat template; a default template stands in where it has none (``template_source``)."""
+    """A tokenizer and its chat template; without one, a default template is used (``template_source``)."""
 
     def __init__(
         self, inner: PreTrainedTokenizerBase, folder: Path | None = None, *, differs_from_files: bool = False
@@ -95,9 +92,9 @@ class Tokenizer:
         """Wrap a fast tokenizer.
 
         Args:
-            inner: the transformers tokenizer; its chat template is set when it has none.
-            folder: where its files lie, if anywhere.
-            differs_from_files: whether the folder's files, read by transformers, would tokenize in another way.
+            inner: the transformers tokenizer; its chat template is set if it has none.
+            folder: of its files, if it has any.
+            differs_from_files: transformers, with the files of the folder, would tokenize differently.
 
         Raises:
             UsageError: it is not a fast tokenizer.
@@ -111,7 +108,7 @@ class Tokenizer:
         self.inner = inner
         self.folder = folder
         self._backend = Backend.from_str(backend.to_str())
-        # Byte-level tokenizers may take the blank off a token's characters; a mask needs every character.
+        # Byte-level tokenizers may trim spaces from offsets; a mask needs every character.
         self._backend.post_processor = processors.ByteLevel(trim_offsets=False, add_prefix_space=False)
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -135,12 +132,12 @@ class Tokenizer:
 
     @property
     def files(self) -> list[Path]:
-        """What an export copies to have this tokenizer; nothing where it has to be saved anew."""
+        """Files that an export copies; empty if the tokenizer has to be saved instead."""
         return [] if self.folder is None or self.differs_from_files else tokenizer_files(self.folder)
 
     @property
     def note(self) -> str | None:
-        """What whoever renders chats with it should know."""
+        """A remark on the chat template for the user; None without one."""
         if self.template_source == "tokenizer":
             return None
         return f"the tokenizer has no chat template; the default one ({self.template_source}) is used"
@@ -152,7 +149,7 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """The token that this tokenizer puts before a text; None when it puts none, even if it has one."""
+        """The token that this tokenizer adds before a text; None if it adds none."""
         return self._id(self.inner.bos_token_id) if self.adds_bos else None
 
     @property
@@ -166,7 +163,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The largest id there is plus one; a model's embedding needs at least as many rows."""
+        """The largest id plus one; a model's embedding needs at least as many rows."""
         return int(max(self.inner.get_vocab().values())) + 1
 
     @cached_property
@@ -174,7 +171,7 @@ class Tokenizer:
         return turn_template(self.chat_template, self.inner.special_tokens_map)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs; a compiled template cannot be sent, and is made again there."""
+        """Without the compiled template, which cannot be pickled."""
         return {name: value for name, value in self.__dict__.items() if name != "_turns"}
 
     @cached_property
@@ -183,27 +180,27 @@ class Tokenizer:
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.chat_template) is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of one text, nothing added; special tokens in the text are taken as such."""
+        """Token ids of one text without added tokens; special tokens in the text are recognised."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many texts, nothing added, in parallel threads."""
+        """Token ids of many texts without added tokens, in parallel threads."""
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
-        """Token ids and the characters (first, one after the last) that each token stands for."""
+        """Token ids and offsets: the characters (first, one after the last) that each token covers."""
         encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encoded]
 
     def encode_with_mask(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        """Token ids, and 1 for each token that shares a character with one of its text's ``spans``.
+        """Token ids, and a mask with 1 for each token that overlaps with one of its text's ``spans``.
 
-        The same as ``token_mask`` of ``encode_with_offsets``, without making all offsets.
+        Equals ``token_mask`` of ``encode_with_offsets``, without computing all offsets.
         """
         if self._byte_lengths is None:
-            return self._by_places(texts, spans)
+            return self._encode_with_edges(texts, spans)
         ids, counts = array("i"), []
         for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
             ids.fromlist(encoding.ids)
@@ -214,15 +211,15 @@ class Tokenizer:
         for count in counts:
             start, end = end, end + count
             made.append((tokens[start:end], mask[start:end]))
-        again = self._by_places([texts[number] for number in wrong], [spans[number] for number in wrong])
+        again = self._encode_with_edges([texts[number] for number in wrong], [spans[number] for number in wrong])
         for number, one in zip(wrong, again, strict=True):
             made[number] = one
         return made
 
-    def _by_places(
+    def _encode_with_edges(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        """The same for any tokenizer, by the characters at the edges of spans."""
+        """``encode_with_mask`` for any tokenizer."""
         made = []
         encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
         for encoding, learned in zip(encoded, spans, strict=True):
@@ -255,15 +252,15 @@ class Tokenizer:
         """The text of a conversation.
 
         Raises:
-            DataError: the template refuses the conversation.
-            UnsafeInput: the template tries to leave its sandbox.
+            DataError: the template rejects the conversation.
+            UnsafeInput: the template violates its sandbox.
         """
         return self._render(messages, tools, add_generation_prompt, marked=False)[0]
 
     def apply_by_turn(self, messages: Sequence[dict[str, Any]]) -> tuple[list[str], str] | None:
-        """What the template writes for each turn, and before an answer; None where turns cannot be told apart so.
+        """The text of each turn and the generation prompt; None if the template cannot be rendered turn by turn.
 
-        End to end, what it writes for the first k turns is the text of these k turns.
+        The texts of the first k turns concatenate to the text of a conversation of k turns.
         """
         if self._turns is None:
             return None
@@ -273,7 +270,7 @@ class Tokenizer:
     def apply_marked_template(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> tuple[str, list[Span]]:
-        """The text of a conversation and the stretches of it between ``{% generation %}`` marks."""
+        """The text of a conversation and the spans between ``{% generation %}`` marks."""
         return self._render(messages, tools, False, marked=True)
 
     def _render(
@@ -302,8 +299,7 @@ class Tokenizer:
     def save(self, folder: Path | str) -> list[str]:
         """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; returns the names written.
 
-        Only for a tokenizer that has no files of its own yet (``differs_from_files``): what came from a folder is
-        better copied byte for byte.
+        Only for a tokenizer with ``differs_from_files``; other files are copied unchanged.
         """
         return save_tokenizer(self.inner, folder)
 

@@ -1,4 +1,4 @@
-"""Tokenizers by Megatron-LM's names for their kinds, each checked against the files that are to be of that kind."""
+"""Opens tokenizers by Megatron-LM's ``--tokenizer-type``, and checks that the files are of that type."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 _KINDS = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer")
-"""Those that are read from files."""
+"""Types that are read from files."""
 _SENTENCEPIECE = "tokenizer.model"
 _MARKS: Mapping[str, tuple[str, ...]] = {
     "DeepSeekV2Tokenizer": ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     "GPT2BPETokenizer": ("<|endoftext|>",),
 }
-"""Tokens that every tokenizer of a kind has."""
+"""Tokens that every tokenizer of a type has."""
 
 
 def open_tokenizer(path: Path, kind: str | None = None, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Read a tokenizer, and see that it is of the kind that was named.
+    """Read a tokenizer and check its type.
 
     Args:
         path: a folder, or a sentencepiece file.
-        kind: HuggingFaceTokenizer, Llama2Tokenizer, DeepSeekV2Tokenizer or GPT2BPETokenizer; None for whatever it is.
-        trust_remote_code: let the folder's code build it.
+        kind: HuggingFaceTokenizer, Llama2Tokenizer, DeepSeekV2Tokenizer or GPT2BPETokenizer; None accepts any.
+        trust_remote_code: allow code of the folder to run.
 
     Raises:
-        MissingInput, DataError, UnsafeInput, UsageError: see ``load_tokenizer``; or what lies
-            there is of another kind, in words.
+        MissingInput, DataError, UnsafeInput, UsageError: see ``load_tokenizer``; or the tokenizer is of another type.
     """
     if kind is not None and kind not in _KINDS:
         raise UsageError(
@@ -46,8 +45,8 @@ def open_tokenizer(path: Path, kind: str | None = None, *, trust_remote_code: bo
     lacking = [mark for mark in _MARKS.get(kind or "", ()) if mark not in tokenizer.inner.get_vocab()]
     if lacking:
         raise UsageError(
-            f"tokenizer.type={kind}: {path} has no token {lacking[0]}, so it is another kind. "
-            "Leave the type out, or give the tokenizer that is meant."
+            f"tokenizer.type={kind}: {path} has no token {lacking[0]}, so it is of another type. "
+            "Leave the type out, or give another tokenizer."
         )
     return tokenizer
 
@@ -60,12 +59,12 @@ def _sentencepiece(path: Path, kind: str | None) -> Tokenizer:
             "out if it is a sentencepiece model."
         )
     if not file.is_file():
-        mend = "Leave the type out: any tokenizer of a folder is read." if path.is_dir() else "Check the path."
-        raise MissingInput(f"{file} is not there, the sentencepiece model that a Llama2Tokenizer is. {mend}")
+        hint = "Leave the type out: any tokenizer of a folder is read." if path.is_dir() else "Check the path."
+        raise MissingInput(f"{file} does not exist; a Llama2Tokenizer is read from a sentencepiece model. {hint}")
     inner = read_sentencepiece(file)
     if inner is None:
         raise DataError(
-            f"{file} is not a sentencepiece model of byte pairs, as Llama 2 has it. Give the folder it came in, "
+            f"{file} is not a sentencepiece BPE model like that of Llama 2. Give the model folder, "
             "without tokenizer.type."
         )
     return Tokenizer(inner, file.parent, differs_from_files=True)
@@ -75,8 +74,7 @@ def _from_merges(path: Path) -> Tokenizer:
     for name in ("vocab.json", "merges.txt"):
         if not (path / name).is_file():
             raise MissingInput(
-                f"{path / name} is not there. A GPT2BPETokenizer is a folder of vocab.json and merges.txt, or one with "
-                "tokenizer.json."
+                f"{path / name} does not exist. A GPT2BPETokenizer needs vocab.json and merges.txt, or tokenizer.json."
             )
     read: Callable[..., GPT2Tokenizer] = GPT2Tokenizer.from_pretrained
     try:

@@ -1,13 +1,13 @@
-"""Chat templates that write one turn after the other, recognised by their syntax and rendered turn by turn.
+"""Renders a chat template turn by turn, if its syntax shows that it writes one turn after the other.
 
-What the assistant said is found by comparing what a template writes for so many turns and for one more. A template of
-this form needs no comparison::
+In general, the assistant's text is found by rendering k and k + 1 turns and comparing. A template of this form needs
+only one rendering::
 
     A {% for message in messages %} B {% endfor %} {% if add_generation_prompt %} C {% endif %}
 
-where B knows its own turn, the first one and how many came before, A the first one alone, and C no turn at all. What it
-writes for k turns then is how its text for more than k begins, and C opens an answer. Whatever is not seen to be so is
-left to the comparison.
+where B uses its own turn, the first turn and the number of earlier turns, A only the first turn, and C no turn. The
+text of k turns is then a prefix of the text of more turns, and C is the generation prompt. Other templates are rendered
+by comparison.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jinja2
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
-_MARK = "\ue002"  # for private use, and a text that has it all the same is left to the comparison
+_MARK = "\ue002"  # from the private use area; a text that contains it is rendered by comparison
 _OF_LOOP = {"first", "index", "index0"}
 _FILTERS = {"trim", "string", "upper", "lower", "length", "tojson", "replace", "default", "d", "capitalize", "title"}
 _STATEMENTS = (nodes.Output, nodes.If, nodes.Assign)
@@ -35,27 +35,27 @@ _METHODS = {"strip", "lstrip", "rstrip", "split", "startswith", "endswith", "upp
 
 @dataclass(frozen=True, slots=True)
 class TurnTemplate:
-    """A template that was recognised."""
+    """A chat template of that form."""
 
     opening: str
-    """What it writes before an answer."""
+    """The generation prompt."""
     _marked: jinja2.Template
     _known: Mapping[str, Any]
-    """What it is given beside the turns, and all that its environment knows."""
+    """All variables of the template but the turns."""
 
     def __call__(self, messages: Sequence[Mapping[str, Any]]) -> list[str] | None:
-        """What it writes for each turn, end to end the text of the conversation; None where that is left to others.
+        """The text of each turn, which concatenate to the conversation; None if it must be rendered by comparison.
 
-        Turns have ``role`` and ``content`` and nothing else, both text: what transformers would hand on unchanged.
+        Turns must have exactly the keys ``role`` and ``content``, both strings, which transformers passes unchanged.
         """
         for message in messages:
             if len(message) != 2 or type(message.get("role")) is not str or type(message.get("content")) is not str:
                 return None
         try:
-            # As Template.render does, but for a copy of all names for each conversation: half of the time.
+            # Like Template.render, without its copy of all variables for each conversation: half of the time.
             context = self._marked.new_context({**self._known, "messages": messages}, shared=True)
             text = "".join(self._marked.root_render_func(context))
-        except Exception:  # whoever renders it again says what is wrong
+        except Exception:  # the rendering by comparison reports what is wrong
             return None
         turns = text.split(_MARK)
         return turns[:-1] if len(turns) == len(messages) + 1 and not turns[-1] else None
@@ -66,7 +66,7 @@ def _recognised(source: str, given: tuple[tuple[str, str], ...]) -> TurnTemplate
     compiled: Any = chat_template_utils._compile_jinja_template(source)  # type: ignore[attr-defined]
     environment: jinja2.Environment = compiled.environment
     tree = environment.parse(source)
-    # A special token that the tokenizer has not is nothing, at every turn.
+    # A special token that the tokenizer lacks is undefined at every turn.
     form = _form(tree, {name for name, _ in given} | {"bos_token", "eos_token", "pad_token", "unk_token"})
     if form is None:
         return None
@@ -81,11 +81,11 @@ def _recognised(source: str, given: tuple[tuple[str, str], ...]) -> TurnTemplate
 
 
 def turn_template(source: str, special_tokens: Mapping[str, Any]) -> TurnTemplate | None:
-    """Recognise a template; None when it is of another form.
+    """Compile a template of that form; None for another form.
 
     Args:
         source: of the template.
-        special_tokens: what else it is given, by name.
+        special_tokens: the other variables of the template.
     """
     given = tuple(sorted((name, token) for name, token in special_tokens.items() if isinstance(token, str)))
     try:
@@ -95,7 +95,7 @@ def turn_template(source: str, special_tokens: Mapping[str, Any]) -> TurnTemplat
 
 
 def _form(tree: nodes.Template, given: set[str]) -> tuple[nodes.For, nodes.If | None] | None:
-    """The loop over the turns and the opening of an answer."""
+    """The loop over the turns and the generation prompt."""
     places = [place for place, node in enumerate(tree.body) if isinstance(node, nodes.For)]
     if len(places) != 1:
         return None
@@ -115,7 +115,7 @@ def _form(tree: nodes.Template, given: set[str]) -> tuple[nodes.For, nodes.If | 
     ):
         return None
     known = given | {"tools", "raise_exception"}
-    # A name set before the loop is seen in it; one that is set in it is gone with the turn.
+    # A variable set before the loop is visible in it; one set in the loop ends with the turn.
     set_before = _set(before)
     if any(name in {"messages", "loop", "add_generation_prompt", *known} for name in set_before | _set(loop.body)):
         return None
@@ -128,7 +128,7 @@ def _form(tree: nodes.Template, given: set[str]) -> tuple[nodes.For, nodes.If | 
 
 
 def _sound(node: nodes.Node, names: set[str], *, first: bool = False, in_loop: bool = False) -> bool:
-    """Whether a node computes from these names alone, the first turn (``first``) and what came before (``in_loop``)."""
+    """Whether a node uses only these names, the first turn (``first``) and the loop counters (``in_loop``)."""
     if in_loop and isinstance(node, nodes.Getattr) and _is_name(node.node, "loop"):
         return node.attr in _OF_LOOP
     if first and isinstance(node, nodes.Getitem) and _is_name(node.node, "messages"):

@@ -52,10 +52,10 @@ def test_each_kind_reads_what_is_its_own(folders: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "lies", "error", "message"),
     [
-        ("DeepSeekV2Tokenizer", "fast", UsageError, "has no token <\uff5cbegin.*so it is another kind"),
+        ("DeepSeekV2Tokenizer", "fast", UsageError, "has no token <\uff5cbegin.*so it is of another type"),
         ("GPT2BPETokenizer", "fast", UsageError, r"has no token <\|endoftext\|>"),
-        ("GPT2BPETokenizer", ".", MissingInput, r"vocab.json is not there\. A GPT2BPETokenizer is"),
-        ("Llama2Tokenizer", "fast", MissingInput, r"tokenizer.model is not there.*Leave the type out"),
+        ("GPT2BPETokenizer", ".", MissingInput, r"vocab.json does not exist\. A GPT2BPETokenizer needs"),
+        ("Llama2Tokenizer", "fast", MissingInput, r"tokenizer.model does not exist.*Leave the type out"),
         ("Llama2Tokenizer", "gpt2/merges.txt", DataError, "not a sentencepiece model"),
         ("HuggingFaceTokenizer", "gpt2/merges.txt", UsageError, "is read from a folder, and .* is a file"),
     ],
