@@ -66,7 +66,7 @@ def test_the_whole_folder_goes_to_a_repository(
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (LocalTokenNotFoundError("Token is required,\nbut no token found."), "nobody is logged in here (hf auth login"),
+        (LocalTokenNotFoundError("Token is required,\nbut no token found."), "not logged in (use hf auth login"),
         (OfflineModeIsEnabled("Cannot reach https://huggingface.co"), "HF_HUB_OFFLINE is set"),
         (ConnectionError("no route\n to host"), "no route to host"),
         (OSError("403 Forbidden: You don't have the rights"), "403 Forbidden: You don't have the rights"),

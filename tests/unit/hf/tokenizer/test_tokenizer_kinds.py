@@ -56,7 +56,7 @@ def test_each_kind_reads_what_is_its_own(folders: Path, tmp_path: Path) -> None:
         ("GPT2BPETokenizer", "fast", UsageError, r"has no token <\|endoftext\|>"),
         ("GPT2BPETokenizer", ".", MissingInput, r"vocab.json does not exist\. A GPT2BPETokenizer needs"),
         ("Llama2Tokenizer", "fast", MissingInput, r"tokenizer.model does not exist.*Leave the type out"),
-        ("Llama2Tokenizer", "gpt2/merges.txt", DataError, "not a sentencepiece model"),
+        ("Llama2Tokenizer", "gpt2/merges.txt", DataError, "not a sentencepiece BPE model"),
         ("HuggingFaceTokenizer", "gpt2/merges.txt", UsageError, "is read from a folder, and .* is a file"),
     ],
 )
