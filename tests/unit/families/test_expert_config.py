@@ -249,13 +249,13 @@ def architecture(name: str, **changes: Any) -> Architecture:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_as_many_parameters_as_were_published(name: str) -> None:
+def test_published_parameter_counts(name: str) -> None:
     config = CONFIGS[name]
     shapes = family_for(config).hf_shapes(architecture(name))
     assert sum(map(math.prod, shapes.values())) / 1e9 == pytest.approx(BILLIONS[name], abs=6e-4)
 
 
-def test_how_tokens_are_routed() -> None:
+def test_routing_settings() -> None:
     assert architecture("mixtral-8x7b").moe == Moe(num_experts=8, top_k=2, ffn_hidden_size=14336, normalize=True)
     assert architecture("deepseek-v3").moe == Moe(
         num_experts=256,
@@ -326,7 +326,7 @@ def test_export_means_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_changed_numbers_replace_those_of_the_base(name: str) -> None:
+def test_changed_numbers_replace_the_base(name: str) -> None:
     changes: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 300, "num_experts_per_tok": 3, "moe_k": 3}
     changes |= {
         "first_k_dense_replace": 2,
@@ -342,7 +342,7 @@ def test_changed_numbers_replace_those_of_the_base(name: str) -> None:
     assert family.to_architecture(family.to_hf_config(smaller, CONFIGS[name])) == smaller
 
 
-def test_layers_ahead_are_those_that_have_tensors() -> None:
+def test_mtp_layers_without_tensors_are_not_counted() -> None:
     config = CONFIGS["deepseek-v3"] | {"num_hidden_layers": 4, "n_routed_experts": 16, "n_group": 2, "topk_group": 2}
     family = family_for(config)
     arch = family.to_architecture(config)
@@ -373,12 +373,12 @@ def test_layers_ahead_are_those_that_have_tensors() -> None:
         ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_rejected(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         architecture(name, **change)
 
 
-def test_noise_is_refused_in_training_alone() -> None:
+def test_router_noise_is_rejected_for_training_only() -> None:
     config = CONFIGS["mixtral-8x7b"] | {"router_jitter_noise": 0.1}
     family = family_for(config)
     family.to_architecture(config)
@@ -397,12 +397,12 @@ def test_noise_is_refused_in_training_alone() -> None:
         ("qwen3-30b-a3b", {"mlp_only_layers": 3}, "mlp_only_layers must be a list"),
     ],
 )
-def test_broken_numbers_are_named(name: str, change: dict[str, Any], message: str) -> None:
+def test_invalid_numbers_are_named(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         architecture(name, **change)
 
 
-def test_a_config_that_has_no_words_for_it() -> None:
+def test_config_cannot_express_it() -> None:
     family = family_for(CONFIGS["deepseek-v3"])
     odd = architecture("qwen3-30b-a3b", mlp_only_layers=[5])
     with pytest.raises(UsageError, match=r"cannot express these dense layers: \[5\]"):

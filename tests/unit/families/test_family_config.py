@@ -195,7 +195,7 @@ def test_architecture_is_what_transformers_reads(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_a_family_says_in_its_own_way(name: str) -> None:
+def test_family_specific_keys(name: str) -> None:
     config, (_, wanted) = config_of(name), OTHERS[name]
     arch = family_for(config).to_architecture(config)
     assert {field: getattr(arch, field) for field in wanted} == wanted
@@ -217,7 +217,7 @@ def test_export_means_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
-def test_a_config_made_from_nothing_reads_back(name: str, tmp_path: Path) -> None:
+def test_new_config_reads_back(name: str, tmp_path: Path) -> None:
     config = config_of(name)
     family = family_for(config)
     arch = family.to_architecture(config)
@@ -231,7 +231,7 @@ def test_a_config_made_from_nothing_reads_back(name: str, tmp_path: Path) -> Non
         assert said.get("full_attention", said)["rope_theta"] == arch.rotary_base
 
 
-def test_changed_numbers_replace_those_of_the_base() -> None:
+def test_changed_numbers_replace_the_base() -> None:
     base = SIZES | CONFIGS["qwen2-window"]
     family = family_for(base)
     longer = SIZES | CONFIGS["qwen2-bare"] | {"num_hidden_layers": 5, "vocab_size": 80, "rope_theta": 5e5}
@@ -282,7 +282,7 @@ def test_unknown_family_lists_the_known_ones() -> None:
         ),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_rejected(change: dict[str, Any], message: str) -> None:
     config = SIZES | {"model_type": "llama", "num_key_value_heads": 2} | change
     with pytest.raises(UsageError, match=message):
         family_for(config).to_architecture(config)
@@ -319,7 +319,7 @@ def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], message: s
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types must list the kind of each of 3"),
     ],
 )
-def test_broken_numbers_are_named(change: dict[str, Any], message: str) -> None:
+def test_invalid_numbers_are_named(change: dict[str, Any], message: str) -> None:
     config = SIZES | {"model_type": "llama", "num_key_value_heads": 2} | change
     with pytest.raises(DataError, match=message):
         family_for(config).to_architecture(config)
@@ -334,7 +334,7 @@ def test_broken_numbers_are_named(change: dict[str, Any], message: str) -> None:
         ({"model_type": "starcoder2", "residual_dropout": 0.2}, "residual_dropout=0.2"),
     ],
 )
-def test_dropout_is_refused_in_training_alone(config: dict[str, Any], setting: str) -> None:
+def test_dropout_is_rejected_for_training_only(config: dict[str, Any], setting: str) -> None:
     family = family_for(config)
     own = {"n_embd": 64, "n_layer": 3, "n_head": 8} if family.name == "gpt2" else {"num_key_value_heads": 2}
     family.to_architecture(SIZES | own | config)

@@ -50,12 +50,12 @@ YARN = RopeScaling(kind="yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.8, trun
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_the_isthmus_family_says_all_of_it(changed: dict[str, Any]) -> None:
+def test_isthmus_family_expresses_everything(changed: dict[str, Any]) -> None:
     arch = replace(PLAIN, **changed)
     assert ISTHMUS.to_architecture(ISTHMUS.to_hf_config(arch)) == arch != PLAIN
 
 
-def test_families_with_the_same_words_exchange_models() -> None:
+def test_compatible_families_exchange_models() -> None:
     llama = replace(PLAIN, family="llama", rotary_base=5e5, tie_embeddings=True)
     there = transfer_architecture(llama, FAMILIES["llama"], FAMILIES["mistral"])
     assert there == replace(llama, family="mistral")
@@ -78,13 +78,13 @@ LATENT = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=
         ("isthmus", {}, "mixtral", "intermediate_size is missing"),
     ],
 )  # fmt: skip
-def test_what_a_family_cannot_say_is_refused(source: str, changed: dict[str, Any], target: str, told: str) -> None:
+def test_inexpressible_architectures_are_rejected(source: str, changed: dict[str, Any], target: str, told: str) -> None:
     arch = replace(PLAIN, family=source, **changed)
     with pytest.raises(UsageError, match=f"this {source} model cannot be exported as {target}: .*{told}"):
         transfer_architecture(arch, FAMILIES[source], FAMILIES[target])
 
 
-def test_tensors_without_a_home_are_refused() -> None:
+def test_tensors_of_one_family_only_are_rejected() -> None:
     llama = FAMILIES["llama"]
     more = replace(
         llama, name="more", rules=(*llama.rules, copy("decoder.layers.{layer}.dream.weight", "dream.{layer}", "H"))
@@ -97,7 +97,7 @@ def test_tensors_without_a_home_are_refused() -> None:
         transfer_architecture(PLAIN, llama, more)
 
 
-def test_a_field_that_is_new_is_refused_until_the_family_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_field_is_rejected_until_the_family_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Newer(Architecture):
         dreams: bool = False

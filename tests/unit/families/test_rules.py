@@ -1,4 +1,4 @@
-"""Every family, every rule: weaving and cutting lose nothing and mean what Megatron-Core means."""
+"""Rules of all families: no element is lost, and shards are those of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -80,27 +80,27 @@ def hf_tensors(rule: Rule, arch: Architecture) -> dict[str, torch.Tensor]:
     return dict(zip(shapes, numbered(list(shapes.values())), strict=True))
 
 
-def woven_of(rule: Rule, arch: Architecture, tensors: dict[str, torch.Tensor], expert: int = 0) -> torch.Tensor:
+def assembled(rule: Rule, arch: Architecture, tensors: dict[str, torch.Tensor], expert: int = 0) -> torch.Tensor:
     return assemble(rule, arch, lambda part, index: tensors[rule.parts[part].name][index], expert)
 
 
 @pytest.mark.parametrize(("arch", "rule"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_a_weave_takes_every_element_once(arch: Architecture, rule: Rule) -> None:
+def test_rule_uses_every_element_once(arch: Architecture, rule: Rule) -> None:
     tensors = hf_tensors(rule, arch)
     experts = range(arch.moe.num_experts if rule.stacked and rule.is_expert and arch.moe is not None else 1)
-    woven = [woven_of(rule, arch, tensors, expert) for expert in experts]
-    assert all(tuple(tensor.shape) == rule.canonical_shape(arch) for tensor in woven)
-    everything = torch.cat([tensor.flatten() for tensor in woven]).sort().values
+    whole_tensors = [assembled(rule, arch, tensors, expert) for expert in experts]
+    assert all(tuple(tensor.shape) == rule.canonical_shape(arch) for tensor in whole_tensors)
+    everything = torch.cat([tensor.flatten() for tensor in whole_tensors]).sort().values
     assert torch.equal(everything, torch.cat([tensor.flatten() for tensor in tensors.values()]).sort().values)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(("arch", "rule"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_ranks_together_hold_every_element(arch: Architecture, rule: Rule, tp: int) -> None:
+def test_ranks_together_have_every_element(arch: Architecture, rule: Rule, tp: int) -> None:
     tensors = hf_tensors(rule, arch)
     parts = [tensors[part.name] for part in rule.parts]
     expert = 1 if rule.stacked and rule.is_expert else 0
-    whole = woven_of(rule, arch, tensors, expert)
+    whole = assembled(rule, arch, tensors, expert)
     padded = 80
     back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     written = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -141,28 +141,28 @@ def test_ranks_together_hold_every_element(arch: Architecture, rule: Rule, tp: i
         assert (written[name][here] == once).all()
 
 
-def test_qkv_lies_group_by_group() -> None:
+def test_qkv_is_grouped_by_query_group() -> None:
     rule = qkv("qkv", "q", "k", "v")
     arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=2, kv_channels=1)
     tensors = {"q": torch.tensor([1, 2, 3, 4]), "k": torch.tensor([10, 20]), "v": torch.tensor([100, 200])}
-    assert woven_of(rule, arch, tensors).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+    assert assembled(rule, arch, tensors).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
 
 
-def test_sections_of_one_tensor_are_woven_like_tensors_of_their_own() -> None:
+def test_sections_of_a_tensor_are_like_separate_tensors() -> None:
     rule = qkv("qkv", "qkv", "qkv", "qkv")
     arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=2, kv_channels=1)
     assert rule.hf_shapes(arch) == {"qkv": (8,)}
     one = {"qkv": torch.tensor([1, 2, 3, 4, 10, 20, 100, 200])}
-    assert woven_of(rule, arch, one).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+    assert assembled(rule, arch, one).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
 
 
-def test_interleaved_transposed_experts_of_one_tensor() -> None:
+def test_interleaved_transposed_stacked_experts() -> None:
     rule = gate_up("experts.{expert}.fc1", "e", "e", "H", width="X", interleaved=True, transposed=True, stacked=True)
     arch = dataclasses.replace(ARCH, hidden_size=2, moe=Moe(num_experts=2, top_k=1, ffn_hidden_size=2))
     assert rule.hf_shapes(arch) == {"e": (2, 2, 4)}
     whole = torch.arange(16).reshape(2, 2, 4)
     # Rows: the gates 0 and 2, then the ups 1 and 3, of the second expert.
-    assert woven_of(rule, arch, {"e": whole}, 1).tolist() == [[8, 12], [10, 14], [9, 13], [11, 15]]
+    assert assembled(rule, arch, {"e": whole}, 1).tolist() == [[8, 12], [10, 14], [9, 13], [11, 15]]
 
 
 def test_padding_may_fill_whole_ranks() -> None:
@@ -182,13 +182,13 @@ def test_padding_may_fill_whole_ranks() -> None:
         (0, "tp=0 does not divide num_attention_heads=8 (qwen3). Use 1, 2, 4 or 8."),
     ],
 )
-def test_a_tp_size_that_does_not_fit_is_refused(tp: int, message: str) -> None:
+def test_invalid_tp_size_is_rejected(tp: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_tp_size(dataclasses.replace(ARCH, family="qwen3"), tp)
     assert str(caught.value) == message
 
 
-def test_query_groups_decide_too() -> None:
+def test_tp_size_must_fit_query_groups() -> None:
     arch = dataclasses.replace(ARCH, num_attention_heads=12, num_query_groups=6, ffn_hidden_size=48)
     with pytest.raises(UsageError, match=r"tp=4 does not divide num_query_groups=6 \(llama\). Use 1, 2, 3, 6 or 12."):
         check_tp_size(arch, 4)

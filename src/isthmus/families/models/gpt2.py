@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorms, biases everywhere, weights stored as [in, out]."""
+"""GPT-2: learned positions, LayerNorms, biases in all linear layers, weights stored as [in, out]."""
 
 from dataclasses import replace
 
@@ -45,10 +45,10 @@ FAMILY = Family(
         "mlp_bias": True,
     },
     fixed={
-        "scale_attn_weights": Fixed((True,), "scores are scaled by the width of a head"),
-        "scale_attn_by_inverse_layer_idx": Fixed((False,), "scores are scaled alike in all layers"),
-        "reorder_and_upcast_attn": Fixed((False,), "it changes how scores are rounded"),
-        "add_cross_attention": Fixed((False,), "only decoders without an encoder are built"),
+        "scale_attn_weights": Fixed((True,), "attention scores are scaled by the head dim"),
+        "scale_attn_by_inverse_layer_idx": Fixed((False,), "attention scores have the same scale in all layers"),
+        "reorder_and_upcast_attn": Fixed((False,), "it changes the rounding of attention scores"),
+        "add_cross_attention": Fixed((False,), "only decoders without an encoder are supported"),
         "attn_pdrop": _DROPOUT,
         "embd_pdrop": _DROPOUT,
         "resid_pdrop": _DROPOUT,

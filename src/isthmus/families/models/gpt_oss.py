@@ -1,28 +1,32 @@
-"""gpt-oss: heads with sinks, a window in every other layer, experts that lie stacked, transposed and with biases."""
+"""gpt-oss: attention sinks, alternating sliding window, experts stacked in one tensor, transposed, with biases."""
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
-from isthmus.families.rules.rule import HfPart, Rule, copy
+from isthmus.families.rules.rule import copy, gate_up
 
 _LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 _EXPERT, _HF_EXPERTS = _LAYER + "mlp.experts.local_experts.{expert}.", _HF_LAYER + "mlp.experts."
 _GATE_UP = _HF_EXPERTS + "gate_up_proj"
 _DOWN = _HF_EXPERTS + "down_proj"
 
+# The rows of gate and up projection alternate.
 EXPERTS = (
-    Rule(
-        canonical=_EXPERT + "linear_fc1.weight",
-        parts=(HfPart(_GATE_UP, ("X", "H")), HfPart(_GATE_UP, ("X", "H"))),
-        shard="gate_up",
+    gate_up(
+        _EXPERT + "linear_fc1.weight",
+        _GATE_UP,
+        _GATE_UP,
+        "H",
+        width="X",
         interleaved=True,
         transposed=True,
         stacked=True,
     ),
-    Rule(
-        canonical=_EXPERT + "linear_fc1.bias",
-        parts=(HfPart(_GATE_UP + "_bias", ("X",)), HfPart(_GATE_UP + "_bias", ("X",))),
-        shard="gate_up",
+    gate_up(
+        _EXPERT + "linear_fc1.bias",
+        _GATE_UP + "_bias",
+        _GATE_UP + "_bias",
+        width="X",
         interleaved=True,
         stacked=True,
         init="zeros",
@@ -30,7 +34,6 @@ EXPERTS = (
     copy(_EXPERT + "linear_fc2.weight", _DOWN, "H", "X", shard="cols", transposed=True, stacked=True),
     copy(_EXPERT + "linear_fc2.bias", _DOWN + "_bias", "H", stacked=True, init="zeros"),
 )
-"""Gates and ups take turns, channel by channel."""
 
 FAMILY = Family(
     name="gpt_oss",
@@ -49,8 +52,8 @@ FAMILY = Family(
     },
     fixed=decoder.FIXED
     | {
-        "swiglu_alpha": Fixed((1.702,), "the slope of its sigmoid is part of the activation"),
-        "swiglu_limit": Fixed((7.0,), "the bounds of its inputs are part of the activation"),
+        "swiglu_alpha": Fixed((1.702,), "the slope of the sigmoid is part of the activation"),
+        "swiglu_limit": Fixed((7.0,), "the input bounds are part of the activation"),
     },
     traits={
         "activation": "clamped_swiglu",

@@ -64,8 +64,8 @@ def _read_moe(hf: Mapping[str, Any]) -> Moe | None:
 def _write_moe(moe: Moe | None, arch: Architecture) -> Mapping[str, Any]:
     if moe is None:
         return {"num_experts": 0}
-    said = {key.hf: key.write(getattr(moe, name), arch) for name, key in _MOE.items()}
-    return {**said, **_DENSE_LAYERS.write(moe.dense_layers, arch)}
+    keys = {key.hf: key.write(getattr(moe, name), arch) for name, key in _MOE.items()}
+    return {**keys, **_DENSE_LAYERS.write(moe.dense_layers, arch)}
 
 
 FAMILY = Family(

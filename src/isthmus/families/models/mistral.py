@@ -1,4 +1,4 @@
-"""Mistral 7B and its dense descendants: Llama's tensors, attention through a sliding window."""
+"""Mistral 7B and its dense successors: Llama's tensors, sliding-window attention."""
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder
@@ -11,7 +11,7 @@ FAMILY = Family(
         "num_query_groups": decoder.kv_heads(default=8),
         "max_position_embeddings": Key("max_position_embeddings", default=131072),
     },
-    fixed=decoder.FIXED | {"layer_types": Fixed((None,), "Mistral has one kind of attention in all layers")},
+    fixed=decoder.FIXED | {"layer_types": Fixed((None,), "all layers of Mistral have the same kind of attention")},
     sliding_window="always",
     sliding_window_default=4096,
     rules=decoder.RULES,

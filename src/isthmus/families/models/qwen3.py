@@ -1,4 +1,4 @@
-"""Qwen3, dense: norms on queries and keys, a head width of its own."""
+"""Qwen3, dense: QK norms, an independent head dim."""
 
 from isthmus.families.family import Family, Key
 from isthmus.families.rules import decoder

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama's tensors, with biases switched for inputs and output of attention apart."""
+"""Seed-OSS: Llama's tensors, with separate switches for the biases of attention inputs and output."""
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder

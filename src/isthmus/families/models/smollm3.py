@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that have no positions, one in four unless the config lists them."""
+"""SmolLM3: Llama with layers without rotary embedding, by default every fourth."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +36,7 @@ FAMILY = Family(
         "tie_embeddings": flag("tie_word_embeddings", default=True),
     },
     derived={"unrotated_layers": Derived(_unrotated, _listed)},
-    fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "its layers are built without a window")},
+    fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "sliding windows are not supported for this family")},
     rope_defaults={"rope_theta": 2000000.0},
     rules=decoder.RULES,
 )

@@ -1,4 +1,4 @@
-"""A family as a file of data: guessed from names and shapes, written, read back, and never trusted beyond its words."""
+"""Inferred families: matched by names and shapes, written to a file, read back, and validated."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _data() -> dict[str, Any]:
     return copy.deepcopy(_candidates().family_data({}))
 
 
-def test_the_likeliest_guess_reads_names_that_no_family_has() -> None:
+def test_likeliest_candidate_matches_unknown_names() -> None:
     candidates = _candidates()
     family = read_family(candidates.family_data({}))
     arch = family.to_architecture(CONFIG)
@@ -84,7 +84,7 @@ def test_open_choices_are_few_and_all_different() -> None:
     assert zeroed == ["blocks.0.mixer.wo.weight", "blocks.1.mixer.wo.weight"]
 
 
-def test_there_and_back_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = read_family(_data())
     path = tmp_path / "strange.json"
     path.write_text(write_family(family), encoding="utf-8")
@@ -108,7 +108,7 @@ def test_there_and_back_through_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     ("changes", "told"),
     [({"hidden_act": "gelu"}, "hidden_act=gelu"), ({"use_something": 8.0}, "use_something=8.0")],
 )
-def test_it_holds_for_models_that_say_the_same(changes: dict[str, Any], told: str) -> None:
+def test_other_values_of_fixed_settings_are_rejected(changes: dict[str, Any], told: str) -> None:
     family = read_family(_data())
     with pytest.raises(UsageError, match=f"{told} is not supported for strange: the family was inferred"):
         family.to_architecture(CONFIG | changes)
@@ -118,7 +118,7 @@ def test_it_holds_for_models_that_say_the_same(changes: dict[str, Any], told: st
         family.check_training(CONFIG)
 
 
-def test_the_config_is_written_back_as_it_was() -> None:
+def test_config_round_trip() -> None:
     family = read_family(_data())
     written = family.to_hf_config(family.to_architecture(CONFIG), CONFIG)
     assert {key: written[key] for key in CONFIG} == CONFIG
@@ -141,7 +141,7 @@ def test_the_config_is_written_back_as_it_was() -> None:
         (("name",), 3),
     ],
 )
-def test_what_it_does_not_know_it_refuses(where: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(where: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
     data = _data()
     inner = data
     for step in where[:-1]:
@@ -169,7 +169,7 @@ def test_formulas(text: str, value: float) -> None:
         ({"blocks.0.third_norm.weight": (64,), "blocks.1.third_norm.weight": (64,)}, "a layer has 3 norms"),
     ],
 )
-def test_what_has_no_place(change: dict[str, tuple[int, ...]], told: str) -> None:
+def test_unknown_tensors_are_rejected(change: dict[str, tuple[int, ...]], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         _candidates(TENSORS | change)
 
@@ -183,12 +183,12 @@ def test_what_has_no_place(change: dict[str, tuple[int, ...]], told: str) -> Non
         ({"is_encoder_decoder": True}, "the model has an encoder"),
     ],
 )
-def test_settings_that_no_decoder_here_has(changes: dict[str, Any], told: str) -> None:
+def test_unsupported_configs_are_rejected(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         ConfigInference(CONFIG | changes, CONFIG)
 
 
-def test_a_number_that_matters_has_to_be_known() -> None:
+def test_live_numbers_must_have_a_known_meaning() -> None:
     settings = ConfigInference(CONFIG | {"clip": 8.0}, CONFIG | {"clip": None})
     assert settings.numbers() == ["rms_norm_eps", "clip"]
     settings.check_meanings({"rms_norm_eps"})
