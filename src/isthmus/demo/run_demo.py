@@ -69,9 +69,6 @@ def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> 
     """
     started_s = time.monotonic()
     out = Path(out).absolute()
-    if out.exists():
-        raise NoSpace(f"{out} exists already. Remove it or choose another folder with --out.")
-    out.mkdir(parents=True)
     log("1. Data: the documentation of this Python's standard library")
     training, held_out = _make_data(out, log)
     common = ["--nproc", str(nproc), f"parallel.tp={nproc}", "data.seq_length=256", "train.precision=fp32"]
@@ -121,6 +118,9 @@ def _make_data(out: Path, log: Log) -> tuple[list[Question], list[Question]]:
     """Write documents, questions and the model; returns the training questions and the held-out questions."""
     from isthmus.hf.tiny_model import QWEN_PATTERN, build_tiny_qwen3
 
+    if out.exists():
+        raise NoSpace(f"{out} exists already. Remove it or choose another folder with --out.")
+    out.mkdir(parents=True)
     training, held_out = split_entries(python_documentation())
     questions, unseen = make_questions(training), make_questions(held_out)
     by_topic = {topic: [q for q in unseen if q.topic == topic] for topic in sorted({q.topic for q in unseen})}
