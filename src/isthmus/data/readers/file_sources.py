@@ -1,6 +1,6 @@
 """Resolves the data that a user names: files, folders, patterns, data sets.
 
-A folder stands for every data file below it, in the order of their paths; a pattern with ``*``, ``?`` or ``[...]`` for
+A folder means every data file below it, in the order of their paths; a pattern with ``*``, ``?`` or ``[...]`` for
 the files that match it.
 """
 

@@ -55,7 +55,7 @@ def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
 
     Args:
         prefix: of the indexed files.
-        record: ``pair`` holds what ``IndexedWriter.close`` returned, ``kind`` is text, chat or preference,
+        record: ``pair`` is the record of ``IndexedWriter.close``, ``kind`` is text, chat or preference,
             ``tokenizer`` is its ``tokenizer_record``, ``seq_length`` the limit of samples (None for documents); the
             other keys are the caller's.
 

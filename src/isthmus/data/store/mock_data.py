@@ -52,7 +52,7 @@ class MockSamples:
         if not 0 <= index < self._count:
             raise IndexError(index)
         key = np.array([self._seed % 2**64, _STREAM + _PARTS.index(self._part)], dtype=np.uint64)
-        # The number of a sample stands in the counter's highest word, which no sample counts up to.
+        # The sample index is the counter's highest word, which generating one sample never reaches.
         bits = np.random.Philox(key=key, counter=np.array([0, 0, 0, index], dtype=np.uint64))
         high = bits.random_raw(self._tokens) >> np.uint64(32)
         # Bits times size, as D. Lemire draws an integer below it (arXiv 1805.10941), without his correction: ids are
