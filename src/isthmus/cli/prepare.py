@@ -74,14 +74,14 @@ def prepare(
             data, out, tokenizer, tokenizer_type=tokenizer_type, seq_length=seq_length, workers=workers,
             trust_remote_code=trust_remote_code, on_progress=line.show, **chosen,
         )  # fmt: skip
-    if json:
-        show(result, as_json=True)
-    else:
-        _print(result)
+    _print(result, as_json=json)
     return 0
 
 
-def _print(result: PrepareResult) -> None:
+def _print(result: PrepareResult, *, as_json: bool) -> None:
+    if as_json:
+        show(result, as_json=True)
+        return
     stats = result.stats
     for line in [f"{result.out}: {result.kind}, {stats.summary()}, {result.time_s:.1f} s", *stats.notes]:
         print(line, flush=True)
