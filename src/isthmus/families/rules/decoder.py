@@ -1,8 +1,4 @@
-"""Rules and config keys shared by decoder-only families. A family adds or replaces what differs.
-
-A rule with a condition (``when``) only applies to models for which the condition is true, so families whose models have
-no biases and no QK norms use the same rules as families whose models do.
-"""
+"""Rules and config keys shared by decoder-only families; conditions (``when``) select biases and QK norms."""
 
 from __future__ import annotations
 
@@ -17,12 +13,11 @@ _HAS_BIAS = "normalization=LayerNorm and norm_bias"
 
 
 def in_layer(canonical: str, hf: str, *symbols: str, **fields: Any) -> Rule:
-    """A :func:`copy` of a tensor of a layer; both names are relative to the layer (``model.layers.N.``)."""
+    """Both names are relative to the layer (``model.layers.N.``)."""
     return copy(LAYER + canonical, HF_LAYER + hf, *symbols, **fields)
 
 
 def norm(canonical: str, hf: str, *symbols: str) -> tuple[Rule, ...]:
-    """The weight of a norm and, for a LayerNorm with bias, its bias."""
     return (
         copy(f"{canonical}.weight", f"{hf}.weight", *(symbols or ("H",)), init="ones"),
         copy(f"{canonical}.bias", f"{hf}.bias", *(symbols or ("H",)), init="zeros", when=_HAS_BIAS),
@@ -30,7 +25,7 @@ def norm(canonical: str, hf: str, *symbols: str) -> tuple[Rule, ...]:
 
 
 def layer_norm(canonical: str, hf: str | None = None) -> tuple[Rule, ...]:
-    """A norm of a layer; both names are relative to the layer, and equal unless ``hf`` is given."""
+    """Both names are relative to the layer, and equal unless ``hf`` is given."""
     return norm(LAYER + canonical, HF_LAYER + (hf or canonical))
 
 
@@ -44,14 +39,10 @@ def _qk_norm(which: str, heads: str) -> tuple[Rule, ...]:
 
 
 def mlp(canonical: str, hf: str, width: str, *, bias: str | None = None, **fields: Any) -> tuple[Rule, ...]:
-    """A feed-forward block, dense or of one expert, with or without a gate.
+    """A feed-forward block, dense or of one expert.
 
-    Args:
-        canonical: prefix of the canonical names.
-        hf: prefix of the Hugging Face names.
-        width: symbol of its width.
-        bias: field of the Architecture that is true if it has biases; None if it never has.
-        fields: further fields of the rules.
+    ``canonical`` and ``hf`` are prefixes of names, ``width`` is a symbol, ``bias`` the Architecture's field that is
+    true if the block has biases (None: never).
     """
     fc1, fc2 = canonical + "linear_fc1.", canonical + "linear_fc2."
     gate, up, down = hf + "gate_proj.", hf + "up_proj.", hf + "down_proj."
@@ -94,7 +85,6 @@ FUSED_MLP = (
     gate_up(LAYER + "mlp.linear_fc1.weight", *(HF_LAYER + "mlp.gate_up_proj.weight",) * 2, "H"),
     in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "H", "F", shard="cols"),
 )
-"""Gate and up projection in one Hugging Face tensor, the gate first."""
 HEAD = (
     *norm("decoder.final_layernorm", "model.norm"),
     copy("output_layer.weight", "lm_head.weight", "V", "H", shard="vocab", unless="tie_embeddings"),
@@ -104,7 +94,6 @@ HEAD = (
     ),
 )
 RULES = (*EMBEDDING, *INPUT_NORM, *ATTENTION, *MLP_NORM, *MLP, *HEAD)
-"""The rules of a dense pre-norm decoder with Llama's names."""
 
 
 def kv_heads(default: int | None) -> Key:
@@ -113,12 +102,11 @@ def kv_heads(default: int | None) -> Key:
 
 
 def flag(name: str, default: bool = False) -> Key:
-    """A boolean key."""
     return Key(name, kind=bool, default=default)
 
 
 def number(name: str, default: float | None, *, optional: bool = False) -> Key:
-    """A float key; with ``optional`` or the default None, null means None."""
+    """With ``optional`` or the default None, null means None."""
     return Key(name, kind=float, default=default, optional=optional or default is None)
 
 
@@ -135,7 +123,7 @@ KEYS = {
     "tie_embeddings": flag("tie_word_embeddings"),
     "init_std": number("initializer_range", 0.02),
 }
-"""Fields of the Architecture by Hugging Face key, with the defaults of transformers."""
+"""Defaults are those of transformers."""
 ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "proj_bias": flag("attention_bias")}
 """One key for the biases of all attention projections."""
 
@@ -143,7 +131,6 @@ _GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_ta
 
 
 def activation(name: str, default: str) -> Key:
-    """The activation of the MLP. Of several names for one activation, ``default`` is written."""
     words = {"silu": "silu", "swish": "silu"} | _GELUS
     return Key(name, default=default, choices={default: words[default]} | words)
 
@@ -154,7 +141,6 @@ FIXED = {
     "attention_dropout": NO_DROPOUT,
     "pruned_heads": Fixed((None, {}), "models with pruned heads are not supported"),
 }
-"""Hugging Face settings with one supported value; every other value is rejected with the reason."""
+"""Settings with one supported value; other values are rejected with the reason."""
 
 PLAIN_FIXED = {name: fixed for name, fixed in FIXED.items() if name != "hidden_act"}
-"""The same for families that support several activations."""

@@ -14,7 +14,6 @@ from isthmus.families.rules.decoder import HF_LAYER, LAYER, in_layer
 from isthmus.families.rules.rule import where
 
 DENSE = tuple(replace(rule, layers="dense") for rule in decoder.MLP)
-"""The feed-forward block of layers without experts."""
 ROUTER = (in_layer("mlp.router.weight", "mlp.gate.weight", "E", "H", layers="moe"),)
 EXPERT_BIAS = where(
     "moe.expert_bias",
@@ -48,7 +47,6 @@ SHARED_GATE = in_layer(
 )
 MLP = (*decoder.MLP_NORM, *DENSE, *ROUTER, *EXPERT_BIAS, *EXPERTS, *SHARED_EXPERTS)
 RULES = (*decoder.EMBEDDING, *decoder.INPUT_NORM, *decoder.ATTENTION, *MLP, *decoder.HEAD)
-"""The rules of a pre-norm MoE decoder with the names of Llama, Qwen and DeepSeek."""
 
 
 def _num_shared(total: int, arch: Architecture) -> int:
@@ -63,7 +61,7 @@ def _num_shared(total: int, arch: Architecture) -> int:
 
 
 def shared_width(key: str, *, default: int) -> Key:
-    """The total width of the shared experts, where ``key`` is their number and each is as wide as a routed expert."""
+    """Total width of the shared experts; ``key`` is their number, each is as wide as a routed expert."""
     return Key(
         key,
         least=0,
@@ -81,7 +79,7 @@ def _num_first_dense(dense: Sequence[int], arch: Architecture) -> int:
 
 
 def first_dense(*, default: int) -> Key:
-    """``first_k_dense_replace``: the number of dense layers before the first layer with experts."""
+    """Number of dense layers before the first MoE layer."""
     return Key(
         "first_k_dense_replace",
         least=0,

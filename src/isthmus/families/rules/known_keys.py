@@ -1,4 +1,4 @@
-"""Which keys of a config a family reads. Any other key may be a typo."""
+"""Which config keys a family reads; any other key may be a typo."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ IGNORED_KEYS = ("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_window
 
 
 class _RecordingDict(dict[str, Any]):
-    """A config that records which keys are read."""
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.read: set[str] = set()
@@ -28,17 +26,12 @@ class _RecordingDict(dict[str, Any]):
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """``dict.get``."""
         self.read.add(key)
         return super().get(key, default)
 
 
 def keys_read(family: Family, hf: Mapping[str, Any]) -> set[str]:
-    """All keys that ``family`` reads of this config, present or absent.
-
-    Raises:
-        DataError, UsageError: as :meth:`Family.to_architecture`.
-    """
+    """All keys that ``family`` reads, present or absent in ``hf``."""
     recorded = _RecordingDict(hf)
     family.to_architecture(recorded)
     # Rotary settings are read from a copy, so they are not recorded.
@@ -46,5 +39,5 @@ def keys_read(family: Family, hf: Mapping[str, Any]) -> set[str]:
 
 
 def is_metadata(key: str) -> bool:
-    """Whether a key does not concern tensors and logits, such as the token ids."""
+    """Whether a key has no effect on tensors and logits, such as token ids."""
     return METADATA.fullmatch(key) is not None

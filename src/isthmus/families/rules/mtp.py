@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP, arXiv 2412.19437): layers after the last one that predict the token after the next.
 
-Conversions keep them. A config counts them even if the checkpoint has no tensors for them, as in what transformers
-saves, so :meth:`isthmus.families.family.Family.to_architecture` also looks at the tensors.
+A config counts MTP layers even if the checkpoint has no tensors for them, as in what transformers saves, so
+:meth:`isthmus.families.family.Family.to_architecture` also checks the tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEY = Key("num_nextn_predict_layers", default=1, null=lambda hf: 0, least=0, ali
 
 
 def mtp_rules(layer: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The rules of the MTP layers. Each contains a decoder layer like the model's last one, which has experts."""
+    """Each MTP layer contains a decoder layer like the model's last one, with experts."""
     inner = tuple(
         replace(
             rule,

@@ -1,7 +1,6 @@
 """Rotary settings of a Hugging Face config: ``rope_parameters`` of transformers 5, and the older keys.
 
-An export has both: older readers only know ``rope_theta`` and ``rope_scaling``; without them they silently use a theta
-of 10000.
+Exports contain both: older readers ignore ``rope_parameters`` and silently use a theta of 10000.
 """
 
 from __future__ import annotations
@@ -41,15 +40,8 @@ def read_rotary(
 ) -> dict[str, Any]:
     """The rotary fields of the Architecture.
 
-    Args:
-        hf: the config.
-        defaults: default settings. If ``rope_local_base_freq`` is among them, sliding-window layers have another base.
-        names: the family's names of ``rope_theta`` and ``partial_rotary_factor``, if they differ.
-        head_width: head dim.
-
-    Raises:
-        UsageError: a type of scaling is not supported, or the family does not support partial rotary embedding.
-        DataError: a number is missing, not positive, or inconsistent with the head dim.
+    ``names``: the family's names of ``rope_theta`` and ``partial_rotary_factor``, if they differ. A default for
+    ``rope_local_base_freq`` means that sliding-window layers have another base.
     """
     hf = {**hf, **{plain: hf[name] for plain, name in names.items() if hf.get(name) is not None}}
     window: dict[str, Any] = {}
@@ -85,12 +77,6 @@ def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[
 
 
 def read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> tuple[float, RopeScaling | None]:
-    """The rotary base and scaling.
-
-    Raises:
-        UsageError: the rope type is not supported.
-        DataError: theta, or a number that the rope type needs, is missing or not positive.
-    """
     defaults = defaults or {}
     settings = _flat_settings(hf, defaults)
     theta = _first(settings.get("rope_theta"), hf.get("rope_theta"), defaults.get("rope_theta"), _DEFAULT_THETA)
@@ -124,7 +110,7 @@ def read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) 
 def write_rotary(
     arch: Architecture, base: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The config keys for the rotary settings; equivalent settings of ``base`` are kept."""
+    """Config keys of the rotary settings; equivalent settings of ``base`` are kept."""
     plain = {**base, **{plain: base[own] for plain, own in names.items() if base.get(own) is not None}}
     if _WINDOW_THETA in defaults:
         plain = _by_layer(plain, defaults)[0]
@@ -162,7 +148,7 @@ def write_rope(
 
 
 def _flat_settings(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings as a flat dict; ``rope_scaling`` has precedence over ``rope_parameters``."""
+    """``rope_scaling`` has precedence over ``rope_parameters``."""
     settings = hf.get("rope_scaling") or hf.get("rope_parameters") or defaults.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
         raise DataError(f"config.json: rope settings must be an object, got {settings!r}.")

@@ -1,15 +1,12 @@
 """A rule: an invertible mapping between Hugging Face tensors and one Megatron-Core tensor, as data.
 
-Each part is split along its rows into the same number of strands, and the strands of all parts are concatenated in
-turn. With one strand this is plain concatenation (a copy, or gate and up projection). With one strand per query group
-it is Megatron's fused QKV, ``q q k v | q q k v | ...``. A rule only moves blocks of rows, so its inverse is the same
-list of blocks with source and destination swapped, and a tensor-parallel shard is an intersection of row ranges.
+Each part is split along its rows into the same number of strands, and the strands of all parts are interleaved. One
+strand is plain concatenation (a copy, or gate and up projection); one strand per query group is Megatron's fused QKV,
+``q q k v | q q k v | ...``. A rule only moves blocks of rows, so its inverse swaps source and destination, and a
+tensor-parallel shard is an intersection of row ranges.
 
-Differences on the Hugging Face side are fields of the rule: parts with the same name are sections of one tensor, one
-after the other (or with alternating rows, ``interleaved``); ``transposed`` tensors are [in, out]; ``stacked`` tensors
-have the experts of a layer as their first axis.
-
-Shapes are tuples of symbols, see :func:`symbol_sizes`; ``N*D`` is a product.
+Parts with the same name are sections of one Hugging Face tensor. Shapes are tuples of symbols, see
+:func:`symbol_sizes`; ``N*D`` is a product.
 """
 
 from __future__ import annotations
@@ -30,10 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """``length`` rows of the canonical tensor from row ``at``.
-
-    In the Hugging Face tensor of part number ``part`` they start at row ``start`` and are ``step`` rows apart.
-    """
+    """``length`` canonical rows from row ``at``: rows ``start``, ``start + step``, ... of part ``part``."""
 
     part: int
     start: int
@@ -46,8 +40,8 @@ class RowBlock:
 class HfPart:
     """A Hugging Face tensor or, if several parts have the same name, a section of it.
 
-    ``{layer}``, ``{expert}`` and ``{mtp}`` in the name are placeholders for numbers; ``{mtp}`` numbers the MTP layers,
-    which follow the last layer. ``symbols`` is the shape on the Megatron-Core side, neither transposed nor stacked.
+    The name has placeholders ``{layer}``, ``{expert}`` and ``{mtp}`` (MTP layers are numbered after the last layer).
+    ``symbols`` is the shape in Megatron-Core, neither transposed nor stacked.
     """
 
     name: str
@@ -56,32 +50,30 @@ class HfPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How ``parts`` form the tensor ``canonical``, and how that tensor is sharded over tensor-parallel ranks."""
+    """How ``parts`` form the tensor ``canonical``, and how it is sharded over tensor-parallel ranks."""
 
     canonical: str
-    """Megatron-Core's unfused name; layers and experts are numbered over the whole model."""
+    """Megatron-Core's unfused name; layers and experts have global numbers."""
     parts: tuple[HfPart, ...]
     shard: Shard = "whole"
     strands: str = "1"
-    """Number of strands each part is split into, as a symbol."""
+    """Number of strands of each part, as a symbol."""
     interleaved: bool = False
     """The rows of parts with the same name alternate."""
     transposed: bool = False
-    """The Hugging Face tensor is [in, out], the transpose of a Linear layer's weight."""
+    """The Hugging Face tensor is [in, out]."""
     stacked: bool = False
-    """The Hugging Face tensor has an extra first axis: the layer's experts, or length 1 if it belongs to no expert."""
+    """The Hugging Face tensor has an extra first axis: the layer's experts, or 1 if it belongs to no expert."""
     init: Init = "normal"
     """Random initialization; ``ones`` is a gain of one, also for zero-centered norms."""
     dtype: Literal["float32"] | None = None
-    """The type in Megatron-Core, if it does not follow the model's."""
+    """Dtype in Megatron-Core, if it is not the model's."""
     when: str | None = None
     """The rule applies only if this condition is true, see :func:`is_true`."""
     unless: str | None = None
-    """The rule applies only if this condition is false."""
     layers: Layers = "all"
-    """The rule applies only in layers of this kind."""
     alias: bool = False
-    """Another rule exports the parts: this tensor is read from them and not exported."""
+    """Another rule exports the parts; this tensor is only imported from them."""
 
     def applies(self, arch: Architecture) -> bool:
         """Whether a model of this architecture has the tensor."""
@@ -95,17 +87,17 @@ class Rule:
         return "{expert}" in self.canonical
 
     def part_shapes(self, arch: Architecture) -> list[Shape]:
-        """The shape of each part on the Megatron-Core side."""
+        """Shapes in Megatron-Core."""
         sizes = symbol_sizes(arch)
         return [tuple(symbol_size(symbol, sizes) for symbol in part.symbols) for part in self.parts]
 
     def canonical_shape(self, arch: Architecture) -> Shape:
-        """The unsharded shape without vocabulary padding: the sum of the parts' rows."""
+        """The unsharded shape without vocabulary padding."""
         shapes = self.part_shapes(arch)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def hf_shapes(self, arch: Architecture) -> dict[str, Shape]:
-        """The Hugging Face tensors by name, placeholders not filled in, with their shapes in the file."""
+        """Shapes in the file by name; names keep their placeholders."""
         found: dict[str, Shape] = {}
         for part, (rows, *tail) in zip(self.parts, self.part_shapes(arch), strict=True):
             found[part.name] = (found[part.name][0] + rows if part.name in found else rows, *tail)
@@ -116,7 +108,7 @@ class Rule:
         return found
 
     def blocks(self, arch: Architecture) -> list[RowBlock]:
-        """All rows in canonical order. Together the blocks cover both sides exactly once."""
+        """All rows in canonical order; the blocks cover both sides exactly once."""
         strands = symbol_size(self.strands, symbol_sizes(arch))
         rows = [shape[0] for shape in self.part_shapes(arch)]
         names = [part.name for part in self.parts]
@@ -133,12 +125,12 @@ class Rule:
 
 
 def symbol_sizes(arch: Architecture) -> dict[str, int]:
-    """The value of each symbol.
+    """The size of each symbol.
 
     V vocabulary, H hidden size, F feed-forward width, P learned positions, N heads, G query groups, D head dim, W rows
-    of query, key and value together; E experts, X width of an expert, S width of the shared experts. Multi-head latent
-    attention: Rq and Rk are the LoRA ranks of queries and of keys and values, Kd is Rk plus the rotary dim, Qh and Vh
-    are the head dims of queries and values, Kv is a head's non-rotary key dim plus its value dim.
+    of QKV, E experts, X width of an expert, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of queries
+    and of keys and values, Kd is Rk plus the rotary dim, Qh and Vh are the head dims of queries and values, Kv is a
+    head's non-rotary key dim plus its value dim.
     """
     sizes = {
         "V": arch.vocab_size,
@@ -167,7 +159,7 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
 
 
 def symbol_size(symbol: str, sizes: Mapping[str, int]) -> int:
-    """The value of a symbol or a product of symbols such as ``N*D``."""
+    """The size of a symbol or of a product such as ``N*D``."""
     return math.prod(sizes[factor] for factor in symbol.split("*"))
 
 
@@ -177,7 +169,7 @@ def field_of(arch: Architecture, path: str) -> Any:
 
 
 def is_true(arch: Architecture, condition: str) -> bool:
-    """Evaluate a condition on fields of the Architecture, such as ``mlp_bias and form=post|sandwich``.
+    """Evaluate a condition such as ``mlp_bias and form=post|sandwich``.
 
     A field without values must be true; with values it must be one of them.
     """
@@ -191,24 +183,24 @@ def is_true(arch: Architecture, condition: str) -> bool:
 
 
 def copy(canonical: str, hf: str, *symbols: str, **fields: Any) -> Rule:
-    """The same tensor under another name; ``fields`` are further fields of the rule."""
+    """The same tensor under another name."""
     return Rule(canonical=canonical, parts=(HfPart(hf, symbols),), **fields)
 
 
 def qkv(canonical: str, q: str, k: str, v: str, *tail: str, **fields: Any) -> Rule:
-    """Query, key and value projections (or their biases), grouped by query group."""
+    """Fused QKV weights or biases, grouped by query group."""
     parts = (HfPart(q, ("N*D", *tail)), HfPart(k, ("G*D", *tail)), HfPart(v, ("G*D", *tail)))
     return Rule(canonical=canonical, parts=parts, shard="heads", strands="G", **fields)
 
 
 def gate_up(canonical: str, gate: str, up: str, *tail: str, width: str = "F", **fields: Any) -> Rule:
-    """The rows of a gated MLP's gate projection, then those of its up projection."""
+    """The rows of the gate projection, then those of the up projection."""
     parts = (HfPart(gate, (width, *tail)), HfPart(up, (width, *tail)))
     return Rule(canonical=canonical, parts=parts, shard="gate_up", **fields)
 
 
 def renamed(rules: tuple[Rule, ...], names: Mapping[str, str]) -> tuple[Rule, ...]:
-    """The same rules with substrings of the Hugging Face names replaced."""
+    """Replace substrings of the Hugging Face names."""
 
     def rename(part: HfPart) -> HfPart:
         return HfPart(reduce(lambda name, pair: name.replace(*pair), names.items(), part.name), part.symbols)
@@ -217,5 +209,5 @@ def renamed(rules: tuple[Rule, ...], names: Mapping[str, str]) -> tuple[Rule, ..
 
 
 def where(condition: str, *rules: Rule) -> tuple[Rule, ...]:
-    """The same rules with a further condition."""
+    """Add a condition to rules."""
     return tuple(replace(rule, when=" and ".join(filter(None, (rule.when, condition)))) for rule in rules)

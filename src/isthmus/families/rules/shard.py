@@ -1,4 +1,4 @@
-"""The rows and columns of each tensor that a tensor-parallel rank has, as intervals."""
+"""The rows and columns of each tensor on a tensor-parallel rank, as intervals."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ Read = Callable[[int, Index], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The tensor-parallel rank and size, and the vocabulary size after padding.
-
-    The names of a rank's tensors tell which experts it has; ``etp`` is how each expert is sharded.
-    """
-
     tp_rank: int = 0
     tp_size: int = 1
     etp_rank: int = 0
@@ -30,13 +25,12 @@ class Layout:
     padded_vocab_size: int
 
     def rank_and_size(self, rule: Rule) -> tuple[int, int]:
-        """Rank and size of the group over which the rule's tensor is sharded."""
         return (self.etp_rank, self.etp_size) if rule.is_expert else (self.tp_rank, self.tp_size)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A rectangle of the Hugging Face tensor of part number ``part``, and the same elements in this rank's tensor."""
+    """A rectangle of the Hugging Face tensor of part ``part``, and the same elements in this rank's tensor."""
 
     part: int
     hf: Index
@@ -45,7 +39,7 @@ class TensorSlice:
     stacked: bool = False
 
     def view(self, tensor: Tensor) -> Tensor:
-        """A view of the rectangle in this rank's ``tensor``, in the shape of the Hugging Face rectangle."""
+        """A view of this rank's ``tensor``, in the shape of the Hugging Face rectangle."""
         found = tensor[self.local]
         if self.transposed:
             found = found.mT if found.dim() > 1 else found
@@ -53,12 +47,12 @@ class TensorSlice:
 
 
 def unsharded(arch: Architecture) -> Layout:
-    """The layout of one rank without vocabulary padding."""
+    """One rank without vocabulary padding."""
     return Layout(padded_vocab_size=arch.vocab_size)
 
 
 def local_shape(rule: Rule, arch: Architecture, layout: Layout) -> Shape:
-    """Shape of this rank's shard of the rule's tensor, vocabulary padding included."""
+    """Shape of this rank's shard, with vocabulary padding."""
     shape = list(_padded_shape(rule, arch, layout))
     axis = _axis(rule)
     shape[axis] = sum(length for _, length in _spans(rule, shape[axis], layout))
@@ -83,9 +77,9 @@ def owned_slices(rule: Rule, arch: Architecture, layout: Layout) -> list[tuple[I
 def tensor_slices(rule: Rule, arch: Architecture, layout: Layout, expert: int = 0) -> list[TensorSlice]:
     """This rank's slices of the Hugging Face tensors, ordered by part.
 
-    Over all ranks every element of every part appears once, or on every rank if the tensor is not sharded. With fewer
-    query groups than ranks, a group is split across ranks at the even boundaries that Megatron-Core expects. Padding
-    rows of the vocabulary have no slice. ``expert`` is the number of the expert in the layer.
+    Over all ranks every element appears once, or on every rank if the tensor is not sharded. With fewer query groups
+    than ranks, a group is split across ranks at the even boundaries that Megatron-Core expects. ``expert`` is the
+    number of the expert in the layer.
     """
     found: list[TensorSlice] = []
     for owned, local in owned_slices(rule, arch, layout):
@@ -94,10 +88,9 @@ def tensor_slices(rule: Rule, arch: Architecture, layout: Layout, expert: int = 
 
 
 def intersect_rows(owned: Index, local: Index, rows: slice) -> tuple[Index, Index] | None:
-    """Intersect the rectangle ``owned``, which is at ``local`` in a rank's shard, with rows of the canonical tensor.
+    """Intersect a rectangle with rows of the canonical tensor; ``local`` is its position in the rank's shard.
 
-    Returns:
-        The intersection relative to ``rows`` and in the rank's shard; None if it is empty.
+    Returns the intersection relative to ``rows`` and in the shard, or None if it is empty.
     """
     low = max(owned[0].start or 0, rows.start)
     high = rows.stop if owned[0].stop is None else min(owned[0].stop, rows.stop)
@@ -108,14 +101,9 @@ def intersect_rows(owned: Index, local: Index, rows: slice) -> tuple[Index, Inde
 
 
 def hf_slices(rule: Rule, arch: Architecture, owned: Index, local: Index, expert: int = 0) -> list[TensorSlice]:
-    """The slices of the Hugging Face tensors that form a rectangle of the canonical tensor.
+    """The slices of the Hugging Face tensors that form the rectangle ``owned`` of the canonical tensor.
 
-    Args:
-        rule: the rule of the tensor.
-        arch: the model.
-        owned: the rectangle: rows, and columns if it does not have all of them.
-        local: position of the rectangle in the tensor that the slices fill.
-        expert: number of the expert in the layer.
+    ``local`` is the position of the rectangle in the destination, ``expert`` the number of the expert in the layer.
     """
     shape = rule.canonical_shape(arch)
     rows, *columns = _bounded(owned, shape)
@@ -137,7 +125,7 @@ def hf_slices(rule: Rule, arch: Architecture, owned: Index, local: Index, expert
 
 
 def assemble(rule: Rule, arch: Architecture, read: Read, expert: int = 0) -> Tensor:
-    """The unsharded canonical tensor; ``read(part, index)`` returns a rectangle of the part's Hugging Face tensor."""
+    """The unsharded canonical tensor; ``read(part, index)`` returns a rectangle of a Hugging Face tensor."""
     found: Tensor | None = None
     for piece in tensor_slices(rule, arch, unsharded(arch), expert):
         rectangle = read(piece.part, piece.hf)
@@ -149,11 +137,7 @@ def assemble(rule: Rule, arch: Architecture, read: Read, expert: int = 0) -> Ten
 
 
 def check_tp_size(arch: Architecture, tp_size: int) -> None:
-    """Check that heads, query groups and feed-forward width are divisible by the tensor-parallel size.
-
-    Raises:
-        UsageError: they are not; names the size that is not divisible and the values of tp that are possible.
-    """
+    """Raise UsageError unless heads, query groups and feed-forward width are divisible by ``tp_size``."""
     if (why := _tp_mismatch(arch, tp_size)) is None:
         return
     fitting = [tp for tp in range(1, arch.num_attention_heads + 1) if _tp_mismatch(arch, tp) is None]
@@ -161,11 +145,7 @@ def check_tp_size(arch: Architecture, tp_size: int) -> None:
 
 
 def check_expert_sizes(arch: Architecture, ep_size: int, etp_size: int) -> None:
-    """Check that the number and the width of the experts are divisible by the expert-parallel sizes.
-
-    Raises:
-        UsageError: they are not; names the size that is not divisible and the values that are possible.
-    """
+    """Raise UsageError unless number and width of experts are divisible by the expert-parallel sizes."""
     if arch.moe is None:
         if ep_size > 1 or etp_size > 1:
             raise UsageError(f"ep={ep_size} and etp={etp_size} are for experts, and {arch.family} has none. Use 1.")
@@ -206,7 +186,6 @@ def _tp_mismatch(arch: Architecture, tp: int) -> str | None:
 
 
 def _bounded(index: Index, shape: Shape) -> list[slice]:
-    """The index with a start and a stop for every dimension."""
     full = [*index, *[slice(None)] * (len(shape) - len(index))]
     return [
         slice(cut.start or 0, size if cut.stop is None else cut.stop) for cut, size in zip(full, shape, strict=True)
@@ -214,7 +193,6 @@ def _bounded(index: Index, shape: Shape) -> list[slice]:
 
 
 def _hf_rows(block: RowBlock, low: int, high: int) -> slice:
-    """Rows ``low`` to ``high`` of a block in the part's Hugging Face tensor."""
     start = block.start + low * block.step
     return slice(start, start + (high - low - 1) * block.step + 1, block.step)
 
@@ -229,7 +207,7 @@ def _padded_shape(rule: Rule, arch: Architecture, layout: Layout) -> Shape:
 
 
 def _spans(rule: Rule, size: int, layout: Layout) -> list[tuple[int, int]]:
-    """This rank's intervals ``(start, length)`` of the canonical axis, in the order of its shard."""
+    """This rank's ``(start, length)`` intervals of the sharded axis, in shard order."""
     if rule.shard == "whole":
         return [(0, size)]
     rank, ranks = layout.rank_and_size(rule)

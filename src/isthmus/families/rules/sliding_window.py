@@ -17,19 +17,8 @@ def read_window(
 ) -> tuple[int | None, tuple[int, ...]]:
     """The window size in tokens, including the query's own, and the layers with full attention.
 
-    Args:
-        style: how the family's configs express it.
-        hf: the config.
-        default: the window if the config has no ``sliding_window``.
-        num_layers: number of layers of the model.
-        every: for ``pattern``: every nth layer has full attention, unless the config lists the layers.
-
-    Returns:
-        (None, ()) if all layers have full attention.
-
-    Raises:
-        UsageError: a kind of attention is not supported, or layers have a window without a size.
-        DataError: ``layer_types`` does not list all layers.
+    Returns (None, ()) if all layers have full attention. With ``pattern``, every ``every``-th layer has full attention,
+    unless the config has ``layer_types``.
     """
     window = hf.get("sliding_window", default)
     if style == "always":
@@ -64,7 +53,6 @@ def _default_kinds(
 
 
 def write_window(style: Window, window: int | None, full: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-    """The config keys for the window and the layers with full attention."""
     if style == "never":
         return {}
     if style == "always":
