@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 import isthmus
 from isthmus.errors import Preempted
 from isthmus.launch.first_failure import Failure, failure_of_death, first_failure, reported_failures
@@ -117,8 +119,6 @@ class _Signals:
     """A context manager that passes a request to stop on to the ranks, and lets no rank outlive it."""
 
     def __init__(self, stop_file: Path) -> None:
-        import psutil
-
         self._process = psutil.Process()
         self._other_children = {child.pid for child in self._process.children()}
         self._stop_file = stop_file
@@ -140,6 +140,8 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._timer.cancel()
         self._send(signal.SIGKILL)
+        # On a busy machine the kernel takes a while to end a process.
+        psutil.wait_procs([child for child in self._process.children() if self._is_rank(child)], timeout=30.0)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if not self.ranks_started:
@@ -158,11 +160,17 @@ class _Signals:
     def _send(self, number: signal.Signals) -> None:
         for child in self._process.children():
             try:
-                # Elastic gives each rank its own session.
-                if child.pid not in self._other_children and os.getpgid(child.pid) == child.pid:
+                if self._is_rank(child):
                     (os.killpg if number == signal.SIGKILL else os.kill)(child.pid, number)
             except (ProcessLookupError, PermissionError):
                 continue
+
+    def _is_rank(self, child: psutil.Process) -> bool:
+        """Elastic gives each rank its own session."""
+        try:
+            return child.pid not in self._other_children and os.getpgid(child.pid) == child.pid
+        except (ProcessLookupError, PermissionError):
+            return False
 
 
 def _rank_environment(folder: Path, nproc: int) -> dict[str, str]:
