@@ -1,7 +1,6 @@
 """Bytes of activations that a rank keeps between the forward and the backward pass of a micro batch.
 
-The method is that of arXiv 2205.05198 ("Reducing Activation Recomputation in Large Transformer Models"), section 4:
-the tensors that autograd saves are added up layer by layer. The layer differs from the paper's, so the sums do too.
+Sums the tensors that autograd saves, with the method of arXiv 2205.05198, section 4.
 """
 
 from __future__ import annotations
@@ -26,34 +25,23 @@ def layer_bytes(
     sp: bool = False,
     recomputed: Sequence[Literal["core_attn", "mlp"]] = (),
 ) -> int:
-    """Activation bytes of one dense decoder layer for a micro batch of T tokens.
+    """Activation bytes of one dense decoder layer for T = ``num_tokens`` tokens.
 
     With hidden size H, feed-forward width F, N query heads and G key/value heads of D channels, in elements:
 
     - norms and the projections after them (divided by tp only with sequence parallelism): a norm saves its input and
-      one float32 number a token (two for LayerNorm), the projection saves its input; 4 T H for the form ``pre``;
-    - attention (divided by tp): the QKV output T (N + 2G) D, of which values are a view; rotated queries and keys
-      T (N + G) D; the attention output T N D. Scores are computed in blocks and never saved, so the paper's 5 a s / h
-      is 0. A norm of queries and keys saves one float32 number a head, or two float32 copies if it is over all heads;
-    - feed-forward (divided by tp): the first projection's output, T 2F if gated, else T F, and the activation's T F;
-      gated GELU consists of two operations and saves another T F.
+      one float32 number per token (LayerNorm: two), the projection its input; 4 T H for the form ``pre``;
+    - attention (divided by tp): QKV output T (N + 2G) D, rotated queries and keys T (N + G) D, output T N D. Scores are
+      not saved. QK norm saves one float32 number per head, or two float32 copies if it is over all heads;
+    - feed-forward (divided by tp): output of the first projection T F (gated: T 2F) and activation T F; gated GELU
+      saves another T F.
 
-    Recomputing ``core_attn`` saves nothing: only its inputs are kept anyway. Recomputing ``mlp`` keeps only the
-    feed-forward block's input.
-
-    Measured on a CPU without context parallelism and MTP layers. GPU attention kernels also keep their output and one
-    number a head beside the copy that is counted here.
+    Recomputing ``core_attn`` saves no memory; recomputing ``mlp`` keeps only the input of the block. Measured on a CPU
+    without CP and MTP layers; GPU attention kernels save a second copy of their output and one number per head.
 
     Args:
-        architecture: of the model; the layer has no experts and no MLA.
-        num_tokens: T, of the whole packed sequence.
-        bytes_per_element: of the activations; FP8 matmuls save theirs in bfloat16.
-        tp: tensor-parallel ranks.
-        sp: sequence parallelism.
-        recomputed: recomputed parts.
-
-    Raises:
-        ValueError: the model has no such layer.
+        architecture: has no MLA and at least one dense layer.
+        bytes_per_element: FP8 matmuls save bfloat16.
     """
     a = architecture
     if a.mla is not None or (a.moe is not None and len(a.moe.dense_layers) == 0):
@@ -92,13 +80,11 @@ def stage_bytes(
     recompute_modules: Sequence[Literal["core_attn", "mlp"]] = ("core_attn",),
     recompute_layers: int | None = None,
 ) -> int:
-    """Activation bytes of one pipeline stage for one micro batch; a stage has up to ``pp`` micro batches in flight.
+    """Activation bytes of one pipeline stage for one micro batch; up to ``pp`` micro batches are in flight.
 
-    A fully recomputed layer keeps its input, T H elements; its own backward pass temporarily needs :func:`layer_bytes`
-    more, which are not counted here. Outside the layers: the rotary tables, the token ids of the embedding, the last
-    norm, and the gradient of the hidden states of the loss tokens, which the loss computes in the forward pass.
-
-    Arguments as of :func:`layer_bytes` and ``train.recompute*``; ``first``: has the embedding, ``last``: has the loss.
+    A fully recomputed layer keeps its input, T H elements; the :func:`layer_bytes` of its backward pass are not
+    counted. Outside the layers: rotary tables, token ids, the last norm, and the gradient of the hidden states of the
+    loss tokens, which the loss computes in the forward pass. ``first``: has the embedding, ``last``: has the loss.
     """
     a = architecture
     outside = num_tokens // tp if sp else num_tokens

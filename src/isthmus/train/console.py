@@ -10,17 +10,15 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _CLOSED = (OSError, ValueError)
-"""Errors of a terminal or pipe that was closed; they do not end a run."""
+"""Errors of a closed terminal or pipe; they do not end a run."""
 
 
 class Console:
-    """Prints lines, each flushed."""
-
     def __init__(self) -> None:
         self._bar: tuple[Progress, TaskID] | None = None
 
     def show_progress(self, total_steps: int, done: int = 0) -> None:
-        """Show a bar with the time left, if stderr is a terminal."""
+        """Show a progress bar if stderr is a terminal."""
         if not sys.stderr.isatty():
             return
         from rich.console import Console as RichConsole

@@ -1,4 +1,4 @@
-"""Model FLOPs of a batch: the operations that the model needs, not those that kernels do."""
+"""Model FLOPs of a batch: the operations of the model, without recomputation or padding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from isthmus.families.architecture import Architecture
 
 
 def matmul_parameters(architecture: Architecture, layer: int) -> int:
-    """Weights of decoder layer ``layer`` (from 0) in a token's matmuls; norms and biases are left out."""
+    """Weights of decoder layer ``layer`` in a token's matmuls, without norms and biases."""
     a, moe = architecture, architecture.moe
     matrices = 3 if a.gated else 2
     if moe is None or not a.is_moe(layer):
@@ -29,18 +29,16 @@ def _attention_parameters(a: Architecture) -> int:
 def flops_per_batch(
     architecture: Architecture, num_tokens: int, sum_squared_lengths: int, loss_tokens: int | None = None
 ) -> float:
-    """Floating-point operations of one forward and backward pass.
+    """FLOPs of one forward and backward pass.
 
-    The matmul of a token with P weights is 2 P operations; the backward pass is twice the forward pass
-    (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B). Only the experts that a token is routed to
-    count. Attention is counted causal: a sample of L tokens has L^2 / 2 query-key pairs, each 2 D operations for the
-    score and 2 D for the value, per head; packed samples do not attend to each other. Recomputation, padding, softmax,
-    norms and the optimizer are not counted.
+    A matmul is 2 FLOPs per weight and token; the backward pass is twice the forward pass (Kaplan et al. 2020, section
+    2.1; Chowdhery et al. 2022, appendix B). Only routed experts count. Attention is causal within each sample: L tokens
+    are L^2 / 2 pairs, each 2 D FLOPs for the score and 2 D for the value, per head. Softmax, norms and the optimizer
+    are not counted.
 
     Args:
-        architecture: the model's shape.
-        num_tokens: tokens of the samples, without padding.
-        sum_squared_lengths: sum over the samples of their squared token count.
+        num_tokens: without padding.
+        sum_squared_lengths: sum of the squared sample lengths.
         loss_tokens: tokens whose logits are computed; None: all of them.
     """
     a = architecture

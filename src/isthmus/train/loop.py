@@ -1,4 +1,4 @@
-"""The training loop: next batch, step, report; evaluate, export and save at intervals; stop on request."""
+"""The training loop: train and report steps; evaluate, export and save at intervals; stop on request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from isthmus.train.stop import StopFlag
 
 
 class BatchSource(Protocol):
-    """The micro batches of each step; :class:`isthmus.data.batching.batches.Batches` is one."""
+    """The micro batches of each step, see :class:`isthmus.data.batching.batches.Batches`."""
 
     @property
     def global_batch_size(self) -> int:
@@ -41,18 +41,16 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a finished loop."""
-
     last_loss: float | None
     valid_loss: float | None
     test_loss: float | None
     tokens_per_s: float | None
-    """Over all steps of this call but the first, which warms up."""
+    """Without the first step, which warms up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
-    """Runs the steps of one rank."""
+    """The steps of one rank."""
 
     stepper: Stepper
     train: BatchSource
@@ -70,11 +68,7 @@ class Loop:
     export: Callable[[int], None]
 
     def evaluate(self, step: int, part: Literal["valid", "test"] = "valid") -> float | None:
-        """Compute and report the validation or test loss after ``step`` steps; None without such data.
-
-        Raises:
-            Diverged: the loss is not finite, so the weights are neither saved nor exported.
-        """
+        """Report the validation or test loss; None without such data. Raises Diverged if it is not finite."""
         source = self.valid if part == "valid" else self.test
         if source is None:
             return None
@@ -130,7 +124,7 @@ class Loop:
                 self.save(done)
 
     def _step(self, step: int, batches: Iterator[Sequence[PackedBatch]], stop: StopFlag) -> tuple[StepMetrics, bool]:
-        """Do step ``step``, counted from 0, and report it; also returns whether any rank was asked to stop."""
+        """Returns the metrics, and whether any rank requested a stop."""
         started_s = time.monotonic()
         with trace_region("data"):
             micro_batches = next(batches)

@@ -7,14 +7,14 @@ from datetime import datetime
 from isthmus.train.metrics import StepMetrics
 
 _NAMES = {"mtp_loss": "mtp_1 loss"}
-"""Metrics that Megatron-LM names differently."""
+"""Metrics with another name in Megatron-LM."""
 
 
 def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None) -> str:
     """The line of ``training_log`` (megatron/training/training.py), with ``mem usages`` of ROCm's Megatron-LM.
 
-    TFLOP/s count attention causal, as Megatron-LM does since core 0.12. The number of nan iterations is always 0: a
-    loss that is not finite ends the run.
+    TFLOP/s count causal attention, as in Megatron-LM since core 0.12. A loss that is not finite ends the run, so the
+    number of nan iterations is always 0.
     """
     stamp = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
     parts = [
@@ -43,5 +43,5 @@ def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None)
 
 
 def _rounded(tflops: float) -> str:
-    """One decimal as in Megatron-LM; the small values of a CPU, which would all be 0.0, get three digits."""
+    """One decimal as in Megatron-LM; three digits for the small values of a CPU."""
     return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}" if tflops >= 1e-3 else f"{tflops:.7f}"

@@ -1,4 +1,4 @@
-"""The metrics of an optimizer step, and the line that reports them on the screen."""
+"""The metrics of an optimizer step, and the line that prints them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 
 _ONLY_IF_KNOWN = ("loss_scale", "skipped", "memory_used")
 _KEYS = {"loss_tokens": "learned_tokens"}
-"""Keys of metrics.jsonl that are named differently."""
+"""Keys with another name in metrics.jsonl."""
 _PRINTED = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
-"""Metrics of the objective that are printed, and their names on the screen."""
+"""Printed metrics of the objective, and their printed names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """The metrics of one optimizer step, over all ranks."""
+    """Metrics over all ranks."""
 
     step: int
-    """1 is the first step."""
+    """Counted from 1."""
     loss: float
     """Mean over the loss tokens of the global batch, or over its pairs."""
     objective: Mapping[str, float] = field(default_factory=dict)
-    """Other metrics of the objective: ``mtp_loss`` of MTP layers, or rewards of dpo."""
+    """Other metrics of the objective: ``mtp_loss`` of MTP layers, or rewards of DPO."""
     lr: float
     grad_norm: float
     tokens_per_s: float
-    """Of the whole run, without padding."""
+    """Of all ranks, without padding."""
     tflops_per_device: float | None = None
-    """Model FLOPs, attention counted causal; None where they are not known."""
+    """Model FLOPs with causal attention; None if unknown."""
     mfu: float | None = None
-    """Share of the device's peak, 0..1; None where the peak is not known."""
+    """Model FLOPs utilization, 0..1; None if the peak of the device is unknown."""
     memory_gib: float
     """Peak of this rank so far."""
     memory_used: float | None = None
-    """Share of the device's memory (on a CPU: the machine's) in use by all processes, 0..1."""
+    """Used share of the device's memory (on a CPU: the machine's), by all processes, 0..1."""
     num_tokens: int
     loss_tokens: int
     padding: float = 0.0
@@ -43,16 +43,15 @@ class StepMetrics:
     consumed_sequences: int
     """Since the start of the run."""
     global_batch_size: int = 0
-    """Sequences of the step."""
     loss_scale: float | None = None
-    """fp16 only; None in other precisions."""
+    """fp16 only."""
     skipped: int | None = None
-    """fp16 only: steps so far whose gradient overflowed; they update nothing and halve the loss scale."""
+    """fp16 only: steps skipped so far because a gradient overflowed."""
     moe: Mapping[str, float] = field(default_factory=dict)
-    """MoE models: ``load_max_over_mean``, and the router losses in use."""
+    """MoE models: ``load_max_over_mean`` and router losses."""
 
     def flat(self) -> dict[str, Any]:
-        """The row of metrics.jsonl: nested metrics by name, those of experts as ``moe_load_max_over_mean``."""
+        """The row of metrics.jsonl; MoE metrics get the prefix ``moe_``."""
         row = asdict(self)
         del row["global_batch_size"]
         row = {name: value for name, value in row.items() if value is not None or name not in _ONLY_IF_KNOWN}
@@ -62,14 +61,7 @@ class StepMetrics:
 
 
 def step_line(m: StepMetrics, total_steps: int, *, device: str, left_s: float | None) -> str:
-    """The line of a step on the screen.
-
-    Args:
-        m: of the step.
-        total_steps: last step of the run.
-        device: unit of TFLOP/s: "GPU" or "rank".
-        left_s: estimated seconds to the end of the run.
-    """
+    """The printed line of a step; ``device`` ("GPU" or "rank") is the unit of TFLOP/s."""
     parts = [
         f"step {m.step}/{total_steps}",
         f"loss {m.loss:.4f}",
@@ -91,7 +83,6 @@ def step_line(m: StepMetrics, total_steps: int, *, device: str, left_s: float | 
 
 
 def printed(objective: Mapping[str, float]) -> list[str]:
-    """The metrics of the objective that are printed."""
     return [f"{name} {objective[key]:.3f}" for key, name in _PRINTED.items() if key in objective]
 
 

@@ -15,17 +15,17 @@ from isthmus.engine.objective import LossOutput, counts_batch, sample_log_probs
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
 )  # fmt: skip
-"""Means over pairs, under TRL's names."""
+"""Means over pairs, with TRL's names."""
 
 
 def pair_losses(margins: Tensor, settings: DpoConfig) -> Tensor:
     """The loss of each pair, [pairs].
 
+    ``sigmoid``: equation 7 of arXiv 2305.18290, with the ``label_smoothing`` of cDPO (E. Mitchell, 2023, equation 3);
+    ``ipo``: equation 17 of arXiv 2310.12036; ``hinge``: SLiC (arXiv 2305.10425) on DPO's rewards.
+
     Args:
         margins: [pairs], log-ratio of policy and reference of the chosen answer minus that of the rejected one.
-        settings: ``sigmoid`` is equation 7 of arXiv 2305.18290, its ``label_smoothing`` as in cDPO (equation 3 of the
-            note of E. Mitchell, 2023); ``ipo`` is equation 17 of arXiv 2310.12036, ``hinge`` that of SLiC (arXiv
-            2305.10425) on DPO's rewards.
     """
     beta, smoothing = settings.beta, settings.label_smoothing
     if settings.loss == "ipo":
@@ -38,7 +38,7 @@ def pair_losses(margins: Tensor, settings: DpoConfig) -> Tensor:
 
 
 class PreferenceObjective:
-    """The mean preference loss over the pairs of the global batch, for batches of ``PairBatches``."""
+    """The mean preference loss over the pairs of the global batch."""
 
     per_token = True
 
@@ -47,14 +47,14 @@ class PreferenceObjective:
         self.sums = (*METRICS, "nll_loss") if settings.sft_weight else METRICS
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
-        """Half a pair for an answer, zero for padding."""
+        """Half a pair per answer, zero for padding."""
         samples = len(batch.sample_lengths)
         return (0.5,) * samples + (0.0,) * (len(batch.lengths) - samples)
 
     def loss(
         self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
     ) -> LossOutput:
-        """The summed loss of a batch's pairs, from the float32 cross entropies [n] of its loss tokens."""
+        """The summed loss of the pairs; ``losses``: float32 cross entropies [n] of the loss tokens."""
         assert batch.reference_logps is not None
         settings, answers = self.settings, len(batch.sample_lengths)
         logps = sample_log_probs(losses, batch)[:answers]
@@ -79,32 +79,28 @@ class PreferenceObjective:
         return LossOutput(loss.float(), counted * (answers // 2), counted * loss.detach(), sums)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """Means over the pairs."""
         return {name: value / max(1, count) for name, value in sums.items()}
 
 
 class LogProbRecorder:
-    """An objective without a loss that records the log-probability of each sample."""
+    """Records the log-probability of each sample; has no loss."""
 
     per_token = True
     sums = ()
 
     def __init__(self, num_samples: int) -> None:
         self.logps = torch.zeros(num_samples, dtype=torch.float64)
-        """[num_samples]; zero for samples of other ranks."""
+        """Zero for samples of other ranks."""
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
-        """All zero."""
         return (0.0,) * len(batch.lengths)
 
     def loss(
         self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
     ) -> LossOutput:
-        """Record the samples of a batch."""
         logps = sample_log_probs(losses, batch)[: len(batch.sample_lengths)]
         self.logps[list(batch.sample_ids)] = logps.detach().cpu()
         return LossOutput(logps.sum(), 0, 0.0)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """None."""
         return {}

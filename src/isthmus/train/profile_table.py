@@ -1,6 +1,6 @@
-"""Where the time of profiled steps went: torch.profiler's events, each counted in the row of what it computes.
+"""The time of profiled steps by kind of operation, from torch.profiler's events.
 
-Not with ``key_averages()``, which knows neither the caller of an operation nor its step (docs/decisions/0025).
+``key_averages()`` has neither the caller of an operation nor its step (docs/decisions/0025).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OTHER = "other tensor operations"
 _MATMULS = re.compile(r"^(aten|mkldnn)::_?(\w+_)?(mm|addmm|addmv|mv|bmm|baddbmm|linear)_?$|^aten::_grouped_mm")
 _COMMUNICATION = re.compile(r"c10d|gloo:|nccl|rccl|record_param_comms", re.IGNORECASE)
 _REGIONS = ("data", "optimizer")
-"""Trace regions whose operations are not told apart."""
+"""Trace regions that are one row each."""
 _ATTENTION = re.compile(r"PackedAttention|scaled_dot_product|flash_attention|efficient_attention")
 _ROWS = (
     (re.compile(r"CrossEntropy"), "loss"),
@@ -42,7 +42,7 @@ _WEIGHTS = (
 
 @dataclass(slots=True)
 class Cost:
-    """One row, over all profiled steps."""
+    """One row, summed over all profiled steps."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -56,7 +56,7 @@ class Costs:
     steps: list[str]
     wall_s: float
     on_device: bool
-    """Whether the seconds are those of kernels on a device, not of this process."""
+    """Whether the times are those of kernels on a device."""
     rows: dict[str, Cost] = field(default_factory=dict)
     """Largest first."""
 
@@ -67,11 +67,7 @@ class Costs:
 
 
 def weight_uses(shapes: Mapping[str, Shape]) -> dict[Shape, str]:
-    """What a weight of shape [out, in] is used for; a shape with several uses names all of them.
-
-    Args:
-        shapes: of this rank's weights, by canonical name.
-    """
+    """The use of a weight by its shape [out, in]; a shape with several uses names all of them."""
     uses: dict[Shape, list[str]] = defaultdict(list)
     for name, shape in shapes.items():
         if len(shape) < 2:
@@ -83,12 +79,7 @@ def weight_uses(shapes: Mapping[str, Shape]) -> dict[Shape, str]:
 
 
 def costs_of(events: Sequence[Any], uses: Mapping[Shape, str]) -> Costs:
-    """Sum the events of a profile by row.
-
-    Args:
-        events: torch.profiler's FunctionEvents; only those during an event named ``step N`` count.
-        uses: see :func:`weight_uses`.
-    """
+    """Sum torch.profiler's FunctionEvents by row; only events during an event named ``step N`` count."""
     on_cpu = [event for event in events if "CPU" in str(event.device_type)]
     steps = [event for event in on_cpu if re.fullmatch(r"step \d+", event.name)]
     kernels = [_span(event) for event in events if "CPU" not in str(event.device_type) and not _is_region(event)]
@@ -103,7 +94,7 @@ def costs_of(events: Sequence[Any], uses: Mapping[Shape, str]) -> Costs:
             continue
         waited_s = 0.0
         if communication and not event.name.startswith("aten::"):
-            # Between its operations a Python function may wait for other ranks.
+            # A Python function may wait for other ranks between its operations.
             waited_s = length(overlap(_own_spans(event), communication)) / 1e6
             rows[COMMUNICATION].seconds += waited_s
         rows[row].seconds += event.self_cpu_time_total / 1e6 - waited_s
@@ -120,7 +111,7 @@ def _events_of_steps(
 ) -> Iterator[tuple[Any, list[Any]]]:
     """The events during ``steps`` with their ancestors, outermost first.
 
-    On a CPU of the thread that runs the steps; a device needs ``all_threads``, since backward has its own.
+    On a CPU only the thread that runs the steps; on a device ``all_threads``, since the backward pass has its own.
     """
     for event in on_cpu:
         ancestors: list[Any] = []
@@ -171,10 +162,8 @@ def _row(event: Any, ancestors: Sequence[Any], uses: Mapping[Shape, str]) -> str
 
 
 def _use(event: Any, ancestors: Sequence[Any], uses: Mapping[Shape, str]) -> str:
-    """What a matmul is for, by the weight among its operands.
-
-    Forward it is the last operand, transposed; backward the last operand of the function's first matmul (of the input's
-    gradient), which the matmuls of the weight's gradient follow.
+    """The use of a matmul's weight. Forward it is the last operand, transposed; backward the last operand of the
+    function's first matmul, which computes the input's gradient.
     """
     if any("CrossEntropy" in ancestor.name for ancestor in ancestors):
         return "the output layer"
@@ -206,7 +195,7 @@ def _span(event: Any) -> Span:
 
 
 def _own_spans(event: Any) -> list[Span]:
-    """The parts of an event that none of its children covers."""
+    """The parts of an event outside its children."""
     start, end = _span(event)
     children = union(map(_span, event.cpu_children))
     starts = [start, *(child_end for _, child_end in children)]
@@ -215,7 +204,7 @@ def _own_spans(event: Any) -> list[Span]:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time as sorted spans without overlaps."""
+    """Sorted and without overlaps."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -226,7 +215,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """The time in both; each sorted and without overlaps."""
+    """The intersection; both are sorted and without overlaps."""
     common, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -240,5 +229,4 @@ def overlap(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Their total time."""
     return sum(end - start for start, end in spans)

@@ -1,4 +1,4 @@
-"""Reports a run: lines on the screen, rows of ``metrics.jsonl``, points of TensorBoard."""
+"""Reports a run: printed lines, rows of ``metrics.jsonl``, TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from isthmus.train.metrics import StepMetrics, printed, step_line
 
 
 class Reporter:
-    """Prints and records on the main rank; does nothing on the others.
+    """Prints (to stderr) and records on the main rank only.
 
-    Lines go to stderr, stdout is left to the result. A terminal that is closed does not end the run; a
-    ``metrics.jsonl`` that cannot be written does.
+    A closed terminal does not end the run; a ``metrics.jsonl`` that cannot be written does.
     """
 
     def __init__(
@@ -34,15 +33,7 @@ class Reporter:
         device: str = "device",
         prints_steps: bool = False,
     ) -> None:
-        """Set up; nothing is written before :meth:`begin`.
-
-        Args:
-            run_dir: run folder.
-            settings: section ``logging`` of the config.
-            is_main: whether this rank reports.
-            device: unit of TFLOP/s on the screen: "GPU" or "rank".
-            prints_steps: print the lines of steps on another rank too.
-        """
+        """``device``: unit of TFLOP/s, "GPU" or "rank"; ``prints_steps``: print the steps on another rank too."""
         self._run_dir = run_dir
         self._settings = settings
         self._is_main = is_main
@@ -56,15 +47,7 @@ class Reporter:
         """The first step of this process and the monotonic time of its end, in seconds."""
 
     def begin(self, *, total_steps: int, start: int = 0) -> None:
-        """Open the files.
-
-        Args:
-            total_steps: last step of the run.
-            start: step that the run resumes from; rows of later steps, left by an interruption, are removed.
-
-        Raises:
-            IOFailure: the run folder cannot be written.
-        """
+        """Open the files; rows of steps after ``start`` (left by an interruption) are removed."""
         self._total_steps = total_steps
         if not self._is_main:
             return
@@ -88,7 +71,7 @@ class Reporter:
                 "Install isthmus[tensorboard], or set logging.tensorboard=false."
             )
             return
-        # Points of later steps, left by an interruption, are hidden.
+        # Hides points of later steps, left by an interruption.
         purge_step = start + 1 if start else None
         self._tensorboard = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
 
@@ -127,7 +110,7 @@ class Reporter:
         *,
         part: Literal["valid", "test"] = "valid",
     ) -> None:
-        """Record an evaluation after ``step`` steps: ``valid_loss`` or ``test_loss``, and the objective's metrics."""
+        """Record ``valid_loss`` or ``test_loss`` and the metrics of the objective."""
         if not self._is_main:
             return
         objective = objective or {}
@@ -138,7 +121,7 @@ class Reporter:
 
     def _record(self, row: dict[str, Any], *, points: bool = True) -> None:
         assert self._file is not None, "begin() comes first"
-        # JSON has no NaN; a reader that stops at one would lose the whole file.
+        # JSON has no NaN.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(clean) + "\n")
         if points and self._tensorboard is not None:
@@ -160,12 +143,7 @@ class Reporter:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Remove the rows of later steps, and an incomplete last row, from a ``metrics.jsonl``.
-
-    Args:
-        path: the file; may be missing.
-        step: last step to keep; 0 empties the file.
-    """
+    """Remove the rows of later steps, and an incomplete last row, from a ``metrics.jsonl``; step 0 empties it."""
     if not path.exists():
         return
     kept = []
@@ -174,7 +152,7 @@ def cut_after(path: Path, step: int) -> None:
             row = json.loads(line)
         except ValueError:
             continue
-        # The state after ``step`` is evaluated again, so its evaluations would appear twice.
+        # The resumed run evaluates the state after ``step`` again.
         last = step - 1 if isinstance(row, dict) and row.keys() & {"valid_loss", "test_loss"} else step
         if isinstance(row, dict) and row.get("step", step + 1) <= last:
             kept.append(line)

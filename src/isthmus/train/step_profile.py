@@ -1,4 +1,4 @@
-"""Profiles some steps: a trace of each rank for a viewer, and a table of where its time and memory went."""
+"""Profiles steps: a trace of each rank for a viewer, and a table of time and memory."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ from isthmus.train.profile_table import Costs, Shape, costs_of, weight_uses
 
 @dataclass(kw_only=True, slots=True)
 class StepProfile:
-    """Profiles the steps it is asked for; costs nothing before and after them.
-
-    A run that is stopped writes the steps profiled so far; one that fails writes none.
-    """
+    """Profiles ``steps``. A stopped run writes the steps profiled so far; a failed run writes none."""
 
     steps: range
-    """To profile, counted from 1; empty for none."""
+    """Counted from 1; empty for none."""
     folder: Path
-    """The files are ``rank<N>.json.gz`` and ``rank<N>.md`` in it."""
+    """For ``rank<N>.json.gz`` and ``rank<N>.md``."""
     rank: int
     weights: Mapping[str, Shape]
-    """Shapes of this rank's weights by name, by which matmuls are told apart."""
+    """Shapes of this rank's weights by canonical name."""
     memory_stats: Callable[[], Mapping[str, int]]
-    """Bytes that stay allocated between steps, by use; called when the profile ends."""
+    """Bytes that stay allocated between steps, by use."""
     device: torch.device
     peak_gib: Callable[[], float]
     log: Callable[[str], None]
@@ -56,7 +53,7 @@ class StepProfile:
             self.finish()
 
     def finish(self) -> None:
-        """End the profile, if one is open, and write it."""
+        """End and write the profile, if one is open."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -82,7 +79,7 @@ class StepProfile:
         self.folder.mkdir(parents=True, exist_ok=True)
         trace = self.folder / f"rank{self.rank}.json.gz"
         with atomic_file(trace) as temporary:
-            profiler.export_chrome_trace(str(temporary))  # compressed, since the name ends in .gz
+            profiler.export_chrome_trace(str(temporary))  # .gz: compressed
         costs = costs_of(profiler.events() or (), weight_uses(self.weights))
         if not costs.steps:
             return

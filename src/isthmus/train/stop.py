@@ -1,4 +1,4 @@
-"""A request to stop, made by a signal and read between two steps."""
+"""A stop request, set by a signal and read between two steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class StopFlag:
     """Set by SIGTERM, SIGINT (Ctrl-C) or SIGHUP; the loop reads ``requested`` and saves before it ends.
 
-    Further signals are ignored, so that a batch system that signals twice does not interrupt the save. A second Ctrl-C
-    raises KeyboardInterrupt if this process is the only rank; with several ranks their launcher decides.
-
-    A flag installed over another one inherits its request, so a signal during the set-up is not lost.
+    Further signals are ignored: a batch system that signals twice must not interrupt the save. With one rank, a second
+    Ctrl-C raises KeyboardInterrupt; with several ranks the launcher decides. A flag installed over another one inherits
+    its request.
     """
 
     def __init__(self) -> None:
@@ -30,16 +29,15 @@ class StopFlag:
 
     @property
     def reason(self) -> str:
-        """Name of the first signal ("SIGTERM"); empty before."""
+        """The first signal ("SIGTERM"); empty without one."""
         return self._signal.name if self._signal else ""
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Request the stop, as signal ``number`` does."""
         if self._signal is None:
             self._signal = signal.Signals(number)
 
     def install(self) -> None:
-        """Install the signal handlers; does nothing outside the main thread, where Python forbids it."""
+        """Install the handlers; does nothing outside the main thread, where Python forbids it."""
         for number in SIGNALS:
             current = signal.getsignal(number)
             earlier = getattr(current, "__self__", None)
@@ -54,7 +52,6 @@ class StopFlag:
             self._previous[number] = current
 
     def uninstall(self) -> None:
-        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
