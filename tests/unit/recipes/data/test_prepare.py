@@ -180,12 +180,12 @@ def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatc
     [
         ([chat(1), {"text": "t"}], {}, DataError, r"a\.jsonl:2: plain text among data of kind chat"),
         ([{"text": "t"}, chat(1)], {}, DataError, r"a\.jsonl:2: a chat record among data of kind text"),
-        ([{"what": "t"}], {}, DataError, r"a\.jsonl:1: unknown kind of record"),
+        ([{"what": "t"}], {}, DataError, r"a\.jsonl:1: unknown record with the keys what"),
         ([{"text": " "}], {}, DataError, "no sample is left to train on.*1 dropped without loss tokens"),
         ([{"text": "t"}], {"seq_length": 4}, UsageError, "text is not cut when it is prepared"),
         ([chat(1)], {"kind": "text", "on_error": "skip"}, DataError, r"1 bad records skipped. First: .*a\.jsonl:1"),
         ([chat(1)], {"columns": {"messagse": "x"}}, UsageError, "Did you mean messages"),
-        ([chat(1)], {"tokenizer_type": "Llama2Tokenizer"}, MissingInput, r"tokenizer\.model is not there"),
+        ([chat(1)], {"tokenizer_type": "Llama2Tokenizer"}, MissingInput, r"tokenizer\.model does not exist"),
         ([chat(1)], {"tokenizer_type": "NullTokenizer"}, UsageError, "is not read from files. Use HuggingFaceTok"),
     ],
 )
