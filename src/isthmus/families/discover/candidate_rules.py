@@ -11,7 +11,7 @@ from isthmus.families.discover.matrix_matching import MatrixRoles
 from isthmus.families.discover.tensor_matching import DecoderStructure
 
 ALTERNATING = "alternating rows"
-"""Gate and up projection have alternating rows of one tensor."""
+"""Gate and up projection are interleaved by rows in one tensor."""
 QKV, FEED_FORWARD = ("q", "k", "v", "qkv"), ("gate", "up", "gate_up", "fc1", "fc2")
 _LAYER = "decoder.layers.{layer}."
 _SELF = _LAYER + "self_attention."
@@ -25,12 +25,7 @@ def has_biases(structure: DecoderStructure, modules: Mapping[Any, str], roles: S
 
 
 def candidate_rules(structure: DecoderStructure, chosen: Mapping[str, Any]) -> list[Data]:
-    """All rules, in the order of a model's tensors.
-
-    Args:
-        structure: the inferred structure.
-        chosen: every choice of :class:`isthmus.families.discover.candidates.Candidates` by name.
-    """
+    """All rules, in the order of a model's tensors. ``chosen``: every choice of ``Candidates`` by name."""
     hf = f"{structure.layers}{{layer}}."
     rules = [_copy("embedding.word_embeddings.weight", structure.embedding, "V", "H", shard="vocab")]
     if structure.positions is not None:
@@ -118,7 +113,7 @@ def _experts(experts: ExpertTensors, chosen: Mapping[str, Any], hf: str) -> list
 def _two_matrices(
     canonical: str, hf: str, matrices: MatrixRoles, end: str, width: str, order: str | None, **fields: Any
 ) -> list[Data]:
-    """The rules of a feed-forward block's matrices, or of their biases if ``end`` is ``.bias``."""
+    """With ``end=".bias"``: the rules of the biases."""
     modules: Mapping[Any, str] = matrices.modules
     bias = end == ".bias"
     fields |= ({"transposed": True} if matrices.transposed else {}) | ({"init": "zeros"} if bias else {})

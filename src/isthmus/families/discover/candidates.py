@@ -1,7 +1,7 @@
 """Candidate families of an unsupported decoder: all combinations of the open choices, the likeliest first.
 
-The choices are searched in stages. With the output of attention, or of both blocks of a layer, set to zero, the logits
-depend on some of the choices only.
+With the output of attention, or of both blocks of a layer, set to zero, the logits depend on few choices. So the
+choices are searched in stages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from isthmus.families.discover.matrix_matching import MatrixRoles, Role
 from isthmus.families.discover.tensor_matching import DecoderStructure, NormPlacement
 
 Choices = Mapping[str, Any]
-"""The value of each choice by name."""
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
@@ -31,25 +30,16 @@ class SearchStage:
 
     name: str
     zeroed: tuple[Role, ...]
-    """Matrices that are zero in this variant, by role."""
+    """Roles of the matrices that are zero in this variant."""
     options: Callable[[Choices], Iterator[Choices]]
     """All combinations of this stage's choices, given those of earlier stages."""
 
 
 class Candidates:
-    """The families that fit an inferred structure and config."""
-
     def __init__(
         self, settings: ConfigInference, structure: DecoderStructure, live: Container[str], architecture: str
     ) -> None:
-        """Prepare the search.
-
-        Args:
-            settings: the config.
-            structure: the structure of the tensors.
-            live: numbers of the config that change the logits.
-            architecture: name of the class in transformers.
-        """
+        """``live``: numeric settings that change the logits. ``architecture``: class name in transformers."""
         self.settings, self.structure, self.live, self.architecture = settings, structure, live, architecture
         self.stages = (
             SearchStage("embedding, last norm and output layer", ("o", "fc2"), self._ends),
@@ -58,7 +48,6 @@ class Candidates:
         )
 
     def is_zeroed(self, stage: SearchStage) -> Callable[[str], bool]:
-        """Tests by name whether a tensor is zero in the stage's variant of the probe."""
         experts = self.structure.experts
         seen = [self.structure.matrices, *((experts.matrices, experts.shared) if experts else ())]
         modules = [ways[0].modules[role] for ways in seen for role in stage.zeroed if ways and role in ways[0].modules]
@@ -67,7 +56,7 @@ class Candidates:
         return lambda name: pattern.fullmatch(name) is not None
 
     def family_data(self, picks: Choices) -> dict[str, Any]:
-        """The family in the format of ``families/discover/json_family.py``; open choices have the likeliest value."""
+        """The contents of a family file; open choices have the likeliest value."""
         chosen = {**self._likeliest(), **picks}
         keys = self.settings.keys(self.live)
         traits = self._traits(chosen)
@@ -95,7 +84,6 @@ class Candidates:
         }
 
     def describe(self, picks: Choices) -> list[str]:
-        """One line of text for each choice."""
         lines = []
         for name, value in picks.items():
             if isinstance(value, NormPlacement):
@@ -209,12 +197,11 @@ class Candidates:
 
 
 def _orders(matrices: MatrixRoles) -> list[str | None]:
-    """How gate and up projection can be arranged in one tensor."""
     return ["concatenated", ALTERNATING] if "gate_up" in matrices.modules else [None]
 
 
 def _of_roles(found: Sequence[MatrixRoles], roles: Sequence[str]) -> Iterator[MatrixRoles]:
-    """The distinct assignments of the given roles."""
+    """Distinct assignments of the given roles."""
     seen: list[MatrixRoles] = []
     for matrices in found:
         part = MatrixRoles(

@@ -1,4 +1,4 @@
-"""Inferring the meaning of an unsupported decoder's settings: sizes, multipliers, and settings to keep fixed."""
+"""Infers the meaning of an unsupported decoder's settings: sizes, multipliers, and settings to keep fixed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MULTIPLIERS: Mapping[str, tuple[str, str | None]] = {
     "final_logit_softcapping": ("logits_softcap", None),
     "routed_scaling_factor": ("moe.scaling_factor", None),
 }
-"""Field of the Architecture that a setting sets, and the conversion between them."""
+"""Fields of the Architecture, and the conversions to and from the settings."""
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
 _FORMULAS = {"num_query_groups": "{num_attention_heads}", "kv_channels": "{hidden_size}/{num_attention_heads}"}
 METADATA = re.compile(
@@ -58,7 +58,7 @@ METADATA = re.compile(
     r"label2id|return_dict|output_(?:attentions|hidden_states|router_logits|scores)|problem_type|tokenizer_class|chunk_size_feed_forward|task_specific_params|"
     r"is_encoder_decoder|max_length|summary_.*"
 )
-"""Settings that do not concern tensors and logits."""
+"""Settings without effect on tensors and logits."""
 _DROPOUT = re.compile(r".*drop.*")
 WINDOW = ("sliding_window", "layer_types")
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
@@ -68,18 +68,8 @@ _MIN_LAYERS, _MAX_LAYERS = 4, 16
 
 
 class ConfigInference:
-    """A config and the inferred meaning of its settings."""
-
     def __init__(self, effective: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Find the sizes.
-
-        Args:
-            effective: the config with all defaults of transformers filled in.
-            defaults: the defaults of transformers.
-
-        Raises:
-            UsageError: a size is not found under any known name, or the config is not that of a plain decoder.
-        """
+        """``effective``: the config with the defaults of transformers filled in."""
         self.effective, self.defaults = effective, defaults
         if effective.get("is_encoder_decoder"):
             raise UsageError("the model has an encoder; only decoders are supported.")
@@ -116,21 +106,19 @@ class ConfigInference:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the model."""
         return int(self.effective[self.sizes["num_layers"]])
 
     @property
     def layer_types(self) -> list[str]:
-        """The kind of attention of each layer; empty if the config has no list."""
+        """Empty if the config has no list."""
         return list(self.effective.get("layer_types") or ())
 
     @property
     def rotary(self) -> Mapping[str, Any]:
-        """The rotary settings; empty if there are none."""
         return self.effective.get("rope_parameters") or {}
 
     def probe_config(self, probe: ProbeSizes) -> dict[str, Any]:
-        """The config of a probe model: numbers with a known meaning are replaced, everything else is kept."""
+        """A probe model's config: numbers with a known meaning are replaced, other settings are kept."""
         config = dict(self.effective)
         layers = self._min_layers() + probe.more_layers
         for name in self._layer_lists():
@@ -159,7 +147,7 @@ class ConfigInference:
         return config
 
     def numbers(self) -> list[str]:
-        """Settings that are numbers but not sizes, whose effect on the logits can be tested."""
+        """Numeric settings that are not sizes and may change the logits."""
         known = {*self.sizes.values(), self.shared, *ROPE, *_INIT}
         return [
             name
@@ -169,14 +157,7 @@ class ConfigInference:
         ]  # fmt: skip
 
     def check_meanings(self, live: Container[str]) -> None:
-        """Check that the meaning of every number that changes the logits is known.
-
-        Args:
-            live: the settings among :meth:`numbers` that change the logits.
-
-        Raises:
-            UsageError: it is not; names the settings.
-        """
+        """Raise UsageError if the meaning of a number that changes the logits is unknown."""
         off = [name for name, value in _OFF.items() if self.effective.get(name) == value]
         known = {*_MULTIPLIERS, *WINDOW, *off, self.epsilon}
         if unknown := [name for name in self.numbers() if name in live and name not in known]:
@@ -210,19 +191,14 @@ class ConfigInference:
         return found
 
     def correct(self, sizes: Mapping[str, int], found: Mapping[str, int]) -> None:
-        """Drop the sizes for which the config of a probe and its tensors disagree; their settings mean something else.
-
-        Args:
-            sizes: from :meth:`symbols`.
-            found: the sizes of the tensors.
-        """
+        """Drop the sizes that differ between a probe's config and its tensors; their settings mean something else."""
         for symbol, name in (("G", "num_query_groups"), ("D", "kv_channels"), ("F", "ffn_hidden_size")):
             if sizes[symbol] != found[symbol]:
                 self.sizes.pop(name, None)
         self.one_group = found["G"] == 1
 
     def symbols(self, probe: ProbeSizes) -> dict[str, int]:
-        """The sizes of a probe by symbol, see :func:`isthmus.families.rules.rule.symbol_sizes`."""
+        """Sizes of a probe by symbol, see :func:`isthmus.families.rules.rule.symbol_sizes`."""
         config = self.probe_config(probe)
         configured = {name: config.get(key) for name, key in self.sizes.items()}
         heads, hidden = probe.num_attention_heads, probe.hidden_size
@@ -244,13 +220,13 @@ class ConfigInference:
         return found
 
     def derived(self) -> dict[str, str]:
-        """Formulas of the sizes that no setting gives."""
+        """Formulas of the sizes without a setting."""
         formulas = _FORMULAS | {"ffn_hidden_size": "4*{hidden_size}"}
         found = {name: text.format(**self.sizes) for name, text in formulas.items() if name not in self.sizes}
         return found | {"num_query_groups": "1"} if self.one_group else found
 
     def fixed(self, live: Container[str]) -> dict[str, Any]:
-        """All other settings of the config. The family only supports models with the same values."""
+        """All other settings; the family only supports models with the same values."""
         keyed = {key["hf"] for key in self.keys(live).values()}
         handled = {*keyed, *ROPE, *WINDOW, "sliding_window_pattern", *self.irrelevant_numbers(live)}
         found: dict[str, Any] = {}
@@ -268,17 +244,14 @@ class ConfigInference:
         return found
 
     def irrelevant_numbers(self, live: Container[str]) -> list[str]:
-        """Numbers of the config that do not change the logits."""
         return sorted(name for name in self.numbers() if name not in live)
 
     def window(self, style: str) -> dict[str, Any]:
-        """The sliding-window entry of the family file."""
         every = next((n for n in range(1, self.num_layers + 2) if self.layer_types == _every(n, self.num_layers)), None)
         default = self.defaults.get("sliding_window")
         return {"style": style, "default": default, "every": every}
 
     def rope_defaults(self) -> dict[str, Any]:
-        """The defaults of the rotary settings."""
         defaults = self.defaults.get("rope_parameters") or {}
         if any(isinstance(value, Mapping) for value in defaults.values()):
             full, windowed = defaults.get("full_attention") or {}, defaults.get("sliding_attention") or {}
@@ -291,7 +264,7 @@ class ConfigInference:
         return found
 
     def _absence(self, name: str, key: str) -> dict[str, Any]:
-        """The default of a size, and its value if it is null."""
+        """The value of a size if its key is absent or null."""
         text = _FORMULAS.get(name) or ("4*{hidden_size}" if name == "ffn_hidden_size" else None)
         if text is not None:
             meant = text.format(**self.sizes)
@@ -312,22 +285,14 @@ class ConfigInference:
         ]
 
     def _min_layers(self) -> int:
-        """The smallest number of layers that contains every kind of attention."""
+        """The smallest number of layers with every kind of attention."""
         kinds = self.layer_types
         counts = range(_MIN_LAYERS, _MAX_LAYERS)
         return next((count for count in counts if {*(kinds * count)[:count]} == {*kinds}), _MAX_LAYERS)
 
 
 def check_known_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Check that a config only has settings that were present when the family was inferred.
-
-    Args:
-        data: the contents of the family's file.
-        config: the config of a model of this family.
-
-    Raises:
-        UsageError: it has others; names them.
-    """
+    """Raise UsageError if a config has settings that were absent when the family (the JSON ``data``) was inferred."""
     known = {key["hf"] for key in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
     known |= {*ROPE, *WINDOW, "sliding_window_pattern"}
     if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:

@@ -15,7 +15,7 @@ _EXPERT = re.compile(r"(.+?\.)(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensors:
-    """The tensors of a layer with experts. Names are relative to the layer."""
+    """Names are relative to the layer."""
 
     router: str
     """Weight [E, H]."""
@@ -23,15 +23,14 @@ class ExpertTensors:
     expert_bias: tuple[str, bool] | None
     """Its name, and whether it has an extra first axis of length 1."""
     matrices: tuple[MatrixRoles, ...]
-    """Possible assignments of an expert's tensors; names contain ``{expert}`` unless the experts are stacked."""
+    """Possible assignments; names contain ``{expert}`` unless the experts are stacked."""
     stacked: bool
     shared: tuple[MatrixRoles, ...]
-    """Possible assignments of the shared experts' modules; empty if there are none."""
+    """Possible assignments; empty if there are no shared experts."""
     shared_gate: str | None
 
 
 def select_expert_tensors(layer: Mapping[str, Shape], sizes: Mapping[str, int]) -> dict[str, Shape]:
-    """The tensors of a layer that only layers with experts have."""
     if "E" not in sizes:
         return {}
     number = sizes["E"]
@@ -49,11 +48,7 @@ def select_expert_tensors(layer: Mapping[str, Shape], sizes: Mapping[str, int]) 
 
 
 def match_experts(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> ExpertTensors:
-    """Match the tensors that :func:`select_expert_tensors` returns.
-
-    Raises:
-        UsageError: a tensor does not fit a supported mixture of experts.
-    """
+    """Match the tensors that :func:`select_expert_tensors` returns."""
     number, hidden = sizes["E"], sizes["H"]
     gated = tuple((roles,) for roles in GATED)
     one = {**sizes, "F": sizes["X"]}

@@ -1,7 +1,7 @@
 """A family as a JSON file, as ``isthmus convert --learn`` writes it. Reading it runs no code.
 
-It has the fields of a :class:`Family`. In place of functions it has names from a fixed list, and formulas of two
-settings such as ``hidden_size/num_attention_heads``.
+It has the fields of a :class:`Family`, with names from a fixed list and formulas such as
+``hidden_size/num_attention_heads`` in place of functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from isthmus.families.rules.sliding_window import Window, read_window
 
 FORMAT = 1
 FILE = "family.json"
-"""Its name next to a checkpoint; conversion back to Hugging Face reads it."""
+"""Saved next to a checkpoint; conversion back to Hugging Face reads it."""
 _FORMULA = re.compile(r"(\w+)(?:([*/])(\w+))?(\*\*0\.5)?")
 _NAME = re.compile(r"(?:[\w.-]|\{layer\}|\{expert\})+")
 _SYMBOLS = re.compile(r"[VHFPNGDWEXS12](?:\*[VHFPNGDWEXS12])*")
@@ -54,11 +54,6 @@ WHY = "the family was inferred from a config with another value; infer it for th
 
 
 def load_family(path: Path) -> Family:
-    """Read a family from a file.
-
-    Raises:
-        DataError: the file is not valid, or contains something unknown.
-    """
     try:
         return _parsed(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -69,7 +64,7 @@ def load_family(path: Path) -> Family:
 
 @cache
 def _parsed(text: str) -> Family:
-    """Parse a file once, so that two models with the same file have the same family object."""
+    """Cached, so that two models with the same file have the same family object."""
     try:
         return read_family(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -77,7 +72,7 @@ def _parsed(text: str) -> Family:
 
 
 def write_family(family: Family) -> str:
-    """The file of an inferred family, one line per entry."""
+    """One line per entry."""
     assert family.data is not None
     return "{\n" + ",\n".join(f" {json.dumps(key)}: {_format(value)}" for key, value in family.data.items()) + "\n}\n"
 
@@ -92,11 +87,7 @@ def _format(value: Any) -> str:
 
 
 def read_family(data: Mapping[str, Any]) -> Family:
-    """Parse a family.
-
-    Raises:
-        DataError: a field is missing, unknown or of the wrong type.
-    """
+    """Raise DataError if a field is missing, unknown or of the wrong type."""
     try:
         if data["format"] != FORMAT:
             raise DataError(f"format {data['format']!r} is not supported, only {FORMAT}.")
@@ -140,12 +131,7 @@ def read_family(data: Mapping[str, Any]) -> Family:
 def parse_formula(text: str, absent: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
     """A function of the config: ``a``, ``a*b`` or ``a//b`` (written ``a/b``) of settings and integers, or ``a**0.5``.
 
-    Args:
-        text: the formula.
-        absent: defaults of the settings.
-
-    Raises:
-        DataError: the formula is not valid. The function raises it if a setting is not a number.
+    ``absent`` has the defaults of the settings. The function raises DataError if a setting is not a number.
     """
     found = _FORMULA.fullmatch(text)
     if found is None:

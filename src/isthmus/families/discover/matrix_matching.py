@@ -1,4 +1,4 @@
-"""Assigning the matrices of a layer to roles by their shapes, the likeliest names first."""
+"""Assigns the matrices of a layer to roles by their shapes, the likeliest names first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NAMES: Mapping[Role, str] = {
 
 @dataclass(frozen=True, slots=True)
 class MatrixRoles:
-    """A possible assignment of a layer's matrices: the module of each role, and whether weights are [in, out]."""
+    """A possible assignment: the module of each role, and whether weights are [in, out]."""
 
     modules: Mapping[Role, str]
     transposed: bool
@@ -87,5 +87,4 @@ def module_of(name: str) -> str:
 
 
 def ends_in(name: str, end: str) -> bool:
-    """Whether the last component of a dotted name is ``end``."""
     return name.rpartition(".")[2] == end

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ProbeSizes:
-    """Sizes of a probe model. They are all different, and none is a default of a config."""
+    """All sizes are different, and none is a default of a config."""
 
     hidden_size: int
     num_attention_heads: int
@@ -21,7 +21,7 @@ class ProbeSizes:
     more_layers: int
     sliding_window: int
     experts: Mapping[str, int]
-    """Sizes of mixtures of experts, by field of the Architecture."""
+    """By field of the Architecture."""
     numbers: Mapping[str, float]
     """Values of epsilon, theta and multipliers that change the logits visibly."""
 
@@ -41,17 +41,17 @@ FIRST = (
     ProbeSizes(64, 4, 2, 16, 88, 101, 96, 0, 7, _FEW, _FIRST),
     ProbeSizes(64, 4, 4, 16, 88, 101, 96, 0, 7, _FEW, _FIRST),
 )
-"""The probe for the search: with an independent head dim and query groups if the model supports them."""
+"""Probes for the search; the first one that the model supports is used."""
 SECOND = (
     ProbeSizes(96, 6, 3, 32, 136, 83, 112, 1, 5, _MORE, _SECOND),
     ProbeSizes(96, 6, 3, 16, 136, 83, 112, 1, 5, _MORE, _SECOND),
     ProbeSizes(96, 6, 6, 16, 136, 83, 112, 1, 5, _MORE, _SECOND),
 )
-"""The probe of other sizes that verifies the mapping."""
+"""Probes of other sizes, which verify the mapping."""
 
 
 def probe_rotary(settings: Mapping[str, Any], probe: ProbeSizes) -> dict[str, Any]:
-    """Rotary settings with non-default frequencies, and with an original length that a short sample exceeds."""
+    """Rotary settings with non-default frequencies, and an original length that a short sample exceeds."""
     found: dict[str, Any] = {
         name: probe_rotary(value, probe) if isinstance(value, Mapping) else value for name, value in settings.items()
     }

@@ -1,7 +1,7 @@
-"""Matching the tensors of an unsupported decoder to roles, by their shapes and then by their names.
+"""Matches the tensors of an unsupported decoder to roles, by their shapes and then by their names.
 
-The model is a small probe whose sizes are all different, so that shapes nearly determine roles. The remaining choices
-are returned as several assignments, the likeliest first; comparing logits decides between them.
+All sizes of the probe model are different, so shapes nearly determine roles. The remaining assignments are returned,
+the likeliest first; comparing logits selects one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FOUR_NORMS = (
 
 @dataclass(frozen=True, slots=True)
 class NormPlacement:
-    """A possible reading of a layer's norms: the form of the layer, and the module of each norm."""
+    """The form of a layer, and the module of each of its norms."""
 
     form: Form
     modules: Mapping[str, str]
@@ -56,10 +56,10 @@ class NormPlacement:
 
 @dataclass(frozen=True, slots=True)
 class DecoderStructure:
-    """The tensors of a decoder. Its layers are alike, except that some may have experts."""
+    """Layers are alike, except that some may have experts."""
 
     layers: str
-    """Prefix of the layers' names, up to the number: ``model.layers.``."""
+    """Prefix of the layers' names: ``model.layers.``."""
     embedding: str
     head: str | None
     """None if the output layer is tied to the embedding."""
@@ -67,11 +67,10 @@ class DecoderStructure:
     final_norm: str
     norm_bias: bool
     biases: frozenset[str]
-    """The modules of a layer that have a bias."""
+    """Modules of a layer."""
     matrices: tuple[MatrixRoles, ...]
     norms: tuple[NormPlacement, ...]
     qk_norm: tuple[str, str] | None
-    """Modules that normalize queries and keys."""
     qk_norm_symbols: tuple[str, str]
     sinks: str | None
     experts: ExpertTensors | None
@@ -81,10 +80,10 @@ class DecoderStructure:
 
 @dataclass(frozen=True, slots=True)
 class _LayerTensors:
-    """The tensors of one layer without its experts, by module, with their shapes."""
+    """One layer without its experts, by module."""
 
     norms: Mapping[str, int]
-    """Length of each norm's weight, QK norms excluded."""
+    """Lengths, QK norms excluded."""
     qk_norms: Mapping[str, int]
     matrices: Mapping[str, Shape]
     biases: Mapping[str, Shape]
@@ -92,14 +91,9 @@ class _LayerTensors:
 
 
 def match_tensors(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> DecoderStructure:
-    """Infer the structure of a decoder from the names and shapes of its tensors.
+    """Infer the structure of a decoder from the shapes of its tensors and the sizes of the symbols V, H, F, P, N, G, D.
 
-    Args:
-        tensors: shapes of all tensors of a model.
-        sizes: values of the symbols V, H, F, P, N, G, D, see :func:`isthmus.families.rules.rule.symbol_sizes`.
-
-    Raises:
-        UsageError: a tensor has no role in any supported decoder.
+    Raises UsageError if a tensor has no role in any supported decoder.
     """
     prefix, layers, outer = _split(tensors)
     sizes = {**sizes, "W": (sizes["N"] + 2 * sizes["G"]) * sizes["D"], "2": 2, "1": 1}
@@ -137,7 +131,7 @@ def match_tensors(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Dec
 def _merge_layers(
     layers: Mapping[int, Mapping[str, Shape]], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Shape], ExpertTensors | None, tuple[int, ...]]:
-    """The tensors of one layer for all, those of its experts, and the layers without experts if others have some."""
+    """The tensors that all layers have, those of the experts, and the layers without experts if others have some."""
     of_experts = {number: select_expert_tensors(layer, sizes) for number, layer in sorted(layers.items())}
     others = {
         number: {name: shape for name, shape in layer.items() if name not in of_experts[number]}
@@ -175,7 +169,6 @@ def _classify(layer: Mapping[str, Shape], prefix: str, sizes: Mapping[str, int])
 
 
 def _split(tensors: Mapping[str, Shape]) -> tuple[str, dict[int, dict[str, Shape]], dict[str, Shape]]:
-    """The prefix of the layers' names, the tensors of each layer, and the tensors outside of layers."""
     layers: dict[int, dict[str, Shape]] = {}
     outer: dict[str, Shape] = {}
     prefixes: set[str] = set()
@@ -201,7 +194,6 @@ def _check_alike(layers: Mapping[int, Mapping[str, Shape]], numbers: Sequence[in
 
 
 def _match_outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[str, str | None, str | None, str]:
-    """The embedding, output layer, position embedding and final norm."""
     wide = [name for name, shape in outer.items() if shape == (sizes["V"], sizes["H"])]
     heads = [name for name in wide if re.search(r"head|out", name)] if len(wide) > 1 else []
     embeddings = [name for name in wide if name not in heads]
@@ -221,7 +213,6 @@ def _match_outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[
 def _match_qk_norm(
     norms: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, str] | None, tuple[str, str]]:
-    """The norms of queries and keys, and their sizes as symbols."""
     if not norms:
         return None, ("D", "D")
     queries = [module for module in norms if _OF_QUERIES.search(module)]
@@ -236,7 +227,7 @@ def _match_qk_norm(
 
 
 def _norm_placements(modules: Sequence[str]) -> Iterator[NormPlacement]:
-    """All possible placements of a layer's norms, the likeliest by their names first."""
+    """The likeliest by their names first."""
     if len(modules) not in _FORMS:
         found = f"{len(modules)} norms ({', '.join(modules)})" if modules else "no norms with weights"
         raise UsageError(f"a layer has {found}; layers with 1, 2 or 4 norms are supported.")
@@ -246,6 +237,6 @@ def _norm_placements(modules: Sequence[str]) -> Iterator[NormPlacement]:
 
 
 def _mismatches(order: Sequence[str]) -> int:
-    """How many names do not match the usual name of their position."""
+    """Number of names that do not match the usual name of their position."""
     hints = _FOUR_NORMS if len(order) == len(NORM_ROLES) else _TWO_NORMS
     return sum(not re.search(hint, name) for hint, name in zip(hints, order, strict=False))
