@@ -1,1 +1,1 @@
-"""From a config to a finished run: one recipe a page."""
+"""Recipes: pretrain, sft and dpo, from a config to a finished run."""

@@ -8,10 +8,10 @@ from isthmus.recipes.run import run as run_recipe
 
 
 def run(config: RunConfig) -> RunResult:
-    """Train on preference pairs with DPO and export the model; every rank calls this function.
+    """Train on preference pairs with DPO and export the model; call it on every rank.
 
     Raises:
-        Preempted: the run was asked to stop and has saved its state.
+        Preempted: the run was stopped by a signal; its state is saved.
         IsthmusError: any other failure, with its exit code.
     """
     return run_recipe("dpo", config)

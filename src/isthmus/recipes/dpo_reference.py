@@ -1,4 +1,4 @@
-"""The objective of a run, and for dpo the reference log-probabilities, computed once with the starting weights."""
+"""The objective of a run, and the reference log-probabilities of DPO."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def objective_of(config: RunConfig) -> Objective:
-    """The loss that the recipe minimizes."""
     from isthmus.engine.objective import NEXT_TOKEN
     from isthmus.train.preference_loss import PreferenceObjective
 
@@ -44,23 +43,11 @@ def compute_reference(
     stop: StopFlag,
     log: Callable[[str], None],
 ) -> None:
-    """Set :attr:`~isthmus.data.batching.pair_batches.PairBatches.reference` of each part; every rank calls it.
+    """Set :attr:`~isthmus.data.batching.pair_batches.PairBatches.reference` of each part; a collective.
 
-    The reference model is the policy before its first step, so no second model is needed. The log-probabilities are
-    cached in the run folder by the digest of the pairs.
-
-    Args:
-        stepper: of the model, which has its starting weights.
-        parts: the pairs to train on and those of validation and test, by name.
-        path: the cache.
-        position: of this rank.
-        fresh: the run starts from its first step: the cache is ignored, it may belong to other weights.
-        stop: read between two batches.
-        log: prints a line.
-
-    Raises:
-        NoSpace, IOFailure: on every rank, if the cache cannot be written.
-        Preempted: on every rank, once any rank is asked to stop.
+    The policy with its starting weights is the reference model. ``path`` caches the log-probabilities by the digest of
+    the pairs; ``fresh`` ignores the cache, which may belong to other weights. Preempted and write errors are raised on
+    every rank.
     """
     cache = {} if fresh else _read(path)
     digests = {name: part.store.digest() for name, part in parts.items()}
@@ -100,7 +87,7 @@ def _reference_logps(
 
     recorder = LogProbRecorder(len(part.store))
     stepper.evaluate(_until_stopped(stop, part.eval_batches(), stepper.device), recorder)
-    # Tensor and context parallel ranks have the same values; one of them counts.
+    # Tensor and context parallel ranks have the same values.
     counts = position.tp_rank == position.cp_rank == 0
     return np.asarray(sum_over_ranks((recorder.logps * counts).tolist(), stepper.device), dtype=np.float64)
 

@@ -1,4 +1,4 @@
-"""Pretraining on documents, from random or given weights, with loss on every token."""
+"""Pretraining on documents, from random or given weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from isthmus.recipes.run import run as run_recipe
 
 
 def run(config: RunConfig) -> RunResult:
-    """Pretrain on text and export the model; every rank calls this function.
+    """Pretrain on text and export the model; call it on every rank.
 
     Raises:
-        Preempted: the run was asked to stop and has saved its state.
+        Preempted: the run was stopped by a signal; its state is saved.
         IsthmusError: any other failure, with its exit code.
     """
     return run_recipe("pretrain", config)

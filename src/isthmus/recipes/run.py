@@ -1,4 +1,4 @@
-"""A training run: validate, join the ranks, load data, build, train, save, export. All recipes share it."""
+"""A training run, shared by all recipes: validate, join the ranks, load data, build, train, save, export."""
 
 from __future__ import annotations
 
@@ -42,34 +42,25 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The result of a finished run, for people and for ``--json``."""
+    """The result of a finished run."""
 
     out: str
     model: str | None
-    """The exported Hugging Face folder; None without checkpoint.export_final."""
+    """The exported Hugging Face folder; None without ``checkpoint.export_final``."""
     steps: int
     loss: float | None
-    """Of the last step; None when no step was left to do."""
+    """Of the last step; None if the run had no steps left."""
     valid_loss_before: float | None
     valid_loss: float | None
     test_loss: float | None
     tokens_per_s: float | None
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name."""
         return asdict(self)
 
 
 def run(recipe: str, config: RunConfig) -> RunResult:
-    """Train as ``config`` says and export; every rank calls it.
-
-    Args:
-        recipe: name of the recipe; a config of another one is refused.
-        config: of the run.
-
-    Raises:
-        IsthmusError: with the exit code of the failure; a run that is asked to stop raises ``Preempted`` after saving.
-    """
+    """Train and export; a collective. Raises Preempted after a requested stop, when the state is saved."""
     if config.recipe != recipe:
         raise UsageError(
             f"isthmus.{recipe} was given a config of recipe={config.recipe}. Call isthmus.{config.recipe}, or load a "
@@ -89,10 +80,7 @@ def run(recipe: str, config: RunConfig) -> RunResult:
 
 
 def _prepare_process(context: RunContext) -> list[str]:
-    """Set environment variables, threads and the allocator of this process; returns what was set, for the log.
-
-    Settings of CPU libraries are logged at debug level.
-    """
+    """Set environment variables, threads and the allocator of this process; returns log messages."""
     platform, parallel, local_ranks = context.platform, context.plan.parallel, rank_env.local_world_size()
     shape = RunShape(
         nodes=math.ceil(context.plan.world_size / local_ranks),
@@ -117,7 +105,6 @@ def _prepare_process(context: RunContext) -> list[str]:
 
 
 def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> RunResult:
-    """The run of one rank, after all ranks have joined."""
     config, platform = context.config, context.platform
     position = open_groups(config.parallel, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
     with Reporter(
@@ -125,7 +112,7 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
         config.logging,
         is_main=position.rank == 0,
         device="rank" if platform.device_type == "cpu" else "GPU",
-        # Megatron-LM prints on the last rank, and its users look for the log on the last machine.
+        # Megatron-LM prints on the last rank; its users look for the log on the last machine.
         prints_steps=config.logging.style == "megatron" and rank_env.is_last_of_several_machines(),
     ) as reporter:
         for message in messages:
@@ -136,8 +123,6 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
 
 @dataclass(frozen=True, slots=True)
 class _RunData:
-    """The batches of this rank."""
-
     train: Batches
     valid: Batches | None
     test: Batches | None
@@ -148,7 +133,7 @@ class _RunData:
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """Everything of one rank's run, ready for the first step."""
+    """One rank's run, ready for the first step."""
 
     context: RunContext
     position: Position
@@ -157,10 +142,10 @@ class _Training:
     stepper: Stepper
     reporter: Reporter
     start: int
-    """Steps that were done before, by the run that is resumed."""
+    """Steps done before, by the run that is resumed."""
 
     def save(self, step: int) -> None:
-        """Write a checkpoint; every rank calls it."""
+        """Write a checkpoint; a collective."""
         from isthmus.engine.checkpoint import save_load
 
         context = self.context
@@ -176,7 +161,7 @@ class _Training:
         self.reporter.log(f"saved {path}")
 
     def export(self, step: int | None) -> None:
-        """Write a Hugging Face folder; every rank calls it."""
+        """Write a Hugging Face folder; a collective."""
         context = self.context
         named = context.config.model.export_dtype
         dtype = {"source": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[named]
@@ -186,7 +171,7 @@ class _Training:
 
 
 def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> _Training:
-    """Load the data, build the model and its optimizer, and resume. A new run folder is removed if any of it fails."""
+    """Load the data, build model and optimizer, resume. A failure removes a new run folder."""
     config, run_dir, main = context.config, context.run_dir, position.rank == 0
     text = dump(config)
     checks = ExitStack()
@@ -238,7 +223,7 @@ def _build_stepper(config: RunConfig, model: RankModel, steps: int) -> Stepper:
 
 
 def _resume(context: RunContext, stepper: Stepper, data: _RunData, reporter: Reporter) -> int:
-    """Load the checkpoint to resume from, if any; returns its step, or 0."""
+    """Returns the step of the loaded checkpoint, or 0."""
     from isthmus.engine.checkpoint import save_load
 
     if context.resume is None:

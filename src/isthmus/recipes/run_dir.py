@@ -1,4 +1,4 @@
-"""The run folder: its files, whether a run may use it, and the checkpoint to resume from."""
+"""The run folder: its files, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ REFERENCE = "reference.npz"
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """One run's folder.
-
-    Files: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``reference.npz`` (dpo), ``profile/``,
+    """Files: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``reference.npz`` (dpo), ``profile/``,
     ``checkpoints/``, ``hf/``.
     """
 
@@ -27,12 +25,11 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """All settings; a folder that has this file is a run folder."""
+        """All settings; a folder with this file is a run folder."""
         return self.root / CONFIG
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
         return self.root / CHECKPOINTS
 
     @property
@@ -50,15 +47,12 @@ class RunDir:
         return self.root / (EXPORT if step is None else f"{EXPORT}-step-{step:07d}")
 
     def checkpoint_to_resume(self, resume: str) -> Path | None:
-        """The checkpoint that a run in this folder resumes from, None for a fresh start.
-
-        Args:
-            resume: ``auto`` takes the folder's newest, ``never`` none, anything else is the path of one.
+        """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``.
 
         Raises:
             NoSpace: the folder is not a run folder, or this run would overwrite another one.
-            MissingInput: the named checkpoint does not exist.
-            DataError: the folder's tracker names a checkpoint that does not exist.
+            MissingInput: the checkpoint ``resume`` does not exist.
+            DataError: the tracker file names a missing checkpoint.
         """
         from isthmus.engine.checkpoint.save_load import latest
 
@@ -92,13 +86,9 @@ class RunDir:
 
     @contextmanager
     def checking(self, config: str) -> Iterator[None]:
-        """Create the folder for the checks before the first step; a new one is removed again if they fail.
+        """Create the folder for the checks before the first step; a new folder is removed if they fail.
 
-        Args:
-            config: of the run, as YAML. An existing one stays until :meth:`begin`: it belongs to the earlier steps.
-
-        Raises:
-            NoSpace, IOFailure: the folder cannot be created.
+        An existing ``config.yaml`` describes the earlier steps and is kept until :meth:`begin`.
         """
         if self.config.is_file():
             yield
@@ -122,15 +112,7 @@ class RunDir:
             raise
 
     def begin(self, config: str, *, fresh: bool) -> None:
-        """Write the config of the coming steps, and remove what an interruption left behind.
-
-        Args:
-            config: of the run, as YAML.
-            fresh: the run starts from its first step: metrics of an earlier start without a checkpoint are removed too.
-
-        Raises:
-            NoSpace, IOFailure: the folder cannot be written.
-        """
+        """Write the config and remove temporary files; ``fresh`` also removes metrics of an earlier start."""
         with disk_errors(self.root):
             write_atomic(self.config, config)
             for leftover in [*self.root.glob(f"{TEMPORARY}*"), *self.checkpoints.glob(f"{TEMPORARY}*")]:

@@ -1,1 +1,1 @@
-"""What a recipe builds before the first step: model source, layout checks, memory estimate, session."""
+"""Before the first step: model source, layout checks, memory estimate, model."""

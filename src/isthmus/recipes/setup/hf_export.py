@@ -1,4 +1,4 @@
-"""A rank's model back to Hugging Face format, and the model files beside a checkpoint."""
+"""Export of a trained model to a Hugging Face folder, and the model files in a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ from isthmus.recipes.setup.run_tokenizer import with_tokens_of
 def export_hf(
     model: RankModel, destination: Path, tokenizer: Tokenizer, *, dtype: torch.dtype | None, replace: bool
 ) -> None:
-    """Write a Hugging Face model folder; every rank calls it and writes its own slices, no rank gathers the model.
+    """Write a Hugging Face model folder; a collective. Each rank writes its own slices, no rank gathers the model.
 
     Args:
-        model: of this rank.
-        destination: appears when complete.
         tokenizer: saved if it differs from the source's files, which are copied otherwise.
-        dtype: of the tensors; None keeps each tensor's dtype in the source, or the config's where that has no weights.
-        replace: whether to replace an earlier export of this run.
+        dtype: None keeps each tensor's dtype in the source, or the config's dtype without weights.
+        replace: replace an earlier export of this run.
 
     Raises:
-        NoSpace, IOFailure: on every rank, if any could not write; nothing is published.
+        NoSpace, IOFailure: on every rank, if any rank cannot write; nothing is published.
     """
     from isthmus.engine.parallel.ddp import gather_weights
 
@@ -73,7 +71,7 @@ def export_hf(
 
 
 def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
-    """The tensors this rank passes to the export, and whether it writes (or, with fsdp, only helps to gather)."""
+    """The tensors for the export, and whether this rank writes them (with fsdp some ranks only gather)."""
     from isthmus.engine.checkpoint.checkpoint_names import expert_of
     from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
 
@@ -95,14 +93,14 @@ def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
 
 
 def write_checkpoint_config(model: RankModel, checkpoint: Path, tokenizer: Tokenizer) -> None:
-    """Write config and tokenizer into a checkpoint, so that it converts without any other folder."""
+    """Write config and tokenizer into a checkpoint, so that it converts without the model folder."""
     folder = checkpoint / HF_SUBFOLDER
     folder.mkdir()
     _write_model_files(model.plan, folder, tokenizer, model.dtype)
 
 
 def checkpoint_args(model: RankModel, step: int) -> Namespace:
-    """The arguments of Megatron-LM that describe the model of a checkpoint."""
+    """The Megatron-LM arguments of a checkpoint."""
     padded = model.layout.padded_vocab_size
     args = megatron_args(model.plan.architecture, model.dtype, padded_vocab_size=padded)
     args.iteration = step

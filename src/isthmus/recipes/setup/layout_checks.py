@@ -1,4 +1,4 @@
-"""Checks of the parallel layout against the model; each error names values that are possible."""
+"""Checks of the parallel layout against the model; each UsageError names possible values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from isthmus.families.rules.shard import check_expert_sizes, check_tp_size
 
 
 def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
-    """Check that the model can be laid out like this.
-
-    Raises:
-        UsageError: it cannot; names the size that does not fit and the values that do.
-    """
     check_tp_size(architecture, parallel.tp)
     experts_differ = parallel.ep > 1 or parallel.expert_tp != parallel.tp
     if architecture.moe is not None:
@@ -45,11 +40,7 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
 
 
 def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
-    """Check that the model has experts, and an expert bias, for the settings that need them.
-
-    Raises:
-        UsageError: naming the setting.
-    """
+    """Check that the model has the experts and the expert bias that ``moe`` settings need."""
     if architecture.moe is None and moe != MoeConfig():
         given = ", ".join(f"moe.{name}" for name in sorted(moe.model_fields_set)) or "moe"
         raise UsageError(
@@ -63,11 +54,6 @@ def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
 
 
 def check_fsdp(parallel: ParallelConfig) -> None:
-    """Check the layout of fully sharded data parallelism.
-
-    Raises:
-        UsageError: naming the setting that fsdp does not support.
-    """
     if parallel.pp > 1:
         raise UsageError(
             f"parallel.fsdp=true with parallel.pp={parallel.pp}: a stage would gather its weights for every micro "
@@ -82,11 +68,7 @@ def check_fsdp(parallel: ParallelConfig) -> None:
 
 
 def check_fsdp_precision(parallel: ParallelConfig, precision: str) -> None:
-    """Check that fsdp supports the precision.
-
-    Raises:
-        UsageError: it does not support fp16 and fp8, which scale the loss or the weights.
-    """
+    """fsdp does not support fp16 and fp8, which scale the loss or the weights."""
     if parallel.fsdp and precision not in ("fp32", "bf16"):
         raise UsageError(
             f"parallel.fsdp=true with train.precision={precision}: sharded weights are float32 and are gathered as "
@@ -95,11 +77,7 @@ def check_fsdp_precision(parallel: ParallelConfig, precision: str) -> None:
 
 
 def check_stages(architecture: Architecture, pp: int, vpp: int = 1) -> None:
-    """Check that every pipeline stage has a layer and, with virtual stages, all have the same number.
-
-    Raises:
-        UsageError: names the values that are possible.
-    """
+    """Check that every pipeline stage has a layer and, with virtual stages, all have the same number."""
     layers = architecture.num_layers
     if pp > layers:
         hint = f"{layers} or less" if layers > 1 else "1"
@@ -114,11 +92,6 @@ def check_stages(architecture: Architecture, pp: int, vpp: int = 1) -> None:
 
 
 def check_offload(optim: OptimConfig, parallel: ParallelConfig, device_type: str) -> None:
-    """Check that optimizer offload has a GPU and the distributed optimizer.
-
-    Raises:
-        UsageError: on a CPU, or with fsdp.
-    """
     if optim.offload and device_type == "cpu":
         raise UsageError(
             "optim.offload=true moves optimizer state out of GPU memory, and this run is on a CPU. Leave it out."
@@ -130,11 +103,7 @@ def check_offload(optim: OptimConfig, parallel: ParallelConfig, device_type: str
 
 
 def check_micro_batches(train: TrainConfig, parallel: ParallelConfig, world_size: int) -> None:
-    """Check that the interleaved pipeline schedule (arXiv 2104.04473) can divide the batch.
-
-    Raises:
-        UsageError: names the batch sizes that are possible.
-    """
+    """Check that the interleaved pipeline schedule (arXiv 2104.04473) can divide the batch."""
     if parallel.vpp == 1:
         return
     dp = parallel.dp(world_size)

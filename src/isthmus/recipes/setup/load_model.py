@@ -1,4 +1,4 @@
-"""Load a model folder as a Megatron-Core decoder, outside of a run."""
+"""Load a model folder as a Megatron-Core decoder, without a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from isthmus.recipes.setup.training_checks import check_precision
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
-    """A Hugging Face model folder as a Megatron-Core decoder with its weights, for evaluation or your own loop.
+    """Load a Hugging Face model folder as a Megatron-Core decoder, for evaluation or a custom training loop.
 
     Args:
-        hf_dir: config.json and safetensors, or the id of a model on the Hub.
-        parallel: ``tp``, ``pp`` and so on for the ranks of the environment (one without torchrun).
+        hf_dir: folder with config.json and safetensors, or a model id on the Hub.
+        parallel: ``tp``, ``pp`` and so on, for the ranks of the environment (one without torchrun).
         precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
 
     Returns:
-        This rank's ``Decoder``, or with ``fsdp`` the wrapper that gathers its weights.
+        This rank's ``Decoder``, or with ``fsdp`` its wrapper.
 
     Raises:
         UsageError: the layout does not fit or has virtual stages, or ``hf_dir`` is a preset, which has no weights.

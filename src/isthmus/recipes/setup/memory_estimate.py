@@ -1,4 +1,4 @@
-"""Memory that a rank of a run needs, estimated before anything is built."""
+"""The memory of a rank, estimated before the model is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isthmus.recipes.setup.rank_model import DTYPES
 from isthmus.train.activation_memory import layer_bytes, stage_bytes
 
 MARGIN = 1.25
-"""A run is refused when the estimate is above this multiple of the memory: activations are not known exactly."""
+"""The estimate may exceed the memory by this factor, because activations are approximate."""
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -33,9 +33,9 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: int
-    """Of all micro batches in flight; by formula."""
+    """Of all micro batches in flight."""
     offloaded: int = 0
-    """Optimizer state in host memory, which the other fields leave out."""
+    """Optimizer state in host memory, not part of the other fields."""
 
     @property
     def persistent(self) -> int:
@@ -44,7 +44,6 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """With activations."""
         return self.persistent + self.activations
 
     def __str__(self) -> str:
@@ -73,13 +72,11 @@ class _ParameterCounts:
 def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str) -> MemoryEstimate:
     """Estimate the memory of the rank that needs most.
 
-    Parameters are counted by the family's rules. Gradients are float32. The optimizer keeps two float32 moments of each
-    parameter (in host memory with ``optim.offload``) and, for 16-bit weights, a float32 copy; replicas shard both. With
-    ``parallel.fsdp`` weights, gradients and moments are float32 and sharded, and the largest layer is gathered beside
-    the embedding and the output layer.
-
-    A sample of dpo is a pair of answers. Activations are those of :mod:`isthmus.train.activation_memory`: an MoE layer
-    counts as a dense one as wide as a token's experts plus the routed copies, MLA as attention of its widths.
+    Gradients are float32. The optimizer keeps two float32 moments per parameter (in host memory with ``optim.offload``)
+    and a float32 copy of 16-bit weights; replicas shard both. fsdp shards float32 weights, gradients and moments, and
+    gathers the largest layer, the embedding and the output layer. A DPO sample is a pair of answers. Activations
+    (:mod:`isthmus.train.activation_memory`): an MoE layer counts as a dense layer as wide as a token's experts plus the
+    routed copies, MLA as attention of its widths.
     """
     parallel = plan.parallel
     counts, gathered = _count_parameters(plan.family, plan.architecture, parallel)
@@ -108,16 +105,9 @@ def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str) -> Memor
 
 
 def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precision: str, *, ranks_here: int) -> str:
-    """Check that this machine has the memory.
+    """Check the estimate against the memory of a rank and the host; returns it for the log.
 
-    A run is refused when what it keeps from step to step exceeds a rank's memory, when the whole estimate exceeds
-    ``MARGIN`` times that, or when the offloaded state exceeds the host's free memory.
-
-    Returns:
-        The estimate, for the log.
-
-    Raises:
-        UsageError: with the estimate, and settings that need less.
+    A run is refused if its persistent state exceeds the memory, or the whole estimate ``MARGIN`` times the memory.
     """
     estimate = estimate_memory(plan, config, precision)
     memory = platform.memory_for_rank_bytes(ranks_here)
@@ -163,7 +153,7 @@ def _smaller_activations(config: RunConfig) -> list[str]:
 def _count_parameters(
     family: Family, arch: Architecture, parallel: ParallelConfig
 ) -> tuple[list[_ParameterCounts], int]:
-    """Parameters of each pipeline rank; and how many fsdp gathers at once: a layer, and those outside the layers."""
+    """Parameters of each pipeline rank, and the number that fsdp gathers at once: a layer and those outside layers."""
     padded = math.ceil(arch.vocab_size / parallel.tp) * parallel.tp
     layout = Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=padded)
     rank_of: list[int] = []
@@ -192,7 +182,7 @@ def _count_parameters(
 
 
 def _is_own_parameter(name: str, placement: Placement, arch: Architecture, parallel: ParallelConfig) -> bool:
-    """Whether a rank has a parameter for the tensor: it may be tied, a buffer, or an expert of another rank."""
+    """Whether a rank has this parameter: it may be tied, a buffer, or an expert of another rank."""
     if placement.rule.alias and parallel.pp == 1:
         return False
     if name.endswith("expert_bias"):
@@ -212,7 +202,7 @@ def _pipeline_rank(name: str, rank_of: list[int], pp: int) -> int:
 
 
 def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: int) -> int:
-    """Of the micro batches that a pipeline rank has in flight at once."""
+    """Of all micro batches that a pipeline rank has in flight."""
     train, parallel, arch = config.train, plan.parallel, plan.architecture
     samples = 2 if config.recipe == "dpo" else 1
     longest = train.micro_batch_size * samples * config.data.seq_length
@@ -237,7 +227,7 @@ def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: in
 
 
 def _as_dense(arch: Architecture) -> tuple[Architecture, int]:
-    """A dense model with about the same activations, and the channels a token keeps in each layer beside them."""
+    """A dense model with similar activations, and the extra channels per token and layer."""
     extra = 0
     changed: dict[str, int | None] = {}
     if arch.mla is not None:

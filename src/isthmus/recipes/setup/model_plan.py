@@ -1,4 +1,4 @@
-"""The model of a run and its parallel layout, known before any rank starts."""
+"""The model of a run and its parallel layout, before any rank starts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from isthmus.recipes.setup.model_source import open_source
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Which model is built, from which files, in which layout."""
-
     source: ModelFolder
     weights: OpenedHfWeights
     family: Family
@@ -29,22 +27,17 @@ class ModelPlan:
 
 
 def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
-    """Read the model's config and check the layout against it; builds nothing.
-
-    Args:
-        config: of the run.
-        world_size: number of ranks; None takes the environment's.
+    """Read the config of the model and check the layout; ``world_size`` None is that of the environment.
 
     Raises:
-        MissingInput, DataError, UnsafeInput: the model folder is absent or damaged.
-        UsageError: the family is unknown, the model cannot be trained, the weights have an unsupported quantization, or
-            the layout does not fit.
+        MissingInput, DataError, UnsafeInput: the model folder is missing or damaged.
+        UsageError: the model, its quantization or the layout is not supported.
     """
     source = open_source(config.model)
     family = family_for(source.config)
     weights = open_weights(source, family)
     architecture = weights.arch
-    # Sizes that the model does not divide into are reported before a wrong number of ranks.
+    # Report sizes that do not divide the model before a wrong number of ranks.
     check_tp_size(architecture, config.parallel.tp)
     check_stages(architecture, config.parallel.pp, config.parallel.vpp)
     if world_size is None:

@@ -1,4 +1,4 @@
-"""The model that a run starts from: a folder, the Hub, a preset, or a config in the run's own config."""
+"""The model that a run starts from: a folder, the Hub, a preset, or ``model.config``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from isthmus.hf.model_folder import ModelFolder
 
 
 def open_source(model: ModelConfig) -> ModelFolder:
-    """Open ``model.path``, with ``model.config`` merged into its config.
+    """Open ``model.path`` and merge ``model.config`` into its config.
 
     Raises:
-        MissingInput, DataError: it is missing or damaged.
-        UsageError: the preset is unknown, or ``model.config`` has a key that this model type does not use.
-        IOFailure: the Hub cannot be reached.
+        MissingInput, DataError: the model is missing or damaged.
+        UsageError: the preset is unknown, or the model type does not use a key of ``model.config``.
+        IOFailure: the Hub is not reachable.
     """
     if model.path is None:
         return _described("model.config", model.config)
@@ -40,17 +40,7 @@ def open_source(model: ModelConfig) -> ModelFolder:
 
 
 def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
-    """A folder or file on this machine, downloaded from the Hub if ``named`` is an id.
-
-    Args:
-        named: a path, or ``org/name``.
-        weights: whether to download weights.
-        code: whether to download Python files.
-
-    Raises:
-        MissingInput: it is neither on this machine nor on the Hub; with both reasons.
-        IOFailure: the Hub cannot be reached.
-    """
+    """A local path, downloaded if ``named`` is a Hub id; ``code`` includes Python files."""
     path = Path(named)
     if path.exists():
         return path
@@ -74,7 +64,7 @@ def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
 
 
 def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Mapping[str, Any]) -> None:
-    """Refuse keys that have no effect: most are typing errors."""
+    """Refuse keys without effect: most are typing errors."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key)
         if key in keys and isinstance(rope, Mapping) and rope.get("factor", 1) != 1:

@@ -1,4 +1,4 @@
-"""This rank's part of the model, built and filled with its weights."""
+"""This rank's part of the model, with its weights."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ if TYPE_CHECKING:
     from isthmus.engine.layers.fp8_linear import Fp8Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Dtype of weights and activations by precision; fp8 is the dtype of matmul inputs only."""
+"""Dtype of weights and activations by precision; fp8 applies to matmul inputs only."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """The pipeline stages of one rank."""
-
     plan: ModelPlan
     position: Position
     dtype: torch.dtype
     stages: list[Any]
-    """One decoder, or ``parallel.vpp`` of them, or the data-parallel wrappers around them."""
+    """One decoder, or ``parallel.vpp`` decoders, or their data-parallel wrappers."""
     messages: tuple[str, ...] = ()
-    """What was decided while building, for the log."""
+    """For the log."""
 
     @property
     def layout(self) -> Layout:
-        """Which slices of each tensor this rank has."""
+        """The slices of each tensor that this rank has."""
         from isthmus.engine.model_config import padded_vocab_size
 
         parallel = self.plan.parallel
@@ -53,7 +51,6 @@ class RankModel:
 def join_and_build(
     config: RunConfig, plan: ModelPlan, platform: Platform, precision: str, *, training: bool = True
 ) -> RankModel:
-    """Join the ranks, then :func:`build_rank_model`."""
     position = open_groups(plan.parallel, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
     return build_rank_model(config, plan, platform, position, precision, training=training)
 
@@ -69,12 +66,8 @@ def build_rank_model(
 ) -> RankModel:
     """Build this rank's stages and read their weights from the model folder.
 
-    With ``training`` they get gradient buffers for the distributed optimizer; ``parallel.fsdp`` shards weights and
-    gradients in either case.
-
-    Raises:
-        MissingInput, DataError: the folder has no weights (and ``model.init`` is not ``random``), or wrong ones.
-        UsageError: the MTP layers have an embedding or output layer that differs from the model's.
+    ``training`` adds gradient buffers for the distributed optimizer; ``parallel.fsdp`` shards weights and gradients in
+    either case. Raises UsageError if the MTP layers have another embedding or output layer than the model.
     """
     from isthmus.engine.layers.linear import use_fp8
     from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
@@ -112,7 +105,7 @@ def build_rank_model(
 
 
 def _check_mtp_copies(model: RankModel, shared: dict[str, torch.Tensor]) -> None:
-    """Check that the files' second copy of tensors that MTP layers share with the model equals the first."""
+    """Check that tensors that MTP layers share with the model are equal in the files."""
     plan = model.plan
     read = {name: torch.empty_like(tensor) for name, tensor in shared.items()}
     import_weights(read, plan.family, plan.architecture, plan.weights.source, layout=model.layout)
@@ -126,7 +119,6 @@ def _check_mtp_copies(model: RankModel, shared: dict[str, torch.Tensor]) -> None
 
 
 def fp8_recipe(config: RunConfig, platform: Platform) -> Fp8Recipe:
-    """``train.fp8_scaling`` and ``train.fp8_format`` with the platform's FP8 dtypes."""
     from isthmus.engine.layers.fp8_linear import Fp8Recipe
 
     e4m3, e5m2 = platform.fp8_types()
@@ -134,7 +126,7 @@ def fp8_recipe(config: RunConfig, platform: Platform) -> Fp8Recipe:
 
 
 def _overlap(config: RunConfig, platform: Platform) -> dict[str, Any]:
-    """The configured overlap; by default all on a GPU, none on a CPU, whose cores do not communicate in parallel."""
+    """Default: on for GPUs, off for CPUs, whose cores do not communicate in parallel."""
     grads, weights = config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather
     grads = platform.device_type != "cpu" or bool(weights) if grads is None else grads
     return {"overlap_grad_reduce": grads, "overlap_param_gather": grads if weights is None else weights}

@@ -14,16 +14,9 @@ from isthmus.recipes.setup.model_source import local_folder
 
 
 def run_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> Tokenizer:
-    """Open the tokenizer of section ``tokenizer`` and check that the model has an embedding row for each token.
+    """Open the tokenizer, by default the model's, and check that it has at most ``vocab_size`` tokens.
 
-    Args:
-        config: of the run; mock data without any tokenizer uses the null tokenizer.
-        source: the model, whose own tokenizer is the default.
-        vocab_size: rows of its embedding.
-
-    Raises:
-        MissingInput, DataError, UnsafeInput, IOFailure: the tokenizer is missing or damaged.
-        UsageError: it is not a ``tokenizer.type``, or has more tokens than the model has rows.
+    Mock data without a tokenizer uses the null tokenizer.
     """
     tokenizer = _open(config, source, vocab_size)
     if tokenizer.vocab_size > vocab_size and not config.data.mock:  # mock data has the model's tokens only
@@ -37,12 +30,7 @@ def run_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> To
 
 
 def named_tokenizer(named: str, kind: str | None, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Open a tokenizer: a folder, a sentencepiece file, or an id on the Hub.
-
-    Raises:
-        MissingInput, DataError, UnsafeInput, IOFailure: it is missing or damaged, or the Hub cannot be reached.
-        UsageError: it is not a ``kind``.
-    """
+    """Open a tokenizer: a folder, a sentencepiece file, or an id on the Hub."""
     folder = local_folder(named, weights=False, code=trust_remote_code)
     return open_tokenizer(folder, kind, trust_remote_code=trust_remote_code)
 

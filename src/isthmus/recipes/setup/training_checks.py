@@ -1,4 +1,4 @@
-"""Checks of settings that only matter to training: positions, recomputation, precision, schedule."""
+"""Checks of training settings: positions, recomputation, precision, schedule; each raises UsageError."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from isthmus.recipes.setup.model_plan import ModelPlan
 
 
 def check_training(config: RunConfig, plan: ModelPlan) -> None:
-    """Check everything that the model and the config alone decide.
-
-    Raises:
-        UsageError: the model has settings that training does not support, samples are longer than its positions, the
-            batch does not divide into virtual stages, or recomputation names layers that the model does not have.
-    """
+    """All checks that need only the model and the config."""
     plan.family.check_training(plan.source.config)
     check_micro_batches(config.train, plan.parallel, plan.world_size)
     _check_positions(config, plan.architecture)
@@ -70,22 +65,13 @@ def _check_no_mtp(architecture: Architecture) -> None:
 
 
 def check_precision(platform: Platform, precision: str) -> None:
-    """Check that the hardware computes in ``precision``.
-
-    Raises:
-        UsageError: it does not; with the reason.
-    """
     supported, reason = platform.supports(precision)
     if not supported:
         raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
 
 
 def check_schedule(config: RunConfig, steps: int) -> None:
-    """Check that warm-up and decay fit into ``steps``, which with train.epochs are known only once the data is.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Check that warm-up and decay fit; with ``train.epochs`` the steps are known only after loading the data."""
     warmup, decay = config.optim.warmup_steps, config.optim.decay_steps or 0
     if warmup >= steps or warmup + decay > steps:
         verb = f" and optim.decay_steps={decay} do" if decay else " does"
@@ -96,11 +82,6 @@ def check_schedule(config: RunConfig, steps: int) -> None:
 
 
 def check_profiled_steps(config: RunConfig, steps: int) -> None:
-    """Check that the run has the steps of ``train.profile``.
-
-    Raises:
-        UsageError: it has fewer.
-    """
     profiled = config.train.profiled_steps
     if profiled and profiled[-1] > steps:
         raise UsageError(

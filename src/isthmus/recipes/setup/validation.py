@@ -1,4 +1,4 @@
-"""Every check of a run that needs no other rank, in one order; the run and its dry run both use it."""
+"""All checks of a run that need no other rank, also used by the dry run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class RunContext:
     config: RunConfig
     run_dir: RunDir
     resume: Path | None
-    """The checkpoint to resume from."""
     plan: ModelPlan
     tokenizer: Tokenizer
     platform: Platform
@@ -36,25 +35,17 @@ class RunContext:
 
 
 def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: int) -> RunContext:
-    """Check a run before its ranks join. A user sees the first error in this order:
+    """Check a run before its ranks join. Errors are reported in this order:
 
     1. run folder and checkpoint to resume from,
     2. model folder, family, layout and experts (:func:`plan_model`),
-    3. training settings that this model does not support (:func:`check_training`),
+    3. training settings (:func:`check_training`),
     4. data files,
     5. tokenizer,
     6. platform, precision, optimizer offload,
     7. memory.
 
-    What depends on the samples or a checkpoint is checked by :mod:`isthmus.recipes.run` when they are read.
-
-    Args:
-        config: of the run.
-        world_size: number of ranks; None takes the environment's.
-        ranks_here: number of ranks on this machine.
-
-    Raises:
-        IsthmusError: an input is missing or damaged, or a setting does not fit the model or the machine.
+    Checks that need samples or a checkpoint are in :mod:`isthmus.recipes.run`.
     """
     run_dir = RunDir(Path(config.out))
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
@@ -79,7 +70,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
 
 
 def dry_run(config: RunConfig, *, world_size: int, ranks_here: int) -> str:
-    """The messages of a run that is not started, or the error it would end with."""
+    """The messages of a run that is not started, or its first error."""
     try:
         context = validate(config, world_size=world_size, ranks_here=ranks_here)
     except IsthmusError as error:
