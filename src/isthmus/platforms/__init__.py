@@ -1,1 +1,1 @@
-"""What the machine is: capabilities, environment defaults and peak speeds of CPU, CUDA and ROCm."""
+"""Capabilities, environment defaults and peak FLOP/s of CPU, CUDA and ROCm."""

@@ -1,4 +1,4 @@
-"""The interface of a platform: the rest of the program asks for capabilities, never for a vendor."""
+"""The interface of a platform. Other modules query capabilities, never the vendor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import ClassVar, Literal
 import torch
 
 EnvDefaults = Mapping[str, tuple[str, str]]
-"""Environment variables: value and the reason for it."""
+"""Value of each environment variable, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """Properties of a run that some environment variables depend on."""
-
     nodes: int = 1
     fsdp: bool = False
     tp_or_cp: bool = False
@@ -28,70 +26,66 @@ class Platform(ABC):
     """One kind of hardware as this process sees it.
 
     The constructor does not query the hardware: runtimes read their environment variables at the first query, so
-    :func:`isthmus.platforms.environment.apply_env` must come before it.
+    ``apply_env`` must come first.
     """
 
     reason: str
-    """Why this platform was chosen, for the log."""
+    """Reason for the choice of this platform, for the log."""
 
     name: ClassVar[Literal["cpu", "cuda", "rocm"]]
     device_type: ClassVar[Literal["cpu", "cuda"]]
-    """The device type in torch, "cuda" for ROCm too."""
+    """``cuda`` for ROCm too."""
     collective_backend: ClassVar[Literal["gloo", "nccl"]]
-    """The backend of torch.distributed, "nccl" for RCCL too."""
+    """``nccl`` for RCCL too."""
 
     @abstractmethod
     def supports(self, capability: str) -> tuple[bool, str]:
-        """Whether the hardware supports a precision (``fp32``, ``bf16``, ``fp16``, ``fp8``), and the reason."""
+        """Whether the hardware supports ``fp32``, ``bf16``, ``fp16`` or ``fp8``, and the reason."""
 
     def fp8_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of e4m3 and e5m2 on hardware with ``fp8``."""
+        """The e4m3 and e5m2 dtypes."""
         return torch.float8_e4m3fn, torch.float8_e5m2
 
     @abstractmethod
     def default_precision(self) -> tuple[Literal["fp32", "bf16"], str]:
-        """The default training precision, and the reason."""
+        """Training precision, and the reason."""
 
     @abstractmethod
     def peak_tflops(self, precision: str) -> float | None:
-        """The vendor's peak of one device for dense matmuls, in 10^12 FLOP/s; None if unknown."""
+        """Peak of one device for dense matmuls, in TFLOP/s; None if unknown."""
 
     @abstractmethod
     def memory_gib(self) -> float:
-        """Peak memory of this process so far in GiB (2^30 bytes): of its device, on a CPU of the machine.
-
-        On a device it is the memory reserved by torch's caching allocator.
-        """
+        """Peak memory of this process in GiB: reserved by the CUDA caching allocator, or resident on a CPU."""
 
     @abstractmethod
     def memory_used(self) -> float:
-        """Share of the device's memory (on a CPU: the machine's) in use by all processes, 0..1."""
+        """Share of the memory of the device (on a CPU: of the machine) in use by all processes, 0..1."""
 
     @abstractmethod
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
-        """Memory of one rank: all of its device, or its share of the machine's free memory among ``ranks_here``."""
+        """Memory of the rank's device; on a CPU, free memory divided by ``ranks_here``."""
 
     @abstractmethod
     def device_count(self) -> int | None:
-        """Devices of this machine, one for each rank; None on a CPU, which any number of ranks share."""
+        """Devices of this machine; None on a CPU, which any number of ranks share."""
 
     @abstractmethod
     def describe(self) -> str:
-        """The hardware in a few words."""
+        """Name and size of the hardware, for the log."""
 
     @abstractmethod
     def env_defaults(self) -> EnvDefaults:
-        """Environment variables of the platform for every run."""
+        """Environment variables that do not depend on the run."""
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
-        """Environment variables for a run of this shape on these devices."""
         return {}
 
     def prepare_process(self) -> tuple[str, ...]:
-        """Set up this process for training, before a model is built; returns log lines."""
+        """Set up this process before a model is built; returns log lines."""
         return ()
 
     @property
     def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """Other names of the variables; a user who has set one of them has chosen."""
+        """Other names of the variables; a variable set under any of them is not changed."""
         return {}

@@ -1,4 +1,4 @@
-"""CPUs, with gloo between the ranks."""
+"""CPUs with the gloo backend."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ _STATUS = Path("/proc/self/status")
 
 
 class CpuPlatform(Platform):
-    """The CPUs of this machine."""
-
     name = "cpu"
     device_type = "cpu"
     collective_backend = "gloo"
@@ -76,17 +74,15 @@ class CpuPlatform(Platform):
         return f"{name}, {os.cpu_count()} logical cores"
 
     def env_defaults(self) -> EnvDefaults:
-        """The size of oneDNN's cache; the run sets the number of threads, which depends on its ranks."""
+        """The size of the oneDNN cache; the number of threads depends on the ranks and is set elsewhere."""
         why = "oneDNN keeps half a MiB for each shape of a bf16 matmul, and 1024 of them by default"
         return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("64", why)}
 
     def prepare_process(self) -> tuple[str, ...]:
-        """Configure the memory allocator; matmuls choose their library by themselves."""
         matmuls = "fp32 matmuls: oneDNN if large and not in layers that ranks share; MKL has AVX-512 for Intel only"
         return tuple(filter(None, (_keep_freed_memory(), matmuls if onednn_is_faster() else None)))
 
     def _bf16_unit(self) -> str | None:
-        """The CPU's instructions for bf16 matmuls, by name."""
         capabilities = _cpu_capabilities()
         names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
         return next((name for flag, name in names.items() if capabilities.get(flag)), None)
@@ -95,7 +91,7 @@ class CpuPlatform(Platform):
 def onednn_is_faster() -> bool:
     """Whether fp32 matmuls should use oneDNN instead of MKL; torch includes both.
 
-    MKL has AVX-512 code for Intel processors only. Without AVX-512 nothing was measured, and torch's choice stays.
+    MKL has AVX-512 code for Intel processors only. Without AVX-512, torch's default is kept: not measured.
     """
     capabilities = _cpu_capabilities()
     intel = "Intel" in str(capabilities.get("cpu_name", "Intel"))
@@ -103,10 +99,10 @@ def onednn_is_faster() -> bool:
 
 
 def _keep_freed_memory() -> str | None:
-    """Let the C library keep freed memory: every step allocates the same gigabytes again.
+    """Configure glibc to keep freed memory, since every step allocates the same gigabytes again.
 
-    By default glibc returns tensors above 32 MiB to the system, which clears every page of the next one. A user who
-    has set glibc's variables has chosen.
+    By default glibc returns tensors above 32 MiB to the system, and the kernel clears every page of the next one.
+    Skipped if the user has set glibc's variables.
     """
     chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
     if chosen:
@@ -121,10 +117,9 @@ def _keep_freed_memory() -> str | None:
 
 
 def _use_huge_pages(libc: ctypes.CDLL) -> bool:
-    """Request huge pages for the heap before it grows.
+    """Request huge pages for the heap: reserve its addresses with one large malloc, madvise, free.
 
-    One large allocation claims the heap's addresses, is marked and freed; only touched memory is used. A system that
-    does not overcommit may refuse, which changes nothing.
+    Only touched memory is used. If the system does not overcommit, malloc may fail, which has no effect.
     """
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -141,6 +136,5 @@ def _use_huge_pages(libc: ctypes.CDLL) -> bool:
 
 
 def _cpu_capabilities() -> dict[str, Any]:
-    """What torch reports about the CPU; empty for a torch without the query."""
     query = getattr(torch.cpu, "get_capabilities", None)
     return dict(query()) if query else {}

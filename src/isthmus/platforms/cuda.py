@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, with NCCL between the ranks."""
+"""NVIDIA GPUs with NCCL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 
 
 class CudaPlatform(GpuPlatform):
-    """The CUDA devices of this machine."""
-
     name = "cuda"
     # NVIDIA's data sheets, dense (their headline numbers count 2:4 sparsity double); SXM where no form is named.
     peaks = (

@@ -1,4 +1,4 @@
-"""Detects the platform of this machine and build of torch."""
+"""Detects the platform."""
 
 from __future__ import annotations
 
@@ -20,17 +20,12 @@ _TITLES = {"cuda": "CUDA", "rocm": "ROCm"}
 
 
 def detect(prefer: str = "auto") -> Platform:
-    """Choose the platform of this process.
+    """Choose the platform; ``auto`` takes a GPU that this torch can use, else the CPU.
 
-    On a ROCm build of torch this sets the platform's environment variables, because HIP reads them at the first query
-    for devices; ``apply_env`` reports them.
-
-    Args:
-        prefer: ``auto`` takes a GPU that this torch can use, else the CPU; ``cpu``, ``cuda`` or ``rocm`` require it.
+    On a ROCm build this sets the platform's environment variables, because HIP reads them at the first device query.
 
     Raises:
-        UsageError: the platform is unknown, not in this build of torch, or has no device; or this machine has fewer
-            GPUs than ranks.
+        UsageError: the platform is not available, or this machine has fewer GPUs than ranks.
     """
     if prefer not in ("auto", "cpu", *_TITLES):
         raise UsageError(f"platform={prefer} is unknown. Use auto, cpu, cuda or rocm.")
@@ -63,7 +58,7 @@ def detect(prefer: str = "auto") -> Platform:
 
 
 def _build() -> tuple[str | None, str | None]:
-    """The platform that torch is built for and its version. HIP first: a ROCm build may have a CUDA version too."""
+    """Platform and version that torch is built for. HIP first: a ROCm build may have a CUDA version too."""
     if torch.version.hip:
         return "rocm", torch.version.hip
     return ("cuda", torch.version.cuda) if torch.version.cuda else (None, None)
@@ -79,7 +74,7 @@ def _wrong_build(prefer: str, built_for: str | None, version: str | None) -> str
 
 
 def _hidden(built_for: str) -> str:
-    """The variables that hide devices, if set."""
+    """The environment variables that hide devices, as text."""
     names = ["CUDA_VISIBLE_DEVICES"]
     if built_for == "rocm":
         names += ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]

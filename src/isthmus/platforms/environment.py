@@ -1,4 +1,4 @@
-"""Environment variables: those that a platform sets, and those that users set without effect or to their harm."""
+"""Sets environment variables of the platform, and warns about variables that have no effect or harm the run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from dataclasses import dataclass
 
 from isthmus.platforms.base import Platform, RunShape
 
-# A runtime may read its variables before the run applies them (see detect); they are still reported then.
+# detect may set variables before the run does; the run still reports them.
 _set_here: dict[str, str] = {}
 
 
 def apply_env(platform: Platform, run: RunShape | None = None) -> dict[str, tuple[str, str]]:
-    """Set the platform's variables, except those that the user has set under any of their names, even to nothing.
+    """Set the platform's variables, except those that the user has set under any of their names, even to "".
 
-    Args:
-        platform: of this process.
-        run: its shape; None sets only the variables that do not depend on it.
-
-    Returns:
-        Every variable that this process has set, with its value and the reason.
+    ``run=None`` sets only the variables that do not depend on the run. Returns value and reason of every variable that
+    this process has set.
     """
     applied: dict[str, tuple[str, str]] = {}
     defaults = {**platform.env_defaults(), **(platform.env_of_run(run) if run is not None else {})}
@@ -41,15 +37,13 @@ _MSCCL = "RCCL no longer has MSCCL; 0 was a workaround for old releases"
 
 @dataclass(frozen=True, slots=True)
 class EnvRemark:
-    """What to tell a user who has set some variables; they are never changed."""
+    """A warning about variables that the user has set; they are never changed."""
 
     names: str
-    """Pattern of the whole name."""
+    """Regular expression for the whole name."""
     text: str
     applies: Callable[[str, RunShape], bool] = lambda value, run: True
-    """For which values and runs."""
     on_gpu: bool = False
-    """Only on GPUs."""
 
 
 REMARKS = (
@@ -91,13 +85,7 @@ REMARKS = (
 
 
 def remarks_on(environment: Mapping[str, str], run: RunShape, *, on_gpu: bool) -> list[str]:
-    """A line for each variable that is set and has no effect here, or harms this run.
-
-    Args:
-        environment: of the process.
-        run: its shape.
-        on_gpu: whether it runs on a GPU.
-    """
+    """Warnings about variables that are set and have no effect or harm this run."""
     found = []
     for name in sorted(environment):
         for remark in REMARKS:

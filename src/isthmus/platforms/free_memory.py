@@ -1,4 +1,4 @@
-"""Free memory, and returning unused memory to the system."""
+"""Free memory, and release of unused memory to the system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(group: Path = _GROUP) -> int:
-    """Free bytes of the machine, or of the container (cgroup v2) if that has less."""
+    """Free memory of the machine, or of the container (cgroup v2) if that is less."""
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -23,7 +23,7 @@ def free_bytes(group: Path = _GROUP) -> int:
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system where the C library supports it; glibc keeps the part below memory in use."""
+    """Return freed memory to the system with ``malloc_trim``, where it exists."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -1,4 +1,4 @@
-"""What CUDA and ROCm devices share: torch uses ``torch.cuda`` for both."""
+"""Common parts of CUDA and ROCm: torch uses ``torch.cuda`` for both."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
 
 Peaks = tuple[tuple[str, Mapping[str, float]], ...]
-"""(Words of a device name, peak by precision in TFLOP/s); the first match counts."""
+"""(Part of the device name, TFLOP/s by precision); the first match counts."""
 _SLICE = re.compile(r"\bMIG\b")
-"""In the name of a partition of a device; the peaks are those of whole devices."""
+"""In the name of a partition; peaks are known for whole devices only."""
 
 
 class GpuPlatform(Platform):
-    """One GPU for each rank, chosen by local rank."""
+    """One GPU per rank, selected by local rank."""
 
     device_type = "cuda"
     collective_backend = "nccl"
     peaks: ClassVar[Peaks]
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Peak without sparsity; fp32 without TF32, torch's default."""
+        """Peak without sparsity; fp32 without TF32, the default of torch."""
         device = self.properties().name
         if _SLICE.search(device):
             return None
@@ -65,12 +65,12 @@ class GpuPlatform(Platform):
         return f"{self.device_count()} x {properties.name} ({self.arch()}, {properties.total_memory / 2**30:.0f} GiB)"
 
     def properties(self) -> Any:
-        """Torch's properties of this rank's device; of another one if there are fewer devices than ranks."""
+        """Properties of this rank's device; with fewer devices than ranks, of the device at rank modulo count."""
         return torch.cuda.get_device_properties(rank_env.local_rank() % max(1, torch.cuda.device_count()))
 
     @abstractmethod
     def arch(self) -> str:
-        """The architecture, such as ``sm_90`` or ``gfx942``."""
+        """Such as ``sm_90`` or ``gfx942``."""
 
     @abstractmethod
     def _has_matrix_cores(self, capability: str) -> bool: ...

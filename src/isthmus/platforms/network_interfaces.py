@@ -1,4 +1,4 @@
-"""The network interfaces of this machine, and those that collectives are configured to use."""
+"""Network interfaces of this machine, and those that collectives are configured to use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One address of this machine."""
+    """A network interface with one of its addresses."""
 
     name: str
     address: str
@@ -26,7 +26,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces with an address, IPv4 first; without link-local IPv6, which needs a scope to connect to."""
+    """Interfaces with an address, IPv4 first; without link-local IPv6, which needs a scope to connect to."""
     found = []
     for family in (socket.AF_INET, socket.AF_INET6):
         for name, addresses in psutil.net_if_addrs().items():
@@ -37,10 +37,8 @@ def interfaces() -> list[Interface]:
 def named_by(variable: str, environment: Mapping[str, str] = os.environ) -> Interface | None:
     """The first interface that ``variable`` names; None if it is not set.
 
-    ``GLOO_SOCKET_IFNAME`` lists names, ``NCCL_SOCKET_IFNAME`` prefixes, names after ``=`` or exclusions after ``^``.
-
-    Raises:
-        UsageError: this machine has no such interface, or it has no address.
+    ``GLOO_SOCKET_IFNAME`` lists names; ``NCCL_SOCKET_IFNAME`` prefixes, exact names after ``=`` or exclusions after ``^``.
+    A UsageError if this machine has no such interface with an address.
     """
     value = environment.get(variable, "")
     if not value:

@@ -1,4 +1,4 @@
-"""The environment of a rank: the only module that reads RANK, WORLD_SIZE, MASTER_ADDR and the variables of Slurm."""
+"""The environment of a rank; no other module reads RANK, WORLD_SIZE, MASTER_ADDR and the variables of Slurm."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ from pathlib import Path
 from isthmus.errors import UsageError
 
 STOP_FILE = "ISTHMUS_STOP_FILE"
-"""Set by ``--nproc`` for its ranks: a path; when the file exists, the run was asked to stop."""
+"""``--nproc`` sets it to a path; the run stops when this file exists."""
 _FROM_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
 def is_one_of_several_ranks(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Whether this process is one of several ranks; in a Slurm task, sets the variables that torchrun would set.
-
-    Args:
-        environment: read, and completed for a Slurm task.
-
-    Raises:
-        UsageError: a variable that must be a number is not one.
-    """
+    """In a Slurm task, also sets the variables that torchrun would set."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _number(environment, "WORLD_SIZE") > 1
-    # A batch script has SLURM_NTASKS and SLURM_PROCID=0 too; only the tasks of srun have a step with several tasks.
+    # A batch script also has SLURM_NTASKS and SLURM_PROCID=0; only tasks of srun have a step with several tasks.
     if "SLURM_PROCID" not in environment or _number(environment, "SLURM_STEP_NUM_TASKS", 1) < 2:
         return False
     for name, source in _FROM_SLURM.items():
@@ -34,34 +27,30 @@ def is_one_of_several_ranks(environment: MutableMapping[str, str] = os.environ) 
     environment.setdefault("LOCAL_WORLD_SIZE", tasks_per_node.group() if tasks_per_node else "1")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
     environment.setdefault("MASTER_ADDR", first_node(nodes))
-    # The same port on all tasks, and different ports for jobs that share a node.
+    # All tasks need the same port; jobs that share a node need different ports.
     job = _number(environment, "SLURM_JOB_ID", 0) * 7 + _number(environment, "SLURM_STEP_ID", 0)
     environment.setdefault("MASTER_PORT", str(20000 + job % 10000))
     return True
 
 
 def rank() -> int:
-    """Rank of this process; 0 in a single process."""
     return _number(os.environ, "RANK", 0)
 
 
 def world_size() -> int:
-    """Number of ranks of the run."""
     return _number(os.environ, "WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
-    """Rank of this process on its machine."""
     return _number(os.environ, "LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    """Number of ranks on this machine."""
     return _number(os.environ, "LOCAL_WORLD_SIZE", 1)
 
 
 def is_last_of_several_machines() -> bool:
-    """Whether this is the last rank of all, and on another machine than rank 0."""
+    """Whether this is the last rank and not on the machine of rank 0."""
     return rank() == world_size() - 1 >= local_world_size()
 
 
@@ -69,7 +58,7 @@ def master() -> tuple[str, int]:
     """Address and port of the rendezvous store.
 
     Raises:
-        UsageError: the environment has no address, or no valid port.
+        UsageError: the address is missing or the port is invalid.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdigit() or not 0 < int(port) < 1 << 16:
@@ -81,18 +70,18 @@ def master() -> tuple[str, int]:
 
 
 def hosts_store() -> bool:
-    """Whether this process serves the rendezvous store: rank 0, unless the torch elastic agent does."""
+    """Whether this process hosts the rendezvous store: rank 0, unless the torch elastic agent does."""
     return rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def error_file() -> Path | None:
-    """Where torch elastic looks for the error of this rank; None under another launcher."""
+    """The file in which torch elastic expects the error of this rank; None under another launcher."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path else None
 
 
 def stop_file() -> Path | None:
-    """The file of ``ISTHMUS_STOP_FILE``; None in a process that is not a rank of ``--nproc``."""
+    """None in a process that ``--nproc`` did not start."""
     path = os.environ.get(STOP_FILE)
     return Path(path) if path else None
 

@@ -1,4 +1,4 @@
-"""AMD GPUs, with RCCL between the ranks."""
+"""AMD GPUs with RCCL."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ _MATRIX_CORES = {
 
 
 class RocmPlatform(GpuPlatform):
-    """The ROCm devices of this machine."""
-
     name = "rocm"
     # AMD's data sheets, dense; an MI250 is two devices for torch, each with half of its peak.
     peaks = (
@@ -33,14 +31,13 @@ class RocmPlatform(GpuPlatform):
     )
 
     def arch(self) -> str:
-        """The ``gfx`` name without feature flags."""
         return str(self.properties().gcnArchName).partition(":")[0]
 
     def _has_matrix_cores(self, capability: str) -> bool:
         return self.arch().startswith(_MATRIX_CORES.get(capability, ()))
 
     def fp8_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The fnuz dtypes on CDNA 3, which predates the OCP standard: one zero, no infinities, another bias."""
+        """CDNA 3 has the fnuz dtypes, which predate the OCP standard: one zero, no infinities, another bias."""
         if self.arch().startswith("gfx942"):
             return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
         return super().fp8_types()
