@@ -1,7 +1,6 @@
-"""Conversion between Hugging Face folders, Megatron checkpoints and the live tensors of a rank.
+"""Conversion between Hugging Face folders, Megatron checkpoints and the tensors of a live model.
 
-The package is callable: ``isthmus.convert("models/Qwen3-0.6B", "checkpoints/qwen3")`` imports and calls
-:func:`isthmus.convert.transfer.convert`.
+The package is callable: ``isthmus.convert(...)`` calls :func:`isthmus.convert.transfer.convert`.
 """
 
 from __future__ import annotations

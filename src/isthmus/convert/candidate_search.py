@@ -1,4 +1,4 @@
-"""Searches the mappings that an unknown model type could have for one that gives the logits of transformers."""
+"""Searches the candidate mappings of an unknown model type for one that reproduces the logits of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isthmus.families.discover.json_family import read_family
 from isthmus.hf.shrunken_model import silenced
 
 TOLERANCE = 1e-4
-"""Largest difference of float32 logits, which are of the order of one in a probe model."""
+"""Largest difference of float32 logits; logits of a probe model are of order one."""
 MAX_CANDIDATES = 500
 Log = Callable[[str], None]
 
@@ -33,7 +33,7 @@ class CandidateSearch:
         self._errors: dict[int, str] = {}
 
     def run(self) -> tuple[Choices, float]:
-        """The first candidate that agrees in every stage, and its difference; a UsageError if there is none."""
+        """The first candidate that agrees in every stage, and its difference; a UsageError if none does."""
         found = next(self._search(0, {}), None)
         if found is None:
             raise UsageError(self._failure())
@@ -67,7 +67,6 @@ class CandidateSearch:
             return float("inf")
 
     def _failure(self) -> str:
-        """What did not agree, in the last stage that was reached."""
         number = max(self._nearest)
         stage, nearest = self.candidates.stages[number].name, self._nearest[number]
         count = f"{self.tried} mappings{' (the maximum)' if self.tried >= MAX_CANDIDATES else ''}"

@@ -1,4 +1,4 @@
-"""A model as whole tensors under Megatron-Core's names, the form that every conversion passes through."""
+"""A model as whole tensors under canonical names, the common form of all conversions."""
 
 from __future__ import annotations
 
@@ -14,46 +14,40 @@ from isthmus.families.family import Family, Placement
 from isthmus.hf.tensors.parallel_writer import TensorWriter
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of a tensor in memory at a time, in each thread: small enough to be in the cache when they are written, and for
-the allocator to reuse the same memory. With 32 MiB, a conversion takes three times the processor time."""
+"""Per thread; small enough for the CPU cache and for reuse by the allocator (32 MiB takes three times the CPU time)."""
 
 
 class CanonicalWeights(Protocol):
-    """Tensors under canonical names, read a few rows at a time; ``str`` of it names the source."""
+    """Reads tensors by canonical name, a few rows at a time; ``str`` of it names the source."""
 
     def dtype(self, canonical: str) -> torch.dtype:
-        """Element type of a tensor."""
+        """Dtype of a tensor."""
 
     def read(self, canonical: str, rows: slice) -> Tensor:
-        """Rows of a whole tensor, without vocabulary padding; start and stop are given. Thread-safe."""
+        """Rows of a whole tensor, without vocabulary padding; ``rows`` has start and stop. Thread-safe."""
 
 
 class Destination:
-    """Files with space for all tensors, which accept the rows of a tensor in any order.
-
-    They are created by the constructor, which raises NoSpace or IOFailure if that fails.
-    """
+    """Files with space for all tensors, created by the constructor; rows may be written in any order."""
 
     total_bytes: int
     """Bytes that all calls of ``put`` write together."""
     _writer: TensorWriter
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
-        """Write these rows of a tensor; returns the bytes written. Thread-safe."""
+        """Write these rows; returns the bytes written. Thread-safe."""
         raise NotImplementedError
 
     def close(self, *, sync: bool = True) -> None:
-        """Close the files, after an fsync if ``sync``."""
         self._writer.close(sync=sync)
 
 
 def unique_placements(family: Family, arch: Architecture) -> dict[str, Placement]:
-    """The tensors of a model, each once: a tied output layer is left out, since it is the embedding."""
+    """All tensors except a tied output layer."""
     return {name: placed for name, placed in family.placements(arch).items() if not placed.rule.alias}
 
 
 def spelling_of(arch: Architecture) -> Spelling:
-    """The properties of a model that determine its tensor names in Megatron-Core."""
     moe = arch.moe
     return Spelling(
         num_layers=arch.num_layers,
@@ -64,7 +58,7 @@ def spelling_of(arch: Architecture) -> Spelling:
 
 
 def row_slices(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
-    """Split a tensor into rows of about ``CHUNK_BYTES``."""
+    """Rows of about ``CHUNK_BYTES``."""
     rows, *tail = shape
     step = max(1, CHUNK_BYTES // max(1, torch.Size(tail).numel() * itemsize))
     for start in range(0, rows, step):

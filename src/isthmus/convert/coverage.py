@@ -1,4 +1,4 @@
-"""Checks that a source has exactly the tensors of the model, before any of them is converted."""
+"""Checks that a source has exactly the tensors of the model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ from isthmus.families.family import Family
 
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_LISTED = 4
-"""Tensors that an error message names; the others are counted."""
+"""Tensors that an error message names."""
 
 
 def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> None:
-    """Refuse a source whose tensors are not exactly those of the model.
+    """Raise a MissingInput or DataError unless the source has exactly the tensors of the model.
 
-    Two kinds of tensors may be present and are ignored: buffers in old files (``family.ignorable``), and the output
-    layer of a model whose config ties it to the embedding.
-
-    Raises:
-        MissingInput: there are no tensors.
-        DataError: tensors are missing, unexpected, of another shape, or not of a floating-point type for training.
+    Ignored are buffers in old files (``family.ignorable``), and an output layer that the config ties to the embedding.
     """
     present, expected = source.tensors, family.hf_shapes(arch)
     if not present:
@@ -69,7 +64,7 @@ def describe_problems(
     misshapen: Sequence[str] = (),
     mistyped: Sequence[str] = (),
 ) -> str:
-    """The number of tensors for each kind of problem, and the first few by name; empty if there are none."""
+    """Count and first few names of each kind of problem; empty if there are none."""
     kinds = {
         "missing": missing,
         "not expected": unexpected,
@@ -80,13 +75,12 @@ def describe_problems(
 
 
 def first_few(items: Sequence[str], separator: str = ", ") -> str:
-    """At most ``MAX_LISTED`` of the items, and how many more there are."""
     more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
     return separator.join(items[:MAX_LISTED]) + more
 
 
 def _output_layer_if_tied(family: Family, arch: Architecture) -> set[str]:
-    """Names that an untied model would have and this one does not."""
+    """The output layer of the untied model, if the embedding is tied."""
     if not arch.tie_embeddings:
         return set()
     rules = [rule for rule in family.rules if rule.unless == "tie_embeddings"]

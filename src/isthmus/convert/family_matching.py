@@ -15,26 +15,23 @@ PREFERRED = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe"),
     *("deepseek_v2", "deepseek_v3", "gpt2", "gpt_neox"),
 )
-"""Where several families fit, the first of these is chosen, then the others in alphabetical order."""
+"""Priority if several families match; the others follow in alphabetical order."""
 LAST_RESORT = "isthmus"
-"""Can express nearly any model, with its own modeling files; chosen if no other family fits."""
+"""Expresses nearly any model, with its own modeling files."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyMatch:
-    """A family that expresses an architecture exactly, and the others that would."""
-
     family: Family
     arch: Architecture
-    """With the family's name."""
     others: tuple[str, ...]
 
 
 def match_family(arch: Architecture, first: str | None = None) -> FamilyMatch:
-    """The family whose ``config.json`` means exactly this architecture; ``first`` is preferred to all others.
+    """The family that expresses this architecture exactly; ``first`` has the highest priority.
 
     Raises:
-        UsageError: there is none; the message names the nearest and how it differs.
+        UsageError: no family matches; the message names the nearest and its differences.
     """
     families = all_families()
     order = [name for name in dict.fromkeys((first, *PREFERRED)) if name in families]
@@ -57,10 +54,10 @@ def match_family(arch: Architecture, first: str | None = None) -> FamilyMatch:
 
 
 def _expressed_by(family: Family, arch: Architecture) -> Architecture | None:
-    """The architecture that the family reads from its own config of ``arch``; None if it cannot write one."""
+    """The architecture after a round trip through the config of the family; None if it has no such config."""
     paths = (*family.keys, *family.traits, *family.derived)
     if any(getattr(arch, path.split(".")[0]) is None for path in paths if "." in path):
-        return None  # no experts or latent attention, which every model of the family has
+        return None  # the family always has experts or latent attention
     try:
         return family.to_architecture(family.to_hf_config(arch))
     except (DataError, UsageError):
@@ -77,12 +74,12 @@ def _differences(wanted: Architecture, expressed: Architecture) -> list[str]:
 
 
 def _flat(arch: Architecture) -> dict[str, Any]:
-    """Every field by its path, normalized where different values compute the same; name and ``init_std`` left out."""
+    """All fields by path, normalized where different values compute the same; without name and ``init_std``."""
     if (moe := arch.moe) is not None:
         if moe.score == "softmax_of_chosen" and moe.num_groups == 1 and not moe.expert_bias:
             moe = replace(moe, score="softmax", normalize=True)
         if moe.score == "softmax" or not moe.normalize:
-            moe = replace(moe, normalize_min=0.0)  # the sum of the chosen softmax scores is never that small
+            moe = replace(moe, normalize_min=0.0)  # the sum of top-k softmax scores is never that small
         if moe.num_groups == 1:
             moe = replace(moe, group_top_k=1, group_score="max")
         # Without dense layers, no layer uses ffn_hidden_size.

@@ -1,6 +1,6 @@
 """Infers the family of an unknown model type (``convert --learn``).
 
-A mapping is accepted only if small random models of the architecture give the same logits in transformers and here.
+A mapping is accepted only if small random models have the same logits in transformers and in Megatron-Core.
 """
 
 from __future__ import annotations
@@ -32,16 +32,10 @@ from isthmus.platforms.detect import detect
 
 
 def learn(path: Path, log: Log = lambda line: None) -> Family:
-    """Infer the family of a model and prove it.
-
-    Args:
-        path: the model's folder; only its config is read.
-        log: called with a line for each decision.
+    """Infer the family of a model folder, of which only the config is read. ``log`` gets each decision.
 
     Raises:
-        UsageError: the model type has a family; or transformers has no code for it, it has a feature that is not
-            supported, or no mapping gives its logits. The message names the reason, and how close the nearest came.
-        MissingInput, DataError: there is no model folder.
+        UsageError: the model type has a family or is unknown to transformers, or no mapping gives its logits.
     """
     if path.is_dir() and checkpoint_folder(path) is not None:
         raise UsageError(f"{path} is a Megatron checkpoint; --learn is for Hugging Face folders. Leave it out.")
@@ -56,7 +50,7 @@ def learn(path: Path, log: Log = lambda line: None) -> Family:
 
 
 def save_family(family: Family, folder: Path) -> Path:
-    """Write a learned family into a folder that ``ISTHMUS_FAMILIES`` can name."""
+    """Write an inferred family into a folder for ``ISTHMUS_FAMILIES``."""
     path = family_path(family.name, folder)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +60,7 @@ def save_family(family: Family, folder: Path) -> Path:
 
 
 def family_path(model_type: str, folder: Path) -> Path:
-    """The file for a learned family, which must not exist yet."""
+    """The file of an inferred family; an error if it exists."""
     path = folder / f"{model_type}.json"
     if path.exists():
         raise NoSpace(f"{path} exists already. Remove it, or keep the family in another folder.")
@@ -74,7 +68,7 @@ def family_path(model_type: str, folder: Path) -> Path:
 
 
 def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
-    """Infer the family of a model with this config, even if the model type has a family already."""
+    """Infer the family of a config, even if the model type has a family already."""
     architecture = architecture_of(config)
     effective = effective_config(config)
     settings = ConfigInference(effective, effective_config({"model_type": config["model_type"]}))
@@ -110,7 +104,7 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
 
 
 def _build(folder: Path, settings: ConfigInference, choices: tuple[ProbeSizes, ...]) -> tuple[ProbeModel, ProbeSizes]:
-    """A probe model of the first of these sizes with which it can be built and run."""
+    """A probe model of the first sizes with which it can be built and run."""
     failure = None
     for number, sizes in enumerate(choices):
         path = folder.with_name(f"{folder.name}-{number}")
@@ -126,7 +120,7 @@ def _build(folder: Path, settings: ConfigInference, choices: tuple[ProbeSizes, .
 def _match_tensors(
     settings: ConfigInference, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]
 ) -> DecoderStructure:
-    """The structure of a probe model with the sizes in its config; if these do not fit, with the usual ones."""
+    """The structure of a probe model with the sizes in its config; if they do not fit, with common defaults."""
     heads, hidden = sizes["N"], sizes["H"]
     usual = ((sizes["G"], 1, heads), (sizes["D"], hidden // heads), (sizes["F"], 4 * hidden))
     failure: UsageError | None = None
@@ -144,13 +138,13 @@ def _match_tensors(
 
 
 def _effective_numbers(settings: ConfigInference, probe: ProbeModel) -> set[str]:
-    """The numbers in the config that change the logits in transformers, or with no value that can be run."""
+    """Numbers in the config that change the logits in transformers, or fail with every other value."""
     found = set()
     for name in settings.numbers():
         value = probe.folder.config.get(name)
         if value is None:
             continue
-        # Small, large and slightly different values: a limit that no input reaches shows when it is lowered.
+        # Small, large and slightly different values: a limit that no input reaches has an effect only if lowered.
         values = [value + 1, value * 2, 1] if isinstance(value, int) else [value * 1e-3, value * 10, value + 0.5]
         ran = False
         for other in values:
@@ -168,7 +162,7 @@ def _effective_numbers(settings: ConfigInference, probe: ProbeModel) -> set[str]
 
 
 def _check_config(family: Family, config: Mapping[str, Any], effective: Mapping[str, Any]) -> None:
-    """Refuse a config that means something else to the family than with all defaults of transformers written out."""
+    """Raise a UsageError if the config lacks settings whose defaults differ in transformers."""
     ours, meant = family.to_architecture(config), family.to_architecture(effective)
     names = [each.name for each in fields(ours) if getattr(ours, each.name) != getattr(meant, each.name)]
     if names:

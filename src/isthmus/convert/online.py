@@ -1,4 +1,4 @@
-"""Loads and exports the live tensors of one rank, slice by slice; ranks do not communicate, except for FSDP."""
+"""Imports and exports the live tensors of one rank, slice by slice; ranks communicate only with FSDP."""
 
 from __future__ import annotations
 
@@ -26,18 +26,14 @@ def import_weights(
     *,
     layout: Layout,
 ) -> int:
-    """Fill this rank's tensors, given under their canonical names, from ``source``, cast to their dtype and device.
+    """Copy ``source`` into this rank's tensors by canonical name, cast to their dtype and device; returns bytes read.
 
-    The source is checked against the whole model first. Vocabulary padding becomes zero. Returns the bytes read.
-
-    Raises:
-        DataError: the source does not have exactly the tensors of the model, or a file is damaged.
-        MissingInput: the source has no weights.
+    First checks the source against the whole model (``check_coverage``). Vocabulary padding becomes zero.
     """
     check_coverage(source, family, arch)
     position = {name: number for number, name in enumerate(source.tensors)}
     num_bytes = 0
-    # In the order of the source, so that files are read from front to back.
+    # In the order of the source, for sequential reads.
     for placement in sorted(_placed(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
         filled = 0
         with full_to_shard(live[placement.canonical].detach()) as tensor:
@@ -58,10 +54,7 @@ def export_plan(
     *,
     max_shard_bytes: float = 5e9,
 ) -> SafetensorsPlan:
-    """Plan the Hugging Face files of a model, in one dtype or in the given one for each name.
-
-    The order of a mapping becomes the order of the tensors in the files.
-    """
+    """Plan the safetensors files; a mapping of dtypes also sets the order of the tensors."""
     shapes = family.hf_shapes(arch)
     if isinstance(dtypes, torch.dtype):
         return SafetensorsPlan(((name, dtypes, shape) for name, shape in shapes.items()), max_shard_bytes)
@@ -82,15 +75,11 @@ def export_weights(
     layout: Layout,
     writes: bool = True,
 ) -> int:
-    """Write this rank's slices into the files that ``plan.create(folder)`` made, and sync them.
+    """Write this rank's slices into the files that ``plan.create(folder)`` made, and sync them; returns bytes written.
 
-    One data-parallel rank for each shard writes (``writes``). With FSDP, all data-parallel ranks must call it, and one
-    tensor at a time is gathered. Returns the bytes written. Over all writing ranks they add up to
-    ``plan.total_bytes``: a tensor that tensor-parallel ranks share is written by the first of them; aliases and
-    vocabulary padding are not written.
-
-    Raises:
-        NoSpace, IOFailure: the disk is full, or a file cannot be written.
+    One data-parallel rank per shard writes (``writes``). With FSDP all data-parallel ranks must call it, and one tensor
+    at a time is gathered. Of tensor-parallel replicas the first rank writes; aliases and vocabulary padding are not
+    written, so the bytes of all ranks add up to ``plan.total_bytes``.
     """
     num_bytes = 0
     placements = iter(_placed(live, family, arch, layout))
@@ -103,13 +92,13 @@ def export_weights(
                 for piece in tensor_slices(rule, arch, layout, placement.expert):
                     num_bytes += writer.write(placement.hf[piece.part], piece.hf, piece.view(tensor))
     finally:
-        for placement in placements:  # after a failure, other ranks still wait in these collectives
+        for placement in placements:  # after a failure, other ranks still wait in these all-gathers
             full_tensor(live[placement.canonical])
     return num_bytes
 
 
 def _placed(live: Mapping[str, Tensor], family: Family, arch: Architecture, layout: Layout) -> list[Placement]:
-    """The placements of the live tensors, whose names and shapes must be those of the family."""
+    """The placements of the live tensors; a ValueError if a name or shape is not that of the family."""
     placements = family.placements(arch)
     for name, tensor in live.items():
         if name not in placements:

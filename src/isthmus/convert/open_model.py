@@ -1,4 +1,4 @@
-"""Opens a model on disk in any format: its tensors under canonical names, its family and its architecture."""
+"""Opens a model on disk in any format."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ HF_SUBFOLDER = "hf"
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model on disk whose tensors match its config."""
-
     path: Path
     format: Format
     family: Family
     arch: Architecture
     weights: CanonicalWeights
     hf_folder: ModelFolder | None
-    """Source of the config, tokenizer and other small files; None if only the checkpoint's args describe the model."""
+    """Config, tokenizer and other small files; None if only the checkpoint's args describe the model."""
     notes: tuple[str, ...] = ()
-    """What was decided while opening the model, for the user."""
+    """Decisions made while opening the model, for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """How to open a model, with the meaning and defaults of :func:`isthmus.convert.transfer.convert`."""
+    """How to open a model; see :func:`isthmus.convert.transfer.convert`."""
 
     hf_like: Path | None = None
     bin: bool = False
@@ -57,13 +55,7 @@ class SourceOptions:
 def open_model(path: Path, options: SourceOptions | None = None, *, alike: OpenedModel | None = None) -> OpenedModel:
     """Open a Hugging Face folder or a Megatron checkpoint, and check that its tensors match its config.
 
-    Args:
-        path: the model folder, a checkpoint, or a folder of checkpoints with a tracker file.
-        options: how to open it.
-        alike: a model that this one may be equal to; it settles what the checkpoint's args leave open.
-
-    Raises:
-        MissingInput, DataError, UnsafeInput, UsageError: the path is neither, is damaged, or does not match its config.
+    ``alike`` is the model to compare with; it supplies what the args of a checkpoint without config leave open.
     """
     options = options or SourceOptions()
     if not path.exists():
@@ -73,11 +65,7 @@ def open_model(path: Path, options: SourceOptions | None = None, *, alike: Opene
 
 
 def checkpoint_folder(path: Path) -> Path | None:
-    """The folder with the checkpoint's files: ``path``, or the one its tracker file names; None if it has neither.
-
-    Raises:
-        DataError: the tracker file names a checkpoint that does not exist.
-    """
+    """The folder with the checkpoint files: ``path``, or the one in its tracker file; None without either."""
     if (path / METADATA_FILE).is_file() or any(path.glob("mp_rank_*")):
         return path
     tracker = path / TRACKER
@@ -127,7 +115,7 @@ def _open_checkpoint(path: Path, checkpoint: Path, options: SourceOptions, alike
 
 
 def _open_config(path: Path) -> ModelFolder:
-    """A model folder, or a preset, which has no tokenizer."""
+    """A model folder or a preset; a preset has no tokenizer."""
     if is_model_file(str(path)):
         return ModelFolder.described(path, read_model(str(path)))
     return ModelFolder.open(path)
@@ -136,7 +124,7 @@ def _open_config(path: Path) -> ModelFolder:
 def _from_args(
     folder: LegacyFolder | TorchDistFolder, vocab_size: int | None, alike: OpenedModel | None
 ) -> tuple[Family, Architecture, tuple[str, ...]]:
-    """The family whose config expresses the checkpoint's args, and notes for the user."""
+    """Family and architecture that the args describe, and notes for the user."""
     if (args := folder.args) is None:
         raise MissingInput(f"{folder} has neither a config nor args. Give the model's folder: --hf-like DIR.")
     try:

@@ -1,4 +1,4 @@
-"""Plans a conversion: the destination's format, and the dtype and shape of every tensor, before anything is written."""
+"""Plans a conversion: format, and dtype and shape of every tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from isthmus.families.registry import all_families
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DestinationOptions:
-    """What to write; the defaults are those of :func:`isthmus.convert.transfer.convert`."""
+    """What to write; see :func:`isthmus.convert.transfer.convert`."""
 
     format: Format | None = None
     dtype: torch.dtype | None = None
@@ -34,13 +34,11 @@ class DestinationOptions:
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """A conversion that has passed all checks."""
-
     model: OpenedModel
-    """The source, with the family and architecture to write."""
+    """The source model, with the family and architecture to write."""
     format: Format
     tensors: dict[str, TensorSpec]
-    """Dtype and shape of each tensor to write, by canonical name."""
+    """By canonical name."""
     layout: LegacyLayout
     spelling: LiveSpelling
     unsupported: list[str]
@@ -48,12 +46,11 @@ class ConversionPlan:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The dtype of most tensors."""
+        """The most common dtype."""
         dtypes = [spec.dtype for spec in self.tensors.values()]
         return max(dict.fromkeys(dtypes), key=dtypes.count)
 
     def create_files(self, folder: Path) -> Destination:
-        """Create the files of the destination in a folder, with space for all tensors."""
         family, arch = self.model.family, self.model.arch
         dtypes = {name: spec.dtype for name, spec in self.tensors.items()}
         if self.format == "hf":
@@ -70,11 +67,7 @@ class ConversionPlan:
 
 
 def plan_conversion(model: OpenedModel, options: DestinationOptions) -> ConversionPlan:
-    """Check the options against the model, and decide on the dtype of every tensor.
-
-    Raises:
-        UsageError: the options do not fit the destination's format or the model.
-    """
+    """A UsageError if the options do not fit the format or the model."""
     target = options.format or ("torch_dist" if model.format == "hf" else "hf")
     if target != "torch" and (options.layout is not None or options.spelling is not None):
         raise UsageError(
@@ -101,7 +94,6 @@ def plan_conversion(model: OpenedModel, options: DestinationOptions) -> Conversi
 
 
 def _as_family(model: OpenedModel, name: str) -> OpenedModel:
-    """The same model, to be written as a model of another family."""
     families = all_families()
     if name not in families:
         raise UsageError(f"--hf-family {name} is not known. Known are {', '.join(families)}.")

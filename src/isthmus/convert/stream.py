@@ -1,4 +1,4 @@
-"""Streams the tensors of a model a few rows at a time, several tensors in parallel."""
+"""Streams tensors a few rows at a time, several tensors in parallel."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from isthmus.convert.canonical import row_slices
 from isthmus.convert.weight_source import TensorSpec
 
 Progress = Callable[[int, int], None]
-"""Called after every chunk with the bytes done and the total bytes."""
+"""Called after every chunk with (bytes done, total bytes)."""
 THREADS = 2
-"""Reading and writing are copies in the kernel, and two threads saturate two cores."""
+"""Reads and writes are copies in the kernel; two threads saturate two cores."""
 
 
 def stream(
     tensors: Mapping[str, TensorSpec], move: Callable[[str, slice], int], total_bytes: int, progress: Progress
 ) -> None:
-    """Call ``move`` for all rows of all tensors; the rows of one tensor are moved in order by one thread.
+    """Call ``move`` for all rows of all tensors; one thread moves the rows of one tensor, in order.
 
-    ``move`` takes a name and rows, and returns the bytes it moved. Its first exception ends the stream.
+    ``move`` returns the bytes it moved. The first exception stops all threads.
     """
     stop, lock = threading.Event(), threading.Lock()
     done = 0
@@ -38,7 +38,7 @@ def stream(
                 done += moved
                 progress(done, total_bytes)
 
-    # torch's own threads would compete with these for the same cores.
+    # Intra-op threads of torch would compete for the same cores.
     before = torch.get_num_threads()
     with ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:

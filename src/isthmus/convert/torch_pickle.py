@@ -1,8 +1,7 @@
-"""Reads what ``torch.save`` wrote without running code from the file, with file offsets in place of tensors.
+"""Reads files of ``torch.save`` without running code from them; tensors become file offsets.
 
-The file is an uncompressed zip: ``data.pkl`` names the tensors, ``data/N`` are their bytes. The pickle may name only
-the types listed here. Objects of Megatron, numpy and the like (enums in the args of a training, random states) become
-:class:`UnknownObject`.
+A file is an uncompressed zip: ``data.pkl`` names the tensors, ``data/N`` has their bytes. The pickle may name only the
+types in this module; objects of Megatron, numpy etc. become :class:`UnknownObject`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 _LOCAL_HEADER_BYTES = 30
 _NOT_IMPORTED = ("megatron.", "numpy.", "transformer_engine.", "signal", "types", "enum")
-"""Modules whose objects are common in checkpoints; they are replaced by :class:`UnknownObject`."""
+"""Modules whose objects are replaced by :class:`UnknownObject`."""
 _PLAIN_TYPES: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): lambda *_: {},
     ("builtins", "long"): int,  # the name in pickle protocol 2
@@ -47,12 +46,11 @@ _STORAGE_DTYPES = {
 
 
 class UnknownObject:
-    """Stands for an object whose class is not imported; it keeps the name of the class only."""
+    """Placeholder for an object whose class is not imported."""
 
     class_name = ""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> UnknownObject:
-        """Accept any arguments."""
         return object.__new__(cls)
 
     def __setstate__(self, _state: Any) -> None:
@@ -64,7 +62,7 @@ class UnknownObject:
 
 @dataclass(frozen=True, slots=True)
 class StridedTensor:
-    """A tensor that is not contiguous: the bytes from its first to its last element, and its strides."""
+    """A non-contiguous tensor: the bytes from its first to its last element, and its strides."""
 
     span: TensorInfo
     shape: tuple[int, ...]
@@ -72,17 +70,10 @@ class StridedTensor:
 
 
 def read_torch_pickle(path: Path, offset: int = 0, length: int | None = None, *, strided: bool = False) -> Any:
-    """Read the object that was saved, with a ``TensorInfo`` in place of each tensor.
+    """Load a file of ``torch.save`` with a ``TensorInfo`` in place of each tensor.
 
-    Args:
-        path: the file.
-        offset: start of the zip archive in the file, in bytes.
-        length: size of the archive in bytes; None for the rest of the file.
-        strided: return tensors that are not contiguous as :class:`StridedTensor` instead of refusing them.
-
-    Raises:
-        UnsafeInput: the pickle names something other than tensors, plain values and the modules listed above.
-        DataError: the file is cut short or damaged, or torch < 1.6 wrote it.
+    The zip archive has ``length`` bytes (None: the rest of the file) from ``offset``. ``strided`` allows non-contiguous
+    tensors, as :class:`StridedTensor`. Raises UnsafeInput if the pickle names other types, DataError if it is damaged.
     """
     advice = "Fetch it again"
     try:
@@ -100,7 +91,7 @@ def read_torch_pickle(path: Path, offset: int = 0, length: int | None = None, *,
 
 
 def save_without_data(content: Any, path: Path) -> None:
-    """``torch.save`` that leaves a hole in the file for the bytes of each tensor."""
+    """``torch.save`` that leaves holes in the file for the bytes of the tensors."""
     with torch.serialization.skip_data():
         torch.save(content, path)
 
@@ -202,7 +193,7 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """How pickle protocol 2 writes bytes."""
+    """How pickle protocol 2 encodes bytes."""
     if encoding != "latin1":
         raise UnsafeInput(f"it names the encoding {encoding}")
     return text.encode("latin1")

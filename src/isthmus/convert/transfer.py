@@ -1,4 +1,4 @@
-"""Converts a model on disk into another format: open the source, plan, stream the tensors, publish the folder."""
+"""Converts a model on disk into another format: open, plan, stream the tensors, publish the folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REMOTE_CODE = "trust_remote_code=True"
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """What a conversion did, for users and for ``--json``."""
+    """Result of a conversion, also the output of ``--json``."""
 
     source: str
     source_format: str
@@ -41,11 +41,11 @@ class ConversionResult:
     num_bytes: int
     time_s: float
     megatron_flags: list[str]
-    """Flags that Megatron-LM needs on its command line, since it does not read them from a checkpoint."""
+    """Flags that Megatron-LM does not read from a checkpoint and needs on its command line."""
     megatron_lacks: list[str]
-    """Features of the model that Megatron-LM has no option for; Isthmus has them."""
+    """Features of the model that Isthmus supports and Megatron-LM does not."""
     notes: list[str]
-    """How the source was read, and what users of the destination need to know."""
+    """Notes on how the source was read and how to use the destination."""
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -72,23 +72,23 @@ def convert(
 
     Args:
         source: a Hugging Face folder or a Megatron checkpoint.
-        destination: the folder to create; it must not exist.
-        to: ``hf``, ``torch_dist`` or ``torch`` (legacy); None is ``torch_dist`` for a Hugging Face folder, else ``hf``.
-        dtype: of the tensors; None keeps the dtype of each.
+        destination: folder to create; it must not exist.
+        to: ``hf``, ``torch_dist`` or ``torch`` (legacy); default ``torch_dist`` for a Hugging Face folder, else ``hf``.
+        dtype: dtype of all tensors; default: unchanged.
         hf_like: Hugging Face folder or ``preset:NAME`` whose config describes a checkpoint that has no config.
-        hf_family: family of the Hugging Face folder to write; None is that of the source. ``isthmus`` can express any
+        hf_family: family of the Hugging Face folder to write; default: that of the source. ``isthmus`` expresses any
             supported model except latent attention, and includes its modeling files.
-        layout: parallel sizes of a legacy checkpoint; other formats have none.
-        spelling: tensor names in a legacy checkpoint; None is ``te``, the default of Megatron-LM.
+        layout: parallel sizes of a legacy checkpoint.
+        spelling: tensor names in a legacy checkpoint; default ``te``, as in Megatron-LM.
         bin: read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors.
-        vocab_size: embedding rows without padding, for a checkpoint that only its args describe.
-        family: learned family of a Hugging Face folder; a checkpoint includes it as ``family.json``.
-        progress: called with the bytes done and the total bytes.
+        vocab_size: embedding rows without padding, for a checkpoint without config.
+        family: inferred family of a Hugging Face folder; a checkpoint includes it as ``family.json``.
+        progress: called with (bytes done, total bytes).
 
     Raises:
         MissingInput, DataError, UnsafeInput, UsageError: the source is missing, damaged, or does not match its config;
-            nothing was written.
-        NoSpace, IOFailure: the destination exists or cannot be written; nothing of it is left.
+            nothing is written.
+        NoSpace, IOFailure: the destination exists or cannot be written; partial output is removed.
     """
     start_s = time.monotonic()
     origin = SourceOptions(hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family)
@@ -115,7 +115,7 @@ def convert(
 
 
 def _transfer(plan: ConversionPlan, folder: Path, progress: Progress) -> tuple[dict[str, str], int]:
-    """Stream all tensors into the files of the destination; returns checksums by canonical name, and bytes written."""
+    """Stream all tensors into the destination; returns checksums by canonical name, and bytes written."""
     weights, checksums = plan.model.weights, TensorChecksums()
     files = plan.create_files(folder)
 
@@ -134,7 +134,7 @@ def _transfer(plan: ConversionPlan, folder: Path, progress: Progress) -> tuple[d
 
 
 def _write_small_files(plan: ConversionPlan, folder: Path, checksums: dict[str, str]) -> None:
-    """Write config and tokenizer (in a subfolder of a checkpoint), Megatron-LM's tracker file and the checksums."""
+    """Config and tokenizer (in a subfolder of a checkpoint), tracker file and checksums."""
     model = plan.model
     inner = folder if plan.format == "hf" else folder / HF_SUBFOLDER
     inner.mkdir(exist_ok=True)
@@ -166,7 +166,7 @@ def _destination_notes(plan: ConversionPlan) -> list[str]:
 
 
 def _megatron_flags(plan: ConversionPlan, destination: Path, spelling: LiveSpelling | None) -> list[str]:
-    """The flags with which Megatron-LM loads the checkpoint and builds its model."""
+    """The flags with which Megatron-LM loads the checkpoint."""
     flags = [f"--load {shlex.quote(str(destination))}", "--use-checkpoint-args", *required_flags(plan.model.arch)]
     if plan.format == "torch":
         flags += plan.layout.flags()

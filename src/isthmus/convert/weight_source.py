@@ -1,4 +1,4 @@
-"""Sources of Hugging Face tensors: the protocol of all of them, and random weights."""
+"""The protocol of Hugging Face tensor sources, and random weights."""
 
 from __future__ import annotations
 
@@ -16,41 +16,36 @@ from isthmus.families.rules.rule import Init
 
 
 class TensorMeta(Protocol):
-    """Dtype and shape of a tensor that has not been read."""
-
     @property
     def dtype(self) -> torch.dtype:
-        """Element type."""
+        """Dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the dimensions."""
+        """Shape."""
 
 
 class WeightSource(Protocol):
-    """Named tensors of a Hugging Face model, read slice by slice; ``str`` of it names the source."""
+    """Tensors by Hugging Face name, read slice by slice; ``str`` of it names the source."""
 
     @property
     def tensors(self) -> Mapping[str, TensorMeta]:
-        """All tensors by Hugging Face name."""
+        """All tensors by name."""
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """One slice; ``into``, if given, is filled and returned."""
+        """One slice; copied into ``into`` if given."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Dtype and shape of a tensor that is computed when it is read."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class RandomWeights:
-    """Initial weights of a model that is trained from scratch.
+    """Initial weights: matrices normal with ``init_std``, norm weights one, biases zero.
 
-    Matrices are normal with the architecture's ``init_std``, gains of norms are one, biases are zero. The values of a
-    tensor depend on the seed and its name alone, so that every layout of ranks starts from the same model.
+    A tensor depends only on the seed and its name, so every parallel layout starts from the same model.
     """
 
     def __init__(self, family: Family, arch: Architecture, seed: int, dtype: torch.dtype = torch.float32) -> None:
@@ -67,7 +62,7 @@ class RandomWeights:
         return f"random weights (seed {self._seed})"
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """One slice; the tensor drawn last is cached, since its slices are read one after the other."""
+        """Caches the last tensor, since its slices are read in succession."""
         if self._last is None or self._last[0] != name:
             self._last = (name, self._draw(name))
         part = self._last[1][index or ...]

@@ -37,7 +37,7 @@ def interfaces() -> list[Interface]:
 def named_by(variable: str, environment: Mapping[str, str] = os.environ) -> Interface | None:
     """The first interface that ``variable`` names; None if it is not set.
 
-    ``GLOO_SOCKET_IFNAME`` lists names; ``NCCL_SOCKET_IFNAME`` prefixes, exact names after ``=`` or exclusions after ``^``.
+    ``GLOO_SOCKET_IFNAME`` lists names, ``NCCL_SOCKET_IFNAME`` prefixes, names after ``=`` or exclusions after ``^``.
     A UsageError if this machine has no such interface with an address.
     """
     value = environment.get(variable, "")
