@@ -1,1 +1,1 @@
-"""One thin module a verb: parse, call, print."""
+"""One thin module per command: parse arguments, call the library, print the result."""

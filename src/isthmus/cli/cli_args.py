@@ -1,4 +1,4 @@
-"""Parses ``--data`` with several files, and the arguments of a verb: a config file and ``key=value`` settings."""
+"""Parses ``--data`` with several files, and the arguments of a command: a config file and ``key=value`` settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isthmus.errors import UsageError
 
 
 def spread_data(argv: Sequence[str]) -> list[str]:
-    """``--data a b`` becomes ``--data a --data b``; an option, a setting or a YAML file ends the files."""
+    """``--data a b`` becomes ``--data a --data b``. An option, a setting or a YAML file ends the list."""
     spread: list[str] = []
     files = -1  # number of files after the last --data; -1: not after --data
     for position, word in enumerate(argv):
@@ -30,11 +30,7 @@ def spread_data(argv: Sequence[str]) -> list[str]:
 
 
 def config_and_overrides(words: Sequence[str], kind: Kind = "train") -> tuple[Path | None, list[str]]:
-    """The config file (or model, by ``kind``), if one is given, and the settings in order.
-
-    Raises:
-        UsageError: two config files, an unknown preset, or a word that is neither.
-    """
+    """The config file (or model, by ``kind``), if one is given, and the settings in order."""
     file: Path | None = None
     overrides: list[str] = []
     for word in words:

@@ -1,4 +1,4 @@
-"""``isthmus config``: shows configs and presets, and translates other programs' settings."""
+"""``isthmus config``: prints configs and presets, and translates the settings of other programs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def schema() -> int:
 
 
 def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a setting that may also be ``${VAR}``; text and sections are unchanged."""
+    """A setting may also be ``${VAR}``; text and sections are unchanged."""
     if (schema.get("type") in ("string", "object") and "enum" not in schema) or "$ref" in schema:
         return schema
     named = {key: schema[key] for key in ("title", "description", "default") if key in schema}

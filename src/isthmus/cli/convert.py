@@ -86,7 +86,7 @@ def _check_names(to: str | None, spelling: str | None, dtype: str | None) -> Non
 
 
 def _push_target(to: str | None, push: str | None, *, public: bool) -> str | None:
-    """The format to write: with ``--push``, a Hugging Face folder."""
+    """``--push`` requires a Hugging Face folder."""
     if push is None:
         if public:
             raise UsageError("--public is for the repository that --push creates. Add --push REPO_ID, or leave it out.")
@@ -100,7 +100,7 @@ def _push_target(to: str | None, push: str | None, *, public: bool) -> str | Non
 
 
 def _learn(source: Path, keep: Path | None, *, quiet: bool) -> Family:
-    """Infer the family of a model before anything is written, and print it unless ``quiet``."""
+    """Infer the family before anything is written."""
     from rich.console import Console
 
     from isthmus.convert.learn import family_path, learn

@@ -1,4 +1,4 @@
-"""How the program ends: every exception becomes one line on stderr and an exit code."""
+"""Turns every exception into one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The exit code, the message for the user and the traceback."""
-
     exit_code: int
     message: str = ""
     traceback: str = ""
 
 
 def ending_of(run: Callable[[], int | None]) -> Ending:
-    """Call ``run`` and return how it ended; success and plain exit codes have no message."""
+    """Call ``run``; success and plain exit codes have no message."""
     try:
         return Ending(run() or 0)
     except SystemExit as request:
@@ -33,7 +31,7 @@ def ending_of(run: Callable[[], int | None]) -> Ending:
             return Ending(1, request.code)
         return Ending(request.code or 0)
     except BrokenPipeError:
-        # The reader of our output has ended. Neither we nor the interpreter must write to it again.
+        # The reader closed the pipe. Neither this code nor the interpreter may write to it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return Ending(IOFailure.exit_code)
     except BaseException as error:  # some errors of torch are not an Exception
@@ -42,7 +40,6 @@ def ending_of(run: Callable[[], int | None]) -> Ending:
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an exception."""
     if isinstance(error, IsthmusError):
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -62,7 +59,7 @@ def explain(error: BaseException) -> tuple[int, str]:
 
 
 def say(ending: Ending, *, debug: bool) -> None:
-    """Print the message to stderr, with ``debug`` after the traceback."""
+    """Print the message to stderr, with ``debug`` the traceback first."""
     if debug and ending.traceback:
         print(ending.traceback, file=sys.stderr)
     if ending.message:
@@ -70,7 +67,7 @@ def say(ending: Ending, *, debug: bool) -> None:
 
 
 def keep_traceback(ending: Ending, run_folder: Path | None) -> Ending:
-    """Write the traceback of an unexpected error into the run folder, if there is one; the message names the file."""
+    """Write the traceback of an unexpected error into the run folder, if any; the message names the file."""
     if ending.exit_code != IsthmusError.exit_code or not ending.traceback:
         return ending
     if run_folder is None or not (run_folder / "config.yaml").is_file():

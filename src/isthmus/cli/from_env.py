@@ -1,4 +1,4 @@
-"""``isthmus config from-env``: a run of ROCm Megatron-LM's scripts, as a config file or as a run."""
+"""``isthmus config from-env``: prints or starts a run of ROCm Megatron-LM's scripts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from isthmus.errors import DataError, MissingInput, UsageError
 
 
 def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
-    """Validate and print the config of the run that a script would start."""
     run = _read(script, words)
     remark_on_full_nodes(script, run)
     mbs, bs = run.setting("train.micro_batch_size"), run.setting("train.global_batch_size")
@@ -46,12 +45,7 @@ def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
 
 
 def run_script(script: str, words: Sequence[str]) -> int:
-    """Train as a script would; with DRY_RUN=1 print what it would do.
-
-    Raises:
-        UsageError: the variables are wrong, or the ranks of this machine do not divide the global batch.
-        MissingInput, DataError: NO_TRAINING=1, and the log does not exist or has no iterations.
-    """
+    """Train as a script would. With DRY_RUN=1 print the plan; with NO_TRAINING=1 summarize the existing log."""
     run = _read(script, words)
     os.environ.update(run.exports)
     nproc, why = _ranks_here(run)
@@ -103,7 +97,7 @@ def _title(run: ScriptRun) -> str:
 
 
 def _start(run: ScriptRun) -> str:
-    """The command that starts the run from a file; ranks and library variables are not part of a config."""
+    """Ranks and library variables are not part of a config, so the command has them."""
     exports = [
         f"{name}=..." if "TOKEN" in name else f"{name}={shlex.quote(text)}" for name, text in run.exports.items()
     ]
@@ -131,7 +125,7 @@ def _torchrun(run: ScriptRun, nproc: int, command: Sequence[str]) -> list[str]:
 
 
 def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
-    """Train with the config file and print how it ended; returns the exit code."""
+    """Train with the config file, print the result and return the exit code."""
     if run.translation.world.nnodes > 1:
         return _forwarding(_torchrun(run, nproc, command))
     from isthmus.cli import process
@@ -145,7 +139,7 @@ def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
 
 
 def _forwarding(command: Sequence[str]) -> int:
-    """Run a program and forward SIGTERM and SIGHUP to it; the terminal itself sends Ctrl-C to both."""
+    """Run a program and forward SIGTERM and SIGHUP to it. The terminal sends Ctrl-C to both."""
     child = subprocess.Popen(command)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: child.send_signal(received))
@@ -155,11 +149,11 @@ def _forwarding(command: Sequence[str]) -> int:
 
 @contextmanager
 def _into(log: Path, *, on_screen: bool) -> Iterator[None]:
-    """Redirect the output of this process and its children to a file, and with ``on_screen`` to the terminal too."""
+    """Redirect the output of this process and its children to a file, with ``on_screen`` also to the terminal."""
     sys.stdout.flush()
     sys.stderr.flush()
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)  # also if tee cannot open it
-    # In a session of its own tee gets no signal, so it writes all output up to the end.
+    # In its own session tee gets no signal, so it writes all output.
     words = ["tee", "--", str(log)]
     tee = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) if on_screen else None
     if tee is not None and tee.stdin is not None:
@@ -181,7 +175,6 @@ def _into(log: Path, *, on_screen: bool) -> Iterator[None]:
 
 
 def _summarise(run: ScriptRun, log: Path, ranks: int) -> int:
-    """Print the means over the iterations of a log, and append them to it."""
     if not log.is_file():
         raise MissingInput(f"NO_TRAINING=1 reads {log}, which does not exist. Set TRAIN_LOG, or LOG_DIR and EXP_NAME.")
     tokens = run.setting("train.global_batch_size") * run.setting("data.seq_length")

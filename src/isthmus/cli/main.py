@@ -30,9 +30,9 @@ def demo(
     from isthmus.demo.run_demo import run
     from isthmus.demo.summary import print_summary
 
-    # The commands it runs are child processes, which must be stopped first.
+    # The demo's commands are child processes, which must be stopped first.
     signal.signal(signal.SIGTERM, _terminated)
-    # With --json, stdout has the result only.
+    # With --json, stdout contains only the result.
     log = partial(print, file=sys.stderr if json else sys.stdout, flush=True)
     result = run(out, nproc=nproc, debug=debug, log=log)
     if json:
@@ -79,13 +79,13 @@ def _options(
 
 
 def parse_and_run(argv: Sequence[str]) -> int:
-    """Run the command that ``argv`` names, without catching errors."""
+    """Does not catch errors."""
     result: Any = app(args=spread_data(argv) or ["--help"], prog_name="isthmus", standalone_mode=False)
     return int(result or 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code; see docs/reference/exit-codes.md."""
+    """See docs/reference/exit-codes.md."""
     words = list(sys.argv[1:] if argv is None else argv)
     if "--debug" not in words:
         # Before torch is imported: its C++ code warns with a stack for every connection that an ended rank closes,

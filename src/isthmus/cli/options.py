@@ -1,4 +1,4 @@
-"""Options of several verbs, and of ``isthmus convert``."""
+"""Options of ``isthmus convert``, and those of several commands."""
 
 from __future__ import annotations
 

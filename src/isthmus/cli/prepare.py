@@ -107,9 +107,9 @@ def _parse_columns(given: list[str]) -> dict[str, str]:
 
 
 class _ProgressLine:
-    """The counts so far, on a terminal's stderr.
+    """Token and sample counts on a terminal's stderr.
 
-    It starts with the first counts: until then workers are forked, which is safe only in a process without threads.
+    It starts with the first counts: workers are forked before, which is safe only in a process without threads.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,6 @@ class _ProgressLine:
         self._start_s = time.monotonic()
 
     def show(self, stats: TokenizeStats) -> None:
-        """Write the counts over the previous ones."""
         if not sys.stderr.isatty():
             return
         if self._status is None:

@@ -1,4 +1,4 @@
-"""Runs the command line in this process, which a user, torchrun, Slurm or ``--nproc`` has started, and ends it."""
+"""Runs the command line in this process, which was started by a user, torchrun, Slurm or ``--nproc``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from isthmus.errors import Preempted
 from isthmus.platforms import rank_env
 
 argv: list[str] = []
-"""The words after ``isthmus``."""
+"""The arguments after ``isthmus``."""
 run_folder: Path | None = None
 """Set once the config is known."""
 started_by_isthmus = False
-"""Whether this is a rank that ``--nproc`` has started."""
+"""True in the ranks of ``--nproc``."""
 
 
 def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
-    """Run the command line in a process that prints its own errors; returns the exit code."""
+    """Run the command line in a process that prints its own errors."""
     global argv
     argv = list(words)
     debug = "--debug" in words
@@ -42,7 +42,7 @@ def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
 
 
 def run_rank(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
-    """Run the command line in a rank of ``--nproc``, which reports its error to the launcher; returns the exit code."""
+    """Run the command line in a rank of ``--nproc``, which reports its error to the launcher."""
     global argv, started_by_isthmus
     from isthmus.launch.first_failure import Failure
     from isthmus.launch.local_launcher import exit_with_parent
@@ -50,7 +50,7 @@ def run_rank(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
 
     stop_file = rank_env.stop_file()
     assert stop_file is not None
-    # Before torch is imported: a signal during the import must wait for the training loop and not end this process.
+    # Before torch is imported: a signal during the import is handled in the training loop, not by ending this process.
     stop = StopFlag()
     stop.install()
     exit_with_parent()

@@ -30,7 +30,7 @@ def show(result: Any, *, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with bytes and rate on stderr if it is a terminal; yields ``update(done_bytes, total_bytes)``."""
+    """Bytes and rate on stderr if it is a terminal; yields ``update(done_bytes, total_bytes)``."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -42,7 +42,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in the block once; later ones do not disturb its clean-up."""
+    """The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt in the block; later ones are ignored."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(*_: object) -> None:

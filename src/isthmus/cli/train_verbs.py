@@ -1,4 +1,4 @@
-"""``isthmus sft``, ``dpo`` and ``pretrain``: load the config, start the ranks if asked to, train, print the result."""
+"""``isthmus sft``, ``dpo`` and ``pretrain``."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the complete conf
 
 
 def _verb(recipe: str, description: str) -> Callable[..., int]:
-    """The command of a recipe."""
-
     def command(
         words: Words = None,
         model: Model = None,
@@ -80,17 +78,7 @@ def train(
 ) -> int:
     """Run a recipe in this process, or in ``nproc`` new ones; returns the exit code.
 
-    Args:
-        recipe: its name.
-        words: a config file and ``key=value`` settings.
-        flags: values of options by name, as for :func:`isthmus.config.load.load_config`.
-        nproc: number of ranks to start.
-        dry_run: only print the config.
-        debug: show tracebacks and the output of every rank.
-        json: print JSON.
-
-    Raises:
-        IsthmusError: from the config and the recipe.
+    ``flags`` are options by name, as for :func:`isthmus.config.load.load_config`.
     """
     from isthmus.cli import process
     from isthmus.cli.cli_args import config_and_overrides

@@ -22,16 +22,11 @@ _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 
 
 def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
-    """Translate a training with Megatron-LM.
+    """Translate a Megatron-LM training run.
 
-    Args:
-        words: arguments of Megatron-LM, with or without the launcher and the Python file before them; or a file of
-            arguments and further ones. With ``script``: its arguments, then arguments of Megatron-LM, which win.
-        script: a shell script to run with stand-ins for python and torchrun.
-
-    Raises:
-        MissingInput, IOFailure: a file does not exist or cannot be read.
-        UsageError: the arguments cannot be translated, or the script starts no training; with everything wrong.
+    ``words`` are Megatron-LM's arguments, with or without launcher and Python file, or a file of arguments and further
+    ones. ``script`` is run with stand-ins for python and torchrun; then ``words`` are the script's arguments, followed
+    by Megatron-LM's, which win. A UsageError contains all errors.
     """
     flags = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     if script is not None:
@@ -52,21 +47,12 @@ def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
 
 
 def from_primus(experiment: Path, models: Path | None) -> Translation:
-    """Translate an experiment of Primus and its model.
-
-    Raises:
-        MissingInput, IOFailure: a file does not exist or cannot be read.
-        UsageError: it is not an experiment of the Megatron backend, or cannot be translated; with everything wrong.
-    """
+    """Translate a Primus experiment and its model. A UsageError contains all errors."""
     return _with_model(translate_experiment(experiment, models))
 
 
 def print_translation(translation: Translation, *, json_wanted: bool, name: str = "run.yaml") -> int:
-    """Validate a translation and print it as a config file, or as JSON.
-
-    Raises:
-        UsageError: its settings contradict each other.
-    """
+    """Validate a translation and print it as a config file, or as JSON."""
     load_config(None, None, [], {"recipe": translation.recipe, **translation.settings})
     command = start_command(translation.recipe, translation.world, name)
     if json_wanted:
@@ -77,7 +63,6 @@ def print_translation(translation: Translation, *, json_wanted: bool, name: str 
 
 
 def start_command(recipe: str, world: World, name: str) -> str:
-    """The command that starts a run of a config file on these ranks."""
     ranks = "" if world.nproc_per_node is None else str(world.nproc_per_node)
     if world.nnodes == 1:
         return f"isthmus {recipe} {name}" + (f" --nproc {ranks}" if ranks not in ("", "1") else "")
@@ -88,7 +73,7 @@ def start_command(recipe: str, world: World, name: str) -> str:
 
 
 def _with_model(translated: MegatronTranslation) -> Translation:
-    """The translation, with the model's arguments turned into a Hugging Face config."""
+    """Convert the model's arguments to a Hugging Face config."""
     translation = translated.translation
     if translated.model:
         from isthmus.convert.legacy.model_from_args import config_from_args
@@ -106,7 +91,7 @@ def _with_model(translated: MegatronTranslation) -> Translation:
 
 
 def _vocab_size(translation: Translation) -> int:
-    """Rows of the embedding: the tokens of the tokenizer's files, or of the model that its name belongs to."""
+    """Embedding rows: from the tokenizer's files, or those of the model that its name belongs to."""
     path = translation.settings.get("tokenizer.path")
     local = Path(path) if path is not None and Path(path).exists() else None
     if local is not None and (local.is_file() or list(local.glob("tokenizer*")) or list(local.glob("vocab.json"))):
@@ -125,7 +110,7 @@ def _vocab_size(translation: Translation) -> int:
 
 
 def _split(path: Path, text: str) -> list[str]:
-    """The words of a file of arguments, in the syntax of a shell; lines may end with a backslash."""
+    """Split a file of arguments in shell syntax; lines may end with a backslash."""
     try:
         return shlex.split(re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " "))
     except ValueError as error:
