@@ -1,1 +1,1 @@
-"""What a run is asked to do: a strict schema, and YAML with overrides read into it."""
+"""The settings of a run: a strict schema, and YAML with overrides."""

@@ -1,8 +1,7 @@
 """Config file inheritance: bases, overrides and environment variables.
 
-``bases:`` (or ``extends:``) lists base files, relative to the file, or presets (``preset:NAME``). Later bases win over
-earlier ones, the file wins over its bases, and ``overrides:`` wins over the rest of the file. ``${VAR}`` is the value
-of an environment variable, ``${VAR:default}`` has a default.
+``bases:`` (or ``extends:``) lists files relative to this one, or presets (``preset:NAME``). Later bases win over
+earlier ones, the file over its bases, ``overrides:`` over the rest of the file. ``${VAR:default}`` has a default.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ FILE_KEYS: dict[str, Any] = {
     "extends": {"description": "The same as bases.", **_FILES},
     "overrides": {"description": "Settings that win over the rest of the file.", "type": "object"},
 }
-"""JSON schema of the keys of a file that are not settings."""
+"""JSON schema of the keys that are not settings."""
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::([^{}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value of a file; an empty mapping stands for a section."""
+    """An empty mapping is an empty section."""
 
     key: Key
     value: Any
@@ -44,17 +43,10 @@ class Setting:
 
 
 def read_settings(path: Path, complain: Callable[[str], None], kind: Kind = "train") -> Iterator[Setting]:
-    """The settings of a config file and its bases; later settings replace earlier ones.
+    """The settings of a config file and its bases; later ones replace earlier ones.
 
-    Args:
-        path: a YAML file.
-        complain: is called with each error about a single value.
-        kind: of the file and its presets.
-
-    Raises:
-        MissingInput: the file does not exist.
-        UsageError: a file is not YAML, a base does not exist, or bases form a circle; with the chain of bases.
-        IOFailure: a file cannot be read.
+    Errors about single values are passed to ``complain``. A UsageError (not YAML, missing base, circular bases) shows
+    the chain of bases.
     """
     return _read(path, (), complain, kind)
 
@@ -146,10 +138,9 @@ def _place(path: Path, places: Mapping[Key, tuple[int, int]], key: Key) -> str:
 
 
 def _filled(value: Any) -> Any:
-    """The value with environment variables filled in; the result may be a number or a boolean.
+    """Fill in environment variables; the result may be a number or a boolean.
 
-    Raises:
-        KeyError: a variable is not set and has no default.
+    Raises KeyError if a variable is not set and has no default.
     """
     if isinstance(value, list):
         return [_filled(item) for item in value]

@@ -1,4 +1,4 @@
-"""Loads a run's settings from a config file, options and overrides, and validates them together."""
+"""Loads the settings of a run from a config file, options and overrides, and validates them together."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class LoadedSettings:
     """The given settings of a run and their origins."""
 
     given: dict[str, Any]
-    """Sections and settings from files, flags and overrides."""
+    """From files, flags and overrides."""
     origins: Mapping[Key, str]
     """``file:line:column``, an option, or ``command line``."""
     config: RunConfig | None
-    """All settings with defaults, validated; None if not requested."""
+    """With defaults, validated; None if not requested."""
 
 
 def load_config(
@@ -44,16 +44,14 @@ def load_config(
     """Load and validate the settings of a run.
 
     Args:
-        recipe: that of the command; a file with another one is an error. None: the file has it.
+        recipe: the recipe of the command, an error if the file has another one. None: the file must have it.
         file: YAML file, or None.
-        overrides: such as ``optim.lr=2e-5``, with values in YAML; they win over flags, later ones over earlier ones.
-        flags: options by name (``model``, ``data``, ``out``, ``hf_every``) or by dotted setting; they win over the
-            file. None: the option is not given.
+        overrides: such as ``optim.lr=2e-5``, with YAML values; they win over flags, later ones over earlier ones.
+        flags: options by name (``model``, ``data``, ``out``, ``hf_every``) or dotted setting; they win over the file.
+            None: the option is not given.
 
     Raises:
-        MissingInput: there is no such file.
-        UsageError: with all errors, each with its place, setting, reason and a hint.
-        IOFailure: the file cannot be read.
+        UsageError: contains all errors, each with its file and line, setting, reason and a hint.
     """
     config = load_settings(recipe, file, overrides, flags).config
     assert config is not None
@@ -69,9 +67,9 @@ def load_settings(
     check: bool = True,
     kind: Kind = "train",
 ) -> LoadedSettings:
-    """Like :func:`load_config`, with the origin of each setting; without ``check`` the settings may be incomplete.
+    """Like :func:`load_config`, with the origin of each setting.
 
-    Without ``check``, ``file`` can also be a model (``kind``), with the keys of its config.json.
+    Without ``check`` the settings may be incomplete, and ``file`` can be a model (``kind``).
     """
     draft = _Draft()
     if file is not None:
@@ -89,12 +87,12 @@ def load_settings(
 
 
 def dump(config: RunConfig) -> str:
-    """The config as YAML, which :func:`load_config` reads back."""
+    """YAML that :func:`load_config` reads back."""
     return write_mapping(config.model_dump(mode="json"))
 
 
 def origins_of(values: Mapping[str, Any], origins: Mapping[Key, str]) -> Iterator[tuple[str, Any, str]]:
-    """(dotted name, value, origin) of each setting; the origin of settings that are not given is ``default``."""
+    """(dotted name, value, origin); the origin of settings that are not given is ``default``."""
 
     def walk(inner: Mapping[str, Any], prefix: Key) -> Iterator[tuple[str, Any, str]]:
         for name, value in inner.items():
@@ -108,7 +106,7 @@ def origins_of(values: Mapping[str, Any], origins: Mapping[Key, str]) -> Iterato
 
 
 class _Draft:
-    """Settings before validation, their origins and the errors so far."""
+    """Settings before validation."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -139,7 +137,7 @@ class _Draft:
         self.put(key, value if whole else text, "command line")
 
     def put(self, key: Key, value: Any, origin: str) -> None:
-        """Set one value; a mapping is merged with the settings so far."""
+        """Set a value; a mapping is merged with the settings so far."""
         key = _SHORT.get(key, key) if isinstance(value, str) else key
         if isinstance(value, dict) and value:
             for name, inner in value.items():
@@ -162,7 +160,6 @@ class _Draft:
             raise UsageError(_joined(self.errors))
 
     def check(self, recipe: str | None) -> RunConfig:
-        """Validate everything and add defaults."""
         named = self.values.setdefault("recipe", recipe) if recipe is not None else None
         if recipe is not None and named != recipe:
             reason_ = f"is {named!r}, but the command is {recipe}; use the command of that recipe, or remove this line"
@@ -178,10 +175,10 @@ class _Draft:
         return config
 
     def _validated(self) -> RunConfig | None:
-        """The validated config, or None and an error for each wrong setting.
+        """The config, or None and an error for each wrong setting.
 
         Pydantic does not run the validators of a section with a wrong setting. So wrong settings are removed and the
-        rest is validated again; errors about a removed setting are not reported.
+        rest is validated again; errors about removed settings are not reported.
         """
         reported: set[Key] = set()
         removed: set[str] = set()
@@ -207,20 +204,19 @@ class _Draft:
                     removed.add(_replace(values, key, None))
 
     def _line(self, key: Key, why: str) -> str:
-        """``origin  key  reason``, with the origin of the key, of a section around it, or the file."""
+        """``origin  key  reason``; the origin is that of the key, of a section around it, or the file."""
         origins = (self.origins[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in self.origins)
         origin = next(origins, self.file)
         return "  ".join(filter(None, [origin, dotted(key), why]))
 
 
 def _key_of(error: Any) -> Key:
-    """The setting of an error of pydantic."""
     key = tuple(str(part) for part in error["loc"])
     return key + tuple(error["ctx"]["key"].split(".")) if error["type"] in ("clash", "lacks") else key
 
 
 def _replace(values: dict[str, Any], key: Key, value: Any) -> str:
-    """Set, or with None remove, the value of ``key`` or of the list that contains it; returns its last name."""
+    """Set (with None remove) the value of ``key`` or of the list that contains it; returns its last name."""
     *sections, name = key
     for section in sections:
         value_ = values.get(section)
@@ -238,7 +234,7 @@ def _replace(values: dict[str, Any], key: Key, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text, also in a list."""
+    """Convert paths to text, also in a list."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

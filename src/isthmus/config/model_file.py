@@ -11,19 +11,13 @@ from isthmus.config.presets import config_path
 
 
 def read_model(named: str) -> dict[str, Any]:
-    """The keys of ``preset:NAME`` or of a YAML file, with those of its bases.
-
-    Raises:
-        MissingInput: there is no such file.
-        UsageError: there is no such preset, or the file or one of its bases is not a config file.
-        IOFailure: it cannot be read.
-    """
+    """The keys of ``preset:NAME`` or of a YAML file, merged with those of its bases."""
     path: Path = config_path(named, "models")
     return load_settings(None, path, check=False, kind="models").given
 
 
 def merge_config(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with ``keys`` replaced; an object such as ``rope_scaling`` is merged, a list is replaced."""
+    """Replace keys; an object such as ``rope_scaling`` is merged, a list is replaced."""
     merged = dict(config)
     for key, value in keys.items():
         below = merged.get(key)

@@ -1,4 +1,4 @@
-"""The shipped files by name: run configs and models."""
+"""Shipped run configs and models, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from isthmus.errors import UsageError
 
 PREFIX = "preset:"
-"""Prefix of a preset's name where a file is possible too."""
+"""Prefix of a preset's name where a file is allowed too."""
 Kind = Literal["train", "models"]
 """A run config, or a model with the keys of its ``config.json``."""
 _FOLDER = Path(__file__).resolve().parents[1] / "presets"
@@ -21,16 +21,12 @@ _WORDS: dict[Kind, tuple[str, str]] = {
 
 
 def preset_names(kind: Kind = "train") -> list[str]:
-    """All names of a kind, sorted; no name is of both kinds."""
+    """Sorted; no name is of both kinds."""
     return sorted(path.stem for path in (_FOLDER / kind).glob("*.yaml"))
 
 
 def config_path(named: str, kind: Kind = "train") -> Path:
-    """The file of a path or of ``preset:NAME``.
-
-    Raises:
-        UsageError: there is no such preset, or it is of the other kind.
-    """
+    """The file of a path or of ``preset:NAME``."""
     if not named.startswith(PREFIX):
         return Path(named)
     name = named.removeprefix(PREFIX)
@@ -51,7 +47,7 @@ def is_model_file(named: str) -> bool:
 
 
 def kind_of(named: str) -> Kind:
-    """The kind of a preset; ``train`` for files and unknown names."""
+    """``train`` for files and unknown names."""
     return "models" if named.removeprefix(PREFIX) in preset_names("models") else "train"
 
 
@@ -61,7 +57,6 @@ def about(name: str, kind: Kind = "train") -> str:
 
 
 def opening_lines(path: Path) -> Iterator[str]:
-    """The lines of the comment at the start of a file."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             return

@@ -18,7 +18,7 @@ GIVEN_BY: Mapping[str, Key] = {
     "--out": ("out",),
     "--hf-every": ("checkpoint", "hf_every"),
 }
-"""Options of the command line and the settings that they set."""
+"""Command-line options and the settings that they set."""
 
 _OTHER_NAMES = {
     "learning_rate": "optim.lr",
@@ -48,12 +48,10 @@ _OTHER_NAMES = {
 
 
 def dotted(key: Key) -> str:
-    """The dotted name of a setting."""
     return ".".join(key)
 
 
 def reason(error: Mapping[str, Any], key: Key) -> str:
-    """The reason of pydantic's error about the setting ``key``."""
     kind, value = error["type"], error["input"]
     if kind == "clash":
         return str(error["ctx"]["reason"])
@@ -78,7 +76,6 @@ def reason(error: Mapping[str, Any], key: Key) -> str:
 
 
 def settings() -> Iterator[Key]:
-    """All settings."""
     for name, section in RunConfig.model_fields.items():
         fields = _fields(section.annotation)
         yield from ((name, field) for field in fields) if fields else [(name,)]
@@ -90,7 +87,7 @@ def _fields(section: Any) -> dict[str, Any]:
 
 
 def _suggestion(key: Key) -> str | None:
-    """The setting most similar to an unknown name: in its section, then by its last part in any section."""
+    """The most similar setting: in the same section, then by its last part in any section."""
     last = key[-1].replace("-", "_").lower()
     if last in _OTHER_NAMES:
         return _OTHER_NAMES[last]
@@ -125,7 +122,7 @@ def _show(value: Any) -> str:
 
 
 def _hint(kind: str, value: Any) -> str:
-    """A hint if the value is text instead of a number or a boolean; YAML 1.1 booleans are text in 1.2."""
+    """For text instead of a number or a boolean; YAML 1.1 booleans are text in 1.2."""
     if not isinstance(value, str):
         return ""
     if kind == "bool_type":

@@ -14,7 +14,7 @@ from ruamel.yaml.nodes import MappingNode
 from ruamel.yaml.representer import SafeRepresenter
 
 Key = tuple[str, ...]
-"""The parts of a setting's dotted name."""
+"""Parts of a setting's dotted name."""
 
 _MAX_DEPTH = 16
 """An alias can nest a mapping in itself."""
@@ -36,11 +36,7 @@ def _reader() -> YAML:
 
 
 def read_value(text: str) -> Any:
-    """The value of YAML text such as ``2e-5``, ``true`` or ``[a.json, b.json]``.
-
-    Raises:
-        Syntax: the text is not YAML.
-    """
+    """The value of YAML text such as ``2e-5``, ``true`` or ``[a.json, b.json]``."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -50,13 +46,9 @@ def read_value(text: str) -> Any:
 
 
 def read_mapping(text: str) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
-    """The mapping of a file.
+    """The values, and the line and column (from 1) of each key.
 
-    Returns:
-        The values, and the line and column (from 1) of each key.
-
-    Raises:
-        Syntax: the text is not YAML, repeats a key, has a key that is not text, or is not a mapping.
+    Raises Syntax, also for repeated keys and for keys that are not text.
     """
     value = read_value(text)
     if value is None:
@@ -91,7 +83,7 @@ def _as_syntax(error: Exception) -> Syntax:
 
 
 def write_mapping(values: Mapping[str, Any]) -> str:
-    """YAML of nested mappings, in their order; YAML 1.1 and 1.2 readers read the same values."""
+    """YAML that 1.1 and 1.2 readers read as the same values, in order."""
     writer = _reader()
     writer.Representer = _Representer
     writer.default_flow_style = False
@@ -103,15 +95,13 @@ def write_mapping(values: Mapping[str, Any]) -> str:
 
 
 class _Constructor(SafeConstructor):
-    """Reads dates as text: a folder may be named by a date."""
+    """Dates are text: a folder may be named by a date."""
 
 
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", _Constructor.construct_yaml_str)
 
 
 class _Representer(SafeRepresenter):
-    """Writes numbers that every reader reads as numbers."""
-
     def represent_float(self, data: float) -> Any:
         """YAML 1.1 requires a point in numbers with an exponent."""
         text = repr(data)

@@ -1,1 +1,1 @@
-"""What other programs' settings mean here."""
+"""Translates the settings of other programs."""

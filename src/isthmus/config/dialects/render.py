@@ -1,4 +1,4 @@
-"""A translated run as a config file: each setting with the option it comes from, and the remarks above."""
+"""Prints a translated run as a config file: the remarks, then each setting with the option it comes from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isthmus.config.yaml_text import write_mapping
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"train.steps": 5}`` -> ``{"train": {"steps": 5}}``, in the order of the settings."""
+    """``{"train.steps": 5}`` -> ``{"train": {"steps": 5}}``"""
     values: dict[str, Any] = {}
     for name, value in settings.items():
         *sections, last = name.split(".")
@@ -23,7 +23,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_yaml(translation: Translation, title: str) -> str:
-    """The config file of a translation, with ``title`` (one or more lines) as its first comment."""
+    """``title`` (one or more lines) is the first comment."""
     lines = [f"# {line}".rstrip() for line in title.splitlines()]
     if translation.remarks:
         lines += ["#", "# Options without an equal setting:"]
@@ -33,12 +33,11 @@ def as_yaml(translation: Translation, title: str) -> str:
 
 
 def remark_line(remark: OptionRemark) -> str:
-    """A remark on one line."""
     return f"{remark.option} ({remark.status}): {remark.reason}"
 
 
 def as_json(translation: Translation) -> dict[str, Any]:
-    """Config, origins, remarks and ranks, for ``--json``."""
+    """For ``--json``."""
     return {
         "config": {"recipe": translation.recipe, **nested(translation.settings)},
         "origins": dict(translation.origins),

@@ -1,4 +1,4 @@
-"""The variables of a shell script, from the environment or from ``NAME=VALUE`` arguments."""
+"""Variables of a shell script, from the environment or from ``NAME=VALUE`` arguments."""
 
 from __future__ import annotations
 
@@ -24,20 +24,16 @@ class Variables:
         *,
         exported: Iterable[str],
     ) -> None:
-        """Read the variables.
+        """Arguments are ``NAME=VALUE`` and win over the environment: variables, dotted settings, or ``exported`` ones.
 
-        Args:
-            known: names of the script's variables.
-            environment: their values, unless an argument gives them.
-            arguments: ``NAME=VALUE``: variables, dotted settings, or ``exported`` ones.
-            exported: names (or prefixes that end in ``_``) of variables for libraries.
+        ``exported``: names of variables for libraries, or prefixes that end in ``_``.
         """
         self.known = frozenset(known)
         self.given = {name: environment[name] for name in sorted(self.known) if environment.get(name)}
         self.settings: dict[str, str] = {}
         """By dotted name, in YAML."""
         self.exports: dict[str, str] = {}
-        """Environment variables that were given as arguments."""
+        """Environment variables given as arguments."""
         self.wrong: list[str] = []
         self._read: set[str] = set()
         for word in arguments:
@@ -56,11 +52,9 @@ class Variables:
                 self.wrong.append(f"{word}: the script has no variable {name}{self._guess(name)}")
 
     def near_misses(self, environment: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
-        """Environment variables that the script does not have, and its variable with a similar name.
+        """Unknown environment variables, and the script's variable with a similar name.
 
-        Args:
-            environment: all variables.
-            others: names in related scripts, and the name in this one.
+        ``others`` maps names in related scripts to the name in this one.
         """
         found = {name: meant for name, meant in others.items() if environment.get(name) and name not in self.known}
         for name in sorted(environment):
@@ -71,7 +65,6 @@ class Variables:
         return found
 
     def is_given(self, name: str) -> bool:
-        """Whether the variable is given."""
         return self._value(name) is not None
 
     def origin(self, name: str, default: object = None) -> str:
@@ -79,12 +72,11 @@ class Variables:
         return f"{name}={self.given[name]}" if name in self.given else f"{name}={default}, the script's default"
 
     def text(self, name: str, default: str) -> str:
-        """The value."""
         value = self._value(name)
         return default if value is None else value
 
     def whole(self, name: str, default: int, *, least: int = 1) -> int:
-        """A whole number; 32.0 is accepted, as scripts that divide numbers write it."""
+        """32.0 is accepted, as scripts that divide numbers write it."""
         value = self._value(name)
         if value is None:
             return default
@@ -101,7 +93,6 @@ class Variables:
         return default if value is None else value == "1"
 
     def one_of(self, name: str, choices: Sequence[str], default: str) -> str:
-        """One of ``choices``."""
         value = self.text(name, default)
         if value not in choices:
             self.wrong.append(f"{name}={value}: must be {' or '.join(choices)}")
@@ -113,15 +104,10 @@ class Variables:
         return [self.origin(name) for name in sorted(self.given.keys() - self._read)]
 
     def refuse(self, name: str, why: str) -> None:
-        """Add an error about a value."""
         self.wrong.append(f"{name}={self.given.get(name, '')}: {why}")
 
     def check(self, script: str) -> None:
-        """Raise the errors.
-
-        Raises:
-            UsageError: with all of them, if there are any.
-        """
+        """Raise a UsageError with all errors, if there are any."""
         wrong = list(dict.fromkeys(self.wrong))
         if len(wrong) == 1:
             raise UsageError(f"{script}: {wrong[0]}{'' if wrong[0].endswith('?') else '.'}")

@@ -1,4 +1,4 @@
-"""A run of another program, as settings of Isthmus, with remarks on the options that have no equal setting."""
+"""A run of another program as Isthmus settings, with remarks on options without an equal setting."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 Status: TypeAlias = Literal["different", "unsupported", "mistake"]
-"""What happens to an option without an equal setting: Isthmus does it in another way, or does not do it, or it is
-likely not what its writer meant."""
+"""``mistake``: the option probably does not have the effect that its author expects."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionRemark:
-    """An option that has no setting of the same meaning."""
+    """An option without an equal setting."""
 
     option: str
-    """As the other program spells it: ``GEMM_TUNING=1``, ``--use-flash-attn``."""
+    """As in the other program: ``GEMM_TUNING=1``, ``--use-flash-attn``."""
     status: Status
     reason: str
-    """A sentence for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of the run."""
-
     nnodes: int = 1
     node_rank: int = 0
     nproc_per_node: int | None = None
@@ -41,14 +37,13 @@ class Translation:
     settings: dict[str, Any] = field(default_factory=dict)
     """By dotted name (``parallel.tp``), in the types of the schema."""
     origins: dict[str, str] = field(default_factory=dict)
-    """By dotted name: the option that it comes from."""
+    """The option of each setting, by dotted name."""
     remarks: list[OptionRemark] = field(default_factory=list)
     world: World = World()
 
     def put(self, name: str, value: Any, origin: str) -> None:
-        """Set ``name``; a later call wins."""
+        """A later call wins."""
         self.settings[name], self.origins[name] = value, origin
 
     def remark(self, option: str, status: Status, reason: str) -> None:
-        """Add a remark."""
         self.remarks.append(OptionRemark(option, status, reason))

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments of one run, by their names in its own code."""
+"""Megatron-LM's arguments of one run, by their names in Megatron-LM's code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isthmus.config.dialects.translation import Status, Translation
 from isthmus.errors import UsageError
 
 DEFAULT = "not given: Megatron-LM's default"
-"""The origin of a setting whose argument is not given."""
+"""Origin of a setting whose argument is not given."""
 
 
 class Arguments:
@@ -22,16 +22,13 @@ class Arguments:
         self._sources: dict[str, str] = {}
         self._implicit: set[str] = set()
         self.errors: list[str] = []
-        """Everything that is wrong with them, raised together."""
+        """All errors, raised together."""
 
     def set(self, name: str, value: Any, source: str, *, implicit: bool = False) -> None:
         """Set ``name``; a later call wins.
 
-        Args:
-            name: in Megatron-LM's code.
-            value: a plain value, or the words that follow a flag.
-            source: the argument as it is written.
-            implicit: it is a default of another program, so no remark is made on it.
+        ``value`` is a plain value, or the words after a flag; ``source`` the argument as written. ``implicit`` values
+        are defaults of another program, so no remark is made on them.
         """
         (self._implicit.add if implicit else self._implicit.discard)(name)
         kind = kinds().get(name)
@@ -42,11 +39,11 @@ class Arguments:
         self._sources[name] = source
 
     def given(self, name: str) -> bool:
-        """Whether it has a value other than null."""
+        """Whether the value is not null."""
         return self._values.get(name) is not None
 
     def is_explicit(self, name: str) -> bool:
-        """Whether it is given for this run, and not as some program's default."""
+        """Whether the argument is given for this run, not as a default of a program."""
         return self.given(name) and name not in self._implicit
 
     def get(self, name: str) -> Any:
@@ -55,11 +52,11 @@ class Arguments:
         return kinds()[name][1] if value is None else value
 
     def source(self, *names: str) -> str:
-        """The arguments as they are written."""
+        """The arguments as written."""
         return " ".join(self._sources[name] for name in names if self.given(name)) or DEFAULT
 
     def add_remarks(self, translation: Translation) -> None:
-        """Add a remark for each argument without a setting, or an error if the run would be another one without it."""
+        """Add a remark for each argument without a setting, or an error if the run would differ without it."""
         alike: dict[tuple[Status, str], list[str]] = {}
         for name, value in self._values.items():
             if name in NEVER:
@@ -76,11 +73,6 @@ class Arguments:
             translation.remark(", ".join(options), status, why)
 
     def raise_errors(self) -> None:
-        """Raise the errors, if there are any.
-
-        Raises:
-            UsageError: with all of them.
-        """
         if len(self.errors) == 1:
             raise UsageError(self.errors[0])
         if self.errors:
@@ -88,7 +80,7 @@ class Arguments:
 
 
 def read_flags(words: Sequence[str]) -> Arguments:
-    """The arguments of a command line of ``pretrain_gpt.py``, written as ``--flag value`` or ``--flag=value``."""
+    """Read arguments of ``pretrain_gpt.py``, written as ``--flag value`` or ``--flag=value``."""
     found = Arguments()
     position = 0
     while position < len(words):

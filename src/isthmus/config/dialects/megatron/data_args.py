@@ -11,11 +11,9 @@ from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.translation import Translation
 
 _SPLIT = "969, 30, 1"
-"""Megatron-LM's default."""
 
 
 def put_data(args: Arguments, translation: Translation) -> None:
-    """Translate data files or mock data, validation and test splits, and the sequence length."""
     translation.put("data.seq_length", args.get("seq_length") or 2048, args.source("seq_length"))
     seed = args.source("seed")
     translation.put("data.seed", args.get("seed"), seed)

@@ -1,7 +1,6 @@
-"""Arguments of Megatron-LM that need no setting because Isthmus does the same in another way, by the reason.
+"""Arguments of Megatron-LM that need no setting, by reason: Isthmus does the same in another way.
 
-Names are those of Megatron-LM's own code. ``name=value`` gives the default, which has no effect; without a value it is
-false, null or empty.
+``name=value`` gives the default, which has no effect; without a value it is false, null or empty.
 """
 
 from __future__ import annotations

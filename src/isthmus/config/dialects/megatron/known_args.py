@@ -1,4 +1,4 @@
-"""What is known of each of Megatron-LM's arguments: its type and default, or why it has no setting."""
+"""Types and defaults of Megatron-LM's arguments, and why some have no setting."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def name_of(word: str) -> tuple[str | None, bool | None]:
 
 
 def is_known(name: str) -> bool:
-    """Whether there is an argument of this name, now or in an old release."""
+    """Whether an argument of this name exists, now or in an old release."""
     return name in kinds() or name in untranslated() or name in NEVER
 
 
 def near(name: str) -> str | None:
-    """The known argument with the most similar name."""
+    """The most similar known argument."""
     every = [*kinds(), *untranslated(), *FLAGS]
     return next(iter(difflib.get_close_matches(name, every, n=1)), None)
 
 
 def near_flag(flag: str) -> str:
-    """The same for a flag, as the end of an error message."""
+    """The most similar flag, as the end of an error message."""
     guess = near(flag[2:].replace("-", "_"))
     return f" (did you mean --{guess.replace('_', '-')}?)" if guess else ""
 
 
 @cache
 def kinds() -> Mapping[str, tuple[str, Any]]:
-    """Type and default of every argument that is translated."""
+    """Type and default of every translated argument."""
     found: dict[str, tuple[str, Any]] = {}
     for table in (KINDS, EXTRA):
         for kind, names in table.items():
@@ -57,7 +57,7 @@ def kinds() -> Mapping[str, tuple[str, Any]]:
 
 @cache
 def untranslated() -> Mapping[str, tuple[Any, str, str]]:
-    """For every other argument: the status or ``refused``, the reason, and the value that has no effect."""
+    """For every other argument: the status or ``refused``, the reason, and the value without effect."""
     tables = {"different": (DIFFERENT, GONE), "unsupported": (UNSUPPORTED,), "refused": (REFUSED,)}
     return {
         name: (status, why, default)
@@ -75,7 +75,6 @@ def _entries(names: str) -> Iterator[tuple[str, str]]:
 
 
 def is_neutral(value: Any, neutral: str) -> bool:
-    """Whether a value is the one that the tables give as without effect."""
     if value is None or value is False or value in ([], {}, ""):
         return neutral == ""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -86,10 +85,9 @@ def is_neutral(value: Any, neutral: str) -> bool:
 
 
 def typed(kind: str, value: Any) -> Any:
-    """A value in its type, from the words of a flag (a list of text) or from a plain value; None stays None.
+    """Convert the words of a flag (a list of text) or a plain value; None stays None.
 
-    Raises:
-        ValueError: it is not of this type.
+    Raises ValueError if the value is not of this type.
     """
     words = value if isinstance(value, list) else [value]
     if value is None:
@@ -119,7 +117,7 @@ def typed(kind: str, value: Any) -> Any:
 
 
 def _layers(value: Any) -> Any:
-    """A number, or a list of them written with + and *, as Megatron-LM takes it: ``([0]*3+[1]*1)*2``."""
+    """A number, or a list written with + and *, as in Megatron-LM: ``([0]*3+[1]*1)*2``."""
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         return value

@@ -1,4 +1,4 @@
-"""Model arguments, as a Megatron-LM checkpoint has them, and the tokenizer."""
+"""Model arguments, as in a Megatron-LM checkpoint, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARGUMENTS = """
     heterogeneous_layers_config_encoded_json hybrid_override_pattern is_hybrid_model hybrid_attention_ratio
     hybrid_mlp_ratio original_max_position_embeddings beta_fast beta_slow
 """.split()
-"""Arguments that define the model; values that Isthmus does not support are refused when the model is read."""
+"""Arguments that define the model; unsupported values are rejected when the model is read."""
 GPT2_ROWS = 50257
 _ROWS = (
     (r"gpt-?2", GPT2_ROWS),
@@ -40,7 +40,7 @@ _ROWS = (
 """Embedding rows of well-known models, by a pattern of the tokenizer's name."""
 _TYPES = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer")
 _BY_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-"""Types that the tokenizer's file decides."""
+"""Types that depend on the tokenizer's file."""
 _UNSUPPORTED = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
@@ -51,7 +51,7 @@ _UNSUPPORTED = (
 
 
 def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]:
-    """The model's arguments as in a checkpoint; without ``padded_vocab_size`` if no argument gives the vocabulary."""
+    """Model arguments as in a checkpoint; without ``padded_vocab_size`` if no argument gives the vocabulary size."""
     if missing := [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.given(name)]:
         for name in missing:
             args.errors.append(f"--{name.replace('_', '-')}  is missing: every model needs it")
@@ -92,7 +92,6 @@ def rows_by_name(translation: Translation) -> int | None:
 
 
 def put_tokenizer(args: Arguments, translation: Translation) -> None:
-    """Translate the tokenizer."""
     kind, path = args.get("tokenizer_type"), args.get("tokenizer_model")
     if kind in _UNSUPPORTED or (kind is not None and not str(kind).endswith("Tokenizer")):
         args.errors.append(f"{args.source('tokenizer_type')}  is not supported; use one of {', '.join(_TYPES)}")

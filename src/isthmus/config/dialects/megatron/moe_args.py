@@ -11,8 +11,8 @@ _LOSSES = {"aux_loss": "moe.aux_loss", "seq_aux_loss": "moe.seq_aux_loss"}
 def take_megablocks(args: Arguments) -> None:
     """Replace MegaBlocks' arguments by Megatron-LM's.
 
-    MegaBlocks divides the load-balancing loss by the number of layers, applies softmax over all experts, and chooses
-    one expert by default.
+    MegaBlocks divides the load-balancing loss by the number of layers, applies softmax over all experts, and its
+    default top-k is 1.
     """
     given = [name for name in ("moe_top_k", "moe_loss_weight", "moe_capacity_factor") if args.given(name)]
     if not given and not args.source("num_experts").startswith("--moe-num-experts"):
@@ -30,7 +30,6 @@ def take_megablocks(args: Arguments) -> None:
 
 
 def put_moe(args: Arguments, translation: Translation) -> None:
-    """Translate dispatcher, capacity and losses."""
     if args.get("moe_expert_model_parallelism"):
         why = "parallel.ep is the number of expert parallel ranks: 1 without --expert-model-parallel-size."
         translation.remark(args.source("moe_expert_model_parallelism"), "different", why)

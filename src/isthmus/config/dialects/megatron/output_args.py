@@ -9,7 +9,7 @@ from isthmus.config.dialects.translation import Translation
 
 
 def put_out(args: Arguments, translation: Translation, name: str) -> None:
-    """Translate ``--save`` to the run folder; without it the folder is ``runs/NAME``."""
+    """Translate ``--save`` to the run folder; the default is ``runs/NAME``."""
     if args.given("save"):
         translation.put("out", args.get("save"), args.source("save"))
     else:
@@ -17,7 +17,6 @@ def put_out(args: Arguments, translation: Translation, name: str) -> None:
 
 
 def put_checkpoints(args: Arguments, translation: Translation) -> None:
-    """Translate when checkpoints are saved, and which one is resumed."""
     save, load = args.get("save"), args.get("load")
     if save is None:
         translation.put("checkpoint.save_final", False, "not given: there is no --save")
@@ -55,7 +54,6 @@ def put_checkpoints(args: Arguments, translation: Translation) -> None:
 
 
 def put_logging(args: Arguments, translation: Translation) -> None:
-    """Translate the logging interval."""
     translation.put("logging.every", args.get("log_interval"), args.source("log_interval"))
     if args.given("tensorboard_dir"):
         translation.put("logging.tensorboard", True, args.source("tensorboard_dir"))

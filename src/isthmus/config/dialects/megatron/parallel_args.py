@@ -15,7 +15,6 @@ _SIZES = {
 
 
 def put_parallel(args: Arguments, translation: Translation) -> None:
-    """Translate parallel sizes, sharding and communication overlap."""
     fsdp = next((name for name in ("use_torch_fsdp2", "use_megatron_fsdp") if args.get(name)), None)
     for ours, theirs in _SIZES.items():
         if args.given(theirs):

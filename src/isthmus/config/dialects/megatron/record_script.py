@@ -1,4 +1,4 @@
-"""Runs a shell script with stand-ins for python, torchrun and srun, and returns the training it would start."""
+"""Runs a shell script with stand-ins for python, torchrun and srun, and returns the training command it would start."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from isthmus.errors import IOFailure, MissingInput, UsageError
 
 TIME_LIMIT_S = 60.0
 _BACKGROUND_S = 5.0
-"""How long commands in the background may go on after the script."""
+"""How long background commands may run after the script ends."""
 _OUTPUT_LINES = 20
-"""Last lines of the script's output that an error shows."""
+"""Last lines of the script's output in an error message."""
 _HOOK = """\
 if [ -n "$ISTHMUS_USER_BASH_ENV" ]; then . "$ISTHMUS_USER_BASH_ENV"; fi
 set -o functrace
 trap 'case $PATH in "$ISTHMUS_STAND_INS":*) ;; *) PATH=$ISTHMUS_STAND_INS:$PATH; hash -r ;; esac' DEBUG
 """
-"""Puts the stand-ins first on PATH again after the script has activated an environment or set PATH."""
+"""Puts the stand-ins first on PATH again after the script activates an environment or sets PATH."""
 _OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
@@ -39,20 +39,11 @@ _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 def record_script(
     script: Path, arguments: Sequence[str] = (), *, time_limit_s: float = TIME_LIMIT_S
 ) -> TrainingCommand:
-    """Run a script with bash and return the training that it would start; every other command of it is run.
+    """Run a script with bash in the current folder and return the training command that it would start.
 
-    Python, torchrun, srun and other launchers are replaced by stand-ins that come first on PATH. They record a training
-    and start nothing. Python runs as usual with ``-c``, with ``-m`` (but for torch.distributed) and for scripts that do
-    not train. Standard input is closed.
-
-    Args:
-        script: a script for bash, which runs in the current folder.
-        arguments: of the script.
-        time_limit_s: after which it is stopped.
-
-    Raises:
-        MissingInput: there is no such script, or no bash.
-        UsageError: the script starts no training, or several, or does not end in time.
+    Stand-ins for Python, torchrun, srun and other launchers come first on PATH. They record a training run and start
+    nothing. Python runs as usual with ``-c``, with ``-m`` (except torch.distributed) and for scripts that do not train.
+    All other commands run. Standard input is closed.
     """
     if not script.is_file():
         raise MissingInput(f"{script}: there is no such file. Check the path.")
@@ -91,7 +82,7 @@ def _stand_ins(folder: Path) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], time_limit_s: float) -> tuple[str, str]:
-    """How a command ended, as the end of a sentence, and what it printed. Its processes end with it."""
+    """The exit status of a command, as the end of a sentence, and its output. Its processes are killed at the end."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
@@ -138,7 +129,7 @@ def _short(words: Sequence[str]) -> str:
 
 
 def _exported(found: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """Variables that the script has set for the training; values of secrets are not shown."""
+    """Variables that the script sets for the training run; values of secrets are hidden."""
     changed = {
         name: value
         for name, value in found.items()

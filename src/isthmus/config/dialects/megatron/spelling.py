@@ -1,6 +1,6 @@
-"""The names of Megatron-LM's arguments: types and defaults of those that are translated, and old or odd flags.
+"""Names of Megatron-LM's arguments: types and defaults of the translated ones, and old or odd flags.
 
-Names are those of its own code. ``name=value`` gives a default that is neither false nor null.
+``name=value`` gives a default that is neither false nor null.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KINDS: dict[str, str] = {
     """,
     "layers": "window_size window_attn_skip_freq no_rope_freq moe_layer_freq=1",
 }
-"""Arguments that are translated, by type; ``layers`` is a number or a pattern such as [0]+[1]*3."""
+"""Translated arguments by type; ``layers`` is a number or a pattern such as [0]+[1]*3."""
 
 FLAGS: dict[str, tuple[str, bool | None]] = {
     "apply_layernorm_1p": ("layernorm_zero_centered_gamma", None),
@@ -106,8 +106,9 @@ FLAGS: dict[str, tuple[str, bool | None]] = {
     "moe_num_experts": ("num_experts", None),
     "moe_zloss_weight": ("moe_z_loss_coeff", None),
 }
-"""Flags whose argument has another name, and the value that a flag without one sets. ``no_`` and ``disable_`` before
-the name of a switch turn it off and are not listed."""
+"""Flags whose argument has another name, and the value of a flag without one. ``no_`` and ``disable_`` before the name
+of a switch turn it off and are not listed.
+"""
 
 GONE: dict[str, str] = {
     "Megatron-LM has removed it, and Isthmus does not need it.": """
@@ -130,11 +131,11 @@ NEVER: dict[str, str] = {
     "num_virtual_stages_per_pipeline_rank (--num-virtual-stages-per-pipeline-rank).",
     "log_level": "Megatron-LM has no such argument (it has --logging-level). Isthmus shows a traceback with --debug.",
 }
-"""Flags of some guides that Megatron-LM never had."""
+"""Flags in some guides that Megatron-LM never had."""
 EXTRA: dict[str, str] = {
     "int": "moe_top_k=1 original_max_position_embeddings",
     "float": "moe_capacity_factor=1 moe_loss_weight=0.1 beta_fast beta_slow",
     "bool": "moe_expert_model_parallelism",
     "list": "moe_normalize_expert_weights",
 }
-"""Arguments of MegaBlocks' Megatron-LM and of Primus that are translated, as in :data:`KINDS`."""
+"""Translated arguments of MegaBlocks' Megatron-LM and of Primus, as in :data:`KINDS`."""

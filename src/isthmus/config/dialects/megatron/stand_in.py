@@ -1,7 +1,7 @@
-"""Stands in for python, torchrun, srun and others while `from-megatron --run` runs a script: records, starts nothing.
+"""Replaces python, torchrun, srun and others while `from-megatron --run` runs a script: records, starts nothing.
 
-The file is copied beside the stand-ins and runs by itself, with any Python 3: it imports the standard library only. It
-is also their ``sitecustomize``, so that an interpreter which a script calls by its full path does not train either.
+The file is copied next to the stand-ins and runs with any Python 3, so it imports only the standard library. It is
+also their ``sitecustomize``: an interpreter that a script calls by its full path does not train either.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ STAND_INS = "ISTHMUS_STAND_INS"
 """Environment variable: the folder of the stand-ins, which is first on PATH."""
 PYTHONS = ("python", "python3")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "sbatch", "salloc", "mpirun", "mpiexec")
-"""Programs that start other programs. Of a script for a shell, ``srun`` and ``sbatch`` run that script here."""
+"""Programs that start other programs. ``srun`` and ``sbatch`` of a shell script run that script in this process."""
 REMOTE = ("ssh", "pdsh", "docker", "podman", "singularity", "apptainer", "kubectl")
 TRAINING_FLAGS = ("--num-layers", "--micro-batch-size", "--lr")
-"""One of them is among the arguments of every training with Megatron-LM, and not of its data preparation."""
+"""Every Megatron-LM training command has one of these arguments; data preparation has none."""
 _SCRIPT = re.compile(r"(pretrain|train|finetune)\w*\.py")
 _MODULES = ("torch.distributed", "accelerate.commands", "deepspeed.launcher")
 
 
 def is_training(words: Sequence[str]) -> bool:
-    """Whether a command would train, or start ranks: it is recorded, and not run."""
+    """Whether a command trains or starts ranks; then it is recorded and not run."""
     if any(word.split("=")[0] in TRAINING_FLAGS for word in words):
         return True
     for place, word in enumerate(words):
@@ -44,14 +44,14 @@ def is_training(words: Sequence[str]) -> bool:
 
 
 def record(words: Sequence[str]) -> None:
-    """Keep a command and its environment, in the order of the commands."""
+    """Append a command and its environment."""
     path = os.path.join(os.environ[STAND_INS], f"{time.time_ns()}-{os.getpid()}.json")
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"words": list(words), "environment": dict(os.environ)}, file)
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
-    """Take the place of the program ``name``; returns its exit code, if it is not replaced by another program."""
+    """Returns the exit code, unless another program replaces this process."""
     words = [name, *arguments]
     shell = next((place for place, word in enumerate(words) if os.path.basename(word) in ("bash", "sh")), None)
     if is_training(words):

@@ -21,7 +21,6 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "W
 
 
 def put_train(args: Arguments, translation: Translation) -> None:
-    """Translate steps, batch sizes, precision, recomputation and the optimizer."""
     batch = _put_batch(args, translation)
     steps = _put_steps(args, translation, batch)
     translation.put("train.seed", args.get("seed"), args.source("seed"))
@@ -217,7 +216,7 @@ def _put_schedule(args: Arguments, translation: Translation, steps: int | None, 
 
 
 def _steps(args: Arguments, name: str, batch: int, default: int) -> int:
-    """A number of steps that is given in iterations or in samples."""
+    """Steps given in iterations or in samples."""
     iterations: Any = args.get(f"{name}_iters")
     samples: Any = args.get(f"{name}_samples")
     if samples:

@@ -1,4 +1,4 @@
-"""The command that starts a training with Megatron-LM: its Python file, its arguments and its ranks."""
+"""The command of a Megatron-LM training run: Python file, arguments and ranks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ _WORLD = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingCommand:
-    """A command that starts a training."""
-
     script: str
     """The Python file; empty if only arguments are given."""
     flags: tuple[str, ...]
     world: World
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that are set for it."""
+    """Variables that are set for the command."""
 
 
 def read_command(words: Sequence[str]) -> TrainingCommand:
-    """Read the words of a command; without a Python file among them they are the arguments alone."""
+    """Without a Python file, all words are arguments."""
     place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     if place is None:
         return TrainingCommand("", tuple(words), World())
@@ -41,7 +39,7 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
 
 
 def _world(words: Sequence[str]) -> World:
-    """The ranks, from the options of the launcher before the Python file."""
+    """The ranks, from the launcher's options before the Python file."""
     found: dict[str, Any] = {}
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""From Megatron-LM's arguments to the settings of a run."""
+"""Translates Megatron-LM's arguments to the settings of a run."""
 
 from __future__ import annotations
 
@@ -23,26 +23,22 @@ _OTHER_SCRIPTS = ("bert", "t5", "mamba", "vision", "vlm", "retro", "ict", "bienc
 
 @dataclass(frozen=True, slots=True)
 class MegatronTranslation:
-    """A run of Megatron-LM: its settings but for the model, and the model as Megatron-LM's arguments."""
+    """A Megatron-LM run: its settings except the model, and the model as Megatron-LM's arguments."""
 
     translation: Translation
     model: dict[str, Any]
-    """Arguments as in a Megatron-LM checkpoint; without ``padded_vocab_size`` if no argument gives the vocabulary
-    size. Empty if the settings name the model."""
+    """As in a Megatron-LM checkpoint; without ``padded_vocab_size`` if no argument gives the vocabulary size. Empty if
+    the settings name the model.
+    """
 
 
 def translate_command(
     command: TrainingCommand, more: Sequence[str] = (), name: str = "megatron"
 ) -> MegatronTranslation:
-    """Translate the command that starts a training.
+    """Translate the command that starts a training run.
 
-    Args:
-        command: of the training.
-        more: further arguments of Megatron-LM, which win.
-        name: of the run folder, if the run saves nothing.
-
-    Raises:
-        UsageError: arguments are unknown, wrong, or would make another run; all of them are named.
+    ``more`` are further Megatron-LM arguments, which win. ``name`` is the run folder if the run saves nothing. A
+    UsageError contains all errors.
     """
     if any(other in PurePath(command.script).stem.split("_") for other in _OTHER_SCRIPTS):
         raise UsageError(
@@ -57,11 +53,7 @@ def translate_command(
 
 
 def translate_arguments(args: Arguments, world: World, name: str, *, model: bool = True) -> MegatronTranslation:
-    """Translate arguments, wherever they come from; without ``model`` they do not describe the model.
-
-    Raises:
-        UsageError: arguments are missing or wrong, or would make another run; all of them are named.
-    """
+    """Without ``model``, ``args`` do not describe the model. A UsageError contains all errors."""
     translation = Translation("sft" if args.get("sft") else "pretrain", world=world)
     take_megablocks(args)
     put_out(args, translation, name)

@@ -1,7 +1,6 @@
-"""Arguments of Megatron-LM that Isthmus does not support, by the reason.
+"""Arguments of Megatron-LM that Isthmus does not support, by reason.
 
-Names are those of Megatron-LM's own code. ``name=value`` gives the default, which has no effect; without a value it is
-false, null or empty.
+``name=value`` gives the default, which has no effect; without a value it is false, null or empty.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ UNSUPPORTED: dict[str, str] = {
         output_bert_embeddings bert_embedder_type=megatron
     """,
 }
-"""Left out, with a remark."""
+"""Ignored, with a remark."""
 
 REFUSED: dict[str, str] = {
     "the global batch size of a run is constant: give --global-batch-size alone": """
@@ -109,4 +108,4 @@ REFUSED: dict[str, str] = {
     """,
     "give its content as arguments": "data_args_path per_split_data_args_path yaml_cfg",
 }
-"""An error: without them it would be another run."""
+"""Errors: without these arguments the run would differ."""

@@ -1,1 +1,1 @@
-"""Primus' experiments with their model files, on its Megatron backend, in the settings of a run."""
+"""Translates Primus experiments with the Megatron backend."""

@@ -26,9 +26,7 @@ class PrimusFile:
 def read_file(path: Path) -> PrimusFile:
     """Read a file with its bases (``bases``, ``extends``, ``includes``) and variables.
 
-    Raises:
-        MissingInput, IOFailure: it does not exist or cannot be read.
-        UsageError: it is not YAML, or a base or a variable is missing; with everything that is wrong.
+    A UsageError contains all errors.
     """
     errors: list[str] = []
     values: dict[str, Any] = {}
@@ -61,13 +59,9 @@ def _settings(path: Path, errors: list[str], within: tuple[Path, ...]) -> Iterat
 
 
 def find_file(name: str, kind: str, experiment: Path, folder: Path | None) -> Path | None:
-    """The file ``name`` of a model or a module (``kind``: ``models`` or ``modules``); None if there is none.
+    """Find the file ``name`` of a model or a module (``kind``: ``models`` or ``modules``).
 
-    It is searched beside the experiment, in ``folder``, in the checkout that contains the experiment, and in the one of
-    ``PRIMUS_PATH``.
-
-    Raises:
-        UsageError: ``folder`` or ``PRIMUS_PATH`` is not a folder.
+    The search order is: beside the experiment, ``folder``, the checkout that contains the experiment, ``PRIMUS_PATH``.
     """
     places = [experiment.parent]
     checkout = os.environ.get(CHECKOUT)

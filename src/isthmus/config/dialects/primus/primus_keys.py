@@ -1,4 +1,4 @@
-"""Primus' own keys beside Megatron-LM's arguments, the defaults of its modules and the names of its models."""
+"""Keys of Primus that Megatron-LM does not have, defaults of its modules and names of its models."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REFUSED: dict[str, str] = {
     """,
     "Isthmus does not support LoRA adapters: leave it out to train all weights": "lora",
 }
-"""Keys by the reason, in the three tables; ``*`` matches the rest of a name."""
+"""Keys by reason, in the three tables; ``*`` matches the rest of a name."""
 PLACES = ("work_group", "user_name", "exp_name", "workspace")
 """Keys of the run folder, which Primus requires."""
 _PRE: dict[str, Any] = {
@@ -87,7 +87,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sft_dataset_split": "train",
     },
 }
-"""Defaults of Primus' modules that differ from Megatron-LM's, for experiments without a checkout of Primus."""
+"""Defaults that differ from Megatron-LM's, for experiments without a checkout of Primus."""
 PRESETS = {
     name.lower(): name.lower().replace("_", "-")
     for name in """
@@ -102,7 +102,7 @@ INEXACT = {
     "qwen2.5": "Primus' file has no QKV bias, the model has",
     "qwen3": "Primus' file has no QK norm, the model has",
 }
-"""How a model file of Primus differs from the model of its name; the longest matching prefix is used."""
+"""How Primus' model files differ from the models; the longest matching prefix is used."""
 CONFIG_KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -117,4 +117,4 @@ CONFIG_KEYS = {
     "vocab_size": "vocab_size",
     "padded_vocab_size": "vocab_size",
 }
-"""Arguments that can override a preset's model, and the key in its ``config.json``."""
+"""Arguments that can override a preset's model, and the keys in its ``config.json``."""

@@ -1,4 +1,4 @@
-"""From an experiment of Primus to the settings of a run."""
+"""Translates a Primus experiment to the settings of a run."""
 
 from __future__ import annotations
 
@@ -32,16 +32,9 @@ _SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "max_position
 
 
 def translate_experiment(path: Path, models: Path | None = None) -> MegatronTranslation:
-    """Translate an experiment.
+    """Translate an experiment, or its part with ``model`` and ``overrides``.
 
-    Args:
-        path: the experiment, or its part with ``model`` and ``overrides``.
-        models: a folder with model files.
-
-    Raises:
-        MissingInput, IOFailure: the file does not exist or cannot be read.
-        UsageError: it is not an experiment of the Megatron backend, or cannot be translated; with everything that is
-            wrong.
+    ``models`` is a folder with model files. A UsageError contains all errors.
     """
     file = read_file(path)
     module, module_name = _module(file)
@@ -82,7 +75,7 @@ def translate_experiment(path: Path, models: Path | None = None) -> MegatronTran
 
 
 def _module(file: PrimusFile) -> tuple[dict[str, Any], str]:
-    """The module that trains, and its name."""
+    """The training module, and its name."""
     modules = file.values.get("modules")
     if modules is None:
         # A file with one module's keys; read_file has applied its overrides.
@@ -109,7 +102,6 @@ def _add_defaults(
     models: Path | None,
     remarks: list[OptionRemark],
 ) -> None:
-    """Add the defaults of the module."""
     found = find_file(config, "modules", path, models)
     if found is not None:
         values, where = read_file(found).values, found.name
@@ -151,7 +143,7 @@ def _set(
     *,
     implicit: bool = False,
 ) -> None:
-    """Set one key; ``strange`` collects unknown keys of Primus' own files, None makes them errors."""
+    """``strange`` collects unknown keys of Primus' own files; with None they are errors."""
     if (found := _primus_key(key)) is not None:
         status, why = found
         on = bool(value) and (not isinstance(value, dict) or bool(value.get("enabled")))
@@ -179,12 +171,11 @@ def _set(
 
 
 def _line(key: str, value: Any) -> str:
-    """A key and its value as in YAML."""
     return f"{key}: {json.dumps(value) if value is None or isinstance(value, bool | list | dict) else value}"
 
 
 _CARRIED = (*PLACES, "auto_continue_train", "disable_last_saving", "sft_dataset_name", "sft_dataset_split", "hf_path")
-"""Keys that are translated here, not with Megatron-LM's."""
+"""Keys that are translated in this file, not with Megatron-LM's."""
 
 
 def _primus_key(key: str) -> tuple[Any, str] | None:
@@ -233,7 +224,6 @@ def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[
 
 
 def _put_preset(translation: Translation, preset: str, args: Arguments, overrides: Mapping[str, Any]) -> None:
-    """Use a preset as the model, with the run's overrides of it."""
     words, preset = f"model: {preset}.yaml", preset.lower()
     rest = dict(translation.settings)
     translation.settings.clear()

@@ -45,7 +45,6 @@ _REMARKS = (
 
 
 def read_deepseek(v: Variables) -> ScriptRun:
-    """Translate the variables of the script."""
     t = Translation(recipe="pretrain")
     t.put("model.path", "preset:deepseek-v2-lite", "MODEL_SIZE=16B in the script")
     t.put("model.config.initializer_range", 0.008, "--init-method-std 0.008")

@@ -78,7 +78,6 @@ _REMARKS = (
 
 
 def read_llama(script: str, v: Variables) -> ScriptRun:
-    """Translate the variables of one of the two scripts."""
     t = Translation(recipe="pretrain")
     size = v.text("MODEL_SIZE", "70").upper().removesuffix("B")
     if size not in _MODELS[script]:

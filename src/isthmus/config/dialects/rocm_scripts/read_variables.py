@@ -13,16 +13,10 @@ SCRIPTS = ("llama2", "llama3", "deepseek_v2")
 
 
 def read_script(script: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> ScriptRun:
-    """The run that ``train_<script>.sh`` would start, with remarks on variables without an equal setting.
+    """The run of ``train_<script>.sh``, with remarks on variables without an equal setting.
 
-    Args:
-        script: one of ``SCRIPTS``.
-        environment: the script's variables are read from it.
-        arguments: ``NAME=VALUE``, which win: variables of the script, dotted settings, or variables of libraries such
-            as ``NCCL_IB_HCA``.
-
-    Raises:
-        UsageError: with all errors: unknown arguments, wrong values, and values that Isthmus does not support.
+    ``arguments`` are ``NAME=VALUE`` and win over the environment: variables of the script, dotted settings, or library
+    variables such as ``NCCL_IB_HCA``. A UsageError contains all errors.
     """
     of = deepseek_script if script == "deepseek_v2" else llama_script
     v = Variables(of.VARIABLES, environment, arguments, exported=EXPORTED)
@@ -45,12 +39,12 @@ def remark_on_full_nodes(script: str, run: ScriptRun) -> None:
 
 
 def batch_names(script: str) -> tuple[str, str]:
-    """The script's variables of micro batch size and global batch size."""
+    """The variables of micro batch size and global batch size."""
     return "MBS", "GBS" if script == "deepseek_v2" else "BS"
 
 
 def started(run: ScriptRun, now: datetime) -> ScriptRun:
-    """Fill the start time into the folder names of a run."""
+    """Fill the start time into folder names."""
     stamp = now.strftime("%Y%m%d_%H%M%S" if run.script == "train_deepseekv2.sh" else "%Y-%m-%d_%H-%M-%S")
     for name in ("log_folder", "train_log"):
         setattr(run, name, getattr(run, name).replace(TIME, stamp))

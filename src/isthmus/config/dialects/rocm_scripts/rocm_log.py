@@ -13,19 +13,9 @@ _FIGURES = {
 
 
 def summary(log: str, *, tokens_per_step: int, ranks: int, skip: int = 2, with_throughput: bool = True) -> list[str]:
-    """Means over the iterations of a log without the first ``skip`` and the last; over all if the run is too short.
+    """One line per mean over the iterations, without the first ``skip`` and the last; over all if the run is too short.
 
-    ROCm's validation suite and dashboards for the scripts read these lines.
-
-    Args:
-        log: the content, in Megatron-LM's format.
-        tokens_per_step: of all ranks.
-        ranks: on all nodes.
-        skip: number of warm-up iterations.
-        with_throughput: whether to include TFLOP/s.
-
-    Returns:
-        One line per mean; none if the log has no iterations.
+    ROCm's validation suite and dashboards read these lines. ``tokens_per_step`` counts all ranks, ``ranks`` all nodes.
     """
     iterations = [line for line in log.splitlines() if re.search(r"\biteration +\d+/ *\d+ \|", line)]
     counted = iterations[skip:-1] or iterations

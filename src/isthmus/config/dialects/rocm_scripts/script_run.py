@@ -1,4 +1,4 @@
-"""The run of a training script of ROCm's Megatron-LM, and the variables that all scripts have."""
+"""The run of a ROCm Megatron-LM training script, and the variables that all scripts have."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EXPORTED = (
     *("HIPBLASLT_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"),
     *("TOKENIZERS_PARALLELISM", "HF_TOKEN", "HF_HOME", "HF_ENDPOINT"),
 )
-"""Variables for libraries, which an argument can set too; a name that ends in _ is a prefix."""
+"""Variables for libraries, which arguments can set too; a name that ends in _ is a prefix."""
 TIME = "<time>"
-"""Placeholder in file and folder names for the start time of the run."""
+"""Placeholder for the start time in file and folder names."""
 NODE = 8
-"""GPUs per node for which the scripts are written."""
+"""GPUs per node that the scripts expect."""
 TE_TUNING = (
     "it tunes the GEMMs of TransformerEngine, which Isthmus does not use. PYTORCH_TUNABLEOP_ENABLED=1 in the "
     "environment tunes those of PyTorch, with slow first steps"
@@ -37,35 +37,28 @@ NO_CACHE = "Isthmus has no index cache; prepared files are memory-mapped"
 
 @dataclass(slots=True)
 class ScriptRun:
-    """The run that a script would start."""
-
     script: str
-    """Its file name."""
     translation: Translation
     log_folder: str
     train_log: str
-    """The script's log file."""
     tee: bool
-    """Whether the log is also printed on the terminal."""
+    """Whether the log is also printed."""
     dry_run: bool = False
     no_training: bool = False
     """Only summarize an existing log file."""
     summary_from: int = 2
     """Number of first iterations that the means exclude; they exclude the last one too."""
     with_throughput: bool = True
-    """Whether the script's summary has the TFLOP/s."""
+    """Whether the summary has the TFLOP/s."""
     exports: dict[str, str] = field(default_factory=dict)
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A setting of the translation."""
         return self.translation.settings.get(name, default)
 
     def misfit(self, ranks: int, names: tuple[str, str]) -> str | None:
         """Why the ranks do not divide the global batch; None if they do, or if the layout does not fit the ranks.
 
-        Args:
-            ranks: total number.
-            names: the variables of micro batch size and global batch size.
+        ``names``: variables of micro batch size and global batch size.
         """
         model_ranks = self.setting("parallel.tp", 1) * self.setting("parallel.pp", 1) * self.setting("parallel.cp", 1)
         if ranks % model_ranks:
@@ -112,7 +105,7 @@ def read_world(v: Variables, port: int | None, translation: Translation) -> Worl
 
 
 def of_all_nodes(name: str, world: World) -> str:
-    """A script's folder name without the parts that differ by node: the ranks of a run share one folder."""
+    """Remove the parts of a folder name that differ by node: the ranks of a run share one folder."""
     if world.nnodes == 1:
         return name
     return name.replace(f"_rank{world.node_rank}_", "_").replace(f"/{TIME}", "").replace(f"-{TIME}", "")
@@ -121,12 +114,8 @@ def of_all_nodes(name: str, world: World) -> str:
 def put_data(t: Translation, v: Variables, *, default_path: str, prefix_of: str, implied: bool) -> bool:
     """Translate mock data or data files; returns whether it is mock data.
 
-    Args:
-        t: the translation.
-        v: the variables.
-        default_path: read with MOCK_DATA=0 and without DATA_PATH.
-        prefix_of: the variable of ``default_path``.
-        implied: whether DATA_PATH alone selects real data, as in newer scripts.
+    ``default_path`` is read with MOCK_DATA=0 and without DATA_PATH; ``prefix_of`` is its variable. With ``implied``
+    DATA_PATH alone selects real data, as in newer scripts.
     """
     path = v.text("DATA_PATH", "") if "DATA_PATH" in v.known else ""
     mock = v.switch("MOCK_DATA", not (implied and path))
@@ -169,7 +158,7 @@ def put_null_tokenizer(t: Translation, v: Variables, vocab_size: int) -> None:
 
 
 def remark_on(t: Translation, v: Variables, remarks: Sequence[tuple[str, str | None, Any, str]]) -> None:
-    """Add the remarks (variable, its value or None for any, status, reason) that apply."""
+    """``remarks``: (variable, its value or None for any, status, reason)."""
     for name, value, status, why in remarks:
         if v.is_given(name) and (value is None or v.given[name] == value):
             t.remark(v.origin(name), status, why)
