@@ -74,7 +74,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.spec import layer_spec
     from isthmus.families.registry import all_families
-    from isthmus.families.rules.shard import pieces, whole
+    from isthmus.families.rules.shard import tensor_slices, unsharded
 
     family = "deepseek_v3" if kind == "latent" else "qwen3"
     heads = sizes["num_attention_heads"]
@@ -132,7 +132,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     state, live = theirs.state_dict(), dict(ours.named_parameters())
     for placed in all_families()[family].placements(arch).values():
         if (own := placed.canonical.removeprefix("decoder.layers.0.")) in live:
-            for piece in pieces(placed.rule, arch, whole(arch), placed.expert):
+            for piece in tensor_slices(placed.rule, arch, unsharded(arch), placed.expert):
                 name = placed.hf[piece.part].removeprefix("model.layers.0.")
                 state[name][piece.hf] = piece.view(live[own].detach())
     theirs.load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, writ
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.sample_views import chat_samples
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
-from isthmus.demo.python_docs import python_documentation, write_chats
+from isthmus.demo.python_docs import python_documentation
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from isthmus.recipes.data.prepare import tokenize_files
@@ -97,7 +98,7 @@ def make_workload(
 
     if data is None:
         data = folder / "python-documentation.jsonl"
-        write_chats(python_documentation(), data)
+        _write_documentation(data)
     if tokenizer is None:
         chosen = Tokenizer(train_tokenizer(data.read_text(encoding="utf-8").splitlines(), vocab_size=8192))
     else:
@@ -140,3 +141,13 @@ def _write_model(folder: Path, shape: Shape) -> int:
     model: Any = Qwen3ForCausalLM(Qwen3Config(**asdict(shape), rope_parameters=rope, bos_token_id=1, eos_token_id=2))
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _write_documentation(path: Path) -> None:
+    """Write a question about each documented object of the standard library, and its docstring as the answer."""
+    with path.open("w", encoding="utf-8") as file:
+        for entry in python_documentation():
+            if entry.doc:
+                question = {"role": "user", "content": f"What is {entry.reference}?"}
+                record = {"messages": [question, {"role": "assistant", "content": entry.document.strip()}]}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
