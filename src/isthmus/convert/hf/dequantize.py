@@ -1,4 +1,4 @@
-"""Presents quantized weights as plain tensors, dequantized slice by slice."""
+"""Dequantizes weights slice by slice."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from isthmus.hf.tensors.quantization import Quantization
 from isthmus.hf.tensors.safetensors_format import Bounds, bounds_of, steps_of
 
 _TILE_VALUES = 1 << 18
-"""Values that are dequantized at a time, which bounds the memory."""
+"""Values dequantized at a time, to bound memory."""
 
 
 class DequantizedWeights:
-    """The tensors of a source with values in place of codes and scales; all others are unchanged."""
+    """A source with values in place of codes and scales; other tensors are unchanged."""
 
     def __init__(self, source: WeightSource, quantization: Quantization, dtype: torch.dtype) -> None:
-        """Match codes with their scales, which must be complete; values are presented in ``dtype``."""
+        """Match codes with scales, both of which must be complete; values have ``dtype``."""
         self._source, self._quantization = source, quantization
         self._codes: dict[str, str] = {}
         self.tensors: dict[str, TensorMeta] = {}
@@ -53,11 +53,10 @@ class DequantizedWeights:
 
     @property
     def num_dequantized(self) -> int:
-        """Number of quantized tensors."""
         return len(self._codes)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """One slice; ``into``, if given, is filled and returned. Only codes and scales of the slice are read."""
+        """Reads only the codes and scales of the slice."""
         if name not in self._codes:
             return self._source.read(name, index, into=into)
         meta = self.tensors[name]
@@ -74,13 +73,13 @@ class DequantizedWeights:
             places = self._quantization.places(tile)
             codes, scales = (self._source.read(*place) for place in zip(stored, places, strict=True))
             here = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(tile, bounds, strict=True))
-            # Rounded to the dtype first, so that the values do not depend on the target's dtype.
+            # Round first, so that values do not depend on the target's dtype.
             target[here].copy_(self._quantization.values(codes, scales, tile).to(meta.dtype))
         return target
 
 
 def _tiles(bounds: Bounds, axis: int) -> Iterator[Bounds]:
-    """Split a slice into its matrices if it has more than two dimensions, and each of them along ``axis``."""
+    """Split a slice into matrices, and each matrix along ``axis``."""
     if len(bounds) > 2:
         (first, last), *rest = bounds
         yield from (((at, at + 1), *tile) for at in range(first, last) for tile in _tiles(tuple(rest), axis))

@@ -1,4 +1,4 @@
-"""Reads Hugging Face tensors as Megatron-Core's, a few rows at a time."""
+"""Reads Hugging Face tensors under canonical names, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from isthmus.families.rules.shard import hf_slices
 
 
 class HfWeights:
-    """The tensors of a Hugging Face model under canonical names."""
-
     def __init__(self, source: WeightSource, family: Family, arch: Architecture) -> None:
-        """Check that the source has exactly the tensors of the model (see ``check_coverage``)."""
         check_coverage(source, family, arch)
         self.source, self._arch = source, arch
         self._placements = unique_placements(family, arch)
@@ -27,7 +24,7 @@ class HfWeights:
         return str(self.source)
 
     def dtype(self, canonical: str) -> torch.dtype:
-        """Element type of a tensor; a UsageError if the Hugging Face tensors that form it differ in dtype."""
+        """A UsageError if the Hugging Face tensors that form it differ in dtype."""
         found = {name: self.source.tensors[name].dtype for name in self._placements[canonical].hf}
         if len(set(found.values())) > 1:
             dtypes = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in found.items())
@@ -35,7 +32,7 @@ class HfWeights:
         return next(iter(found.values()))
 
     def read(self, canonical: str, rows: slice) -> Tensor:
-        """Rows of a whole tensor; if its parts have different dtypes, in the widest of them."""
+        """In the widest dtype of its parts."""
         placed = self._placements[canonical]
         height = rows.stop - rows.start
         dtypes = [self.source.tensors[name].dtype for name in placed.hf]

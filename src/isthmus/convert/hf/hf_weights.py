@@ -1,4 +1,4 @@
-"""Opens the weights of a Hugging Face folder under the names of its family: safetensors or .bin, plain or quantized."""
+"""Opens the weights of a Hugging Face folder: safetensors or .bin, plain or quantized."""
 
 from __future__ import annotations
 
@@ -22,25 +22,13 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class OpenedHfWeights:
-    """Weights of a Hugging Face folder, the architecture, and notes for the user on how they were read."""
-
     source: WeightSource
     arch: Architecture
     notes: tuple[str, ...]
 
 
 def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> OpenedHfWeights:
-    """Open the weights of a folder; ``check_coverage`` decides whether they are those of the family.
-
-    Args:
-        folder: the model.
-        family: names of the tensors.
-        bin: read ``pytorch_model*.bin`` instead of safetensors.
-
-    Raises:
-        UsageError: the quantization or the model is not supported.
-        MissingInput, DataError, UnsafeInput: files are missing, damaged, or would run code.
-    """
+    """Open the weights of a folder without checking them against the family (``check_coverage`` does that)."""
     notes: list[str] = []
     source: WeightSource = BinWeights(folder.path) if bin else folder
     if folder.quantization is not None:
@@ -56,10 +44,10 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
 
 
 class PrefixedWeights:
-    """Tensors of a base model that was saved alone, under their names in the whole model."""
+    """Tensors of a separately saved base model, under their names in the whole model."""
 
     def __init__(self, source: WeightSource, prefix: str, names: Container[str]) -> None:
-        """Add the prefix to the tensors whose name is in ``names`` with it."""
+        """Add the prefix to tensors whose name with prefix is in ``names``."""
         self._source, self._names = source, names
         self.prefix = prefix
         self.tensors: dict[str, TensorMeta] = {
@@ -70,12 +58,11 @@ class PrefixedWeights:
         return str(self._source)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """One slice; ``into``, if given, is filled and returned."""
         return self._source.read(name.removeprefix(self.prefix) if name in self._names else name, index, into=into)
 
 
 def _add_prefix(source: WeightSource, family: Family, config: Mapping[str, Any]) -> PrefixedWeights | None:
-    """The source with the base model's prefix (``model.``) on its names, if it has the whole model without it."""
+    """The source with the base model's prefix (``model.``), if all names lack it; else None."""
     rule = next(rule for rule in family.rules if rule.canonical == "embedding.word_embeddings.weight")
     embedding, present = rule.parts[0].name, source.tensors
     base, _, rest = embedding.partition(".")
@@ -91,5 +78,5 @@ def _add_prefix(source: WeightSource, family: Family, config: Mapping[str, Any])
 
 
 def config_dtype(config: Mapping[str, Any], default: torch.dtype) -> torch.dtype:
-    """The dtype in a config, in which its weights were saved or from which they were quantized."""
+    """The dtype of the saved weights, or before quantization."""
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), default)

@@ -19,15 +19,13 @@ INDEX_FILE = "pytorch_model.bin.index.json"
 
 
 def has_bin(folder: Path) -> bool:
-    """Whether the folder has such files."""
     return (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
 
 
 class BinWeights:
-    """The tensors of a folder's ``.bin`` files, read slice by slice; tied tensors share their bytes in the file."""
+    """Tensors of ``.bin`` files, read slice by slice; tied tensors share their bytes in the file."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the files, and check the index against them."""
         self._folder = folder
         self._reader = TensorReader()
         if not has_bin(folder):
@@ -51,7 +49,6 @@ class BinWeights:
         return str(self._folder)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """One slice; ``into``, if given, is filled and returned."""
         info = self._found[name]
         if isinstance(info, TensorInfo):
             return self._reader.read(info, index, into=into)

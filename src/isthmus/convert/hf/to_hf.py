@@ -1,4 +1,4 @@
-"""Writes the tensors of a Hugging Face folder from Megatron-Core's, a few rows at a time."""
+"""Writes canonical tensors into a Hugging Face folder, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HfWriter(Destination):
     """Safetensors files of at most 5 GB, and their index."""
 
     def __init__(self, folder: Path, family: Family, arch: Architecture, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Create the files in an existing folder; ``dtypes`` are by canonical name."""
+        """``dtypes`` are by canonical name."""
         self._arch, self._placements = arch, unique_placements(family, arch)
         by_name = {name: dtypes[placed.canonical] for placed in self._placements.values() for name in placed.hf}
         plan = export_plan(family, arch, by_name)
@@ -29,7 +29,6 @@ class HfWriter(Destination):
         self.total_bytes = plan.total_bytes
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
-        """Write these rows of a tensor; returns the bytes written."""
         placed = self._placements[canonical]
         here = (slice(0, rows.stop - rows.start),)
         return sum(

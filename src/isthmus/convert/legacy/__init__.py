@@ -1,1 +1,1 @@
-"""Megatron-LM's legacy ``mp_rank_XX`` checkpoints and their arguments."""
+"""Megatron-LM's legacy ``mp_rank_XX`` checkpoints and their args."""

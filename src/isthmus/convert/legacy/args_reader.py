@@ -1,4 +1,4 @@
-"""Reads Megatron-LM's args by name, with checks of their values."""
+"""Reads and checks Megatron-LM's args."""
 
 from __future__ import annotations
 
@@ -27,36 +27,34 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "rope_type": ("rope", "yarn"),
     "moe_router_score_function": ("softmax", "sigmoid"),
 }
-"""Arguments that change the arithmetic, with the supported values; None is always supported."""
+"""Args that change the model, with their supported values; None is always supported."""
 
 
 class ArgsReader:
-    """The args by name; None counts as missing, as in Megatron-LM's own loader."""
+    """Args by name; None counts as missing, as in Megatron-LM's loader."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         self._args = args
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, or the default if it is missing or None."""
         value = self._args.get(name)
         return default if value is None else value
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """A positive integer, else a DataError."""
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise DataError(f"Megatron-LM's args have {name}={value!r}, not a number above 0.")
         return value
 
     def epsilon(self) -> float:
-        """The epsilon of norms, whose name changed in 0.16."""
+        """The epsilon of norms, renamed in 0.16."""
         value = self.get("layernorm_epsilon", self.get("norm_epsilon"))
         if not isinstance(value, float):
             raise DataError("Megatron-LM's args have no norm_epsilon.")
         return value
 
     def check_supported(self) -> None:
-        """Refuse args that ask for arithmetic that is not supported."""
         for name, supported in _SUPPORTED_VALUES.items():
             if (value := self.get(name)) is not None and value not in supported:
                 raise not_supported(f"{name}={value!r}")
@@ -64,7 +62,7 @@ class ArgsReader:
             raise not_supported("moe_router_load_balancing_type=sinkhorn")
 
     def layers(self, name: str, num_layers: int, *, selected: Callable[[int, int], bool]) -> list[int]:
-        """Layers, from 0, that a list marks with 1; of a frequency, those with ``selected(layer + 1, frequency)``."""
+        """Layers that a list marks with 1; for an integer frequency, those with ``selected(layer + 1, frequency)``."""
         frequency = self.get(name)
         if frequency is None:
             return []
@@ -76,5 +74,4 @@ class ArgsReader:
 
 
 def not_supported(what: str) -> UsageError:
-    """The error for args that no family can express."""
     return UsageError(f"Megatron-LM's args have {what}, which no family can express.")

@@ -1,4 +1,4 @@
-"""Reads Megatron's legacy files, one ``model_optim_rng.pt`` for each rank, a few rows at a time."""
+"""Reads Megatron's legacy checkpoints, one ``model_optim_rng.pt`` per rank, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GROUPED = re.compile(r"(.*mlp\.experts\.)weight([12])")
 
 @dataclass(frozen=True, slots=True)
 class _LocalTensor:
-    """One rank's shard of a tensor, in its file."""
+    """One rank's shard of a tensor."""
 
     info: TensorInfo
     transposed: bool = False
@@ -40,16 +40,10 @@ class _LocalTensor:
 
 
 class LegacyFolder:
-    """The files of all ranks: where each tensor is, by its name in the file."""
+    """The tensors of all ranks by name."""
 
     def __init__(self, path: Path) -> None:
-        """Open the files and find the layout they were written with.
-
-        Raises:
-            UnsafeInput: a file names types that no checkpoint needs.
-            DataError: a file is missing or damaged, or has no model or no args.
-            UsageError: its parallel sizes contradict each other.
-        """
+        """Derive the layout from the args, and check that the files of all ranks exist."""
         self.path = path
         opened = {folder.name: _open(folder / FILE) for folder in sorted(path.glob("mp_rank_*"))}
         some = next(iter(opened.values()))
@@ -78,7 +72,7 @@ class LegacyFolder:
         return str(self.path)
 
     def layers(self) -> list[list[int]]:
-        """Number of layers in each chunk of each stage, as found in the files."""
+        """Number of layers in the files of each chunk of each stage."""
         found = [[0] * self.layout.vpp for _ in range(self.layout.pp)]
         for file, chunks in self.ranks.items():
             for number, names in enumerate(chunks):
@@ -88,10 +82,7 @@ class LegacyFolder:
 
 
 class LegacyWeights:
-    """The tensors of a model in legacy files."""
-
     def __init__(self, folder: LegacyFolder, family: Family, arch: Architecture) -> None:
-        """Find every shard of every tensor."""
         self._folder, self._arch, self._layout = folder, arch, folder.layout
         self._layout.check_sizes(arch)
         self._placements: dict[str, Placement] = {}
@@ -132,11 +123,9 @@ class LegacyWeights:
         return str(self._folder)
 
     def dtype(self, canonical: str) -> torch.dtype:
-        """Element type of a tensor."""
         return self._parts[canonical][0][0].info.dtype
 
     def read(self, canonical: str, rows: slice) -> Tensor:
-        """Rows of a whole tensor, without vocabulary padding."""
         shape = self._placements[canonical].rule.canonical_shape(self._arch)
         found = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=self.dtype(canonical))
         seen: set[tuple[tuple[int | None, int | None], ...]] = set()
@@ -155,7 +144,7 @@ class LegacyWeights:
         return found
 
     def _add_part(self, placed: Placement, file: RankFile, tensor: _LocalTensor) -> list[str]:
-        """Add a rank's shard of a tensor; returns how its shape differs from the expected one, if it does."""
+        """Returns a message if the shape of the shard differs from the expected one."""
         padded = tensor.shape[0] * self._layout.tp if placed.rule.shard == "vocab" else self._arch.vocab_size
         expected, slices = self._shards.shard(placed.rule, file, max(padded, self._arch.vocab_size))
         if tensor.shape != expected:

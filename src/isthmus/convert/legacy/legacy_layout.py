@@ -1,4 +1,4 @@
-"""The layout of a legacy checkpoint: its files, and which rank's file has which part of the model."""
+"""The layout of a legacy checkpoint: its files, and the part of the model in each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isthmus.families.rules.shard import Index, Layout, check_expert_sizes, chec
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """The file of one rank, by its tensor, pipeline, expert and expert-tensor parallel ranks."""
+    """Parallel ranks that identify a file."""
 
     tp: int
     pp: int
@@ -32,11 +32,10 @@ class LegacyLayout:
     vpp: int = 1
     ep: int = 1
     etp: int | None = None
-    """Expert tensor parallel size; None is ``tp``, as in Megatron-LM."""
+    """None is ``tp``, as in Megatron-LM."""
 
     @property
     def expert_tp(self) -> int:
-        """Expert tensor parallel size."""
         return self.etp if self.etp is not None else self.tp
 
     def check_sizes(self, arch: Architecture) -> None:
@@ -58,13 +57,10 @@ class LegacyLayout:
         self.files()
 
     def files(self) -> list[RankFile]:
-        """Every file, stage after stage.
+        """Every file, stage after stage; a UsageError if ranks with different expert shards would share a file.
 
-        Megatron-Core numbers the ranks of a stage with tp fastest for attention, and with etp fastest, then ep, for
-        experts; the name of a file has tp and ep only.
-
-        Raises:
-            UsageError: two ranks with different parts of an expert would have the same file.
+        Megatron-Core numbers the ranks of a stage with tp fastest for attention, and with etp, then ep, for experts.
+        File names contain only tp and ep.
         """
         found: dict[tuple[int, int, int], RankFile] = {}
         for pp in range(self.pp):
@@ -79,12 +75,10 @@ class LegacyLayout:
         return list(found.values())
 
     def folder(self, file: RankFile) -> str:
-        """Name of a rank's folder."""
         stage = f"_{file.pp:03d}" if self.pp > 1 else ""
         return f"mp_rank_{file.tp:02d}{stage}" + (f"_{file.ep:03d}" if self.ep > 1 else "")
 
     def flags(self) -> list[str]:
-        """The flags that Megatron-LM needs for this layout."""
         sizes = {
             "--tensor-model-parallel-size": self.tp,
             "--pipeline-model-parallel-size": self.pp,
@@ -95,15 +89,15 @@ class LegacyLayout:
         return flags if self.expert_tp == self.tp else [*flags, f"--expert-tensor-parallel-size {self.expert_tp}"]
 
     def chunk_key(self, number: int) -> str:
-        """Key of a chunk of layers in a rank's file."""
+        """Key of a chunk of layers in a file."""
         return "model" if self.vpp == 1 else f"model{number}"
 
     def layers_of(self, arch: Architecture) -> list[list[int]]:
-        """Number of layers in each chunk of each stage, when all have the same."""
+        """Number of layers in each chunk of each stage, all equal."""
         return [[arch.num_layers // (self.pp * self.vpp)] * self.vpp for _ in range(self.pp)]
 
     def place(self, canonical: str, arch: Architecture, layers: Sequence[Sequence[int]]) -> list[tuple[int, int, str]]:
-        """(stage, chunk, local name) of a tensor; empty for a tied output layer, unless there are several stages.
+        """(stage, chunk, local name) of a tensor; empty for a tied output layer in a single stage.
 
         ``layers`` is the number of layers in each chunk of each stage.
         """
@@ -121,7 +115,7 @@ class LegacyLayout:
         raise ValueError(f"{canonical} is beyond the last layer of {layers}")
 
     def on_rank(self, local: str, file: RankFile, arch: Architecture) -> str | None:
-        """The tensor's name in a file of its stage, with the local expert number; None if the file lacks the expert."""
+        """The name with the local expert number; None if the file does not have this expert."""
         if (expert := expert_of(local)) is None or arch.moe is None:
             return local
         rank, number = divmod(expert, arch.moe.num_experts // self.ep)
@@ -129,7 +123,7 @@ class LegacyLayout:
 
 
 class ShardTable:
-    """For each rule and rank: the shape of the local tensor, and its slices of the whole; computed once per rule."""
+    """Shape of the local tensor, and its slices of the whole, by rule and rank; computed once."""
 
     def __init__(self, layout: LegacyLayout, arch: Architecture) -> None:
         self._layout, self._arch = layout, arch

@@ -1,8 +1,7 @@
-"""The args that Megatron-LM keeps in a checkpoint, from which its loader takes most of the model.
+"""The args in a Megatron-LM checkpoint, from which its loader builds the model.
 
-Names and meaning are those of Megatron-LM core_v0.16.1: ``megatron/training/arguments.py`` defines them,
-``load_args_from_checkpoint`` in ``checkpointing.py`` restores some of them, and ``gpt_builders.py`` with
-``core_transformer_config_from_args`` builds the model. :mod:`isthmus.convert.legacy.model_from_args` reads them.
+Names and meaning follow Megatron-LM core_v0.16.1: ``megatron/training/arguments.py`` defines the args,
+``load_args_from_checkpoint`` in ``checkpointing.py`` restores some of them, ``gpt_builders.py`` builds the model.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ def megatron_args(
     padded_vocab_size: int | None = None,
     spelling: str = "te",
 ) -> Namespace:
-    """``args`` for a checkpoint with the weights of ``arch`` in ``dtype``.
+    """``layout`` (None: ``torch_dist``) and ``spelling`` are those of a legacy checkpoint.
 
-    ``layout`` and ``spelling`` (``te`` or ``local``) are those of a legacy checkpoint; a ``torch_dist`` has no layout.
-    ``padded_vocab_size`` is the number of embedding rows over all ranks; None if there is no padding.
+    ``padded_vocab_size`` is the number of embedding rows over all ranks; None is without padding.
     """
     format_args: dict[str, Any] = {"ckpt_format": "torch_dist" if layout is None else "torch"}
     if layout is not None and arch.moe is not None:
-        format_args["moe_grouped_gemm"] = spelling == "te"  # torch_dist can be loaded with and without it
+        format_args["moe_grouped_gemm"] = spelling == "te"  # torch_dist loads with and without it
     layout = layout or LegacyLayout()
     return Namespace(
         **model_args(arch),
@@ -57,7 +55,7 @@ def megatron_args(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,
-        # The loader would use a tokenizer type from here instead of the user's.
+        # A tokenizer type here would override the user's.
         tokenizer_type=None,
         tokenizer_model=None,
         vocab_size=arch.vocab_size,
@@ -67,7 +65,7 @@ def megatron_args(
 
 
 def model_args(arch: Architecture) -> dict[str, Any]:
-    """The args of a model, without the features that ``megatron_support.unsupported_features`` names."""
+    """Args of the model, without ``unsupported_features``."""
     biases = bool(has_biases(arch))
     layers = range(arch.num_layers)
     windows = [int(arch.window(layer) is not None) for layer in layers]
@@ -124,7 +122,7 @@ def model_args(arch: Architecture) -> dict[str, Any]:
 
 
 def has_biases(arch: Architecture) -> bool | None:
-    """True if all linear layers have biases, False if none has one except perhaps QKV, None otherwise."""
+    """True if all linear layers have biases, False if none except perhaps QKV, None otherwise."""
     found = {arch.proj_bias} | ({arch.mlp_bias} if arch.moe is None or arch.moe.dense_layers else set())
     if arch.moe is not None:
         found |= {arch.moe.expert_mlp_bias, arch.moe.router_bias}
@@ -134,7 +132,7 @@ def has_biases(arch: Architecture) -> bool | None:
 
 
 def activation_args(arch: Architecture) -> dict[str, Any] | None:
-    """The args of the activation; None if Megatron-LM has no option for it."""
+    """None if Megatron-LM has no option for the activation."""
     fused = has_biases(arch) and arch.moe is None
     match arch.activation, arch.gated:
         case "silu", True:
@@ -189,7 +187,7 @@ def _latent_args(arch: Architecture) -> dict[str, Any]:
 def yarn_mscales(scaling: RopeScaling) -> tuple[float, float] | None:
     """``mscale`` and ``mscale_all_dim`` with the same effect in Megatron-LM; None if there are none.
 
-    Megatron-LM multiplies cosines by the ratio of their effects, and takes 1 for a missing ``mscale``.
+    Megatron-LM multiplies cosines by the ratio of their effects, with 1 for a missing ``mscale``.
     """
     if scaling.attention_factor is not None:
         return None
@@ -199,7 +197,7 @@ def yarn_mscales(scaling: RopeScaling) -> tuple[float, float] | None:
 
 
 def routing_args(moe: Moe) -> dict[str, Any] | None:
-    """The args of the expert routing; None if Megatron-LM has no option for it."""
+    """None if Megatron-LM has no option for this routing."""
     grouped = moe.num_groups > 1
     groups: dict[str, Any] = {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if grouped:

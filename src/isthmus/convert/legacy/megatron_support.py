@@ -1,4 +1,4 @@
-"""What Megatron-LM core_v0.16.1 can build of a model, and the flags it needs beside ``--use-checkpoint-args``."""
+"""What Megatron-LM core_v0.16.1 supports of a model, and the flags it needs beside ``--use-checkpoint-args``."""
 
 from __future__ import annotations
 
@@ -45,10 +45,8 @@ FLAGS_NOT_RESTORED: dict[str, tuple[str, Any]] = {
     "mscale_all_dim": ("--mscale-all-dim", 0.0),
     "mtp_num_layers": ("--mtp-num-layers", None),
 }
-"""Args that ``load_args_from_checkpoint`` does not restore: their flags and the defaults of the parser.
-
-``layernorm_1p`` is among them because the loader looks for it under its older name.
-"""
+"""Flags and defaults of args that ``load_args_from_checkpoint`` does not restore, among them ``layernorm_1p``, which it
+looks up under its older name."""
 _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("layers of the form '{0.form}'", lambda arch: arch.form != "pre"),
     ("norms without a bias", lambda arch: arch.normalization == "LayerNorm" and not arch.norm_bias),
@@ -73,12 +71,12 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
 
 
 def unsupported_features(arch: Architecture) -> list[str]:
-    """Features of a model that Megatron-LM 0.16.1 has no option for; empty if it can build the model."""
+    """Features that Megatron-LM 0.16.1 has no option for."""
     return [text.format(arch) for text, has in _UNSUPPORTED if has(arch)]
 
 
 def required_flags(arch: Architecture) -> list[str]:
-    """Flags that Megatron-LM 0.16.1 needs for this model beside ``--use-checkpoint-args``, quoted for a shell."""
+    """Flags beside ``--use-checkpoint-args``, quoted for a shell."""
     args = model_args(arch)
     return [
         _flag(flag, args[name])

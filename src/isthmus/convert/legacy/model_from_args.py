@@ -1,6 +1,6 @@
-"""Derives the architecture of a Megatron-LM checkpoint from its args; ``megatron_args`` is the other direction.
+"""Derives an architecture from Megatron-LM's args, the inverse of ``megatron_args``.
 
-An argument that the checkpoint lacks has the default of core_v0.16.1's parser.
+Missing args have the defaults of core_v0.16.1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
 
 
 def config_from_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` of the model that Megatron-LM's args describe, in the family that expresses it exactly."""
+    """The ``config.json`` of the family that expresses the args exactly."""
     arch, _ = architecture_from_args(args)
     found = match_family(arch)
     return found.family.to_hf_config(found.arch)
@@ -26,11 +26,8 @@ def config_from_args(args: Mapping[str, Any]) -> dict[str, Any]:
 def architecture_from_args(args: Mapping[str, Any], vocab_size: int | None = None) -> tuple[Architecture, list[str]]:
     """The model that Megatron-LM builds from these args, and notes for the user.
 
-    ``vocab_size`` is the number of embedding rows without padding; None takes it from the args.
-
-    Raises:
-        DataError: an argument is missing or invalid.
-        UsageError: an argument asks for arithmetic that is not supported.
+    ``vocab_size`` is the number of embedding rows without padding; None reads it from the args. A DataError or
+    UsageError if an arg is missing, invalid or not supported.
     """
     known = ArgsReader(args)
     known.check_supported()

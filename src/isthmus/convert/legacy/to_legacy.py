@@ -1,4 +1,4 @@
-"""Writes Megatron's legacy files tensor by tensor: each rank's file is created with holes, which are then filled."""
+"""Writes Megatron's legacy checkpoints: creates each rank's file with holes and fills them tensor by tensor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from isthmus.hf.tensors.parallel_writer import TensorWriter
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 LiveSpelling = Literal["local", "te"]
-"""Tensor names of Megatron-Core's own layers, or of TransformerEngine's with fused norms and grouped experts."""
+"""Tensor names of Megatron-Core's local layers, or of TransformerEngine with fused norms and grouped experts."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class LegacyWriter(Destination):
-    """One ``model_optim_rng.pt`` for each rank of the layout."""
-
     def __init__(
         self,
         folder: Path,
@@ -40,7 +38,7 @@ class LegacyWriter(Destination):
         layout: LegacyLayout,
         spelling: LiveSpelling,
     ) -> None:
-        """Create the files in an existing folder; ``common`` is what is not a tensor, the same in each file."""
+        """``common`` is the content of each file that is not a tensor."""
         self._writer = TensorWriter(folder)
         self._arch, self._dtypes, self._common = arch, dtypes, common
         self._layout, self._spelling = layout, spelling
@@ -60,7 +58,6 @@ class LegacyWriter(Destination):
         )
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
-        """Write these rows of a tensor into every file that has some of them; returns the bytes written."""
         done = 0
         for info, slices in self._parts[canonical]:
             for whole, local in slices:
@@ -70,7 +67,7 @@ class LegacyWriter(Destination):
         return done
 
     def _create_file(self, folder: Path, file: RankFile, tensors: list[tuple[Placement, int, str]]) -> None:
-        """Save a rank's file with holes for the tensors of its stage, and note the offset of each."""
+        """Save a rank's file with holes for its tensors, and record their offsets."""
         layout, spelling = self._layout, spelling_of(self._arch)
         padded = padded_vocab_size(self._arch, layout)
         states: dict[str, dict[str, Any]] = {layout.chunk_key(number): {} for number in range(layout.vpp)}
@@ -97,7 +94,7 @@ class LegacyWriter(Destination):
 
 
 def padded_vocab_size(arch: Architecture, layout: LegacyLayout) -> int:
-    """Rows of the embedding over all ranks, each of which has the same number."""
+    """Rows of the embedding over all ranks."""
     return math.ceil(arch.vocab_size / layout.tp) * layout.tp
 
 

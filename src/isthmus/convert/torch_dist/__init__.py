@@ -1,1 +1,1 @@
-"""Megatron-Core's ``torch_dist`` checkpoints, read and written without a model or process group."""
+"""Megatron-Core's ``torch_dist`` checkpoints, without a model or process group."""

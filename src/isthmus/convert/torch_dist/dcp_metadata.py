@@ -1,7 +1,7 @@
-"""The ``.metadata`` file of a ``torch_dist`` checkpoint, read and written without importing torch.distributed.
+"""Reads and writes the ``.metadata`` file of a ``torch_dist`` checkpoint without importing torch.distributed.
 
-It is a pickle of dataclasses of ``torch.distributed.checkpoint``. The classes here have the same names and fields and
-replace them, so that a file calls nothing in torch, and the import of torch.distributed (half a second) is saved.
+The file is a pickle of dataclasses of ``torch.distributed.checkpoint``. The classes here have the same names and fields
+and replace them, so loading runs no code of torch and saves the import (half a second).
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ METADATA_FILE = ".metadata"
 
 @dataclass
 class ChunkStorageMetadata:
-    """A rectangle of a tensor that is stored contiguously."""
-
     offsets: torch.Size
     sizes: torch.Size
 
@@ -38,7 +36,7 @@ class _MemoryFormat(Enum):
 
 @dataclass
 class TensorProperties:
-    """The dtype of a tensor; the other fields of torch's class are not used."""
+    """The dtype; the other fields of torch's class are not used."""
 
     dtype: torch.dtype
 
@@ -52,8 +50,6 @@ class TensorProperties:
 
 @dataclass
 class TensorStorageMetadata:
-    """A tensor and its chunks."""
-
     properties: TensorProperties
     size: torch.Size
     chunks: list[ChunkStorageMetadata]
@@ -66,7 +62,7 @@ class BytesStorageMetadata:
 
 @dataclass(frozen=True)
 class MetadataIndex:
-    """Key of a chunk: its tensor's name and its offset in the tensor; or of an object."""
+    """Key of a chunk or, without offset, of an object."""
 
     fqn: str
     offset: torch.Size | None = None
@@ -75,7 +71,7 @@ class MetadataIndex:
 
 @dataclass
 class StorageInfo:
-    """File, offset and length in bytes of a chunk's zip archive."""
+    """Location of the zip archive of a chunk, in bytes."""
 
     relative_path: str
     offset: int
@@ -85,13 +81,11 @@ class StorageInfo:
 
 @dataclass
 class StorageMeta:
-    """Ids of the save; not used."""
+    """Not used."""
 
 
 @dataclass
 class Metadata:
-    """Content of the file."""
-
     state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]
     storage_data: dict[MetadataIndex, StorageInfo]
     planner_data: Any = None
@@ -121,7 +115,7 @@ _PLANS = {
     ("torch.distributed.checkpoint.planner", name)
     for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
 }
-"""Megatron-LM stores its save plan to reuse it; it is ignored."""
+"""The save plan that Megatron-LM caches; ignored."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -137,7 +131,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_metadata(path: Path) -> Metadata:
-    """Read a ``.metadata`` file; refuse one that names other classes than the ones above, and run no code of it."""
+    """Run no code from the file; an UnsafeInput if it names classes other than those above."""
     try:
         with path.open("rb") as file:
             found = _Unpickler(file).load()
@@ -151,7 +145,7 @@ def load_metadata(path: Path) -> Metadata:
 
 
 def save_metadata(metadata: Metadata, path: Path) -> None:
-    """Write a ``.metadata`` file that names torch's own classes."""
+    """Write the metadata under the names of torch's classes."""
     content = pickle.dumps(metadata, protocol=2)  # names classes in lines of text, which are replaced below
     for (module, name), ours in _CLASSES.items():
         written = f"c{ours.__module__}\n{ours.__qualname__}\n".encode()

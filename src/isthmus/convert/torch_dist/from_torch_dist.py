@@ -1,4 +1,4 @@
-"""Reads ``torch_dist`` checkpoints a few rows at a time, without a model or a process group."""
+"""Reads ``torch_dist`` checkpoints a few rows at a time."""
 
 from __future__ import annotations
 
@@ -25,16 +25,10 @@ from isthmus.hf.tensors.slice_reader import TensorReader
 
 
 class TorchDistFolder:
-    """The tensors of a checkpoint by key, each put together from its chunks."""
+    """The tensors of a checkpoint by key, assembled from chunks."""
 
     def __init__(self, path: Path) -> None:
-        """Read the metadata, check the size of each file, and check that chunks cover the tensors exactly once.
-
-        Raises:
-            MissingInput: there is no ``.metadata``.
-            UnsafeInput: the metadata would run code or names files outside of the folder.
-            DataError: the metadata is damaged or contradicts itself, or a file is missing or cut short.
-        """
+        """Check the size of each file, and that chunks cover each tensor exactly once."""
         self.path = path
         if not (path / dcp.METADATA_FILE).is_file():
             raise MissingInput(f"{path} has no .metadata, so it is not a torch_dist checkpoint. Give one that is.")
@@ -63,14 +57,12 @@ class TorchDistFolder:
 
     @property
     def args(self) -> dict[str, Any] | None:
-        """The args of the training that wrote the checkpoint; None if it has none."""
         path = self.path / "common.pt"
         common = read_torch_pickle(path) if path.is_file() else {}
         args = common.get("args") if isinstance(common, dict) else None
         return None if args is None else dict(vars(args))
 
     def read(self, place: CheckpointSlot, rows: slice) -> Tensor:
-        """Rows of the tensor at ``place``, put together from its chunks."""
         meta, depth = self.tensors[place.key], len(place.index)
         tail = tuple(meta.size)[depth + 1 :]
         found = torch.empty((rows.stop - rows.start, *tail), dtype=meta.properties.dtype)
@@ -87,7 +79,7 @@ class TorchDistFolder:
         return found
 
     def _chunks_at(self, place: CheckpointSlot) -> list[dcp.ChunkStorageMetadata]:
-        """The chunks of a tensor that overlap the index (layer, expert) of the place."""
+        """The chunks that overlap the index (layer, expert) of the slot."""
         which = place.key, len(place.index)
         if which not in self._chunks:
             found: dict[tuple[int, ...], list[dcp.ChunkStorageMetadata]] = {}
@@ -133,7 +125,7 @@ class TorchDistFolder:
                     )
 
     def _check_chunks(self, key: str, meta: dcp.TensorStorageMetadata) -> None:
-        """Check that each element is in exactly one chunk, counted per cell between the edges of all chunks."""
+        """Check that each element is in exactly one chunk: count chunks per cell between all chunk edges."""
         if not isinstance(meta.properties.dtype, torch.dtype):
             raise TypeError(f"{key} is of type {meta.properties.dtype!r}")
         edges = [
@@ -156,10 +148,7 @@ class TorchDistFolder:
 
 
 class TorchDistWeights:
-    """The tensors of a model in a ``torch_dist`` checkpoint."""
-
     def __init__(self, folder: TorchDistFolder, family: Family, arch: Architecture) -> None:
-        """Find every tensor of the model."""
         self._folder = folder
         self._places: dict[str, CheckpointSlot] = {}
         spelling = spelling_of(arch)
@@ -190,10 +179,8 @@ class TorchDistWeights:
         return str(self._folder)
 
     def dtype(self, canonical: str) -> torch.dtype:
-        """Element type of a tensor."""
         dtype: torch.dtype = self._folder.tensors[self._places[canonical].key].properties.dtype
         return dtype
 
     def read(self, canonical: str, rows: slice) -> Tensor:
-        """Rows of a whole tensor, without vocabulary padding."""
         return self._folder.read(self._places[canonical], rows)

@@ -1,7 +1,7 @@
-"""Writes a ``torch_dist`` checkpoint tensor by tensor; any layout of ranks can load it.
+"""Writes a ``torch_dist`` checkpoint tensor by tensor; any parallel layout can load it.
 
-torch's own writer would hold each tensor twice and compute a checksum that nothing reads. The bytes that ``torch.save``
-puts around a tensor depend on its dtype and shape alone, so they are made once for each of these.
+torch's writer would keep each tensor in memory twice and compute an unused checksum. The bytes that ``torch.save``
+adds around a tensor depend only on its dtype and shape, so they are computed once per dtype and shape.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ FORMAT = {
     "common_backend_version": 1,
 }
 NUM_FILES = 2
-"""Tensors are distributed over so many files: the kernel lets one thread at a time write into a file."""
+"""More than one, because the kernel lets one thread at a time write into a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The bytes that ``torch.save`` puts before and after those of a tensor."""
+    """The bytes of ``torch.save`` before and after those of a tensor."""
 
     before: bytes
     after: bytes
 
 
 class TorchDistWriter(Destination):
-    """The files of a checkpoint: tensors, ``.metadata``, ``metadata.json`` and ``common.pt``."""
+    """Tensor files, ``.metadata``, ``metadata.json`` and ``common.pt``."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class TorchDistWriter(Destination):
         dtypes: Mapping[str, torch.dtype],
         common: Mapping[str, Any],
     ) -> None:
-        """Create the files in an existing folder; ``common`` is what is not a tensor: ``args``, ``iteration`` etc."""
+        """``common`` is the content that is not a tensor: ``args``, ``iteration`` etc."""
         self._frames: dict[tuple[torch.dtype, tuple[int, ...]], _Frame] = {}
         self._folder = folder
         self._metadata = dcp.Metadata({}, {})
@@ -89,7 +89,6 @@ class TorchDistWriter(Destination):
         self._writer = TensorWriter(folder)
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
-        """Write these rows of a tensor, under each of its keys; returns the bytes written."""
         done = 0
         for info in self._infos[canonical]:
             depth = len(info.shape) - chunk.ndim
@@ -98,7 +97,7 @@ class TorchDistWriter(Destination):
         return done
 
     def _add_tensor(self, place: CheckpointSlot, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
-        """Reserve space for a tensor in the smallest file, and add it to the metadata."""
+        """Reserve space in the smallest file, and add the tensor to the metadata."""
         stored = (*(1 for _ in place.index), *shape)
         frame = self._frame(dtype, stored)
         file = min(range(NUM_FILES), key=self._sizes.__getitem__)
@@ -153,10 +152,10 @@ def _saved(content: Any) -> bytes:
 
 
 _EMPTY_OBJECT = _saved([None])
-"""Megatron-Core takes the first element of a list."""
+"""A list, since Megatron-Core reads its first element."""
 
 
 def common_content(args: Namespace) -> dict[str, Any]:
-    """Content of ``common.pt`` that Megatron-LM's loader expects in a checkpoint that starts a training."""
+    """The ``common.pt`` that Megatron-LM's loader expects at the start of a training."""
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}

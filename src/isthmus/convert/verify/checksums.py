@@ -1,4 +1,4 @@
-"""Checksums of a converted model (``checksums.json``): of each tensor, and of the small files."""
+"""Checksums of the tensors and small files of a converted model (``checksums.json``)."""
 
 from __future__ import annotations
 
@@ -18,36 +18,32 @@ _ALGORITHM = "xxh3_64"
 
 
 class TensorChecksums:
-    """Checksums of tensors whose rows arrive in order; each tensor may be updated by another thread."""
+    """Rows of a tensor must arrive in order; different tensors may be updated by different threads."""
 
     def __init__(self) -> None:
         self._states: dict[str, xxhash.xxh3_64] = {}
         self._lock = threading.Lock()
 
     def update(self, canonical: str, chunk: Tensor) -> None:
-        """Add the next rows of a tensor."""
         with self._lock:
             state = self._states.setdefault(canonical, xxhash.xxh3_64())
         state.update(byte_view(chunk.contiguous()))
 
     def result(self) -> dict[str, str]:
-        """The checksums by canonical name."""
+        """By canonical name."""
         return {name: state.hexdigest() for name, state in sorted(self._states.items())}
 
 
 def write_checksums(folder: Path, tensors: Mapping[str, str], small_files: Iterable[Path]) -> None:
-    """Write the checksums of tensors, and those of the small files, into the folder."""
     files = {str(path.relative_to(folder)): _file_checksum(path) for path in sorted(small_files)}
     content = {"algorithm": _ALGORITHM, "files": files, "tensors": dict(tensors)}
     (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read_checksums(folder: Path) -> Mapping[str, str]:
-    """The checksums of the tensors, after a check of the small files; empty if the folder has no checksums.
+    """Check the small files, and return the checksums of the tensors; empty without ``checksums.json``.
 
-    Raises:
-        DataError: the list cannot be read, or a small file has changed.
-        UnsafeInput: the list names a file outside of the folder.
+    A DataError if a small file has changed.
     """
     path = folder / FILE
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Compares two models on disk, in any formats: their configs, tensors bit by bit, and optionally their logits."""
+"""Compares two models on disk in any formats: configs, tensors bit by bit, and optionally logits."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ from isthmus.families.rules.rule import Shape
 
 @dataclass(frozen=True, slots=True)
 class ModelComparison:
-    """Two models that are the same, and what was compared."""
+    """Result of the comparison of two equal models."""
 
     formats: tuple[str, str]
     family: str
     num_tensors: int
     num_bytes: int
     checksums: tuple[bool, ...]
-    """For each side, whether it had checksums, which were checked then."""
+    """For each model, whether it has checksums; they are verified then."""
     logits: LogitsDifference | None = None
-    """The difference of the logits, if it was asked for."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name, those of the logits among them."""
         fields = asdict(self)
         logits = fields.pop("logits") or {}
         return fields | {
@@ -56,15 +54,15 @@ def compare_models(
     logits: LogitsCheck | None = None,
     progress: Progress = lambda done, total: None,
 ) -> ModelComparison:
-    """Compare two models; they are the same if their configs have the same meaning and all tensors the same bits.
+    """Compare two models: equal models have equivalent configs and bitwise equal tensors.
 
     Args:
         first: a Hugging Face folder or a Megatron checkpoint.
         second: the same.
         hf_like: config of a checkpoint that has none.
-        bin: read ``pytorch_model*.bin`` instead of safetensors, from a Hugging Face folder that has these.
+        bin: read ``pytorch_model*.bin`` instead of safetensors, where present.
         logits: also run both models and compare their logits, even if the models differ.
-        progress: called with the bytes compared and the total bytes.
+        progress: called with (bytes done, total bytes).
 
     Raises:
         CheckFailed: they differ; the message names where.
@@ -96,7 +94,7 @@ def compare_models(
 
 
 def _compare_tensors(a: OpenedModel, b: OpenedModel, progress: Progress) -> tuple[ModelComparison, str]:
-    """Compare the tensors of two models with the same tensor names and shapes; describes their differences, if any."""
+    """Compare tensors of equal names and shapes; the string describes differences, if any."""
     sides = (a, b)
     placements = unique_placements(a.family, a.arch)
     specs = {name: TensorSpec(a.weights.dtype(name), shape) for name, shape in _shapes(a).items()}
@@ -142,14 +140,14 @@ def _check_checksums(side: OpenedModel, expected: Mapping[str, str], found: Mapp
 
 
 def _open_both(first: Path, second: Path, hf_like: Path | None, bin: bool) -> tuple[OpenedModel, OpenedModel]:
-    """Open both; if one has no config, the other settles what its args leave open."""
+    """If one model has no config, the other supplies what its args leave open."""
     a = _open(first, hf_like, bin)
     b = _open(second, hf_like, bin, a)
     return (a if a.hf_folder is not None else _open(first, hf_like, bin, b)), b
 
 
 def _open(path: Path, hf_like: Path | None, bin: bool, alike: OpenedModel | None = None) -> OpenedModel:
-    """Apply ``--hf-like`` and ``--bin`` only to a side that needs them."""
+    """Apply ``--hf-like`` and ``--bin`` only where needed."""
     is_checkpoint = path.exists() and checkpoint_folder(path) is not None
     options = SourceOptions(hf_like=hf_like if is_checkpoint else None, bin=bin and has_bin(path))
     return open_model(path, options, alike=alike)
@@ -158,13 +156,13 @@ def _open(path: Path, hf_like: Path | None, bin: bool, alike: OpenedModel | None
 def _compare_configs(a: OpenedModel, b: OpenedModel) -> list[str]:
     if a.family is not b.family:
         return [f"family {a.family.name} and {b.family.name}"]
-    # The standard deviation for initial weights does not matter to a model that has weights.
+    # A model with weights does not use init_std.
     ours, theirs = (asdict(replace(side.arch, init_std=0.0)) for side in (a, b))
     return list(_differing_fields(ours, theirs))
 
 
 def _differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Fields that differ, with the fields inside of those that both have, such as ``rope_scaling.factor``."""
+    """Fields that differ, with nested ones as ``rope_scaling.factor``."""
     for name, one in ours.items():
         other = theirs[name]
         if isinstance(one, Mapping) and isinstance(other, Mapping):

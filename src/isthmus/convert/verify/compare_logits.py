@@ -1,7 +1,7 @@
-"""Runs two models on disk in float32 on the same tokens and compares their logits.
+"""Compares the float32 logits of two models on disk on the same tokens.
 
-transformers runs a Hugging Face folder, Megatron-Core a checkpoint. A comparison of the two therefore also checks the
-arithmetic and the interpretation of the config, not only the weights.
+transformers runs Hugging Face folders, Megatron-Core runs checkpoints. Comparing the two also checks the model
+implementation and the config, not only the weights.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from isthmus.errors import UsageError
 
 TOLERANCE = 1e-4
 _KL_ROWS = 64
-"""Rows of logits that are in float64 at a time."""
+"""Rows converted to float64 at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsCheck:
-    """How to compare logits: the largest difference that counts as equal, and the length of a sample (None: 64).
-
-    ``by_layer`` loads the weights layer by layer even if there is memory for all of them.
-    """
+    """``tokens`` is the length of a sample (None: 64); ``by_layer`` loads weights layer by layer even if all fit."""
 
     tolerance: float = TOLERANCE
     tokens: int | None = None
@@ -38,10 +35,9 @@ class LogitsCheck:
 
 @dataclass(frozen=True, slots=True)
 class LogitsDifference:
-    """Difference of the logits of two models.
+    """``mean_kl_nats`` is KL(first || second) of the next-token distribution, mean over tokens.
 
-    ``mean_kl_nats`` is the Kullback-Leibler divergence of the second model's next-token distribution from the first's,
-    mean over tokens. ``where`` names the first layer after which hidden states differ, and ``how`` what was run.
+    ``where`` is the first layer whose output differs; ``how`` describes the run.
     """
 
     max_abs: float
@@ -65,13 +61,9 @@ class LogitsDifference:
 def compare_logits(
     a: OpenedModel, b: OpenedModel, check: LogitsCheck, progress: Progress = lambda done, total: None
 ) -> LogitsDifference:
-    """Run both models on the same random tokens and compare their logits.
+    """Run both models on the same random tokens; ``progress`` counts float32 bytes of weights.
 
-    ``progress`` is called with the float32 bytes of the weights used so far, and of all.
-
-    Raises:
-        UsageError: one of them cannot be run, the vocabularies differ in size, or a layer does not fit into memory.
-        DataError: the weights are not those that transformers expects.
+    A UsageError if one cannot be run, the vocabulary sizes differ, or a layer does not fit into memory.
     """
     if a.arch.vocab_size != b.arch.vocab_size:
         raise UsageError(
@@ -119,14 +111,14 @@ def compare_logits(
 
 
 def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether hidden states differ, relative to the largest of them, which may be in the thousands."""
+    """Whether hidden states differ, relative to the largest, which can be in the thousands."""
     if one.shape != other.shape:
         return True
     return not (one - other).abs().max().item() <= tolerance * max(1.0, one.abs().max().item())
 
 
 def _kl(one: Tensor, other: Tensor) -> float:
-    """Divergence of the distributions of logits [T, V] in nats, summed over T."""
+    """KL divergence in nats of logits [T, V], summed over T."""
     total = 0.0
     for p, q in zip(one.split(_KL_ROWS), other.split(_KL_ROWS), strict=True):
         log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)

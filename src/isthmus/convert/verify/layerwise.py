@@ -1,4 +1,4 @@
-"""Runs a decoder with hooks on its layers; on request with the weights of one layer in memory at a time."""
+"""Runs a decoder with hooks on its layers, optionally with one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from torch import Tensor, nn
 from isthmus.platforms.free_memory import trim_memory
 
 Seen = Callable[[int, Tensor], None]
-"""Called with the number of layers passed and the hidden states [B * S, H] after them."""
+"""Called with the number of layers run and the hidden states [B * S, H] after them."""
 
 
 class Network(Protocol):
-    """A decoder of transformers or of Megatron-Core."""
-
     module: Any
     layers: Sequence[nn.Module]
 
     @property
     def parts(self) -> list[list[str]]:
-        """Names of parameters: those before the layers, those of each layer, those after the layers."""
+        """Names of the parameters before the layers, of each layer, and after the layers."""
 
     def fill(self, names: Sequence[str]) -> None:
         """Allocate and load these parameters."""
@@ -30,14 +28,13 @@ class Network(Protocol):
         """Logits [B * S, V] of int64 [B, S]."""
 
     def hidden(self, states: Any) -> Tensor:
-        """Hidden states [B * S, H] from what a layer takes or returns."""
+        """Hidden states [B * S, H] from the input or output of a layer."""
 
 
 def run_layers(network: Network, input_ids: Tensor, seen: Seen, *, by_layer: bool) -> Tensor:
-    """Logits [B * S, V] of int64 [B, S]; ``seen`` gets the input of the first layer and the output of all layers.
+    """Logits [B * S, V] of int64 [B, S]; ``seen`` gets the input of the first layer and the output of each layer.
 
-    With ``by_layer``, the parameters of a layer, and those before and after the layers, are loaded before they are used
-    and released afterwards; the network is built on the meta device.
+    ``by_layer`` loads parameters just before use and releases them after; it needs a network on the meta device.
     """
     parts = network.parts if by_layer else [[] for _ in range(len(network.layers) + 2)]
     empty = {

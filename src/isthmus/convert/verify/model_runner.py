@@ -1,4 +1,4 @@
-"""Prepares an opened model for running: in transformers if it is a Hugging Face folder, else in Megatron-Core."""
+"""Runs an opened model: a Hugging Face folder in transformers, a checkpoint in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isthmus.platforms.free_memory import free_bytes
 
 @contextmanager
 def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
-    """The model in float32; its weights are loaded now, or later if it runs layer by layer."""
+    """The model in float32; ``by_layer`` leaves its weights on the meta device."""
     empty = init_empty_weights() if by_layer else nullcontext()
     if isinstance(side.weights, HfWeights) and side.hf_folder is not None:
         from isthmus.hf.transformers_model import HfNetwork
@@ -47,13 +47,12 @@ def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
 
 
 def runner_names(a: OpenedModel, b: OpenedModel) -> str:
-    """What runs the two models, in words."""
     one, other = ("transformers" if side.format == "hf" else "Megatron-Core" for side in (a, b))
     return f"both in {one}" if one == other else f"{one} and {other}"
 
 
 def float32_bytes(side: OpenedModel) -> dict[int | None, int]:
-    """Size of each layer in bytes, and under None that of all other weights that run."""
+    """Bytes of each layer, and under None of all other weights except MTP."""
     sizes: dict[int | None, int] = {}
     for name, placed in unique_placements(side.family, side.arch).items():
         if not name.startswith("mtp."):
@@ -63,10 +62,7 @@ def float32_bytes(side: OpenedModel) -> dict[int | None, int]:
 
 
 def memory_plan(a: OpenedModel, b: OpenedModel, *, by_layer: bool) -> tuple[bool, str]:
-    """Whether to run layer by layer, on request or because memory is short, and the reason.
-
-    A UsageError if the largest layer does not fit into memory.
-    """
+    """Whether to run layer by layer, and the reason; a UsageError if the largest layer does not fit into memory."""
     sizes = [float32_bytes(side) for side in (a, b)]
     needed, free = max(sum(size.values()) for size in sizes), free_bytes()
     if 2 * needed <= free:

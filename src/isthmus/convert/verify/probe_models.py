@@ -1,4 +1,4 @@
-"""Small random models of an architecture, run by transformers and by Megatron-Core."""
+"""Small random models, run in transformers and in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from isthmus.hf.shrunken_model import copy_logits
 from isthmus.platforms.detect import detect
 
 _LENGTHS = (37, 23)
-"""Tokens of the samples: more than any window and any original context of a probe model."""
+"""Longer than any window and original context of a probe model."""
 _MIN_EFFECT = 1e-3
-"""The smallest change of the logits that shows a tensor to be used."""
+"""Smallest change of the logits that counts as an effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeModel:
-    """A small model on disk, samples of tokens, and the logits of transformers for them."""
+    """A small model on disk, with the logits of transformers for some samples."""
 
     folder: ModelFolder
     samples: list[Tensor]
@@ -34,7 +34,6 @@ class ProbeModel:
 
     @classmethod
     def open(cls, path: Path) -> ProbeModel:
-        """Run a saved model on random samples."""
         folder = ModelFolder.open(path)
         generator = torch.Generator().manual_seed(0)
         vocab_size = folder.config["vocab_size"]
@@ -44,11 +43,7 @@ class ProbeModel:
 
 @torch.no_grad()
 def logits_difference(family: Family, probe: ProbeModel) -> float:
-    """The largest difference between the logits of transformers and those of a decoder loaded by the family.
-
-    Raises:
-        IsthmusError, ValueError: the family does not fit the tensors, or the model cannot be built.
-    """
+    """Largest difference between the logits of transformers and of Megatron-Core with this family."""
     return max_difference(_logits(_load(family, probe), probe), probe.logits)
 
 
@@ -75,20 +70,20 @@ def _logits(model: Any, probe: ProbeModel) -> list[Tensor]:
 
 
 def max_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference between the logits of all samples; infinite if it is NaN."""
+    """Infinite if a difference is NaN."""
     difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
     return difference if difference == difference else float("inf")
 
 
 @torch.no_grad()
 def check_effects(family: Family, probe: ProbeModel) -> None:
-    """Raise a UsageError if a tensor hardly affects the logits, since its place is not proven then."""
+    """Raise a UsageError if a tensor hardly affects the logits: its mapping is unverified then."""
     from isthmus.engine.megatron_model import live_tensors
 
     model = _load(family, probe)
     effects: dict[str, float] = {}
     for name, tensor in live_tensors(model).items():
-        # The experts of a layer count as one, since the samples may not be routed to all of them.
+        # The experts of a layer count as one: the router may not use all of them.
         alike = re.sub(r"local_experts\.\d+\.", "local_experts.*.", name)
         if effects.get(alike, 0.0) >= _MIN_EFFECT:
             continue

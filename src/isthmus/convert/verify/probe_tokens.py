@@ -1,4 +1,4 @@
-"""Random tokens to run models on; long enough, where that is cheap, to reach beyond windows and original contexts."""
+"""Random tokens to run models on; if cheap, longer than attention windows and original contexts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CHEAP_BYTES = 1 << 28
 def sample_lengths(
     a: Architecture, b: Architecture, parameters: int, tokens: int | None
 ) -> tuple[tuple[int, int], str]:
-    """The lengths of two samples that both models can run, and in words what they do not reach.
+    """Lengths of two samples that both models can run, and a remark if they are too short.
 
-    The second is longer than any attention window or original context, if that is cheap for a model with that many
-    ``parameters``. ``tokens`` is the length that the user asks for; None is 64.
+    The second is longer than any attention window or original context, if that is cheap with so many ``parameters``.
+    ``tokens`` is the requested length; None is 64.
     """
     limits = [arch.max_position_embeddings for arch in (a, b) if arch.position == "learned"]
     if limits and tokens is not None and tokens > min(limits):
@@ -36,7 +36,7 @@ def sample_lengths(
 
 
 def _span(arch: Architecture) -> int:
-    """The largest attention window or original context of the model."""
+    """The largest attention window or original context."""
     windows = [window for layer in range(arch.num_layers) if (window := arch.window(layer)) is not None]
     scaling = arch.rope_scaling
     contexts = [scaling.original_max_position_embeddings] if scaling is not None and scaling.kind != "linear" else []
@@ -44,7 +44,7 @@ def _span(arch: Architecture) -> int:
 
 
 def random_samples(vocab_size: int, lengths: tuple[int, int]) -> list[Tensor]:
-    """Random tokens, int64 [B, S]; samples of equal length are one batch."""
+    """int64 [B, S]; samples of equal length form one batch."""
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randint(0, vocab_size, (1, length), generator=generator) for length in lengths]
     return [torch.cat(samples)] if lengths[0] == lengths[1] else samples
