@@ -1,4 +1,4 @@
-"""Options of ``isthmus convert``, and those of several commands."""
+"""Options of ``isthmus convert``, and of several commands."""
 
 from __future__ import annotations
 

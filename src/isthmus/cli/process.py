@@ -17,7 +17,6 @@ argv: list[str] = []
 run_folder: Path | None = None
 """Set once the config is known."""
 started_by_isthmus = False
-"""True in the ranks of ``--nproc``."""
 
 
 def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:

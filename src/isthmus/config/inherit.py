@@ -45,8 +45,7 @@ class Setting:
 def read_settings(path: Path, complain: Callable[[str], None], kind: Kind = "train") -> Iterator[Setting]:
     """The settings of a config file and its bases; later ones replace earlier ones.
 
-    Errors about single values are passed to ``complain``. A UsageError (not YAML, missing base, circular bases) shows
-    the chain of bases.
+    Errors about single values are passed to ``complain``.
     """
     return _read(path, (), complain, kind)
 
@@ -132,16 +131,13 @@ def _leaves(
 
 
 def _place(path: Path, places: Mapping[Key, tuple[int, int]], key: Key) -> str:
-    # Values of an alias or a merge have no place.
+    # Values of an alias or a merge have no position.
     found = next((places[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in places), (1, 1))
     return f"{path}:{found[0]}:{found[1]}"
 
 
 def _filled(value: Any) -> Any:
-    """Fill in environment variables; the result may be a number or a boolean.
-
-    Raises KeyError if a variable is not set and has no default.
-    """
+    """Fill in environment variables, also as numbers or booleans; KeyError if one has no value and no default."""
     if isinstance(value, list):
         return [_filled(item) for item in value]
     if not isinstance(value, str) or not _VARIABLE.search(value):

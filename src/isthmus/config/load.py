@@ -106,8 +106,6 @@ def origins_of(values: Mapping[str, Any], origins: Mapping[Key, str]) -> Iterato
 
 
 class _Draft:
-    """Settings before validation."""
-
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[Key, str] = {}
@@ -234,7 +232,6 @@ def _replace(values: dict[str, Any], key: Key, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert paths to text, also in a list."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -52,7 +52,6 @@ def kind_of(named: str) -> Kind:
 
 
 def about(name: str, kind: Kind = "train") -> str:
-    """The first line of a preset's opening comment."""
     return next(opening_lines(config_path(f"{PREFIX}{name}", kind)), "")
 
 

@@ -46,10 +46,7 @@ def read_value(text: str) -> Any:
 
 
 def read_mapping(text: str) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
-    """The values, and the line and column (from 1) of each key.
-
-    Raises Syntax, also for repeated keys and for keys that are not text.
-    """
+    """The values, and the line and column (from 1) of each key. Repeated keys and non-text keys raise Syntax."""
     value = read_value(text)
     if value is None:
         return {}, {}

@@ -37,7 +37,6 @@ def remark_line(remark: OptionRemark) -> str:
 
 
 def as_json(translation: Translation) -> dict[str, Any]:
-    """For ``--json``."""
     return {
         "config": {"recipe": translation.recipe, **nested(translation.settings)},
         "origins": dict(translation.origins),

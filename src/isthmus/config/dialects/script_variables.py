@@ -24,7 +24,7 @@ class Variables:
         *,
         exported: Iterable[str],
     ) -> None:
-        """Arguments are ``NAME=VALUE`` and win over the environment: variables, dotted settings, or ``exported`` ones.
+        """Arguments ``NAME=VALUE`` win over the environment: variables, dotted settings or ``exported`` names.
 
         ``exported``: names of variables for libraries, or prefixes that end in ``_``.
         """
@@ -52,10 +52,7 @@ class Variables:
                 self.wrong.append(f"{word}: the script has no variable {name}{self._guess(name)}")
 
     def near_misses(self, environment: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
-        """Unknown environment variables, and the script's variable with a similar name.
-
-        ``others`` maps names in related scripts to the name in this one.
-        """
+        """Unknown variables and the similar variable of the script; ``others`` has names in related scripts."""
         found = {name: meant for name, meant in others.items() if environment.get(name) and name not in self.known}
         for name in sorted(environment):
             if len(name) < 5 or name in self.known or name in found or not name.isupper() or not environment[name]:
@@ -76,7 +73,7 @@ class Variables:
         return default if value is None else value
 
     def whole(self, name: str, default: int, *, least: int = 1) -> int:
-        """32.0 is accepted, as scripts that divide numbers write it."""
+        """32.0 is accepted: scripts that divide numbers write it."""
         value = self._value(name)
         if value is None:
             return default
@@ -107,7 +104,7 @@ class Variables:
         self.wrong.append(f"{name}={self.given.get(name, '')}: {why}")
 
     def check(self, script: str) -> None:
-        """Raise a UsageError with all errors, if there are any."""
+        """Raise all errors in one UsageError."""
         wrong = list(dict.fromkeys(self.wrong))
         if len(wrong) == 1:
             raise UsageError(f"{script}: {wrong[0]}{'' if wrong[0].endswith('?') else '.'}")

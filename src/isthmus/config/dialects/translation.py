@@ -11,8 +11,6 @@ Status: TypeAlias = Literal["different", "unsupported", "mistake"]
 
 @dataclass(frozen=True, slots=True)
 class OptionRemark:
-    """An option without an equal setting."""
-
     option: str
     """As in the other program: ``GEMM_TUNING=1``, ``--use-flash-attn``."""
     status: Status

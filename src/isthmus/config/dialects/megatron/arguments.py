@@ -22,7 +22,7 @@ class Arguments:
         self._sources: dict[str, str] = {}
         self._implicit: set[str] = set()
         self.errors: list[str] = []
-        """All errors, raised together."""
+        """Raised together."""
 
     def set(self, name: str, value: Any, source: str, *, implicit: bool = False) -> None:
         """Set ``name``; a later call wins.
@@ -39,7 +39,6 @@ class Arguments:
         self._sources[name] = source
 
     def given(self, name: str) -> bool:
-        """Whether the value is not null."""
         return self._values.get(name) is not None
 
     def is_explicit(self, name: str) -> bool:
@@ -52,7 +51,6 @@ class Arguments:
         return kinds()[name][1] if value is None else value
 
     def source(self, *names: str) -> str:
-        """The arguments as written."""
         return " ".join(self._sources[name] for name in names if self.given(name)) or DEFAULT
 
     def add_remarks(self, translation: Translation) -> None:

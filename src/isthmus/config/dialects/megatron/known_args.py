@@ -32,7 +32,6 @@ def is_known(name: str) -> bool:
 
 
 def near(name: str) -> str | None:
-    """The most similar known argument."""
     every = [*kinds(), *untranslated(), *FLAGS]
     return next(iter(difflib.get_close_matches(name, every, n=1)), None)
 
@@ -85,10 +84,7 @@ def is_neutral(value: Any, neutral: str) -> bool:
 
 
 def typed(kind: str, value: Any) -> Any:
-    """Convert the words of a flag (a list of text) or a plain value; None stays None.
-
-    Raises ValueError if the value is not of this type.
-    """
+    """Convert the words of a flag (a list of text) or a plain value; raises ValueError. None stays None."""
     words = value if isinstance(value, list) else [value]
     if value is None:
         return None

@@ -9,9 +9,7 @@ _LOSSES = {"aux_loss": "moe.aux_loss", "seq_aux_loss": "moe.seq_aux_loss"}
 
 
 def take_megablocks(args: Arguments) -> None:
-    """Replace MegaBlocks' arguments by Megatron-LM's.
-
-    MegaBlocks divides the load-balancing loss by the number of layers, applies softmax over all experts, and its
+    """MegaBlocks divides the load-balancing loss by the number of layers, applies softmax over all experts, and its
     default top-k is 1.
     """
     given = [name for name in ("moe_top_k", "moe_loss_weight", "moe_capacity_factor") if args.given(name)]

@@ -25,7 +25,6 @@ TIME_LIMIT_S = 60.0
 _BACKGROUND_S = 5.0
 """How long background commands may run after the script ends."""
 _OUTPUT_LINES = 20
-"""Last lines of the script's output in an error message."""
 _HOOK = """\
 if [ -n "$ISTHMUS_USER_BASH_ENV" ]; then . "$ISTHMUS_USER_BASH_ENV"; fi
 set -o functrace
@@ -82,7 +81,7 @@ def _stand_ins(folder: Path) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], time_limit_s: float) -> tuple[str, str]:
-    """The exit status of a command, as the end of a sentence, and its output. Its processes are killed at the end."""
+    """The exit status, as the end of a sentence, and the output. All processes of the command are killed at the end."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
@@ -129,7 +128,7 @@ def _short(words: Sequence[str]) -> str:
 
 
 def _exported(found: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """Variables that the script sets for the training run; values of secrets are hidden."""
+    """Variables that the script sets for the training run; secrets are hidden."""
     changed = {
         name: value
         for name, value in found.items()

@@ -44,7 +44,6 @@ def is_training(words: Sequence[str]) -> bool:
 
 
 def record(words: Sequence[str]) -> None:
-    """Append a command and its environment."""
     path = os.path.join(os.environ[STAND_INS], f"{time.time_ns()}-{os.getpid()}.json")
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"words": list(words), "environment": dict(os.environ)}, file)

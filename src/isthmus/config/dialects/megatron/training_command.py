@@ -27,7 +27,6 @@ class TrainingCommand:
     flags: tuple[str, ...]
     world: World
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that are set for the command."""
 
 
 def read_command(words: Sequence[str]) -> TrainingCommand:

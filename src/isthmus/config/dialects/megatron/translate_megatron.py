@@ -35,10 +35,9 @@ class MegatronTranslation:
 def translate_command(
     command: TrainingCommand, more: Sequence[str] = (), name: str = "megatron"
 ) -> MegatronTranslation:
-    """Translate the command that starts a training run.
+    """``more`` are further Megatron-LM arguments, which win. ``name`` is the run folder if the run saves nothing.
 
-    ``more`` are further Megatron-LM arguments, which win. ``name`` is the run folder if the run saves nothing. A
-    UsageError contains all errors.
+    A UsageError contains all errors.
     """
     if any(other in PurePath(command.script).stem.split("_") for other in _OTHER_SCRIPTS):
         raise UsageError(

@@ -17,17 +17,12 @@ CHECKOUT = "PRIMUS_PATH"
 
 @dataclass(frozen=True, slots=True)
 class PrimusFile:
-    """A file with its bases merged in."""
-
     path: Path
     values: dict[str, Any]
 
 
 def read_file(path: Path) -> PrimusFile:
-    """Read a file with its bases (``bases``, ``extends``, ``includes``) and variables.
-
-    A UsageError contains all errors.
-    """
+    """Read a file with its bases (``bases``, ``extends``, ``includes``) and variables."""
     errors: list[str] = []
     values: dict[str, Any] = {}
     for setting in _settings(path, errors, ()):

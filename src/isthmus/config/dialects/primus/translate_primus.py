@@ -32,10 +32,7 @@ _SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "max_position
 
 
 def translate_experiment(path: Path, models: Path | None = None) -> MegatronTranslation:
-    """Translate an experiment, or its part with ``model`` and ``overrides``.
-
-    ``models`` is a folder with model files. A UsageError contains all errors.
-    """
+    """Translate an experiment, or its part with ``model`` and ``overrides``; ``models``: folder with model files."""
     file = read_file(path)
     module, module_name = _module(file)
     args, remarks = Arguments(), list[OptionRemark]()
@@ -75,7 +72,6 @@ def translate_experiment(path: Path, models: Path | None = None) -> MegatronTran
 
 
 def _module(file: PrimusFile) -> tuple[dict[str, Any], str]:
-    """The training module, and its name."""
     modules = file.values.get("modules")
     if modules is None:
         # A file with one module's keys; read_file has applied its overrides.
@@ -193,7 +189,6 @@ def _primus_keys() -> list[str]:
 
 
 def _grouped(remarks: list[OptionRemark]) -> list[OptionRemark]:
-    """One remark for all options with the same reason."""
     alike: dict[tuple[Any, str], list[str]] = {}
     for remark in remarks:
         alike.setdefault((remark.status, remark.reason), []).append(remark.option)
@@ -201,7 +196,7 @@ def _grouped(remarks: list[OptionRemark]) -> list[OptionRemark]:
 
 
 def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[str, Any], args: Arguments) -> None:
-    """Translate the run folder, checkpoints and the data of fine-tuning."""
+    """The run folder, checkpoints and the data of fine-tuning."""
     parts = [
         str(file.values[name]) for name in ("workspace", "work_group", "user_name", "exp_name") if name in file.values
     ]

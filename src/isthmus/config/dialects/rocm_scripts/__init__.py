@@ -1,1 +1,1 @@
-"""Variables of the ROCm Megatron-LM training scripts, translated to Isthmus settings."""
+"""Translates the variables of ROCm Megatron-LM's training scripts."""

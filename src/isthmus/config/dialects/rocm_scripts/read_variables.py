@@ -1,4 +1,4 @@
-"""Translates the variables of ROCm Megatron-LM's training scripts."""
+"""Translates the variables of a script and adds remarks on likely mistakes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SCRIPTS = ("llama2", "llama3", "deepseek_v2")
 
 
 def read_script(script: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> ScriptRun:
-    """The run of ``train_<script>.sh``, with remarks on variables without an equal setting.
+    """The run of ``train_<script>.sh``. A UsageError contains all errors.
 
     ``arguments`` are ``NAME=VALUE`` and win over the environment: variables of the script, dotted settings, or library
-    variables such as ``NCCL_IB_HCA``. A UsageError contains all errors.
+    variables such as ``NCCL_IB_HCA``.
     """
     of = deepseek_script if script == "deepseek_v2" else llama_script
     v = Variables(of.VARIABLES, environment, arguments, exported=EXPORTED)
@@ -32,7 +32,6 @@ def read_script(script: str, environment: Mapping[str, str], arguments: Sequence
 
 
 def remark_on_full_nodes(script: str, run: ScriptRun) -> None:
-    """Add a remark if the ranks of full nodes do not divide the global batch."""
     why = run.misfit(NODE * run.translation.world.nnodes, batch_names(script))
     if why is not None and run.translation.world.nproc_per_node is None:
         run.translation.remark(batch_names(script)[1], "mistake", f"on nodes of {NODE} GPUs, {why}")
@@ -44,7 +43,6 @@ def batch_names(script: str) -> tuple[str, str]:
 
 
 def started(run: ScriptRun, now: datetime) -> ScriptRun:
-    """Fill the start time into folder names."""
     stamp = now.strftime("%Y%m%d_%H%M%S" if run.script == "train_deepseekv2.sh" else "%Y-%m-%d_%H-%M-%S")
     for name in ("log_folder", "train_log"):
         setattr(run, name, getattr(run, name).replace(TIME, stamp))

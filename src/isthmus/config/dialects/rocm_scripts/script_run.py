@@ -42,14 +42,12 @@ class ScriptRun:
     log_folder: str
     train_log: str
     tee: bool
-    """Whether the log is also printed."""
     dry_run: bool = False
     no_training: bool = False
     """Only summarize an existing log file."""
     summary_from: int = 2
     """Number of first iterations that the means exclude; they exclude the last one too."""
     with_throughput: bool = True
-    """Whether the summary has the TFLOP/s."""
     exports: dict[str, str] = field(default_factory=dict)
 
     def setting(self, name: str, default: Any = None) -> Any:
@@ -105,7 +103,7 @@ def read_world(v: Variables, port: int | None, translation: Translation) -> Worl
 
 
 def of_all_nodes(name: str, world: World) -> str:
-    """Remove the parts of a folder name that differ by node: the ranks of a run share one folder."""
+    """Remove the parts that differ by node: the ranks of a run share one folder."""
     if world.nnodes == 1:
         return name
     return name.replace(f"_rank{world.node_rank}_", "_").replace(f"/{TIME}", "").replace(f"-{TIME}", "")
@@ -150,7 +148,7 @@ def put_settings(t: Translation, v: Variables) -> None:
 
 
 def put_null_tokenizer(t: Translation, v: Variables, vocab_size: int) -> None:
-    """NullTokenizer for mock data; the last row of the embedding is the end-of-document token."""
+    """For mock data; the last row of the embedding is the end-of-document token."""
     why = "mock data has no text"
     chosen = v.settings.get("model.config.vocab_size", "")
     t.put("tokenizer.type", "NullTokenizer", why)
