@@ -27,7 +27,7 @@ _UNOWNED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def looks_like_id(text: str) -> bool:
-    """Whether this could be the id of a repository on the Hub: ``org/name``."""
+    """Whether the text has the form of a Hub id: ``org/name``."""
     return text in _UNOWNED or (_OWNED.fullmatch(text) is not None and ".." not in text and "--" not in text)
 
 
@@ -39,13 +39,12 @@ def fetch(repo_id: str, *, weights: bool, code: bool = False, say: Callable[[str
 
     Args:
         repo_id: ``org/name``, which is not a local folder.
-        weights: download the safetensors files too; config, tokenizer and other small files always are.
+        weights: download the safetensors files too.
         code: download Python files too, which may define a tokenizer.
         say: called with a line for the user when a download begins.
 
     Raises:
-        MissingInput: the repository does not exist or needs a token with access, or the Hub is switched off and the
-            cache does not have it.
+        MissingInput: the repository does not exist or is not accessible, or the Hub is offline and it is not cached.
         IOFailure: the Hub cannot be reached, or the download failed.
         NoSpace: the disk of the cache is full.
     """

@@ -13,11 +13,6 @@ from isthmus.errors import IOFailure, UsageError
 
 
 def check_name(repo_id: str) -> None:
-    """Check the name of a repository.
-
-    Raises:
-        UsageError: it is not valid.
-    """
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -25,16 +20,13 @@ def check_name(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool, say: Callable[[str], None]) -> str:
-    """Upload a whole folder; creates the repository if it does not exist.
+    """Upload a whole folder and return the URL; creates the repository if it does not exist.
 
     Args:
-        folder: to upload; it is not changed.
+        folder: it is not changed.
         repo_id: ``namespace/name``.
         private: create a private repository; an existing one keeps its visibility.
         say: called with a line for the user before the upload.
-
-    Returns:
-        The URL of the repository.
 
     Raises:
         IOFailure: no token, no network, no write access, or the upload failed.

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder, opened without loading it: its config, where its tensors lie, and its small files."""
+"""A Hugging Face model folder, opened without loading weights: config, tensor locations, other files."""
 
 from __future__ import annotations
 
@@ -26,33 +26,31 @@ _TOKENIZER_FILES = (
     *("chat_template*", "*.jinja"),
 )
 SMALL_FILES = (*_TOKENIZER_FILES, GENERATION_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Patterns of the files that belong to a model beside its config and its weights."""
+"""Patterns of a model's files other than config and weights."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 class ModelFolder:
-    """Reads slices of tensors straight from the safetensors files; holds no tensor and no map of the files."""
+    """A model folder; tensors are read in slices from its safetensors files."""
 
     def __init__(self, path: Path, config: dict[str, Any], *, weightless: bool = False) -> None:
-        """Use ``ModelFolder.open``, or ``ModelFolder.described`` for a model that is known by its config alone."""
         self.path = path
         self._weightless = weightless
         self.config = {key: value for key, value in config.items() if key != "quantization_config"}
-        """What ``config.json`` says of the model, however its weights are stored."""
+        """``config.json`` without ``quantization_config``."""
         self.quantization = config.get("quantization_config")
-        """How they are stored, see ``hf/tensors/quantization.py``; None where they are plain."""
+        """None if the weights are not quantized."""
         self._reader = TensorReader()
 
     def __str__(self) -> str:
-        """The path, for messages."""
         return str(self.path)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ModelFolder:
-        """Open the folder at ``path``; whether it holds weights is ``has_weights``.
+        """Open the folder at ``path``, with or without weights.
 
         Raises:
-            MissingInput: there is no folder there, or no ``config.json`` in it.
+            MissingInput: the folder or its ``config.json`` does not exist.
             DataError: ``config.json`` is not a JSON object.
         """
         folder = Path(path)
@@ -64,18 +62,13 @@ class ModelFolder:
 
     @classmethod
     def described(cls, name: str | os.PathLike[str], config: Mapping[str, Any]) -> ModelFolder:
-        """A model of which only the config counts.
-
-        Args:
-            name: what it is called; where that is a folder, its small files belong to the model, its weights do not.
-            config: the keys of its ``config.json``.
-        """
+        """A model without weights: ``name`` is its folder, if it has one, or a name for messages."""
         plain = {key: value for key, value in config.items() if key != "quantization_config"}
         return cls(Path(name), plain, weightless=True)
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are safetensors weights (``.bin`` files are not read)."""
+        """Whether there are safetensors weights; ``.bin`` files are not read."""
         return not self._weightless and self._has_files
 
     @property
@@ -84,15 +77,15 @@ class ModelFolder:
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """All tensors by name, file after file in the order in which they lie there; empty without weights.
+        """All tensors by name, in the order of the files; empty without weights.
 
         Raises:
-            DataError: a file is cut short or malformed, or the index does not agree with the files.
-            UnsafeInput: the index names a file outside of the folder.
+            DataError: a file is truncated or malformed, or the index does not match the files.
+            UnsafeInput: the index names a file outside the folder.
         """
         if not self.has_weights:
             return {}
-        # transformers looks for the single file first, too.
+        # transformers also looks for the single file first.
         if (self.path / SINGLE_FILE).is_file():
             return read_header(self.path / SINGLE_FILE)
         return self._read_index()
@@ -102,19 +95,17 @@ class ModelFolder:
         return self._reader.read(self.tensors[name], index, into=into)
 
     def small_files(self) -> list[Path]:
-        """Tokenizer, chat template, generation settings and licence: what an export takes over byte for byte."""
+        """Tokenizer, chat template, generation config and license: the files that an export copies unchanged."""
         return _files_of(self.path, SMALL_FILES)
 
     def close(self) -> None:
-        """Close the files; reading opens them again."""
+        """Close the files; a later read opens them again."""
         self._reader.close()
 
     def __enter__(self) -> ModelFolder:
-        """Close at the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def _read_index(self) -> dict[str, TensorInfo]:
@@ -133,17 +124,17 @@ class ModelFolder:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Which file beside an index each tensor lies in, by name.
+    """Map tensor names to the files next to an index.
 
     Raises:
-        DataError: it says nothing of the kind, or names a file that is not there.
-        UnsafeInput: it names a file outside of the folder, in words or by way of a link.
+        DataError: the index is malformed, or a file does not exist.
+        UnsafeInput: a file is outside the folder, by its path or by a link.
     """
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise DataError(f"{index} has no weight_map from tensor names to file names.")
     for file in dict.fromkeys(weight_map.values()):
-        as_windows = PureWindowsPath(file)  # knows both kinds of separators, and drives
+        as_windows = PureWindowsPath(file)  # accepts both separators, and drives
         if as_windows.drive or as_windows.root or ".." in as_windows.parts or "\0" in file:
             raise UnsafeInput(f"{index} names {file!r}, which lies outside of the folder. Do not use this model.")
         if not (index.parent / file).is_file():
@@ -156,23 +147,18 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Those of a folder's files that are its tokenizer's, the chat template among them; none where no folder is."""
+    """Files of the tokenizer and its chat template; empty if the folder does not exist."""
     return _files_of(folder, _TOKENIZER_FILES)
 
 
 def write_model_files(
     folder: Path, source: ModelFolder | None, hf_config: Mapping[str, Any], tokenizer: Sequence[Path] | None = None
 ) -> None:
-    """Write ``config.json`` into ``folder`` and copy the small files of ``source`` there, byte for byte.
+    """Write ``config.json`` into ``folder`` and copy the small files of ``source`` unchanged.
 
-    With ``tokenizer`` these files take the place of those of the source's own tokenizer, and the tokens that begin and
-    end a text are those of the config in ``generation_config.json`` too.
-
-    A config whose classes are our own (``auto_map``) is followed by their files, and one whose source has no
-    ``generation_config.json`` by one of the same meaning: later versions of transformers do not look into the config.
-
-    Raises:
-        OSError: the disk refuses; ``errors.disk_errors`` turns it into an error for the user.
+    With ``tokenizer``, these files replace the tokenizer files of the source, and ``generation_config.json`` gets the
+    token ids of the config. If the source has no ``generation_config.json``, one is written with these ids, since later
+    versions of transformers do not read them from the config. A config with ``auto_map`` gets the modelling files.
     """
     _write_json(folder / "config.json", hf_config)
     generation = {key: hf_config[key] for key in _GENERATION if hf_config.get(key) is not None}
@@ -210,7 +196,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _is_within(folder: Path, file: Path) -> bool:
-    """Whether a resolved path lies in the folder; in a hub cache, whose folders are of links, among its blobs."""
+    """Whether a resolved path is in the folder or, in a Hub cache with links, among its blobs."""
     real = folder.resolve()
     blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
     return file.is_relative_to(real) or file.parent == blobs

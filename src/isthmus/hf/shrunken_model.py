@@ -1,4 +1,4 @@
-"""A small random copy of a model whose code is in transformers, made from its config alone."""
+"""A small model with random weights, built by transformers from a config."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ VERSION: str = transformers_version
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The class that transformers builds for a causal language model with this config.
-
-    Raises:
-        UsageError: it has none; code that comes with a model is not run.
-    """
+    """Name of the class that transformers builds for a causal language model with this config."""
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
         own = " The code that comes with it (auto_map) is not run." if "auto_map" in config else ""
@@ -40,25 +36,16 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def effective_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with what transformers takes for every setting that it leaves out; given its model_type alone, the
-    defaults.
-
-    Raises:
-        UsageError: transformers refuses it.
-    """
+    """The config with the defaults of transformers filled in."""
     try:
         built = CONFIG_MAPPING[config["model_type"]].from_dict({k: v for k, v in config.items() if k != "auto_map"})
-    except Exception as error:  # whatever a config class finds wrong
+    except Exception as error:  # config classes raise their own exceptions
         raise UsageError(f"transformers does not take this config.json: {_told(error)}.") from None
     return dict(built.to_dict())
 
 
 def build_copy(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """Save a model with random weights, those of norms and biases included: ones and zeros would hide a swap.
-
-    Raises:
-        UsageError: it cannot be built with these sizes.
-    """
+    """Save a model with random weights, also in norms and biases: ones and zeros would hide a swap."""
     try:
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
         with torch.random.fork_rng(devices=[]), no_progress_bars():
@@ -67,23 +54,14 @@ def build_copy(folder: Path, config: Mapping[str, Any], seed: int) -> None:
             for tensor in [*model.parameters(), *_saved_buffers(model)]:
                 _draw(tensor)
             model.save_pretrained(folder)
-        # Some models change their config while they are built; what counts is what was asked for.
+        # Some models change their config while they are built; save the requested one.
         CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).save_pretrained(folder)
-    except Exception as error:  # whatever the code of a model does with sizes that it was not made for
+    except Exception as error:  # model code raises any exception for sizes that it does not support
         raise UsageError(f"transformers builds no small copy of it: {_told(error)}.") from None
 
 
 def copy_logits(folder: Path, samples: list[Tensor], **changes: Any) -> list[Tensor]:
-    """Logits [S, V] of a saved copy for each of the samples, int64 [S], by transformers.
-
-    Args:
-        folder: the copy.
-        samples: token numbers.
-        changes: settings of its config that are to be others.
-
-    Raises:
-        UsageError: with these settings it cannot be built or run.
-    """
+    """Float32 logits [S, V] for each sample, int64 [S]; ``changes`` override settings of the saved config."""
     try:
         with no_progress_bars(), torch.inference_mode():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, **changes)
@@ -91,12 +69,12 @@ def copy_logits(folder: Path, samples: list[Tensor], **changes: Any) -> list[Ten
                 folder, config=config, dtype=torch.float32, local_files_only=True
             )
             return [model.eval()(input_ids=sample[None], use_cache=False).logits[0].clone() for sample in samples]
-    except Exception as error:  # as above
+    except Exception as error:  # as above: any exception
         raise UsageError(f"transformers does not run a small copy of it: {_told(error)}.") from None
 
 
 def silenced(source: Path, names: Callable[[str], bool], folder: Path) -> Path:
-    """Save the copy at ``source`` again in ``folder``, with zeros in the tensors whose names are said to be silent."""
+    """Copy the model at ``source`` to ``folder``, with zeros in the tensors for which ``names`` is true."""
     folder.mkdir()
     shutil.copyfile(source / "config.json", folder / "config.json")
     tensors = load_file(source / SINGLE_FILE)
@@ -112,7 +90,7 @@ def _saved_buffers(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _draw(tensor: Tensor) -> None:
-    """Numbers with which all that is computed is of the order of one, so that every part of it shows."""
+    """Random values with which all intermediate results have magnitude one, so that every term matters."""
     if tensor.dim() < 2:
         tensor.normal_(0.6, 0.3)
     else:

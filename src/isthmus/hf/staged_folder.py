@@ -18,18 +18,12 @@ class StagedFolder:
     """
 
     def __init__(self, destination: str | os.PathLike[str], *, replace: bool = False) -> None:
-        """Set the destination, and whether an existing folder is replaced in the end; nothing is written yet."""
         self.destination = Path(destination).absolute()
         self.replace = replace
         self.path = self.destination.with_name(f"{TEMPORARY}{self.destination.name}")
 
     def create(self) -> None:
-        """Create the temporary folder; removes the one of an earlier process that was killed.
-
-        Raises:
-            NoSpace: the destination exists, or the disk is full.
-            IOFailure: the folder cannot be created.
-        """
+        """Create the temporary folder; removes that of an earlier process that was killed."""
         self._refuse_existing()
         with disk_errors(self.path):
             if self.path.exists():
@@ -37,12 +31,7 @@ class StagedFolder:
             self.path.mkdir(parents=True)
 
     def publish(self) -> None:
-        """Sync all files and folders, and rename the folder.
-
-        Raises:
-            NoSpace: the destination exists meanwhile, or the disk is full.
-            IOFailure: syncing or renaming failed.
-        """
+        """Sync all files and folders, and rename the folder."""
         self._refuse_existing()
         with disk_errors(self.path):
             for folder, _, files in os.walk(self.path, topdown=False):
@@ -57,11 +46,9 @@ class StagedFolder:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove the temporary folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def __enter__(self) -> StagedFolder:
-        """Create."""
         self.create()
         return self
 

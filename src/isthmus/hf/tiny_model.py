@@ -48,9 +48,6 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer; the same texts give the same tokenizer.
 
     ``pattern`` is the regular expression that splits text before BPE, by default that of GPT-2.
-
-    Raises:
-        UsageError: ``vocab_size`` has no room for the 256 bytes and the special tokens.
     """
     smallest = 256 + len(special_tokens)
     if vocab_size < smallest:
@@ -100,9 +97,6 @@ def build_tiny_qwen3(
 
     The embedding has one row per token of the tokenizer, which can be fewer than ``vocab_size`` if the texts are short.
     ``scaled_init`` initializes weights by their fan-in, with small outputs of each layer, for short training.
-
-    Raises:
-        NoSpace: the folder exists and is not empty.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

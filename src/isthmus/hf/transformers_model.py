@@ -1,7 +1,7 @@
-"""A Hugging Face model run by transformers' own code, its weights read from wherever they are kept.
+"""A Hugging Face model run with the code of transformers, on weights from any source.
 
-Whole, it is loaded by ``from_pretrained``. A layer at a time, the same loader is given the tensors of one layer: it
-knows which tensors of a file become which parameter, such as experts that are one parameter in memory.
+It is loaded whole with ``from_pretrained``, or layer by layer: the same loader gets the tensors of one layer, since it
+knows which tensors are merged into one parameter, such as experts.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ _EXACT = {"dtype": torch.float32, "attn_implementation": "eager"}
 
 
 class Source(Protocol):
-    """Named tensors that can be read one by one."""
+    """Named tensors that are read one by one."""
 
     @property
     def tensors(self) -> Mapping[str, Any]:
         """All tensors by name."""
 
     def read(self, name: str) -> Tensor:
-        """One of them."""
+        """Read one tensor."""
 
 
 class HfNetwork:
-    """A decoder in float32 on the CPU, for looking at its logits and at what its layers make of their input."""
+    """A decoder in float32 on the CPU, with its layers accessible one by one."""
 
     def __init__(self, config: Mapping[str, Any], source: Source, *, by_layer: bool) -> None:
-        """Build the model, and load it unless it is to run layer by layer.
+        """Build the model, and load it unless ``by_layer``.
 
         Args:
-            config: what ``config.json`` says, without a quantisation that ``source`` has undone.
+            config: the config, without the ``quantization_config`` of weights that ``source`` dequantizes.
             source: the weights.
-            by_layer: nothing is read before ``fill``, and the caller has seen to it that parameters get no memory.
+            by_layer: read nothing before ``fill``; the caller creates the parameters without memory.
 
         Raises:
-            UsageError: transformers does not know the model, or cannot run it in this way.
-            DataError: the weights are not those that transformers wants.
+            UsageError: transformers does not have the model, or cannot load it layer by layer.
+            DataError: the weights do not match the model.
         """
         self._source = source
         kind = str(config.get("model_type"))
@@ -62,7 +62,7 @@ class HfNetwork:
 
     @property
     def parts(self) -> list[list[str]]:
-        """Names of parameters: those before the layers, those of each layer, those behind the layers."""
+        """Names of parameters: those before the layers, those of each layer, those after the layers."""
         found: list[list[str]] = [[] for _ in range(len(self.layers) + 2)]
         behind = False
         for name in self.module.state_dict():
@@ -74,10 +74,10 @@ class HfNetwork:
         return found
 
     def fill(self, names: Sequence[str]) -> None:
-        """Give memory and weights to these parameters.
+        """Allocate these parameters and load their weights.
 
         Raises:
-            DataError: transformers cannot make them of the tensors.
+            DataError: transformers rejects the tensors.
         """
         tied = self.module.all_tied_weights_keys
         lent = {name: tied[name] for name in names if name in tied and name not in self._files}
@@ -96,7 +96,7 @@ class HfNetwork:
 
     @staticmethod
     def hidden(states: Any) -> Tensor:
-        """Hidden states [B * S, H] in what a layer takes or returns."""
+        """Hidden states [B * S, H] in the arguments or the result of a layer."""
         found: Tensor = states[0] if isinstance(states, tuple) else states
         return found.flatten(0, 1)
 
@@ -131,7 +131,7 @@ class HfNetwork:
             )
 
     def _find_files(self) -> None:
-        """Which tensors each parameter is made of, by transformers' own table."""
+        """Find the tensors of each parameter, with the conversion table of transformers."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -145,7 +145,7 @@ class HfNetwork:
             target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
             self._files.setdefault(target, []).append(name)
             made = next((entry.target_patterns for entry in converters if pattern in entry.source_patterns), [])
-            for other in made[1:]:  # comes with the first
+            for other in made[1:]:  # loaded together with the first
                 self._files.setdefault(target.replace(made[0], other), [])
         tied = self.module.all_tied_weights_keys
         absent = {name for name in parameters if name not in self._files and tied.get(name) not in self._files}
@@ -167,7 +167,7 @@ class HfNetwork:
 
 
 class _Unread:
-    """A tensor in the place of a slice of a safetensors file: read when transformers takes hold of it."""
+    """Replaces a slice of a safetensors file: reads the tensor when transformers indexes it."""
 
     def __init__(self, source: Source, name: str) -> None:
         self._source, self._name = source, name
@@ -185,7 +185,7 @@ def _cannot_by_layer() -> UsageError:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """No progress bars and no advice: what matters is checked here."""
+    """Disable progress bars and warnings; missing and mismatched keys are checked here."""
     library: Any = logging
     shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
     library.disable_progress_bar()

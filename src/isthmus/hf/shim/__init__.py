@@ -1,4 +1,4 @@
-"""The modelling files that travel with the export of a model for which transformers has no class.
+"""Modelling files that are copied into the export of a model that transformers has no class for.
 
-They are copied as they are and run in places where there is no Isthmus, so they import torch and transformers alone.
+They run without Isthmus, so they import only torch and transformers.
 """

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: ordinary ones, and mixtures of experts."""
+"""Feed-forward blocks: dense, and mixture of experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .configuration_isthmus import IsthmusConfig
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """The activation of gpt-oss."""
+    """Activation of gpt-oss."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
@@ -35,7 +35,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., H], as is its result."""
+        """[..., H] -> [..., H]."""
         up = self.up_proj(x)
         if self.gate_proj is None:
             return self.down_proj(ACTIVATIONS[self.act](up))
@@ -46,7 +46,7 @@ class Mlp(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token and weighs them, in float32."""
+    """Selects the experts of each token and computes their weights in float32."""
 
     def __init__(self, config: IsthmusConfig) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Router(nn.Module):
             self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` [T, H] -> weights float32 [T, K] and numbers int64 [T, K] of the chosen experts."""
+        """``x`` [T, H] -> weights, float32 [T, K], and expert indices, int64 [T, K]."""
         config = self.config
         logits = F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         if config.scoring_func == "softmax_of_chosen":
@@ -84,7 +84,7 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward block of experts, of which each token visits a few; none is dropped."""
+    """Routed experts without token dropping, and optional shared experts."""
 
     def __init__(self, config: IsthmusConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if weighted else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [B, S, H], as is its result."""
+        """[B, S, H] -> [B, S, H]."""
         tokens = x.flatten(0, 1)
         weights, chosen = self.gate(tokens)
         out = torch.zeros_like(tokens)

@@ -1,4 +1,4 @@
-"""A decoder whose form config.json decides: what a model is exported with for which transformers has no class."""
+"""A decoder that config.json configures completely, for models that transformers has no class for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rotary_isthmus import Table, inverse_frequencies, rotate
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dim."""
+    """RMSNorm or LayerNorm over the last dimension, computed in float32."""
 
     def __init__(self, config: IsthmusConfig, width: int, kind: str | None = None) -> None:
         super().__init__()
@@ -27,7 +27,6 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., width], in float32 whatever its dtype is."""
         gain = self.weight.float() + 1 if self.zero_centered else self.weight.float()
         if self.kind == "LayerNorm":
             bias = None if self.bias is None else self.bias.float()
@@ -37,7 +36,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; groups of query heads share a head of keys and values."""
+    """Causal self-attention with grouped key/value heads."""
 
     def __init__(self, config: IsthmusConfig, layer: int) -> None:
         super().__init__()
@@ -58,14 +57,14 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = Norm(config, width), Norm(config, width)
 
     def forward(self, x: Tensor, tables: list[Table], padding: Tensor | None, cache: Any, past: int) -> Tensor:
-        """Attend.
+        """Compute attention of ``x`` [B, S, H].
 
         Args:
-            x: [B, S, H].
-            tables: of layers without a window and of those with one.
-            padding: [B, past + S], zero where there is no token; None where there is one everywhere.
-            cache: keys and values of the tokens before; None without.
-            past: how many these are.
+            x: hidden states.
+            tables: of layers with full attention, and of sliding-window layers.
+            padding: [B, past + S], zero for padding; None without padding.
+            cache: keys and values of earlier tokens, or None.
+            past: number of earlier tokens.
         """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.norm_over == "projection":
@@ -88,7 +87,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _seen(self, queries: int, keys: int, total: int, padding: Tensor | None, device: Any) -> Tensor:
-        """Which keys each query sees, [1 or B, 1, S, keys]; a cache may have kept the last of all keys alone."""
+        """Attention mask [1 or B, 1, S, keys]; a cache may keep only the last keys."""
         last = torch.arange(total, device=device)
         distance = last[total - queries :, None] - last[None, total - keys :]
         seen = distance >= 0
@@ -96,11 +95,11 @@ class Attention(nn.Module):
             seen = seen & (distance < self.window)
         if padding is None:
             return seen[None, None]
-        # A query that is padding itself sees itself: a row of nothing would not be a number.
+        # A padding query attends to itself: softmax of a fully masked row is NaN.
         return (seen & padding[:, None, None, total - keys :].bool()) | (distance == 0)
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        """Attention with scores that are capped and with sinks, which PyTorch's own kernel has not."""
+        """Attention with soft-capped scores and sinks, which PyTorch's kernel does not support."""
         k, v = (part.repeat_interleave(q.size(1) // part.size(1), dim=1) for part in (k, v))
         scores = (q @ k.mT).float() * self.scale
         if (cap := self.config.attention_softcap) is not None:
@@ -113,7 +112,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward block, with norms where the form has them."""
+    """Attention and feed-forward block, with norms placed according to ``layer_form``."""
 
     def __init__(self, config: IsthmusConfig, layer: int) -> None:
         super().__init__()
@@ -122,7 +121,7 @@ class Layer(nn.Module):
         if self.form != "post":
             self.input_layernorm = Norm(config, width)
         if self.form not in ("post", "parallel"):
-            self.post_attention_layernorm = Norm(config, width)  # as in Llama, it stands before the MLP
+            self.post_attention_layernorm = Norm(config, width)  # applied before the MLP, as in Llama
         if self.form in ("post", "sandwich"):
             self.post_self_attn_layernorm = Norm(config, width)
             self.post_mlp_layernorm = Norm(config, width)
@@ -131,7 +130,7 @@ class Layer(nn.Module):
         self.mlp = Mlp(config, config.intermediate_size, bias=config.mlp_bias) if dense else MixtureOfExperts(config)
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
-        """``x`` [B, S, H], as is its result; ``context`` is what attention needs besides."""
+        """[B, S, H] -> [B, S, H]; ``context`` is passed to attention."""
         normed = x if self.form == "post" else self.input_layernorm(x)
         attended = self.self_attn(normed, *context)
         if self.form in ("post", "sandwich"):
@@ -148,8 +147,6 @@ class Layer(nn.Module):
 
 
 class IsthmusPreTrainedModel(PreTrainedModel):  # type: ignore[misc, unused-ignore]  # transformers is typed in part
-    """What transformers wants to know of both models."""
-
     config: IsthmusConfig
     config_class = IsthmusConfig
     base_model_prefix = "model"
@@ -172,9 +169,9 @@ class IsthmusPreTrainedModel(PreTrainedModel):  # type: ignore[misc, unused-igno
 
 
 class IsthmusModel(IsthmusPreTrainedModel):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and final norm."""
 
-    _auto_class = "AutoModel"  # save_pretrained writes these files again
+    _auto_class = "AutoModel"  # save_pretrained copies these files
 
     def __init__(self, config: IsthmusConfig) -> None:
         super().__init__(config)
@@ -186,11 +183,9 @@ class IsthmusModel(IsthmusPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
         return self.embed_tokens
 
     def set_input_embeddings(self, value: Any) -> None:
-        """Exchange the embedding."""
         self.embed_tokens = value
 
     def forward(
@@ -231,10 +226,10 @@ class IsthmusModel(IsthmusPreTrainedModel):
 
 
 class IsthmusForCausalLM(IsthmusPreTrainedModel, GenerationMixin):
-    """The model with logits."""
+    """The decoder with its output projection."""
 
     _auto_class = "AutoModelForCausalLM"
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  # transformers changes it
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  # transformers modifies it
 
     def __init__(self, config: IsthmusConfig) -> None:
         super().__init__(config)
@@ -243,11 +238,9 @@ class IsthmusForCausalLM(IsthmusPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The last projection."""
         return self.lm_head
 
     def set_output_embeddings(self, value: Any) -> None:
-        """Exchange it."""
         self.lm_head = value
 
     def forward(
@@ -262,7 +255,7 @@ class IsthmusForCausalLM(IsthmusPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, S, V], of the last ``logits_to_keep`` tokens if it is not 0; ``labels`` [B, S] ask for a loss."""
+        """Logits [B, S, V], only of the last ``logits_to_keep`` tokens if not 0; a loss with ``labels`` [B, S]."""
         found = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept]) * self.config.logits_multiplier

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies as config.json has them stretched, and the rotation."""
+"""Rotary position embedding with the frequency scaling of config.json."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from .configuration_isthmus import IsthmusConfig
 
 Table = tuple[Tensor, Tensor]
-"""Cosines and sines of the angles of every token, each [B, 1, S, R / 2]; R channels of a head are rotated."""
+"""Cosines and sines, each [B, 1, S, R / 2]; R channels of a head are rotated."""
 
 
 def inverse_frequencies(config: IsthmusConfig, *, windowed: bool, length: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair of channels, float32 [R / 2], and what cosines and sines are multiplied by.
+    """Inverse frequencies, float32 [R / 2], and the multiplier of cosines and sines.
 
-    RoFormer (arXiv 2104.09864), Llama 3.1's stretch, YaRN (2309.00071), LongRoPE (2402.13753) beyond ``length``.
+    RoFormer (arXiv 2104.09864), Llama 3.1 scaling, YaRN (2309.00071), LongRoPE (2402.13753) for ``length`` tokens.
     """
     rope = config.rope_parameters
     base, kind = rope["rope_theta"], rope.get("rope_type", rope.get("type", "default"))
@@ -58,12 +58,12 @@ def inverse_frequencies(config: IsthmusConfig, *, windowed: bool, length: int) -
 
 
 def has_both(rope: dict[str, Any]) -> bool:
-    """Whether YaRN's two weights of the magnitude are given."""
+    """Whether both magnitude settings of YaRN are set."""
     return bool(rope.get("mscale") and rope.get("mscale_all_dim"))
 
 
 def rotate(x: Tensor, table: Table, *, interleaved: bool) -> Tensor:
-    """Turn pairs among the first R channels of ``x`` [B, N, S, D]."""
+    """Rotate the first R channels of ``x`` [B, N, S, D]."""
     cos, sin = (part.to(x.dtype) for part in table)
     width = 2 * cos.size(-1)
     first, second = (x[..., 0:width:2], x[..., 1:width:2]) if interleaved else x[..., :width].chunk(2, dim=-1)

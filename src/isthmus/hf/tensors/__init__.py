@@ -1,1 +1,1 @@
-"""The safetensors format: slices read, files written in parallel, quantized weights."""
+"""Safetensors files: reading slices, parallel writing, dequantization."""

@@ -1,6 +1,6 @@
-"""Writes safetensors files by many processes at once: the layout is planned ahead, each writes its slices in place.
+"""Writes safetensors files from many processes at once.
 
-No process gathers anything, and none waits for another: the byte range of every slice follows from the plan alone.
+The layout is planned ahead, so every process knows the byte range of its slices and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from isthmus.hf.tensors.safetensors_format import (
 
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
 UNWRITTEN_BYTES = 32 << 20
-"""What a file collects in memory before the disk is told to begin with it: else it idles until the sync at the end."""
+"""Writeback of a file starts after this many bytes; otherwise the disk idles until the final sync."""
 
 
 class SafetensorsPlan:
-    """Which tensor lies in which file at which byte."""
+    """File and byte offset of each tensor."""
 
     def __init__(self, tensors: Iterable[Spec], max_shard_bytes: float = 5e9) -> None:
-        """Lay the tensors (name, dtype, shape) out in files of at most ``max_shard_bytes``, one tensor at least."""
+        """Assign tensors (name, dtype, shape) to files of at most ``max_shard_bytes``, or of one larger tensor."""
         groups: list[list[Spec]] = []
         room = 0.0
         for name, dtype, shape in tensors:
@@ -53,13 +53,12 @@ class SafetensorsPlan:
             groups[-1].append((name, dtype, shape))
             room -= need
         self.headers: dict[str, bytes] = {}
-        """Header of each file."""
         self.tensors: dict[str, TensorInfo] = {}
-        """All tensors; their ``file`` is relative to the folder."""
+        """``file`` is relative to the folder."""
         self.file_bytes: dict[str, int] = {}
         for number, group in enumerate(groups, start=1):
             file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            # The order that the safetensors library itself writes: wide dtypes first, which keeps all of them aligned.
+            # The order of the safetensors library: wide dtypes first, so that all tensors are aligned.
             group.sort(key=lambda spec: (-spec[1].itemsize, spec[0]))
             self.headers[file] = encode_header(group)
             offset = len(self.headers[file])
@@ -70,16 +69,11 @@ class SafetensorsPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors, headers not counted: what the writers together have to write."""
+        """Bytes of all tensors, without headers."""
         return sum(info.nbytes for info in self.tensors.values())
 
     def create(self, folder: Path) -> None:
-        """Make the files with their headers and the index, with the space for all tensors reserved. One process does.
-
-        Raises:
-            NoSpace: the disk has no room for all of it.
-            IOFailure: the files cannot be made.
-        """
+        """Create the files with headers and reserved space, and the index. Called by one process."""
         with disk_errors(folder, sum(self.file_bytes.values())):
             for file, header in self.headers.items():
                 descriptor = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -100,10 +94,9 @@ class SafetensorsPlan:
 
 
 class TensorWriter:
-    """Writes slices into existing files; a context manager that syncs them at its end. Several threads may write."""
+    """Writes slices into existing files and syncs them on exit; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Open nothing yet: files are opened as slices fall into them."""
         self.folder = folder
         self._descriptors: dict[Path, int] = {}
         self._unwritten: dict[Path, int] = {}
@@ -111,13 +104,9 @@ class TensorWriter:
         self._stage = Stage()
 
     def write_at(self, info: TensorInfo, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
-        """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``info``; return its bytes there.
+        """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``info``; returns its size in bytes.
 
-        A slice with steps is laid into what lies around it; let no other thread write between its steps.
-
-        Raises:
-            NoSpace: the disk is full after all.
-            IOFailure: writing failed.
+        A slice with steps is read, changed and written back; other threads must not write within its range meanwhile.
         """
         bounds = bounds_of(info.shape, index)
         shape = tuple(stop - start for start, stop in bounds)
@@ -142,7 +131,7 @@ class TensorWriter:
             with disk_errors(self.folder / info.file):
                 raise
         done = (tensor.numel() if steps is None else tensor[steps].numel()) * info.dtype.itemsize
-        # Threads may overwrite each other's count: it only decides when the disk begins.
+        # Unsynchronized: the count only decides when writeback starts.
         self._unwritten[info.file] += done
         if self._unwritten[info.file] >= UNWRITTEN_BYTES:
             self._unwritten[info.file] = 0
@@ -150,12 +139,6 @@ class TensorWriter:
         return done
 
     def close(self, *, sync: bool = True) -> None:
-        """Close the files, on disk if ``sync``.
-
-        Raises:
-            NoSpace: the disk turned out to be full.
-            IOFailure: syncing failed.
-        """
         while self._descriptors:
             file, descriptor = self._descriptors.popitem()
             with disk_errors(self.folder / file):
@@ -166,11 +149,10 @@ class TensorWriter:
                     os.close(descriptor)
 
     def __enter__(self) -> Self:
-        """Close at the end of the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close, and sync unless after an error."""
+        """Sync, except after an error."""
         self.close(sync=kind is None)
 
     def _around(self, info: TensorInfo, bounds: Bounds) -> Tensor:
@@ -193,31 +175,29 @@ class TensorWriter:
 
 
 class SafetensorsWriter(TensorWriter):
-    """Writes slices into the files that ``plan.create(folder)`` made."""
+    """Writes slices into the files created by ``plan.create(folder)``."""
 
     def __init__(self, plan: SafetensorsPlan, folder: Path) -> None:
-        """Open nothing yet."""
         super().__init__(folder)
         self.plan = plan
 
     def write(self, name: str, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
-        """Write a slice of the tensor ``name``, see :meth:`TensorWriter.write_at`."""
         return self.write_at(self.plan.tensors[name], index, tensor)
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Make an open file as long as this, with room for it on the disk where the file system can promise that."""
+    """Extend an open file to ``size``, with allocated blocks if the file system supports it."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except (AttributeError, OSError) as error:
-        # Not on macOS, nor on every file system; there a full disk shows itself only while writing.
+        # Not on macOS, nor on every file system; there a full disk is detected only while writing.
         if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
         os.ftruncate(descriptor, size)
 
 
 def begin_writing(descriptor: int) -> None:
-    """Let the disk begin with what an open file has in memory, without waiting; only Linux has a call for that."""
+    """Start writeback of an open file without waiting (Linux only)."""
     with contextlib.suppress(AttributeError):
         _LIBC.sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
 

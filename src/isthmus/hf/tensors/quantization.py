@@ -1,4 +1,4 @@
-"""How Hugging Face folders store quantised weights, codes and scales of blocks of them, and which numbers are meant."""
+"""Quantized weights in Hugging Face folders: block formats and their dequantization."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """DeepSeek's FP8 (arXiv 2412.19437, section 3.3): ``X`` in E4M3, and in ``X_scale_inv`` a factor for each block.
+    """DeepSeek's FP8 (arXiv 2412.19437, section 3.3): ``X`` in E4M3, and one scale per block in ``X_scale_inv``.
 
-    Codes are [..., R, C], scales [..., ceil(R / rows), ceil(C / cols)] of any floating type; a value is its code times
-    the scale of its block.
+    Codes are [..., R, C], scales [..., ceil(R / rows), ceil(C / cols)] in any float dtype; value = code * scale.
     """
 
     rows: int
@@ -31,32 +30,29 @@ class Fp8Blocks:
     scales_suffix = "_scale_inv"
     codes_dtype = torch.float8_e4m3fn
     cut_axis = -2
-    """The dimension of the values along which a large tensor is best taken in turns."""
+    """Dimension along which a large tensor is split for dequantization."""
 
     def __str__(self) -> str:
-        """For the user."""
         return f"FP8 in blocks of {self.rows}x{self.cols}"
 
     def fits(self, codes: Shape, scales: Shape, scales_dtype: torch.dtype) -> bool:
-        """Whether the two tensors belong together."""
         if len(codes) < 2 or not scales_dtype.is_floating_point:
             return False
         *lead, rows, cols = codes
         return scales == (*lead, -(-rows // self.rows), -(-cols // self.cols))
 
     def shape(self, codes: Shape) -> Shape:
-        """Shape of the values."""
         return codes
 
     def places(self, bounds: Bounds) -> tuple[Index, Index]:
-        """Which codes and which scales the values within ``bounds`` come from."""
+        """Indices of the codes and the scales of the values within ``bounds``."""
         *lead, (top, bottom), (left, right) = bounds
         codes = tuple(slice(*pair) for pair in bounds)
         blocks = (slice(top // self.rows, -(-bottom // self.rows)), slice(left // self.cols, -(-right // self.cols)))
         return codes, (*(slice(*pair) for pair in lead), *blocks)
 
     def values(self, codes: Tensor, scales: Tensor, bounds: Bounds) -> Tensor:
-        """The values within ``bounds`` in float32, from what lies at their ``places``."""
+        """Values within ``bounds`` in float32, from the codes and scales at their ``places``."""
         spread = scales.float()
         for axis, size in ((-2, self.rows), (-1, self.cols)):
             start, stop = bounds[axis]
@@ -66,24 +62,22 @@ class Fp8Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """Experts of gpt-oss in MXFP4 (OCP Microscaling Formats 1.0): E2M1 values, 32 of them under one power of two.
+    """Experts of gpt-oss in MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 E2M1 values with an E8M0 scale.
 
-    ``X_blocks`` is uint8 [E, out, in / 32, 16] with two values a byte, the low nibble first; ``X_scales`` is uint8
-    [E, out, in / 32], exponents biased by 127. The values are those of ``X`` [E, in, out].
+    ``X_blocks`` is uint8 [E, out, in / 32, 16] with two values per byte, the low nibble first; ``X_scales`` is uint8
+    [E, out, in / 32], exponents biased by 127. The values are ``X`` [E, in, out].
     """
 
     codes_suffix = "_blocks"
     scales_suffix = "_scales"
     codes_dtype = torch.uint8
     cut_axis = -1
-    """The dimension of the values along which a large tensor is best taken in turns."""
+    """Dimension along which a large tensor is split for dequantization."""
 
     def __str__(self) -> str:
-        """For the user."""
         return "MXFP4"
 
     def fits(self, codes: Shape, scales: Shape, scales_dtype: torch.dtype) -> bool:
-        """Whether the two tensors belong together."""
         return len(codes) == 4 and codes == (*scales, 16) and scales_dtype == torch.uint8
 
     def shape(self, codes: Shape) -> Shape:
@@ -92,15 +86,14 @@ class Mxfp4:
         return experts, blocks * 32, out
 
     def places(self, bounds: Bounds) -> tuple[Index, Index]:
-        """Which codes and which scales the values within ``bounds`` come from."""
         experts, (top, bottom), out = bounds
         scales = (slice(*experts), slice(*out), slice(top // 32, -(-bottom // 32)))
         return scales, scales
 
     def values(self, codes: Tensor, scales: Tensor, bounds: Bounds) -> Tensor:
-        """The values within ``bounds`` in bfloat16, which holds them exactly, from what lies at their ``places``."""
+        """Values within ``bounds`` in bfloat16, which is exact."""
         top, bottom = bounds[1]
-        # Indexing is what takes the time, so both values of a byte are fetched at once.
+        # Indexing dominates the time, so both values of a byte are looked up at once.
         blocks = _PAIRS[codes.int()].view(torch.bfloat16)
         blocks *= scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)[..., None]
         return blocks.flatten(-2).narrow(-1, top % 32, bottom - top).mT
@@ -109,18 +102,13 @@ class Mxfp4:
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.bfloat16)
 _SIGNED = torch.cat((_E2M1, -_E2M1))
 _PAIRS = torch.stack((_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)), dim=1).view(torch.int32).flatten()
-"""For each byte its two values, bfloat16 side by side in one int32."""
+"""The two bfloat16 values of each byte, packed in one int32."""
 
 Quantization = Fp8Blocks | Mxfp4
 
 
 def quantization_of(said: Mapping[str, Any]) -> Quantization:
-    """The format that the ``quantization_config`` of a model describes.
-
-    Raises:
-        UsageError: a method, or a kind of it, that is not read.
-        DataError: it is no object.
-    """
+    """The format of a ``quantization_config``; UsageError if it is not supported."""
     if not isinstance(said, Mapping):
         raise DataError(f"config.json: quantization_config must be an object, got {said!r}.")
     method = said.get("quant_method")

@@ -1,7 +1,6 @@
-"""The safetensors format: its header, checked byte for byte, and where a slice of a tensor lies in the file.
+"""The safetensors format: header validation and byte ranges of tensor slices.
 
-A file is an 8-byte little-endian length, that many bytes of JSON, then the tensors without gaps. Slices are read and
-written at their own offsets, so that a rank touches only what is its own and never holds a whole tensor.
+A file is an 8-byte little-endian length, that many bytes of JSON, then the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 
 Bounds = tuple[tuple[int, int], ...]
-"""Start and stop for each dimension."""
+"""Start and stop of each dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor in a file; ``offset`` counts from the start of the file, in bytes."""
+    """One tensor in a file; ``offset`` is in bytes from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,16 +52,11 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file by name, in the order in which they lie there.
-
-    Raises:
-        DataError: the file is cut short, or its header is not a valid one; nothing else of the file is read.
-    """
+    """Tensors of a safetensors file by name, in file order; DataError if the file is truncated or malformed."""
     actual = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -96,7 +90,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Length and header for tensors that follow in this order, padded so that they start at a multiple of 8 bytes."""
+    """Length and header for tensors in this order, padded so that the data starts at a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape in tensors:
@@ -109,10 +103,10 @@ def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -
 
 
 def bounds_of(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> Bounds:
-    """Resolve ``index`` (leading dimensions) within ``shape``; a step is left to the caller, see ``steps_of``.
+    """Resolve ``index`` (leading dimensions) within ``shape``; steps are ignored, see ``steps_of``.
 
     Raises:
-        IndexError: more slices than dimensions, a negative step, or a slice that reaches outside of the tensor.
+        IndexError: more slices than dimensions, a negative step, or a slice out of range.
     """
     index = index or ()
     if len(index) > len(shape):
@@ -128,14 +122,14 @@ def bounds_of(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> Bounds
 
 
 def steps_of(index: tuple[slice, ...] | None) -> tuple[slice, ...] | None:
-    """What to take of the rectangle around a slice with steps; None where it has none and is the slice itself."""
+    """The steps of ``index``, relative to its bounds; None if all are 1."""
     if all(cut.step in (None, 1) for cut in index or ()):
         return None
     return tuple(slice(None, None, cut.step) for cut in index or ())
 
 
 def byte_runs(shape: tuple[int, ...], bounds: Bounds, itemsize: int) -> Iterator[tuple[int, int]]:
-    """``(offset, length)`` in bytes of the unbroken runs that make up a slice, in the slice's own row-major order."""
+    """``(offset, length)`` in bytes of the contiguous runs of a slice, in its row-major order."""
     inner, axis = itemsize, len(shape)
     while axis and bounds[axis - 1] == (0, shape[axis - 1]):
         axis -= 1
@@ -150,7 +144,7 @@ def byte_runs(shape: tuple[int, ...], bounds: Bounds, itemsize: int) -> Iterator
 
 
 def row_chunks(bounds: Bounds, itemsize: int, limit_bytes: int) -> Iterator[tuple[Bounds, slice]]:
-    """Cut a slice along its first dimension into pieces of about ``limit_bytes``: bounds of each, and its own rows."""
+    """Split a slice along its first dimension into chunks of about ``limit_bytes``: bounds, and rows of the slice."""
     if not bounds:
         yield bounds, slice(None)
         return
@@ -163,19 +157,15 @@ def row_chunks(bounds: Bounds, itemsize: int, limit_bytes: int) -> Iterator[tupl
 
 
 class Stage(threading.local):
-    """A buffer for casts that is used again and again: fresh memory for each chunk costs ten times the copy.
-
-    Each thread that uses it has a buffer of its own.
-    """
+    """A reusable buffer for casts, one per thread: fresh memory for each chunk costs ten times the copy."""
 
     limit_bytes = 4 << 20
 
     def __init__(self) -> None:
-        """Allocate nothing yet."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor whose content is undefined and which the next call invalidates."""
+        """An uninitialized contiguous tensor, valid until the next call."""
         size = math.prod(shape) * dtype.itemsize
         if size > self._buffer.numel():
             self._buffer = torch.empty(max(size, self.limit_bytes), dtype=torch.uint8)
@@ -183,7 +173,7 @@ class Stage(threading.local):
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared with it."""
+    """Bytes of a contiguous CPU tensor, without a copy."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 

@@ -1,4 +1,4 @@
-"""Reads slices of tensors of which only the place in a file is known; holds no tensor and no map of the files."""
+"""Reads slices of tensors from open files, without memory-mapping them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from isthmus.hf.tensors.safetensors_format import (
 
 
 class TensorReader:
-    """Reads from files that it opens when they are first needed; several threads may read at once."""
+    """Opens files on first use; thread-safe."""
 
     def __init__(self) -> None:
-        """Open nothing yet."""
         self._files: dict[Path, BinaryIO] = {}
         self._opening = threading.Lock()
         self._stage = Stage()
 
     def read(self, info: TensorInfo, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """Read a slice of one tensor; only its bytes are read (with a step, those between as well).
+        """Read a slice of one tensor; only its bytes are read (with a step, also those between).
 
-        With ``into`` (any dtype, device and strides; the shape of the slice) it is filled and returned, without a
-        second copy in memory where it is a contiguous CPU tensor of the file's dtype.
+        With ``into`` (any dtype, device and strides; the shape of the slice) it is filled and returned, without a second
+        copy in memory if it is a contiguous CPU tensor of the file's dtype.
 
         Raises:
-            DataError: the file ended early.
+            DataError: the file is shorter than expected.
             IOFailure: the file cannot be read.
         """
         bounds = bounds_of(info.shape, index)
@@ -62,12 +61,11 @@ class TensorReader:
         return target
 
     def close(self) -> None:
-        """Close the files; reading opens them again."""
+        """Close the files; a later read opens them again."""
         while self._files:
             self._files.popitem()[1].close()
 
     def __del__(self) -> None:
-        """Close."""
         self.close()
 
     def _descriptor(self, file: Path) -> int:

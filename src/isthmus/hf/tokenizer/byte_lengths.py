@@ -1,6 +1,6 @@
 """Token positions from the byte length of each token, for tokenizers whose tokens concatenate to the text.
 
-Such a tokenizer need not return offsets, which take it a tenth of its time or more. Two kinds qualify: byte-level BPE
+Such a tokenizer need not return offsets, which saves a tenth of its time or more. Two kinds qualify: byte-level BPE
 (GPT-2, Llama 3, Qwen, DeepSeek), and sentencepiece BPE with byte fallback (Llama 2, Mistral, Gemma), which writes
 spaces as word marks and may add one before a text.
 """
@@ -81,16 +81,10 @@ class ByteLengths:
     def masks(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]], ids: Ids, counts: Sequence[int]
     ) -> tuple[Mask, list[int]]:
-        """Loss mask: 1 for each token that overlaps with one of the ``spans`` of its text, for concatenated texts.
+        """Loss mask: 1 for each token that overlaps with one of the ``spans`` (characters) of its text.
 
-        Args:
-            texts: [n].
-            spans: [n], of characters.
-            ids: [total], the tokens of all texts.
-            counts: [n], tokens of each.
-
-        Returns:
-            The mask [total], and the indices of texts whose lengths do not add up; their mask is wrong.
+        ``ids`` [total] are the tokens of all texts, ``counts`` [n] their numbers. Returns the mask [total], and the
+        indices of texts whose lengths do not add up; their mask is wrong.
         """
         bounds = np.cumsum([0, *counts])
         ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self._lengths(ids, bounds))])

@@ -17,10 +17,9 @@ END = "<eod>"
 
 
 class NumberTokenizer(Tokenizer):
-    """A fast tokenizer of numbers; it is saved as a class of transformers, so an export with it is complete."""
+    """A fast tokenizer of numbers below ``vocab_size``, saved as a class of transformers."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Build the tokenizer of the numbers below ``vocab_size``."""
         backend = Backend(models.WordLevel({str(number): number for number in range(vocab_size)} | {END: vocab_size}))
         backend.normalizer = normalizers.Replace(Regex("(?<![0-9])0+(?=[0-9])"), "")  # 007 is 7
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -29,29 +28,14 @@ class NumberTokenizer(Tokenizer):
         self.numbers = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of one text.
-
-        Raises:
-            DataError: the text contains something else.
-        """
         self._check([text])
         return super().encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The numbers of many texts.
-
-        Raises:
-            DataError: a text contains something else.
-        """
         self._check(texts)
         return super().encode_batch(texts)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
-        """The numbers, and the characters that each of them covers.
-
-        Raises:
-            DataError: a text contains something else.
-        """
         self._check(texts)
         return super().encode_with_offsets(texts)
 

@@ -1,7 +1,7 @@
-"""A bare sentencepiece ``tokenizer.model`` to a fast tokenizer that agrees with sentencepiece token for token.
+"""Converts a sentencepiece ``tokenizer.model`` without ``tokenizer.json`` to a fast tokenizer with identical tokens.
 
-Done here for models like Llama 2's: byte-pair pieces, text taken as it stands. Each stretch of text between special
-tokens is tokenized as sentencepiece would tokenize it alone, the word mark before it included.
+Supported are BPE models without text normalization, such as Llama 2's. Text between special tokens is tokenized
+separately, with the word mark that sentencepiece adds before it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def read_sentencepiece(file: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a file such as ``tokenizer.model``, and of ``tokenizer_config.json`` beside it.
-
-    None when it is of another kind, which transformers may know.
+    """Read ``tokenizer.model`` and the ``tokenizer_config.json`` next to it; None if it is not such a BPE model.
 
     Raises:
         UsageError: the sentencepiece package is not installed.
-        DataError: the file is cut short.
+        DataError: the file is truncated.
     """
     proto = _parse(file)
     if proto is None:
@@ -61,7 +59,7 @@ def read_sentencepiece(file: Path) -> PreTrainedTokenizerBase | None:
         elif piece.type == _USER_DEFINED:
             backend.add_tokens([AddedToken(piece.piece, special=False, normalized=False)])
     if (bos := named.get("bos_token")) is not None:
-        # The models trained with these tokenizers begin every text with it.
+        # Models with these tokenizers are trained with BOS before every text.
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocab[bos])]
         )
@@ -70,7 +68,7 @@ def read_sentencepiece(file: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _merges(proto: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a piece out of two others, the pieces with the best score first, as sentencepiece does."""
+    """All pairs of pieces that form a piece, ordered by the score of the result, as in sentencepiece."""
     found = []
     for piece in proto.pieces:
         if piece.type != _NORMAL:
@@ -78,13 +76,13 @@ def _merges(proto: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
         word = piece.piece
         halves = [(word[:k], word[k:]) for k in range(1, len(word)) if word[:k] in vocab and word[k:] in vocab]
         found += [(-piece.score, vocab[a], vocab[b], a, b) for a, b in halves]
-    # Within one piece the order of its halves decides nothing: both lead to the same piece.
+    # The order of the pairs of one piece is irrelevant: all form the same piece.
     found.sort(key=lambda merge: merge[:1])
     return [(a, b) for *_, a, b in found]
 
 
 def _named_tokens(folder: Path, proto: Any) -> dict[str, str]:
-    """Which control pieces begin and end a text: the model's own, unless tokenizer_config.json names others."""
+    """BOS, EOS and padding tokens of the model, overridden by tokenizer_config.json, and the chat template."""
     spec = proto.trainer_spec
     pieces = [piece.piece for piece in proto.pieces]
     numbers = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "pad_token": spec.pad_id}
@@ -109,9 +107,9 @@ def _named_tokens(folder: Path, proto: Any) -> dict[str, str]:
 
 
 def _parse(path: Path) -> Any:
-    """The model's protobuf message; None when the file is something else (tiktoken ranks, for one)."""
+    """The protobuf message; None if the file has another format, such as tiktoken ranks."""
     raw = path.read_bytes()
-    if not raw.startswith(b"\n"):  # field 1, the pieces: how every sentencepiece model begins
+    if not raw.startswith(b"\n"):  # field 1, the pieces, comes first in every sentencepiece model
         return None
     try:
         messages = importlib.import_module("sentencepiece.sentencepiece_model_pb2")

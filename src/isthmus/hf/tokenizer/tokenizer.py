@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer with the methods that training needs: batches, offsets, chat templates, generation marks.
 
-A folder with only a sentencepiece ``tokenizer.model`` is read by ``sentencepiece_model``, which tokenizes as
-sentencepiece does; transformers 5.23 leaves out the word mark before a text.
+A folder with only a sentencepiece ``tokenizer.model`` is read by ``sentencepiece_model``: transformers 5.23 omits the
+word mark before a text.
 """
 
 from __future__ import annotations
@@ -95,9 +95,6 @@ class Tokenizer:
             inner: the transformers tokenizer; its chat template is set if it has none.
             folder: of its files, if it has any.
             differs_from_files: transformers, with the files of the folder, would tokenize differently.
-
-        Raises:
-            UsageError: it is not a fast tokenizer.
         """
         backend = getattr(inner, "backend_tokenizer", None)
         if not isinstance(backend, Backend):
@@ -144,7 +141,6 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The end-of-sequence token."""
         return self._id(self.inner.eos_token_id)
 
     @property
@@ -154,7 +150,6 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """The padding token."""
         return self._id(self.inner.pad_token_id)
 
     @staticmethod
@@ -171,12 +166,11 @@ class Tokenizer:
         return turn_template(self.chat_template, self.inner.special_tokens_map)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the compiled template, which cannot be pickled."""
+        """Omit the compiled template, which cannot be pickled."""
         return {name: value for name, value in self.__dict__.items() if name != "_turns"}
 
     @cached_property
     def has_generation_marks(self) -> bool:
-        """Whether the chat template has ``{% generation %}`` marks."""
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.chat_template) is not None
 
     def encode(self, text: str) -> list[int]:
@@ -188,7 +182,7 @@ class Tokenizer:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
-        """Token ids and offsets: the characters (first, one after the last) that each token covers."""
+        """Token ids, and for each token its characters [first, last + 1)."""
         encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encoded]
 
@@ -219,7 +213,6 @@ class Tokenizer:
     def _encode_with_edges(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        """``encode_with_mask`` for any tokenizer."""
         made = []
         encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
         for encoding, learned in zip(encoded, spans, strict=True):
@@ -239,7 +232,6 @@ class Tokenizer:
         return ByteLengths.of(self._backend)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
         return str(self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(

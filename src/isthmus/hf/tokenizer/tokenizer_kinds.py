@@ -22,12 +22,7 @@ _MARKS: Mapping[str, tuple[str, ...]] = {
 
 
 def open_tokenizer(path: Path, kind: str | None = None, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Read a tokenizer and check its type.
-
-    Args:
-        path: a folder, or a sentencepiece file.
-        kind: HuggingFaceTokenizer, Llama2Tokenizer, DeepSeekV2Tokenizer or GPT2BPETokenizer; None accepts any.
-        trust_remote_code: allow code of the folder to run.
+    """Read a tokenizer, a folder or a sentencepiece file, and check its type; ``kind`` None accepts any.
 
     Raises:
         MissingInput, DataError, UnsafeInput, UsageError: see ``load_tokenizer``; or the tokenizer is of another type.

@@ -81,12 +81,7 @@ def _recognised(source: str, given: tuple[tuple[str, str], ...]) -> TurnTemplate
 
 
 def turn_template(source: str, special_tokens: Mapping[str, Any]) -> TurnTemplate | None:
-    """Compile a template of that form; None for another form.
-
-    Args:
-        source: of the template.
-        special_tokens: the other variables of the template.
-    """
+    """Compile a template of that form, with ``special_tokens`` as its other variables; None for another form."""
     given = tuple(sorted((name, token) for name, token in special_tokens.items() if isinstance(token, str)))
     try:
         return _recognised(source, given) if len(given) == len(special_tokens) else None
