@@ -104,7 +104,7 @@ class TensorWriter:
         self._stage = Stage()
 
     def write_at(self, info: TensorInfo, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
-        """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``info``; returns its size in bytes.
+        """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``info``; returns its bytes.
 
         A slice with steps is read, changed and written back; other threads must not write within its range meanwhile.
         """

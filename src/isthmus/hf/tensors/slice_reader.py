@@ -34,8 +34,8 @@ class TensorReader:
     def read(self, info: TensorInfo, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
         """Read a slice of one tensor; only its bytes are read (with a step, also those between).
 
-        With ``into`` (any dtype, device and strides; the shape of the slice) it is filled and returned, without a second
-        copy in memory if it is a contiguous CPU tensor of the file's dtype.
+        With ``into`` (any dtype, device and strides; the shape of the slice) it is filled and returned, without an
+        intermediate copy if it is a contiguous CPU tensor of the file's dtype.
 
         Raises:
             DataError: the file is shorter than expected.
