@@ -1,1 +1,1 @@
-"""From files to batches: formats -> records -> chat -> samples -> packing -> micro batches; numpy and torch only."""
+"""Data files to batches: formats -> records -> chats -> samples -> packing -> micro batches."""

@@ -1,1 +1,1 @@
-"""Starting ranks, rendezvous, heartbeat, first failure, and the environment of a rank."""
+"""Launching ranks: rendezvous, heartbeat, first failure."""

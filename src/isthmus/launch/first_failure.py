@@ -1,7 +1,7 @@
-"""Why a run failed: each rank reports its failure, the first one is the cause, and the user reads it once.
+"""The failures of ranks: the first one is the cause of a failed run and is printed once.
 
 Ranks report to the rendezvous store, where the first entry wins, and to the error file of torch elastic, which
-``--nproc`` reads when all ranks have ended.
+``--nproc`` reads after all ranks have ended.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ MEMBERS = "rendezvous/members"
 """Store key that ranks wait for during the rendezvous; a failure sets it too."""
 _FAILURE = "failure"
 _SECONDARY = (IsthmusError.exit_code, IOFailure.exit_code, Hang.exit_code)
-"""Exit codes that a healthy rank may also end with because another rank failed."""
+"""Exit codes that may be a consequence of the failure of another rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How one rank failed; by default this one."""
+    """The failure of one rank; by default this one."""
 
     exit_code: int
     message: str = ""
     traceback: str = ""
     rank: int = field(default_factory=rank_env.rank)
     machine: list[str] = field(default_factory=lambda: this_machine())
-    """Host name, and the address from which it reaches rank 0; ranks with equal values share a machine."""
+    """Host name, and the address with which it reaches rank 0; equal on ranks of the same machine."""
     reported: bool = True
-    """Whether the rank itself reported it."""
+    """Whether the rank reported it itself."""
     time_s: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
+    """Unix time."""
 
     @property
     def error(self) -> IsthmusError:
-        """An exception for the ranks that end because of this failure."""
+        """An exception for the other ranks that end because of this failure."""
         return error_of(self.exit_code, self.message)
 
     def line(self) -> str:
-        """The line that this rank prints: empty unless it is the rank that failed or the first of another machine."""
+        """The line that this rank prints; empty unless it failed itself or is the first rank of another machine."""
         if self.rank == rank_env.rank():
             return f"rank {self.rank}: {self.message}"
         if rank_env.local_rank() or self.machine == this_machine():
@@ -69,7 +69,7 @@ class Failure:
             write_atomic(path, json.dumps({"message": message, "isthmus": asdict(self)}))
 
     def post(self, store: Store) -> Failure:
-        """Post it to the store; returns the first failure of the run, which may be that of another rank."""
+        """Post it to the store; returns the first failure of the run."""
         first = json.loads(store.compare_set(_FAILURE, "", json.dumps(asdict(self))))
         store.compare_set(MEMBERS, "", "[]")
         return Failure(**first)
@@ -87,14 +87,7 @@ def reported_failures(folder: Path) -> list[Failure]:
 
 
 def failure_of_death(rank: int, exit_code: int, *, time_s: float, last_line: str = "") -> Failure:
-    """The failure of a rank that reported none.
-
-    Args:
-        rank: the rank.
-        exit_code: as in subprocess; -N for signal N.
-        time_s: when the death was noticed.
-        last_line: the last line that the rank printed.
-    """
+    """The failure of a rank that reported none; ``exit_code`` is -N for signal N, as in subprocess."""
     ending, hint = f"ended with exit code {exit_code} and reported no error.", ""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else "a signal"
@@ -112,10 +105,9 @@ def failure_of_death(rank: int, exit_code: int, *, time_s: float, last_line: str
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that explains why the run ended; None without failures.
+    """The failure that explains the end of the run, if any.
 
-    A reported error that no other rank can have caused comes before all others, a request to stop after them; then the
-    earliest counts.
+    Order: reported errors that no other rank can cause, other errors, stop requests; then by time.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
@@ -127,7 +119,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 
 
 def this_machine() -> list[str]:
-    """Host name of this machine, and the address from which it reaches rank 0."""
+    """Host name, and the address with which this machine reaches rank 0."""
     with suppress(IsthmusError):
         if route := route_to(rank_env.master()[0]):
             return [socket.gethostname(), route.address]

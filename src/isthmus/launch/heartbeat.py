@@ -1,9 +1,8 @@
-"""The heartbeat of the ranks: which of them live, what they are doing, and whether one has failed.
+"""The heartbeat of the ranks, which detects ranks that failed or hang.
 
-Each rank writes a heartbeat to the rendezvous store about once a second and reads that of the next rank. If that rank
-sends none for as long as a collective may wait, if any rank posts a failure, or if the store is gone with the process
-that serves it, the rank ends with a message that names the cause. Nothing here is a collective, so it works while
-collectives hang.
+Each rank writes a heartbeat to the rendezvous store about once a second and reads that of the next rank. If it stops
+for as long as a collective may wait, if any rank posts a failure, or if the store does not answer, the rank exits with
+a message that names the cause. The heartbeat uses no collective, so it works while collectives hang.
 """
 
 from __future__ import annotations
@@ -28,24 +27,20 @@ from isthmus.launch.first_failure import Failure, posted_failure
 from isthmus.platforms import rank_env
 
 GRACE_S = 3.0
-"""How long a rank may take to end by itself once another rank has failed."""
+"""Time for a rank to exit by itself after the failure of another rank."""
 _PERIOD_S = 1.0
 _LEAVING, _FINISHED = "leaving, because another rank does not answer", "finished"
 _LOST_PEER = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
 
 
 class Heartbeat:
-    """A context manager that posts the failure of its block, and from ``start`` on watches the other ranks."""
+    """A context manager that posts the failure of its block; after ``start`` it also watches the other ranks."""
 
     first: Failure | None = None
-    """The first failure of the run, once this process has left the block because of a failure."""
+    """The first failure of the run, after this process left the block because of a failure."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Connect to the store.
-
-        Args:
-            timeout_s: a rank without heartbeat for this long counts as lost.
-        """
+        """A rank without heartbeat for ``timeout_s`` counts as lost."""
         self._timeout_s = timeout_s
         self._rank, self._world_size = rank_env.rank(), rank_env.world_size()
         self._lock = threading.Lock()
@@ -53,29 +48,24 @@ class Heartbeat:
         self._count = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._first: Failure | None = None
-        # A connection apart from that of the main thread, which blocks while it waits for a key.
+        # Its own connection, since that of the main thread blocks while it waits for a key.
         self._store = dist.TCPStore(
             *rank_env.master(), self._world_size, is_master=False, wait_for_workers=False,
             timeout=timedelta(seconds=min(30.0, timeout_s)),
         )  # fmt: skip
 
     def start(self) -> None:
-        """Send heartbeats and watch those of the other ranks until the block ends."""
+        """Send and watch heartbeats until the block ends."""
         self._beat(current_region())
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def __enter__(self) -> Heartbeat:
-        """The heartbeat."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Post the failure of the block.
-
-        Raises:
-            IsthmusError: the failure of another rank, if the error of the block is its consequence.
-        """
+        """Post the failure of the block; raises that of another rank if it is the cause."""
         lost = isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or _LOST_PEER.search(str(error)))
         cause = self._cause(error) if error is not None and lost else None
         self._ended.set()
@@ -85,12 +75,12 @@ class Heartbeat:
         else:
             Heartbeat.first = self._post(cause or _failure_of(error))
         if error is not None and rank_env.hosts_store():
-            time.sleep(2 * _PERIOD_S)  # the other ranks read from this process why it ends
+            time.sleep(2 * _PERIOD_S)  # the other ranks read the failure from this process
         if lost and Heartbeat.first is not None:
             raise Heartbeat.first.error from error
 
     def _cause(self, error: BaseException) -> Failure:
-        """The failure of another rank that has made a collective of this one fail with ``error``."""
+        """The failure of another rank that made a collective of this rank fail with ``error``."""
         with trace_region(_LEAVING):
             deadline = time.monotonic() + GRACE_S + 2 * _PERIOD_S
             while time.monotonic() < deadline:
@@ -111,13 +101,13 @@ class Heartbeat:
             with suppress(RuntimeError):
                 self._beat(current_region())
             if (failure := self._failure([(self._rank + 1) % self._world_size], self._timeout_s)) is not None:
-                # The main thread may have an error of its own, or the run has ended and only looks like a loss.
+                # The main thread may raise the actual error, or the run has just ended.
                 if not self._ended.wait(GRACE_S):
                     _leave(failure)
                 return
 
     def _failure(self, ranks: Iterable[int], timeout_s: float) -> Failure | None:
-        """The failure that was posted, or that one of ``ranks`` has sent no heartbeat for ``timeout_s``."""
+        """The posted failure, or that one of ``ranks`` has sent no heartbeat for ``timeout_s``."""
         if self._first is not None:
             return self._first
         try:
@@ -182,7 +172,7 @@ def _failure_of(error: BaseException) -> Failure:
 
 
 def _leave(failure: Failure) -> None:
-    """End this process; its main thread may wait in a collective for ever."""
+    """End this process without its main thread, which may hang in a collective."""
     failure.write()
     if rank_env.stop_file() is None and (line := failure.line()):
         with suppress(OSError):

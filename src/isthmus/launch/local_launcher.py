@@ -1,7 +1,7 @@
-"""Starts the ranks of ``--nproc`` through torch elastic, in this process.
+"""Starts the ranks of ``--nproc`` with torch elastic, in this process.
 
-The children run the same command line and see from their environment that they are ranks. A signal to this process is
-passed on to them; they save and exit.
+The children run the same command line with the environment of a rank. A signal to this process is forwarded to them;
+they save and exit.
 """
 
 from __future__ import annotations
@@ -28,28 +28,18 @@ from isthmus.launch.first_failure import Failure, failure_of_death, first_failur
 from isthmus.platforms import rank_env
 
 SAVE_TIMEOUT_S = 600.0
-"""How long the ranks may take to save after a request to stop."""
+"""Time for the ranks to save after a stop request."""
 LEAVE_TIMEOUT_S = 5
-"""How long the other ranks may take to exit after one has failed."""
+"""Time for the other ranks to exit after a failure."""
 # A batch system may send the same signal twice at once; only a later Ctrl-C is a second request.
 _SECOND_REQUEST_S = 0.5
 
 
 def launch(argv: Sequence[str], nproc: int, *, debug: bool = False) -> Failure | None:
-    """Run ``isthmus <argv>`` as ``nproc`` ranks and wait for all of them.
+    """Run ``isthmus <argv>`` as ``nproc`` ranks and wait for them; returns the first failure, which is not printed yet.
 
-    SIGTERM, SIGHUP and Ctrl-C reach the ranks, which save and exit (75); a second Ctrl-C kills them (130).
-
-    Args:
-        argv: the words after ``isthmus``.
-        nproc: number of ranks.
-        debug: all ranks and torch elastic itself print; otherwise only rank 0 does.
-
-    Returns:
-        The first failure, not printed yet; None if all ranks succeeded.
-
-    Raises:
-        Preempted: the stop was requested before any rank was started.
+    SIGTERM, SIGHUP and Ctrl-C reach the ranks, which save and exit (75); a second Ctrl-C kills them (130). Preempted is
+    raised only before any rank has started. With ``debug``, all ranks and torch elastic print; otherwise only rank 0.
     """
     with tempfile.TemporaryDirectory(prefix="isthmus-ranks-") as name:
         folder = Path(name)
@@ -66,25 +56,25 @@ def launch(argv: Sequence[str], nproc: int, *, debug: bool = False) -> Failure |
 
 
 def exit_with_parent() -> None:
-    """Let the kernel send SIGTERM to this rank when the process that started it dies, so that no rank is left over."""
+    """Let the kernel send SIGTERM to this rank when its parent process dies."""
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGTERM))
 
 
 def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals, *, debug: bool) -> list[Failure]:
-    """Start the ranks and wait for all of them; returns those that failed, as their exit codes have it."""
+    """Start the ranks and wait for them; returns the failures by their exit codes."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # Elastic kills the other ranks 30 s after one has failed, and has no setting for it.
     PContext.close.__defaults__ = (None, LEAVE_TIMEOUT_S)
-    if not debug:  # elastic logs every failure at length; the user reads it from us
+    if not debug:  # elastic logs every failure; the launcher prints one
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    # What the other ranks print repeats the first one's. It is kept until the end, for a rank that reports nothing.
+    # The other ranks print the same as rank 0. Their output is kept for ranks that die without a report.
     redirects = {} if debug else {rank: Std.ALL for rank in range(1, nproc)}
     config = LaunchConfig(
         min_nodes=1,
@@ -102,10 +92,10 @@ def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals,
     )
     signals.ranks_started = True
     try:
-        # Elastic replaces ${local_rank} in arguments; $ in a path or a setting of the user must stay as it is.
+        # Elastic replaces ${local_rank} in arguments.
         elastic_launch(config, sys.executable)("-P", "-m", "isthmus", *(word.replace("$", "$$") for word in argv))
     except ChildFailedError as error:
-        # Elastic notes whole seconds and notices late: 1 s earlier is before the failures that the death has caused.
+        # Elastic rounds to seconds and notices late; 1 s earlier is before the failures that the death caused.
         return [
             failure_of_death(
                 rank, death.exitcode, time_s=death.timestamp - 1.0, last_line=_last_line(folder, death.local_rank)
@@ -116,7 +106,7 @@ def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals,
 
 
 class _Signals:
-    """A context manager that passes a request to stop on to the ranks, and lets no rank outlive it."""
+    """A context manager that forwards stop requests to the ranks and kills ranks that are left at its end."""
 
     def __init__(self, stop_file: Path) -> None:
         self._process = psutil.Process()
@@ -140,7 +130,7 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._timer.cancel()
         self._send(signal.SIGKILL)
-        # On a busy machine the kernel takes a while to end a process.
+        # A busy kernel takes a while to end a process.
         psutil.wait_procs([child for child in self._process.children() if self._is_rank(child)], timeout=30.0)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
@@ -166,7 +156,7 @@ class _Signals:
                 continue
 
     def _is_rank(self, child: psutil.Process) -> bool:
-        """Elastic gives each rank its own session."""
+        """Elastic starts each rank in its own session."""
         try:
             return child.pid not in self._other_children and os.getpgid(child.pid) == child.pid
         except (ProcessLookupError, PermissionError):
@@ -177,7 +167,7 @@ def _rank_environment(folder: Path, nproc: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
         rank_env.STOP_FILE: str(folder / "stop"),
-        # Ranks that use all cores each slow each other down.
+        # Avoids oversubscribed cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // nproc))),
     }
     root = Path(isthmus.__file__).parents[1]

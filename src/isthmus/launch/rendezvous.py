@@ -1,8 +1,8 @@
-"""The rendezvous of the ranks: within a time limit, and naming the rank that is missing or cannot be reached.
+"""The rendezvous of the ranks, with a time limit and errors that name the missing or unreachable rank.
 
-torch's own rendezvous does not name the rank that it waits for, and a collective over an address that the other
-machines cannot reach waits until it times out. Here every rank first registers in the store of rank 0, with the
-addresses that its collectives will use. Then every machine connects to the next one.
+torch's own rendezvous does not name the missing rank, and a collective over an unreachable address hangs until its
+timeout. Here every rank first registers in the store of rank 0 with the addresses of its collectives, then every
+machine connects to the next one.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from isthmus.platforms.base import Platform
 from isthmus.platforms.network_interfaces import GLOO, NCCL, Interface, interfaces, named_by, route_to
 
 CONNECT_S = 10.0
-"""How long one rank tries to reach another, at most."""
+"""Timeout of a connection to another rank."""
 _REPORT_S = 5.0
-"""How long a rank that fails before the rendezvous waits for the others, so that only one prints the failure."""
+"""Time that a rank that fails before the rendezvous waits for the others, so that only one prints the failure."""
 _SLACK_S = 10.0
-"""How much longer than rank 0 the other ranks wait for its decision."""
+"""Extra time that the other ranks wait for the decision of rank 0."""
 _POLL_S = 0.05
 _JOINED, _CONNECTED = "rendezvous/joined", "rendezvous/connected"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A rank that has registered."""
+    """A registered rank."""
 
     rank: int = field(default_factory=rank_env.rank)
     world_size: int = field(default_factory=rank_env.world_size)
     machine: list[str] = field(default_factory=this_machine)
-    """Host name, and the address from which it reaches rank 0; ranks with equal values share a machine."""
+    """Host name, and the address with which it reaches rank 0; equal on ranks of the same machine."""
     listeners: list[tuple[str, str, int]]
-    """(reason for the choice, address, port) on which it listens, one on each interface that its collectives use."""
+    """(reason for the choice, address, port), one for each interface of its collectives."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.machine[0]} ({self.machine[1]})"
@@ -53,22 +53,21 @@ class Member:
 
 @contextmanager
 def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -> Iterator[str]:
-    """Join the other ranks and start torch.distributed; while the block runs, a heartbeat watches them.
+    """Join the other ranks and start torch.distributed; a heartbeat watches them while the block runs.
 
-    Between machines, ``GLOO_SOCKET_IFNAME`` is set to the interface that leads to rank 0, unless it is set.
+    Between machines, ``GLOO_SOCKET_IFNAME`` defaults to the interface of the route to rank 0.
 
     Args:
-        platform: decides the collective backend and the device of this rank.
-        join_timeout_s: how long to wait for ranks that have not started yet.
-        timeout_s: how long a collective waits for a peer before it fails.
+        join_timeout_s: time to wait for ranks that have not started yet.
+        timeout_s: timeout of collectives.
 
     Yields:
-        Which ranks are on which machine, for the user; empty on one machine.
+        The ranks of each machine, for the log; empty on one machine.
 
     Raises:
         UsageError: the variables of the rendezvous are wrong, or an interface does not exist.
-        Hang: a rank did not come, cannot be reached, or does not answer any more.
-        IsthmusError: another rank failed with it.
+        Hang: a rank is missing, unreachable or does not answer.
+        IsthmusError: the failure of another rank.
     """
     if rank_env.world_size() <= 1 or dist.is_initialized():
         init_process_group(platform, timeout_s=timeout_s)
@@ -98,11 +97,7 @@ def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -
 
 
 def report(exit_code: int, message: str, traceback: str = "") -> str:
-    """Report the failure that ends this process, one of several ranks, to the other ranks and to torch elastic.
-
-    Returns:
-        The line that this rank prints; empty if another rank prints it.
-    """
+    """Report the failure of this rank to the other ranks and torch elastic; returns the line to print, if any."""
     failure = Failure(exit_code=exit_code, message=message, traceback=traceback)
     failure.write()
     if exit_code == Preempted.exit_code:
@@ -112,7 +107,7 @@ def report(exit_code: int, message: str, traceback: str = "") -> str:
 
 
 def _post_before_rendezvous(failure: Failure) -> Failure:
-    """Post a failure that comes before the rendezvous, such as a mistake in the config that all ranks find."""
+    """Post a failure before the rendezvous, such as a config error on all ranks."""
     with suppress(IsthmusError, RuntimeError):
         store = _open_store(_REPORT_S)
         first = failure.post(store)
@@ -155,7 +150,7 @@ def _open_store(timeout_s: float) -> dist.Store:
 
 @contextmanager
 def _listening(chosen: dict[str, Interface]) -> Iterator[list[tuple[str, str, int]]]:
-    """Listen on interfaces, given by the reason for their choice; the kernel answers without an accept."""
+    """Listen on interfaces, by the reason for their choice; the kernel answers without an accept."""
     with ExitStack() as sockets:
         listeners = []
         for reason, interface in chosen.items():
@@ -192,12 +187,7 @@ def _register(
 
 
 def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[Member]:
-    """All members by rank, as rank 0 finds them.
-
-    Raises:
-        UsageError: they were started with different world sizes.
-        Hang: one is missing.
-    """
+    """On rank 0: all members by rank; raises for a missing rank or another world size."""
     present = [rank for rank in range(world_size) if store.check([f"rendezvous/member/{rank}"])]
     members = [Member(**json.loads(store.get(f"rendezvous/member/{rank}"))) for rank in present]
     other = next((member for member in members if member.world_size != world_size), None)
@@ -218,11 +208,7 @@ def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[M
 
 
 def _connect_to_next(members: Sequence[Member]) -> None:
-    """Connect to every listener of the next rank, if that is on another machine.
-
-    Raises:
-        Hang: a listener cannot be reached.
-    """
+    """Connect to every listener of the next rank, if it is on another machine."""
     me = members[rank_env.rank()]
     other = members[(me.rank + 1) % len(members)]
     for reason, address, port in other.listeners if other.machine[1] != me.machine[1] else ():
@@ -235,7 +221,7 @@ def _connect_to_next(members: Sequence[Member]) -> None:
 
 
 def _connect(address: str, port: int) -> str:
-    """Why the port does not accept a connection; empty if it does."""
+    """The reason why the connection fails; empty if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_S).close()
     except OSError as error:
@@ -249,7 +235,7 @@ def _until(done: Callable[[], bool], deadline: float) -> None:
 
 
 def by_machine(members: Sequence[Member]) -> str:
-    """Who is on which machine: ``ranks 0-7 on node0 (10.0.0.1), ranks 8-15 on node1 (10.0.0.2)``."""
+    """``ranks 0-7 on node0 (10.0.0.1), ranks 8-15 on node1 (10.0.0.2)``."""
     machines: dict[tuple[str, ...], list[int]] = {}
     for member in members:
         machines.setdefault(tuple(member.machine), []).append(member.rank)

@@ -56,6 +56,7 @@ class RunResult:
     tokens_per_s: float | None
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields by name."""
         return asdict(self)
 
 

@@ -1,8 +1,8 @@
-"""Samples to micro batches: which sequences a step takes, and how they are split over ranks and packed.
+"""Samples to micro batches: the sequences of each step, packed and split over ranks.
 
-Each epoch is a new permutation of the sequences, drawn from the seed and the epoch number alone; sets that are mixed
-(``mixture``) are packed separately and have their own epochs. Step k takes the next ``global_batch_size`` sequences,
-whatever the number of ranks and the micro batch size, so a run resumes at any step, under any layout, without state.
+Each epoch is a new permutation of the sequences, drawn from the seed and the epoch number; the sets of a ``mixture``
+are packed separately and have their own epochs. Step k takes the next ``global_batch_size`` sequences for any number of
+ranks and any micro batch size, so a run resumes at any step in any layout.
 """
 
 from __future__ import annotations
@@ -23,36 +23,34 @@ from isthmus.errors import DataError, UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
-    """Which sequences form a step; the same on every rank."""
+    """The same on every rank."""
 
     seq_length: int
-    """Most tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
     micro_batch_size: int
     global_batch_size: int
     packing: bool
-    """Whether a sequence contains several samples; else it is one sample."""
+    """Whether a sequence contains several samples."""
     seed: int = 0
     shuffle: bool = True
     """False takes samples in the order of the store."""
     length_buckets: Sequence[int] = ()
     """Lengths to pad micro batches to, ascending and multiples of ``BatchShard.pad_to_multiple_of``. The sequences of a
-    step are then sorted by length, so that micro batches of all ranks have similar lengths at the same time."""
+    step are then sorted by length, so that the ranks have micro batches of similar lengths at the same time.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchShard:
-    """The part of each step that one data-parallel rank gets, and what the parallel layout requires of it."""
+    """One data-parallel rank's part of each step."""
 
     dp_rank: int = 0
     dp_size: int = 1
     pad_to_multiple_of: int = 1
-    """Tokens of a micro batch are a multiple of this."""
     micro_batches_multiple_of: int = 1
 
 
 class Batches:
-    """The micro batches of one data-parallel rank."""
-
     def __init__(
         self,
         store: Samples,
@@ -61,10 +59,10 @@ class Batches:
         *,
         shares: Sequence[MixtureSet] = (),
     ) -> None:
-        """Group the samples into sequences: one sample each, or with ``packing`` bins of at most ``seq_length`` tokens.
+        """Group the samples into sequences: single samples, or with ``packing`` bins of at most ``seq_length`` tokens.
 
-        ``shares`` are the sets of the store, which are mixed by weight; without any, the store is one set. Raises
-        UsageError for sizes that do not fit the ranks, and DataError for an empty set or too long samples.
+        ``shares`` are the sets of the store, mixed by weight; without any, the store is one set. Raises UsageError for
+        sizes that do not fit the ranks, and DataError for an empty set or too long samples.
         """
         self.store, self.settings, self.shard = store, settings, shard or BatchShard()
         _check_sizes(settings, self.shard.dp_size)
@@ -89,17 +87,17 @@ class Batches:
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences of all sets; an epoch of a mixture has as many, whatever their sets."""
+        """Sequences of all sets."""
         return int(self._ends[-1])
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch; the last of them may reach into the next epoch."""
+        """The last step may reach into the next epoch."""
         return -(-self.sequences_per_epoch // self.global_batch_size)
 
     @property
     def num_microbatches(self) -> int:
-        """Micro batches of one rank in one step."""
+        """Of one rank in one step."""
         return self.global_batch_size // (self.settings.micro_batch_size * self.shard.dp_size)
 
     def step(self, step_index: int) -> list[PackedBatch]:
@@ -108,12 +106,12 @@ class Batches:
         return self._distribute([self._samples(self._order.at(first + k)) for k in range(self.global_batch_size)])
 
     def epochs(self, steps: int) -> dict[str, float]:
-        """Epochs of each set in so many steps, by its name."""
+        """Epochs of each set in ``steps`` steps, by its name."""
         times = self._order.epochs(steps * self.global_batch_size)
         return {share.name: time for share, time in zip(self.shares, times, strict=True)}
 
     def eval_batches(self) -> Iterator[list[PackedBatch]]:
-        """One pass over all samples in the order of the store, each once.
+        """One pass over all samples in the order of the store.
 
         Every rank gets the same number of micro batches; those past the end of the data are padding.
         """
@@ -135,10 +133,10 @@ class Batches:
         return -(-num_sequences // (self.settings.micro_batch_size * self.shard.dp_size * multiple)) * multiple
 
     def _distribute(self, sequences: list[list[int]]) -> list[PackedBatch]:
-        """This rank's micro batches: the first of rank 0 gets the first sequences, the first of rank 1 the next, ...
+        """This rank's micro batches: rank 0 gets the first sequences, rank 1 the next, ...
 
-        With buckets the longest sequences come first, and every other round visits the ranks in reverse: in each round
-        the ranks have about the same work, and no rank has the longer sequences of all rounds.
+        With buckets the longest sequences come first and every other round reverses the ranks, which balances their
+        work.
         """
         size, ranks, rank = self.settings.micro_batch_size, self.shard.dp_size, self.shard.dp_rank
         rounds = self._rounds(len(sequences))
@@ -150,7 +148,7 @@ class Batches:
         return [self._pack([s for sequence in sequences[at : at + size] for s in sequence]) for at in starts]
 
     def _padded_length(self, tokens: int) -> int:
-        """Length of a micro batch with so many tokens; one of padding alone has at least two."""
+        """A micro batch of padding alone has at least two tokens."""
         tokens, buckets = tokens or 2, self.settings.length_buckets
         if not buckets:
             return -(-tokens // self.shard.pad_to_multiple_of) * self.shard.pad_to_multiple_of
@@ -178,7 +176,7 @@ class Batches:
             loss_tokens.append(int(loss_mask[start:end].sum()))
             start = end
         if total > real:
-            position_ids[real:] = np.arange(total - real) % self.settings.seq_length  # the model may have no others
+            position_ids[real:] = np.arange(total - real) % self.settings.seq_length  # valid positions of the model
             lengths.append(total - real)
             loss_tokens.append(0)
         return PackedBatch(

@@ -1,4 +1,4 @@
-"""A micro batch: samples packed end to end in one sequence."""
+"""A micro batch: one packed sequence."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """T tokens of whole samples end to end ("thd"), without a batch dimension.
+    """T tokens of whole samples ("thd" layout), without a batch dimension.
 
-    Under context parallelism a rank's batch has its T / cp tokens of the packed sequence; ``lengths`` and everything
-    else that is per sample still describe the whole sequence.
+    Under context parallelism a rank has T / cp tokens of the packed sequence; per-sample fields describe the whole
+    sequence.
     """
 
     input_ids: Tensor
@@ -22,23 +22,23 @@ class PackedBatch:
     position_ids: Tensor
     """int64 [T], restarting at 0 in each sample."""
     lengths: tuple[int, ...]
-    """Tokens of each sample, on the host so that no layer waits for the device; padding is one more, at the end."""
+    """Tokens of each sample, on the host to avoid device syncs; padding is the last sample."""
     padding: int = 0
-    """Tokens of padding at the end."""
+    """Padding tokens at the end."""
     labels: Tensor | None = None
-    """int64 [T], already shifted, 0 where there is no loss; None for inference."""
+    """int64 [T], shifted, 0 without loss; None for inference."""
     loss_mask: Tensor | None = None
-    """bool [T], True where the label counts in the loss."""
+    """bool [T]."""
     loss_tokens: tuple[int, ...] = ()
-    """Labels that count in the loss, for each of ``lengths``."""
+    """Number of loss tokens of each sample in ``lengths``."""
     sample_ids: tuple[int, ...] = ()
     """Index of each sample in its store."""
     reference_logps: Tensor | None = None
-    """float64 [num_samples], log-probability of each sample under the reference model (preference training)."""
+    """float64 [num_samples], log-probabilities under the reference model (DPO)."""
     sample_weights: tuple[float, ...] = ()
-    """For each of ``lengths``, what it adds to the denominator of the mean loss; set by the training step."""
+    """For each of ``lengths``, its part of the denominator of the mean loss; set by the training step."""
     spans: tuple[tuple[int, int], ...] | None = None
-    """Under context parallelism, the ranges [start, end) of the packed sequence that this rank has."""
+    """Under context parallelism, this rank's ranges [start, end) of the packed sequence."""
 
     @classmethod
     def for_inference(cls, samples: Sequence[Tensor]) -> PackedBatch:
@@ -49,15 +49,14 @@ class PackedBatch:
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
-        """Tokens of each sample, without the padding."""
+        """``lengths`` without padding."""
         return self.lengths[:-1] if self.padding else self.lengths
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of samples, without the padding."""
+        """Without padding."""
         return sum(self.sample_lengths)
 
     @property
     def num_loss_tokens(self) -> int:
-        """Labels that count in the loss."""
         return sum(self.loss_tokens)

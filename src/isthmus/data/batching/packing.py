@@ -1,4 +1,4 @@
-"""Best-fit-decreasing packing: few sequences, no sample is cut, and the result is deterministic."""
+"""Deterministic best-fit-decreasing packing; no sample is cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from isthmus.errors import DataError
 
 
 def check_fit(sizes: npt.NDArray[np.int64], capacity: int) -> None:
-    """Raise DataError when an item is longer than ``capacity``."""
     if len(sizes) and int(sizes.max()) > capacity:
         longest = int(sizes.argmax())
         raise DataError(
@@ -24,14 +23,10 @@ def check_fit(sizes: npt.NDArray[np.int64], capacity: int) -> None:
 
 
 def pack(lengths: Sequence[int] | npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Put items into bins of at most ``capacity`` and return the item numbers of each bin.
+    """Pack items into bins of at most ``capacity`` and return the item numbers of each bin.
 
-    The longest item comes first; each goes into the fullest bin that it fits. Equal lengths keep their order, so the
-    result is a function of the arguments alone. Open bins are indexed by their free space, which has at most
-    ``capacity`` values: time is n log(capacity).
-
-    Raises:
-        DataError: an item is longer than ``capacity``.
+    The longest item comes first; each goes into the fullest bin that it fits, equal lengths in their order. Open bins
+    are indexed by free space, so the time is n log(capacity). Raises DataError for an item longer than ``capacity``.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     check_fit(sizes, capacity)
@@ -61,19 +56,16 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.int64], capacity: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Bins as two arrays, 8 bytes per item and 8 per bin: a large text has very many windows."""
+    """Bins as two arrays, 8 bytes per item and 8 per bin, since a large text has many windows."""
 
     items: npt.NDArray[np.int64]
     """[items], bin after bin."""
     bounds: npt.NDArray[np.int64]
-    """[bins + 1], bin k is ``items[bounds[k]:bounds[k + 1]]``."""
+    """[bins + 1]; bin k is ``items[bounds[k]:bounds[k + 1]]``."""
 
     @classmethod
     def packed(cls, lengths: npt.NDArray[np.int64], capacity: int, first: int = 0) -> Bins:
-        """The bins of :func:`pack`, of items numbered from ``first``.
-
-        Items that fill a bin alone, such as most windows of a text, are handled at once.
-        """
+        """The bins of :func:`pack`, of items numbered from ``first``; full bins of one item are vectorized."""
         full, rest = np.flatnonzero(lengths == capacity), np.flatnonzero(lengths != capacity)
         bins = pack(lengths[rest], capacity)
         order = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=len(rest))
@@ -83,14 +75,12 @@ class Bins:
 
     @classmethod
     def single(cls, first: int, end: int) -> Bins:
-        """One bin per item, in their order."""
+        """One bin per item."""
         return cls(np.arange(first, end), np.arange(end - first + 1))
 
     def __len__(self) -> int:
-        """Number of bins."""
         return len(self.bounds) - 1
 
     def __getitem__(self, number: int) -> list[int]:
-        """The items of a bin."""
         items: list[int] = self.items[self.bounds[number] : self.bounds[number + 1]].tolist()
         return items

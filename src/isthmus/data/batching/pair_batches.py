@@ -1,4 +1,4 @@
-"""Preference pairs to micro batches: both samples of a pair are in one micro batch, and a step takes whole pairs."""
+"""Preference pairs to micro batches; both samples of a pair are in the same micro batch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from isthmus.errors import DataError
 
 
 class PairBatches(Batches):
-    """The micro batches of one data-parallel rank, of a store whose samples 2k and 2k + 1 are a pair.
+    """The micro batches of one data-parallel rank; samples 2k and 2k + 1 of store and micro batch are a pair.
 
-    A sequence is a pair: samples 2k and 2k + 1 of a micro batch are its chosen and its rejected answer. With
-    ``packing`` all micro batches of a step, over all ranks, have about the same length; else each has
-    ``micro_batch_size`` pairs, in their order.
+    A sequence is a pair. With ``packing`` all micro batches of a step, over all ranks, have about the same length; else
+    each has ``micro_batch_size`` pairs.
     """
 
     reference: torch.Tensor | None = None
-    """float64 [samples of the store], their log-probabilities under the reference model, once they are known."""
+    """float64 [samples of the store], log-probabilities under the reference model."""
 
     def __init__(
         self,
@@ -36,7 +35,6 @@ class PairBatches(Batches):
         *,
         shares: Sequence[MixtureSet] = (),
     ) -> None:
-        """Group the samples into pairs; raises DataError if they are not, and the parent's errors."""
         groups = store.groups if isinstance(store, SampleStore) else np.arange(len(store))
         if len(groups) % 2 or bool(np.any(groups[::2] != groups[1::2])):
             raise DataError("the samples are not pairs of answers, one after the other. Prepare them as preferences.")
@@ -59,9 +57,9 @@ class PairBatches(Batches):
 
 
 def balance(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Distribute items over bins of about equal total size: the largest first, each into the bin with the least so far.
+    """Distribute items over bins of about equal total size: the largest first, each into the smallest bin.
 
-    The result is a function of the arguments alone; items of a bin are in ascending order.
+    Deterministic; the items of a bin are in ascending order.
     """
     totals = [(0, number) for number in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]

@@ -1,4 +1,4 @@
-"""Prepares the batches of the next step while the current one runs."""
+"""Prepares the batches of the next step during the current step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ Item = TypeVar("Item")
 
 
 def prefetched(make: Callable[[int], Item], steps: range) -> Generator[Item, None, None]:
-    """Yield ``make(step)`` for each step, computing the next one in a thread.
+    """Yield ``make(step)`` for each step; a thread computes the next one.
 
-    ``make`` is called from one thread at a time, in the order of steps; its error is raised where its result is
-    requested. Closing the generator waits for the call in progress and starts no other.
+    An error of ``make`` is raised where its result is used. Closing the generator waits for the current call.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="next-batch") as thread:
         following = None

@@ -1,1 +1,1 @@
-"""Records to conversations, and conversations to text with the spans that have loss."""
+"""Records to conversations, and conversations to text with loss spans."""

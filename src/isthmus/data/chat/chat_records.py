@@ -1,4 +1,4 @@
-"""Parses records to conversations; their keys tell the format.
+"""Parses records to conversations; their keys determine the format.
 
 ===========================  ==========================================================
 format                       keys
@@ -10,7 +10,7 @@ prompt and completion        ``prompt``, ``completion`` (or ``response``): text 
 text                         ``text``
 ===========================  ==========================================================
 
-Preference pairs are in ``isthmus.data.chat.preference_records``.
+Preference pairs: ``isthmus.data.chat.preference_records``.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from isthmus.errors import DataError
 
 Kind = Literal["text", "chat", "preference"]
 RECIPES: dict[Kind, str] = {"text": "pretrain", "chat": "sft", "preference": "dpo"}
-"""The recipe that trains on each kind."""
+"""The recipe for each kind."""
 FIELDS = (
     "text", "messages", "conversations", "instruction", "input", "output", "history", "system", "tools",
     "prompt", "completion", "response", "chosen", "rejected",
 )  # fmt: skip
-"""Every known key of a record."""
+"""All known keys of a record."""
 _FORMATS = "messages, conversations (from/value), instruction+output, prompt+completion, text"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in order, with the keys of chat templates (``role``, ``content``, ``tool_calls``)."""
+    """Turns with the keys of chat templates (``role``, ``content``, ``tool_calls``)."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -47,27 +47,22 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Plain text."""
-
     text: str
     where: str
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceRecord:
-    """A chosen and a rejected answer to one conversation."""
-
     prompt: list[Message]
-    """Turns before the answers."""
     chosen: list[Message]
-    """Turns after the prompt; at least one is the assistant's."""
+    """Turns after the prompt, with at least one assistant turn."""
     rejected: list[Message]
     tools: list[dict[str, Any]] | None
     where: str
 
 
 def kinds_of(record: Record) -> list[Kind]:
-    """The kinds that a record's keys allow, the most likely first; empty for an unknown record."""
+    """The possible kinds of a record, the most likely first; empty for an unknown record."""
     value = present(record)
     found: list[Kind] = ["preference"] if "chosen" in value and "rejected" in value else []
     pairs = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"))
@@ -79,7 +74,7 @@ def kinds_of(record: Record) -> list[Kind]:
 
 
 def parse_document(record: Record) -> Document:
-    """The text of a record, which may have other keys; DataError if it has none or it is not a string."""
+    """The ``text`` of a record, which may have other keys."""
     value, where = present(record), record.where
     if not isinstance(value.get("text"), str):
         raise _unknown(value, where)
@@ -87,11 +82,9 @@ def parse_document(record: Record) -> Document:
 
 
 def parse_record(record: Record) -> Conversation | Document:
-    """Parse a record that is not a preference pair; ``text`` is used only if it has no turns.
+    """Parse a record that is not a preference pair; ``text`` is used only without turns.
 
-    Raises:
-        DataError: unknown format, a field of the wrong type, a conversation without an assistant turn, or one whose
-            answers are under chosen and rejected.
+    Raises DataError for an unknown format, a wrong type, or a conversation without an assistant turn.
     """
     value, where = present(record), record.where
     is_pair = "chosen" in value and "rejected" in value
@@ -128,12 +121,12 @@ def _preference_error(where: str) -> DataError:
 
 
 def present(record: Record) -> dict[str, Any]:
-    """The fields of a record that are not null: rows of a table have the fields of all its rows."""
+    """The fields that are not null: rows of a table have the fields of all its rows."""
     return {name: cell for name, cell in record.value.items() if cell is not None}
 
 
 def given_turns(value: dict[str, Any], where: str) -> list[Any] | None:
-    """The turns under ``messages`` or ``conversations``; None if a record has neither."""
+    """The turns under ``messages`` or ``conversations``, if any."""
     for name in ("messages", "conversations"):
         if (found := listed(value.get(name), name, where)) is not None:
             return found
@@ -154,7 +147,7 @@ def question(value: dict[str, Any], where: str) -> list[Message]:
 
 
 def with_system(messages: list[Message], value: dict[str, Any], where: str) -> list[Message]:
-    """The turns with the record's ``system`` text first, unless they have a system turn."""
+    """The turns after the record's ``system`` text, unless they have a system turn."""
     system = optional_text(value, "system", where)
     if not system or any(turn["role"] == "system" for turn in messages):
         return messages

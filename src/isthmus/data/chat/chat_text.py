@@ -1,9 +1,8 @@
-"""Renders conversations to text, with the spans of the assistant's turns.
+"""Renders conversations to text, with the spans of the assistant turns.
 
-A template with ``{% generation %}`` marks gives the spans. Without marks they are the difference between the text up to
-and including an answer, and the text before it with the generation prompt. Some templates render a turn differently
-when others follow it (they drop its reasoning): such a turn gets a separate text that ends with it, as the model would
-have to generate it.
+A template with ``{% generation %}`` marks gives the spans. Without marks, a span is the difference between the text up
+to and including an answer, and the text before it with the generation prompt. Some templates render a turn differently
+when others follow it (they drop its reasoning): such a turn gets a separate text that ends with it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ChatTokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """The token that the tokenizer puts before a text; None if it puts none."""
+        """The token that the tokenizer adds before a text, if any."""
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -54,10 +53,7 @@ class ChatTokenizer(Protocol):
         """The text of a conversation; DataError if the template raises."""
 
     def apply_by_turn(self, messages: Sequence[Message]) -> tuple[list[str], str] | None:
-        """The text of each turn and the generation prompt; None if the template does not render turns independently.
-
-        The first k texts concatenated are the text of the first k turns.
-        """
+        """The text of each turn and the generation prompt; None if turns are not rendered independently."""
 
     def apply_marked_template(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
@@ -70,12 +66,12 @@ class ChatTokenizer(Protocol):
     def encode_with_mask(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        """As ``encode_batch``, and 1 for each token that shares a character with one of its text's spans."""
+        """``encode_batch``, and 1 for each token that overlaps a span of its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A text to train on, and the spans whose tokens have loss."""
+    """A training text and the spans whose tokens have loss."""
 
     text: str
     loss_spans: list[Span]
@@ -85,11 +81,7 @@ class ChatRenderer:
     """Renders conversations with one tokenizer's chat template, which is probed once."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, loss_on: LossOn = "assistant") -> None:
-        """Probe the template: which turns it renders, and which token ends an assistant's turn.
-
-        Raises:
-            DataError: the template does not render the content of assistant turns.
-        """
+        """Raises DataError if the template does not render the content of assistant turns."""
         self._tokenizer = tokenizer
         self._loss_on = loss_on
         self.capabilities = TemplateCapabilities.probe(tokenizer.apply_chat_template)
@@ -100,8 +92,7 @@ class ChatRenderer:
     def __call__(self, conversation: Conversation) -> list[ChatText]:
         """The texts of one conversation: one, or more if the template rewrites earlier turns.
 
-        Raises:
-            DataError: the template raises, or does not render the content of an assistant turn.
+        Raises DataError if the template raises or does not render the content of an assistant turn.
         """
         try:
             messages, tools = adapt(conversation.messages, conversation.tools, self.capabilities)
@@ -131,7 +122,7 @@ class ChatRenderer:
         return self._render_by_prefix(messages, tools, [k for k in turns if k not in without_loss])
 
     def _render_all(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> ChatText:
-        """The whole text; all of it has loss except answers with weight 0."""
+        """The whole text; everything has loss except answers with weight 0."""
         text, spans, at = self._tokenizer.apply_chat_template(messages, tools), [], 0
         for turn, message in enumerate(messages):
             if message.get("weight") != 0:
@@ -149,13 +140,13 @@ class ChatRenderer:
     def _render_marked(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, turns: list[int]
     ) -> ChatText | None:
-        """One text with the spans of the template's marks; None if it marks nothing."""
+        """One text with the spans of the template's marks; None without marked text."""
         text, spans = self._tokenizer.apply_marked_template(messages, tools)
         spans_with_loss = []
         for span in merged(spans):
             end = turn_end(text, span, self._tokenizer.special_tokens, self.turn_token)
             if not text.endswith(self._tokenizer.special_tokens, span[0], end):
-                # The marks are around the content alone; the token that ends the turn has loss too.
+                # The marks contain only the content; the end token has loss too.
                 end = following(text, span[1], self.turn_token) or end
             spans_with_loss.append((span[0], end))
         if self._loss_on == "last" and spans_with_loss:
@@ -169,7 +160,7 @@ class ChatRenderer:
     def _render_by_prefix(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, turns: list[int]
     ) -> list[ChatText]:
-        """As few texts as contain every turn the way the model would have to generate it."""
+        """The fewest texts that contain every turn as the model generates it."""
         found = self._by_turn(messages, turns) if not tools else {}
         for turn in turns:
             if turn not in found:
@@ -183,7 +174,7 @@ class ChatRenderer:
         return texts[::-1]
 
     def _by_turn(self, messages: list[Message], turns: list[int]) -> dict[int, tuple[str, int]]:
-        """The result of ``_turn`` for turns that the template renders independently, without rendering each prefix."""
+        """The result of ``_turn`` for independent turns, without rendering each prefix."""
         applied = self._tokenizer.apply_by_turn(messages)
         if applied is None:
             return {}
@@ -199,7 +190,7 @@ class ChatRenderer:
         return found
 
     def _turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, turn: int) -> tuple[str, int]:
-        """The text up to the end of turn number ``turn``, and the start of the assistant's answer in it."""
+        """The text up to the end of turn ``turn``, and the start of the assistant's answer in it."""
         render = self._tokenizer.apply_chat_template
         text = render(messages[: turn + 1], tools)
         try:
@@ -221,7 +212,7 @@ class ChatRenderer:
         """The start of the answer if the text does not begin with the earlier turns and the generation prompt.
 
         The generation prompt may contain more than the answer's opening (``<think>``), or the template may count turns:
-        two trial answers in the same place show where the text of the template ends.
+        two trial answers show where the text of the template ends.
         """
         render = self._tokenizer.apply_chat_template
         trials = [render([*messages[:turn], {"role": "assistant", "content": mark}], tools) for mark in _SENTINELS]
@@ -240,7 +231,7 @@ class ChatRenderer:
         return start
 
     def _find_turn_token(self) -> str | None:
-        """The special token after an assistant's turn in a trial conversation; DataError without its content."""
+        """The special token after an assistant turn; DataError if a trial answer is not rendered."""
         answers = ("trialanswer", "secondanswer")
         trial = [
             {"role": "user", "content": "trialquestion"},

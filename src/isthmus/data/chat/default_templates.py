@@ -1,8 +1,7 @@
-"""Default chat templates for tokenizers without one.
+"""Chat templates for tokenizers without one.
 
-ChatML is used only if its two marks are tokens of the vocabulary; otherwise roles are plain text and an assistant turn
-ends with the end-of-sequence token, the one stop token that every model knows. Neither renders tools: see
-``isthmus.data.chat.template_capabilities``.
+ChatML if both of its marks are tokens of the vocabulary; else roles are plain text and an assistant turn ends with EOS.
+Neither renders tools, see ``isthmus.data.chat.template_capabilities``.
 """
 
 from __future__ import annotations
@@ -33,11 +32,6 @@ _PLAIN = (
 
 
 def default_template(vocabulary: Container[str], *, adds_bos: bool) -> tuple[str, str]:
-    """The template for a tokenizer without one, and its name (``"chatml"`` or ``"plain"``) as (name, template).
-
-    Args:
-        vocabulary: every token, special ones included.
-        adds_bos: whether the tokenizer puts its bos token before a text; the template then does so too.
-    """
+    """(name, template), with the name ``"chatml"`` or ``"plain"``; with ``adds_bos`` the template starts with BOS."""
     name, template = ("chatml", CHATML) if all(mark in vocabulary for mark in CHATML_MARKS) else ("plain", _PLAIN)
     return name, ("{{- bos_token -}}" if adds_bos else "") + template

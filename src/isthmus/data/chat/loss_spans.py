@@ -1,4 +1,4 @@
-"""Spans of text that have loss, and the mask of their tokens."""
+"""Text spans with loss, and their token masks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 Span = tuple[int, int]
-"""First character, and the one after the last."""
+"""[start, end) in characters."""
 
 
 def turn_end(text: str, span: Span, specials: tuple[str, ...], turn_token: str | None) -> int:
-    """The end of an assistant's turn inside ``span``: after its end token, before text that the template adds.
+    """The end of an assistant turn in ``span``: after its end token, before text that the template adds.
 
-    A turn ends with special tokens and blanks (``<|call_end|><|im_end|>``, ``<|end|> <|endoftext|>``). The end is after
-    the last ``turn_token`` of these; without one, after the last special token; with none at all, the end of the span.
+    A turn ends with special tokens and blanks (``<|call_end|><|im_end|>``, ``<|end|> <|endoftext|>``). Its end is after
+    the last ``turn_token`` of these; without one, after the last special token; without any, the end of the span.
     """
     start, end = span
     closing: list[tuple[str, int]] = []
@@ -38,7 +38,7 @@ def following(text: str, position: int, token: str | None) -> int | None:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """The spans in order, with touching ones merged and empty ones removed."""
+    """Sorted, with touching spans merged and empty spans removed."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if start >= end:
@@ -51,7 +51,6 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def shared_prefix(*texts: str) -> str:
-    """The common prefix of all texts."""
     first, last = min(texts), max(texts)
     if last.startswith(first):
         return first
@@ -59,10 +58,10 @@ def shared_prefix(*texts: str) -> str:
 
 
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.uint8]:
-    """1 for each token that shares a character with a span, else 0.
+    """1 for each token that overlaps a span.
 
-    A token across a span's edge has loss: the model has to generate it to cross the edge. A token of width zero (the
-    prefix space of a sentencepiece model) belongs to the character after it.
+    A token across a span's edge has loss: the model must generate it. A token of width zero (the prefix space of a
+    sentencepiece model) belongs to the next character.
     """
     mask = np.zeros(len(offsets), dtype=np.uint8)
     if not len(offsets):

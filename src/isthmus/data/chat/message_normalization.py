@@ -1,4 +1,4 @@
-"""Normalizes the turns of a conversation to the keys and roles of chat templates."""
+"""Normalizes turns to the keys and roles of chat templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from isthmus.errors import DataError
 
 Message = dict[str, Any]
 """``role`` and ``content``; optional ``tool_calls``, ``reasoning_content``, ``name``, ``tool_call_id``, and ``weight``,
-which is 0 for a turn without loss."""
+which is 0 for a turn without loss.
+"""
 _ROLES = {
     "user": "user",
     "human": "user",
@@ -32,7 +33,7 @@ _WEIGHTS = ("weight", "train", "training", "loss")  # 0 or false: the turn has n
 
 
 def turns(given: list[Any], where: str) -> list[Message]:
-    """Messages from turns with role/content or from/value keys; DataError for anything else."""
+    """Messages from turns with role/content or from/value keys."""
     messages: list[Message] = []
     for number, turn in enumerate(given, start=1):
         if not isinstance(turn, dict):
@@ -60,7 +61,6 @@ def _message_of(turn: dict[str, Any], number: int, where: str) -> Message:
 
 
 def _extras(turn: dict[str, Any], role: str, number: int, where: str) -> Message:
-    """The keys of a turn besides its role and content."""
     extras: Message = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
     for key in _REASONING if role == "assistant" else ():
         if turn.get(key):
@@ -76,7 +76,7 @@ def _extras(turn: dict[str, Any], role: str, number: int, where: str) -> Message
 
 
 def message(role: str, content: Any, where: str) -> Message:
-    """One turn with a text, or a list of text parts, as content; DataError for anything else."""
+    """One turn; ``content`` is a text or a list of text parts."""
     if isinstance(content, list):
         content = "".join(_text_part(part, where) for part in content)
     return {"role": role, "content": check_characters(text(content, f"the {role} turn's content", where), where)}
@@ -93,7 +93,7 @@ def side(value: Any, role: str, name: str, where: str) -> list[Message]:
 
 
 def listed(value: Any, name: str, where: str) -> list[Any] | None:
-    """A list, or the list in a JSON text (as in table cells), else None; DataError for a list that is not JSON."""
+    """A list, also as JSON text (as in table cells), else None; DataError if the text is not JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -123,19 +123,18 @@ def _text_part(part: Any, where: str) -> str:
 
 
 def text(value: Any, name: str, where: str) -> str:
-    """``value`` if it is a string, else DataError with ``name``."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {name} must be text, got {type(value).__name__}.")
     return value
 
 
 def optional_text(value: dict[str, Any], key: str, where: str) -> str:
-    """The text at ``key``, empty if missing; DataError if it is not a string."""
+    """The text at ``key``, empty if missing."""
     return "" if value.get(key) is None else text(value[key], key, where)
 
 
 def check_characters(string: str, where: str) -> str:
-    """The string; DataError for a lone surrogate, which JSON allows and tokenizers do not."""
+    """Raises DataError for a lone surrogate, which JSON allows and tokenizers do not."""
     try:
         string.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Renders preference pairs: prompt and chosen answer, prompt and rejected answer, with loss on the answers."""
+"""Renders preference pairs: prompt and chosen answer, prompt and rejected answer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from isthmus.errors import DataError
 
 
 class PairRenderer:
-    """Renders both conversations of a pair; the assistant's turns after the prompt have loss."""
+    """Renders both conversations of a pair; the assistant turns after the prompt have loss."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        """Probe the template; the errors are those of :class:`~isthmus.data.chat.chat_text.ChatRenderer`."""
         self._render = ChatRenderer(tokenizer)
 
     @property
@@ -20,12 +19,8 @@ class PairRenderer:
         return self._render.without_end
 
     def __call__(self, pair: PreferenceRecord) -> tuple[ChatText, ChatText]:
-        """The chosen and the rejected conversation.
-
-        Raises:
-            DataError: the template raises, or does not render an answer as one text.
-        """
-        # Assistant turns in the prompt are the same in both and have no loss.
+        """The chosen and the rejected conversation; DataError if an answer is not one text."""
+        # Assistant turns in the prompt have no loss.
         prompt = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in pair.prompt]
         return self._whole(pair, prompt, pair.chosen), self._whole(pair, prompt, pair.rejected)
 

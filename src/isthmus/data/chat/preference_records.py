@@ -1,4 +1,4 @@
-"""Parses records to preference pairs; their keys tell the format.
+"""Parses records to preference pairs; their keys determine the format.
 
 ================================  ====================================================================
 before the answers                ``chosen`` and ``rejected``
@@ -26,11 +26,7 @@ _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
 def parse_preference(record: Record) -> PreferenceRecord:
-    """Parse a preference pair.
-
-    Raises:
-        DataError: not a pair, a field of the wrong type, an answer without an assistant turn, or no prompt.
-    """
+    """Raises DataError for a record without a pair, prompt or assistant turn, or with a wrong type."""
     value, where = present(record), record.where
     if "chosen" not in value or "rejected" not in value:
         keys = ", ".join(sorted(map(str, value))) or "none"
@@ -62,7 +58,6 @@ def _answer(value: Any, name: str, where: str) -> list[Message]:
 
 
 def _prompt(value: dict[str, Any], where: str) -> list[Message] | None:
-    """The turns under the record's prompt keys; None if it has none."""
     if (given := given_turns(value, where)) is not None:
         return turns(given, where)
     if "instruction" in value:

@@ -1,7 +1,7 @@
 """Probes what a chat template renders, and rewrites conversations accordingly.
 
-Many templates silently ignore tools, tool calls, a system turn or reasoning, so a model would be trained on answers to
-content that it never saw, or on empty turns. Content that a template ignores is put into the text of a turn.
+Many templates silently ignore tools, tool calls, system turns or reasoning. Ignored content is moved into the text of a
+turn; else the model would train on answers to content that it never saw.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ _CALL_ID = "call00000"
 
 @dataclass(frozen=True, slots=True)
 class TemplateCapabilities:
-    """Whether a template renders system turns, the list of tools, and tool calls with their responses."""
+    """What a template renders; ``calls``: tool calls and their responses."""
 
     system: bool
     tools: bool
     calls: bool
     reasoning: str | None
-    """The key of a turn that it renders as reasoning: ``content`` if it has no other, None if it removes it there."""
+    """The key of a turn that is rendered as reasoning; ``content`` without another, None if removed there."""
 
     @classmethod
     def probe(cls, render: Render) -> TemplateCapabilities:
-        """Render a small conversation of each sort."""
         user: Message = {"role": "user", "content": "probeuser"}
         call = {"type": "function", "id": _CALL_ID, "function": {"name": "probetool", "arguments": {"x": "probevalue"}}}
         called = [
@@ -80,10 +79,9 @@ def _renders(render: Render, messages: list[Message], tools: list[dict[str, Any]
 def adapt(
     messages: list[Message], tools: list[dict[str, Any]] | None, capabilities: TemplateCapabilities
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """The conversation with content that the template ignores moved into the text of its turns.
+    """Move content that the template ignores into the text of its turns.
 
-    Raises:
-        DataError: a turn has reasoning, and the template removes it from the text too.
+    Raises DataError for reasoning that the template also removes from the text.
     """
     messages = [_with_reasoning(dict(message), capabilities.reasoning) for message in messages]
     if tools and not capabilities.tools:
@@ -150,7 +148,7 @@ def _calls_as_text(messages: list[Message]) -> list[Message]:
 
 
 def _without_system(messages: list[Message]) -> list[Message]:
-    """System turns joined to the user turn that follows them."""
+    """Joins system turns to the next user turn."""
     result: list[Message] = []
     pending: list[str] = []
     for message in messages:
@@ -160,7 +158,7 @@ def _without_system(messages: list[Message]) -> list[Message]:
             result.append({**message, "content": "\n\n".join([*pending, message["content"]])})
             pending = []
         else:
-            if pending:  # the assistant has the first turn: its instructions still come before it
+            if pending:  # the assistant has the first turn; the system text precedes it
                 result.append({"role": "user", "content": "\n\n".join(pending)})
                 pending = []
             result.append(message)

@@ -1,8 +1,8 @@
-"""Tools and tool calls in the form that chat templates expect.
+"""Tools and tool calls in the format of chat templates.
 
-A tool is ``{"type": "function", "function": {"name", "description", "parameters"}}``; a call is
-``{"type": "function", "function": {"name", "arguments": dict}}``. Arguments are objects, not JSON text: templates
-render them with ``tojson``, which would quote text a second time.
+A tool is ``{"type": "function", "function": {"name", "description", "parameters"}}``; a call is ``{"type": "function",
+"function": {"name", "arguments": dict}}``. Arguments are objects, not JSON text: templates render them with ``tojson``,
+which would quote text again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from isthmus.errors import DataError
 
 
 def normal_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
-    """The tools of a list, or of its JSON text; None when there are none.
-
-    Raises:
-        DataError: not JSON, not a list of objects, or a tool without a name.
-    """
+    """The tools of a list, or of its JSON text; None if empty."""
     if isinstance(tools, str):
         tools = _json(tools, "tools", where) if tools.strip() else None
     if not tools:
@@ -35,7 +31,7 @@ def normal_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def normal_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The ``tool_calls`` of one turn; DataError for anything but a list of objects with names."""
+    """The ``tool_calls`` of one turn."""
     if not isinstance(calls, list):
         raise DataError(f"{where}: tool_calls must be a list, got {type(calls).__name__}.")
     normal = []
@@ -54,7 +50,7 @@ def normal_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def call_from_text(text: str, where: str) -> list[dict[str, Any]]:
-    """The calls of a ShareGPT ``function_call`` turn, whose value is the JSON text of one call or a list of them."""
+    """The calls of a ShareGPT ``function_call`` turn: the JSON text of one call or a list of calls."""
     value = _json(text, "the function_call turn", where)
     return normal_calls(value if isinstance(value, list) else [value], where)
 

@@ -1,6 +1,6 @@
-"""Rows of Arrow tables as records: parquet files, and data sets of Hugging Face's ``datasets``.
+"""Rows of Arrow tables as records: parquet files and Hugging Face datasets.
 
-A chunk contains its rows in Arrow's IPC format; only the process that parses it creates Python objects.
+A chunk contains its rows in Arrow IPC format; only the process that parses it creates Python objects.
 """
 
 from __future__ import annotations
@@ -26,20 +26,13 @@ class ArrowChunk:
     raw: bytes
 
     def parse(self) -> Iterator[Record | DataError]:
-        """The records."""
         table = _pyarrow(self.path).ipc.open_stream(self.raw).read_all()
         for number, value in enumerate(table.to_pylist(), start=self.first):
             yield Record({name: _without_nulls(cell) for name, cell in value.items()}, f"{self.path}:{number}")
 
 
 def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
-    """The rows of a parquet file; no row group is loaded as a whole.
-
-    Raises:
-        MissingInput, IOFailure: the file cannot be read.
-        DataError: it is damaged, truncated or has no rows.
-        UsageError: the library for it is not installed.
-    """
+    """The rows of a parquet file; no row group is loaded as a whole."""
     library = _pyarrow(path)
     try:
         with library.parquet.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
@@ -59,7 +52,7 @@ def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
 
 
 def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[ArrowChunk]:
-    """Chunks of a source from its Arrow record batches or tables; DataError when it has no rows."""
+    """Chunks from Arrow record batches or tables; DataError without rows."""
     library = _pyarrow(path)
     first = 1
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Chunks of a data source, which any process can parse, and the records in them."""
+"""Records, and chunks of a data source that any process can parse."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ CHUNK_BYTES = 1 << 18
 
 @dataclass(slots=True)
 class SkippedRecords:
-    """The number of bad records skipped under ``on_error="skip"``, and the first few reasons."""
+    """The number of bad records skipped under ``on_error="skip"``, and the first reasons."""
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
     keep: int = 5
 
     def skip_or_raise(self, error: DataError, on_error: OnError) -> None:
-        """Count ``error``, or raise it when ``on_error`` is ``"stop"``."""
         if on_error == "stop":
             raise error
         self.count += 1
@@ -30,14 +29,13 @@ class SkippedRecords:
             self.reasons.append(str(error))
 
     def add(self, other: SkippedRecords) -> None:
-        """Add the counts of other data."""
         self.count += other.count
         self.reasons = [*self.reasons, *other.reasons][: self.keep]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One JSON object or row of a source, or a whole text file under the key ``text``."""
+    """One JSON object or row, or a whole text file under the key ``text``."""
 
     value: dict[str, Any]
     where: str
@@ -50,6 +48,5 @@ class RecordChunk(Protocol):
     def parse(self) -> Iterator[Record | DataError]:
         """Its records in order; a bad record is yielded as its error.
 
-        Raises:
-            DataError: the rest of the chunk cannot be read.
+        Raises DataError if the rest of the chunk cannot be read.
         """

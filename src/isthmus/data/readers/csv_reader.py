@@ -12,19 +12,19 @@ from isthmus.data.readers.decompress import open_decompressed
 from isthmus.data.readers.json_chunks import decode_utf8
 from isthmus.errors import DataError
 
-_LONGEST_CELL = 1 << 28  # characters; a longer cell means that a quote is not closed
+_LONGEST_CELL = 1 << 28  # characters; a longer cell has an unclosed quote
 
 
 @dataclass(frozen=True, slots=True)
 class CsvChunk:
-    """Rows with the lines that they begin on."""
+    """``rows``: (line number, cells)."""
 
     path: str
     names: list[str]
     rows: list[tuple[int, list[str]]]
 
     def parse(self) -> Iterator[Record | DataError]:
-        """The records; a row with more or fewer cells than names is yielded as an error."""
+        """A row with more or fewer cells than names is yielded as an error."""
         for line, row in self.rows:
             where = f"{self.path}:{line}"
             if len(row) == len(self.names):
@@ -34,15 +34,9 @@ class CsvChunk:
 
 
 def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
-    """The rows of a table in UTF-8; cells in double quotes may contain line breaks and doubled quotes.
+    """The rows of a UTF-8 table; quoted cells may contain line breaks and doubled quotes.
 
-    Args:
-        path: of the file.
-        tabs: columns are separated by tabs; else by the first of comma, tab and semicolon that the first line has.
-
-    Raises:
-        MissingInput, IOFailure: the file cannot be read.
-        DataError: no names in the first row, no other row, or a misplaced or unclosed quote.
+    Columns are separated by tabs if ``tabs``; else by the first of comma, tab and semicolon in the first line.
     """
     csv.field_size_limit(_LONGEST_CELL)
     with open_decompressed(path) as file:

@@ -1,4 +1,4 @@
-"""Opens data files as bytes and decompresses them; the first bytes tell the format, not the name."""
+"""Opens and decompresses data files; the format is detected from the first bytes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,9 @@ _BUFFER_BYTES = 1 << 17
 
 @contextmanager
 def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
-    """Open a file that is uncompressed, or compressed with gzip or Zstandard; memory does not grow with its size.
+    """Open a file that is uncompressed, or compressed with gzip or Zstandard, as a stream.
 
-    Raises:
-        MissingInput: the file does not exist.
-        DataError: it has another compression, or (while it is read) is damaged or cut short.
-        UsageError: it is Zstandard, and the library for it is not installed.
-        IOFailure: reading failed.
+    A damaged or truncated file raises DataError while it is read.
     """
     damaged: tuple[type[Exception], ...] = (gzip.BadGzipFile, zlib.error)
     try:
@@ -63,13 +59,12 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
 
 
 def is_compressed(path: Path | str) -> bool:
-    """Whether a file starts like gzip or Zstandard."""
     with Path(path).open("rb") as file:
         return file.read(4).startswith(_GZIP + _ZSTD)
 
 
 def uncompressed_name(path: Path) -> str:
-    """The name of a file without the suffix of its compression."""
+    """The file name without the suffix of a compression."""
     return path.stem if path.suffix in _SUFFIXES else path.name
 
 

@@ -1,4 +1,4 @@
-"""Renames the fields of records to the names that isthmus reads (``data.columns``)."""
+"""Renames the fields of records to known names (``data.columns``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ Columns = Mapping[str, str]
 
 
 def check_columns(columns: Columns) -> None:
-    """Raise UsageError for a mapping to an unknown field, with the closest known one."""
     for known, source in columns.items():
         if known not in FIELDS:
             near = get_close_matches(known, FIELDS, n=1) or (source in FIELDS and [f"{source}: {known}"])
@@ -23,11 +22,7 @@ def check_columns(columns: Columns) -> None:
 
 
 def rename_fields(record: Record, columns: Columns) -> Record:
-    """The record with its fields under the known names; other fields are unchanged.
-
-    Raises:
-        DataError: the record has no field that ``columns`` names.
-    """
+    """Other fields are unchanged; DataError if a field of ``columns`` is missing."""
     for known, source in columns.items():
         if source not in record.value:
             near = get_close_matches(source, map(str, record.value), n=1)

@@ -1,7 +1,7 @@
-"""Files to records, in two steps: cheap to cut chunks, and the records parsed from each chunk.
+"""Files to records in two steps: cut chunks, which is cheap, and parse the records of each chunk.
 
-The content decides the format; the name does so only for text and tables, which cannot be recognized: ``.txt``,
-``.csv`` and ``.tsv``. A plain text file is one document, since nothing in it marks where another would begin.
+The format is detected from the content, except text and tables: ``.txt``, ``.csv`` and ``.tsv``. A plain text file is
+one document.
 """
 
 from __future__ import annotations
@@ -22,18 +22,9 @@ from isthmus.errors import DataError
 
 
 def read_chunks(files: Sequence[Path | str]) -> Iterator[RecordChunk]:
-    """Cut sources into chunks, in order; the same chunks each time, as long as the files stay the same.
+    """Cut sources (see ``isthmus.data.readers.file_sources``) into chunks; deterministic for unchanged files.
 
-    Memory does not grow with the size of the files; only a text file is read as a whole, when its chunk is parsed.
-
-    Args:
-        files: also folders, patterns and data sets, see ``isthmus.data.readers.file_sources``.
-
-    Raises:
-        MissingInput: a file or data set does not exist.
-        UsageError: a folder has no data file, or a library to read one is not installed.
-        DataError: a file is empty, or so damaged that the next record cannot be found.
-        IOFailure: reading failed.
+    Memory does not grow with file sizes; only a text file is read as a whole, when its chunk is parsed.
     """
     for name in find_sources(files).names:
         if name.startswith(HUB) or Path(name).is_dir():
@@ -49,18 +40,7 @@ def chunk_records(
     skipped: SkippedRecords | None = None,
     columns: Columns | None = None,
 ) -> Iterator[Record]:
-    """Yield the records of a chunk in order.
-
-    Args:
-        chunk: may come from another process.
-        on_error: at a bad record raise its error, or count it in ``skipped``.
-        skipped: counts bad records.
-        columns: names of the fields in the files.
-
-    Raises:
-        DataError: (``on_error="stop"``) a record is bad.
-        MissingInput, IOFailure: a text file, which is opened only here, cannot be read.
-    """
+    """The records of a chunk; bad records raise, or with ``on_error="skip"`` are counted in ``skipped``."""
     skipped = skipped if skipped is not None else SkippedRecords()
     for item in chunk.parse():
         try:
@@ -80,7 +60,6 @@ class TextFileChunk:
     path: str
 
     def parse(self) -> Iterator[Record | DataError]:
-        """One record with the key ``text``."""
         with open_decompressed(self.path) as file:
             raw = file.read()
         try:

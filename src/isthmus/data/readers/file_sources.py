@@ -1,8 +1,4 @@
-"""Resolves the data that a user names: files, folders, patterns, data sets.
-
-A folder means every data file below it, in the order of their paths; a pattern with ``*``, ``?`` or ``[...]`` for
-the files that match it.
-"""
+"""Resolves data names: files, folders (all data files below them), glob patterns and datasets."""
 
 from __future__ import annotations
 
@@ -22,15 +18,12 @@ _SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".txt")
 
 @dataclass(slots=True)
 class DataFiles:
-    """The sources to read, in order."""
-
     names: list[str] = field(default_factory=list)
-    """Each a file, the folder of a data set, or ``hf:`` with the name of a data set on the Hub."""
+    """Each a file, the folder of a dataset, or ``hf:`` with the name of a dataset on the Hub."""
     ignored: list[str] = field(default_factory=list)
-    """Files in the folders whose names are not those of data files."""
+    """Files in the folders that are not data files by their names."""
 
     def notes(self) -> list[str]:
-        """A line about ignored files, if any."""
         if not self.ignored:
             return []
         some = ", ".join(self.ignored[:3]) + (", ..." if len(self.ignored) > 3 else "")
@@ -38,12 +31,6 @@ class DataFiles:
 
 
 def find_sources(names: Sequence[Path | str]) -> DataFiles:
-    """Look up names.
-
-    Raises:
-        MissingInput: a file does not exist, or no file matches a pattern.
-        UsageError: no names are given, a folder has no data file, or the name of a data set is malformed.
-    """
     if not names:
         raise UsageError("no data files given. Name at least one.")
     found = DataFiles()
@@ -63,7 +50,7 @@ def find_sources(names: Sequence[Path | str]) -> DataFiles:
 
 
 def is_data_file(path: Path) -> bool:
-    """Whether a file in a folder is data by its name, and neither a manifest nor the metadata of a data set."""
+    """Whether a file is data by its name, and neither a manifest nor metadata of a dataset."""
     named = uncompressed_name(path).endswith(_SUFFIXES) and not path.name.startswith((".", "_"))
     return named and path.name not in METADATA and not is_manifest(path)
 

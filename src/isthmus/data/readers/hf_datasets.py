@@ -1,6 +1,6 @@
-"""Data sets of Hugging Face's ``datasets``: a folder made by ``save_to_disk``, or a data set on the Hub.
+"""Hugging Face datasets: a folder written by ``save_to_disk``, or a dataset on the Hub.
 
-``hf:org/name``, ``hf:org/name:split``, or ``hf:org/name/configuration:split``; without a split it is ``train``.
+``hf:org/name``, ``hf:org/name:split``, or ``hf:org/name/configuration:split``; the default split is ``train``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
 
 HUB = "hf:"
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that describe a data set and contain no records."""
+"""Files of a dataset without records."""
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether ``save_to_disk`` made this folder, of one data set or of several splits."""
+    """Whether ``save_to_disk`` wrote this folder, with one or several splits."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def check_name(name: str) -> None:
-    """Raise UsageError unless ``name`` has the form of a data set on the Hub."""
     path, configuration, split = _parts(name)
     if not all(path.split("/")) or configuration == "" or split == "":
         raise UsageError(
@@ -32,17 +31,7 @@ def check_name(name: str) -> None:
 
 
 def dataset_chunks(name: str) -> Iterator[ArrowChunk]:
-    """The rows of a data set, read from disk.
-
-    Args:
-        name: its folder, or ``hf:`` and the name on the Hub; downloaded into the cache of ``datasets``.
-
-    Raises:
-        MissingInput: no such data set, or no permission to read it.
-        UsageError: no such split or configuration, several to choose from, or the library is not installed.
-        DataError: it is damaged or has no rows.
-        IOFailure: the Hub cannot be reached.
-    """
+    """The rows of a dataset; a Hub dataset is downloaded into the cache of ``datasets``."""
     library = _library(name)
     found = _from_hub(library, name) if name.startswith(HUB) else _from_disk(library, name)
     size = rows_at_once(len(found), found.data.nbytes)
@@ -52,7 +41,7 @@ def dataset_chunks(name: str) -> Iterator[ArrowChunk]:
 def _from_disk(library: Any, name: str) -> Any:
     try:
         found = library.load_from_disk(name)
-    except Exception as error:  # those of Arrow, JSON and its own
+    except Exception as error:  # of Arrow, JSON or datasets
         raise DataError(
             f"{name}: damaged or incomplete data set: {_one_line(error)} Write it again with save_to_disk."
         ) from error
@@ -75,7 +64,7 @@ def _from_hub(library: Any, name: str) -> Any:
         ) from error
     except ValueError as error:  # an unknown split, or a choice of configurations
         raise UsageError(f"{name}: {_one_line(error)}") from error
-    except Exception as error:  # its own errors, and those of its HTTP library, which differs by version
+    except Exception as error:  # of datasets or its HTTP library, which differs by version
         raise IOFailure(
             f"{name}: cannot be downloaded from the Hugging Face Hub: {_one_line(error)} "
             "Without a network, download it elsewhere, save it with save_to_disk and name the folder."

@@ -27,7 +27,6 @@ class JsonLinesChunk:
     raw: bytes
 
     def parse(self) -> Iterator[Record | DataError]:
-        """The records; a bad line is yielded as an error."""
         for number, raw in enumerate(self.raw.split(b"\n"), start=self.first):
             if number == 1:
                 raw = raw.removeprefix(_BOM)
@@ -41,13 +40,12 @@ class JsonLinesChunk:
 
 @dataclass(frozen=True, slots=True)
 class JsonArrayChunk:
-    """The texts of elements of an array, which are valid JSON, with the lines they begin on."""
+    """Elements of an array as valid JSON, with their line numbers."""
 
     path: str
     texts: list[tuple[int, str]]
 
     def parse(self) -> Iterator[Record | DataError]:
-        """The records; an element that is not an object is yielded as an error."""
         for line, text in self.texts:
             try:
                 yield _record(json.loads(text), self.path, line)
@@ -56,11 +54,7 @@ class JsonArrayChunk:
 
 
 def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
-    """The objects of a file with one per line, or with one object on several lines.
-
-    Raises:
-        MissingInput, IOFailure, DataError: the file cannot be read.
-    """
+    """The objects of a file with one per line, or with one object on several lines."""
     single = _single_object(path)
     if single is not None:
         yield single
@@ -74,7 +68,7 @@ def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
 
 
 def _single_object(path: str) -> JsonArrayChunk | None:
-    """The object of a file whose first line alone is not JSON; None if it is not one object on several lines."""
+    """The object of a file if it is a single one on several lines."""
     with open_decompressed(path) as file:
         raw, line = file.readline().removeprefix(_BOM), 1
         while not raw.strip():
@@ -91,11 +85,7 @@ def _single_object(path: str) -> JsonArrayChunk | None:
 
 
 def array_chunks(path: str) -> Iterator[JsonArrayChunk]:
-    """The elements of one JSON array; a syntax error ends the file, since the next element cannot be found.
-
-    Raises:
-        MissingInput, IOFailure, DataError: the file cannot be read, or is not valid JSON.
-    """
+    """The elements of one JSON array; a syntax error ends the file, since the next element cannot be found."""
     with open_decompressed(path) as file:
         text = _TextWindow(path, file)
         text.skip_blanks()
@@ -128,7 +118,7 @@ def array_chunks(path: str) -> Iterator[JsonArrayChunk]:
 
 
 class _TextWindow:
-    """The part of a file's text from the current element on."""
+    """The text of a file from the current element on."""
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.position = 0
@@ -143,13 +133,12 @@ class _TextWindow:
         self._window = self._window.removeprefix("\ufeff")
 
     def line(self) -> int:
-        """The line of the current position."""
         self._line += self._window.count("\n", self._counted, self.position)
         self._counted = self.position
         return self._line
 
     def skip_blanks(self) -> str:
-        """Skip blanks; returns the character after them, empty at the end."""
+        """Returns the next character, empty at the end."""
         while True:
             while self.position < len(self._window) and self._window[self.position] in _BLANKS:
                 self.position += 1
@@ -180,7 +169,7 @@ class _TextWindow:
             self._grow()
 
     def _grow(self) -> None:
-        """Drop the text before the position and read as much as is left, so that long elements take few attempts."""
+        """Drop the text before the position and read as much as remains, so that long elements take few attempts."""
         self.line()
         newline = self._window.rfind("\n", 0, self.position)
         self._before = self.position - newline - 1 if newline >= 0 else self._before + self.position
@@ -200,7 +189,7 @@ class _TextWindow:
 
 
 def decode_utf8(raw: bytes, path: str, line: int) -> str:
-    """Decode bytes that begin on ``line``; DataError with line and column where they are not UTF-8."""
+    """Decode bytes that begin on ``line``; DataError with line and column if they are not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -43,37 +43,35 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class IndexedDataset:
-    """Indexed files, checked and mapped into memory."""
+    """Validated, memory-mapped indexed files."""
 
     prefix: Path
     tokens: npt.NDArray[Any]
-    """[total], of the dtype in the file."""
+    """[total], in the dtype of the file."""
     mask: npt.NDArray[np.uint8] | None
-    """[total], 1 where the token has loss; None: all have."""
+    """[total], 1 where the token has loss; None: all tokens."""
     starts: npt.NDArray[np.int64]
     """[n], the first token of each sequence."""
     lengths: npt.NDArray[np.int64]
-    """[n], tokens in each sequence."""
+    """[n], tokens of each sequence."""
     documents: npt.NDArray[np.int64]
-    """[documents + 1], document k is the sequences ``documents[k]:documents[k + 1]``."""
+    """[documents + 1]; document k is the sequences ``documents[k]:documents[k + 1]``."""
     manifest: dict[str, Any] | None
-    """The content of ``PREFIX.json``; None without one."""
+    """``PREFIX.json``, if it exists."""
 
 
 def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, verify: bool = False) -> IndexedDataset:
     """Check indexed files and map them into memory, read-only.
 
-    Checks the format of the .idx, that its sequences are contiguous and fill the .bin, and that its documents are in
-    order; with a manifest also all sizes and the hash of the .idx. ``verify`` adds the hashes of .bin and mask, which
-    reads them as a whole.
+    Checks the .idx against the .bin; with a manifest also all sizes and the hash of the .idx.
 
     Args:
         prefix: of the files, without ``.bin`` or ``.idx``.
         manifest: its path, if not ``PREFIX.json``.
-        verify: compare all hashes; needs a manifest.
+        verify: also compare the hashes of .bin and mask, which reads them as a whole; needs a manifest.
 
     Raises:
-        MissingInput: the .bin, the .idx or a mask listed in the manifest does not exist.
+        MissingInput: the .bin, the .idx or a mask of the manifest does not exist.
         DataError: a file is damaged, truncated, or of another format.
         IOFailure: reading failed.
     """
@@ -145,11 +143,7 @@ def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[
 
 
 def scan_indexed(pair: IndexedDataset) -> dict[str, Any]:
-    """The record that ``IndexedWriter.close`` returns, for files without a manifest; reads them once.
-
-    Raises:
-        DataError: a token id is less than zero.
-    """
+    """The record of ``IndexedWriter.close`` for files without a manifest; reads them once."""
     largest = -1
     for at in range(0, len(pair.tokens), _CHUNK):
         part = pair.tokens[at : at + _CHUNK]
@@ -176,7 +170,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def find_prefix(name: Path | str) -> Path | None:
-    """The prefix of the indexed files that ``name`` (PREFIX, PREFIX.bin or PREFIX.idx) names; None if it names none."""
+    """The prefix of the indexed files that ``name`` (PREFIX, PREFIX.bin or PREFIX.idx) names, if any."""
     text = str(name)
     if Path(text).exists() and not text.endswith((".bin", ".idx")):
         return None

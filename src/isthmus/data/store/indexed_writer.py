@@ -1,4 +1,4 @@
-"""Writes Megatron's indexed format, which :mod:`isthmus.data.store.indexed_dataset` describes."""
+"""Writes Megatron's indexed format, see :mod:`isthmus.data.store.indexed_dataset`."""
 
 from __future__ import annotations
 
@@ -26,28 +26,19 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """The dtype that Megatron uses for a vocabulary of this size."""
+    """Megatron's dtype for a vocabulary of this size."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
 class IndexedWriter:
-    """Writes indexed files as a stream: memory contains 12 bytes per sequence and document.
+    """Writes indexed files as a stream; memory contains 12 bytes per sequence and document.
 
-    As a context manager it closes the files, or removes them when the block raises. The caller writes to a temporary
-    name and renames the files that ``close`` has synced.
+    The context manager closes the files, or removes them when the block raises. The caller writes to a temporary name
+    and renames the files that ``close`` has synced.
     """
 
     def __init__(self, prefix: Path | str, dtype: npt.DTypeLike, masked: bool = False) -> None:
-        """Create the files; existing ones are replaced.
-
-        Args:
-            prefix: of the files.
-            dtype: of the tokens in the file: uint8, int8, int16, int32, int64 or uint16.
-            masked: whether there is a mask.
-
-        Raises:
-            NoSpace, IOFailure: they cannot be written.
-        """
+        """Create or replace the files; ``dtype`` is one of ``DTYPE_CODES``."""
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
         self._code = DTYPE_CODES[self.dtype.name]
         self._lengths, self._bounds = array("i"), array("q", [0])
@@ -68,13 +59,12 @@ class IndexedWriter:
         """Append sequences to the open document.
 
         Args:
-            tokens: [total], the sequences end to end.
-            lengths: [n], of each.
-            mask: [total], 1 where the token has loss; given if and only if the files have a mask.
+            tokens: [total], the concatenated sequences.
+            lengths: [n].
+            mask: [total], 1 where the token has loss; only for files with a mask.
 
         Raises:
             DataError: a token id is not in the dtype, a sequence has 2**31 tokens or more, or lengths disagree.
-            NoSpace, IOFailure: writing failed.
         """
         ids, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         limits = np.iinfo(self.dtype)
@@ -98,22 +88,17 @@ class IndexedWriter:
             self._write(".mask.bin", np.asarray(mask).astype(np.uint8))
 
     def end_document(self) -> None:
-        """End the open document."""
         self._bounds.append(len(self._lengths))
 
     def end_documents(self, counts: Tokens) -> None:
-        """End documents of ``counts`` [d] sequences each; DataError unless these are all since the last end."""
+        """End documents of ``counts`` [d] sequences each, which are all since the last end."""
         bounds = self._bounds[-1] + np.cumsum(np.asarray(counts, dtype=np.int64))
         if len(bounds) and int(bounds[-1]) != len(self._lengths):
             raise DataError(f"{self.prefix}: documents end at sequence {int(bounds[-1])} of {len(self._lengths)}.")
         self._bounds.frombytes(bounds.tobytes())
 
     def close(self) -> dict[str, Any]:
-        """Write the .idx, sync all files, and return the record for ``pair`` in the manifest; ends an open document.
-
-        Raises:
-            NoSpace, IOFailure: writing failed.
-        """
+        """Write the .idx, sync all files, and return the record for ``pair`` in the manifest; ends an open document."""
         if self._closed is not None:
             return self._closed
         if self._bounds[-1] != len(self._lengths):
@@ -161,13 +146,11 @@ class IndexedWriter:
             self._files[suffix].write(data)
 
     def __enter__(self) -> IndexedWriter:
-        """The writer."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, or discard after an exception."""
         if kind is not None:
             self.discard()
         else:

@@ -1,6 +1,6 @@
-"""The manifest ``PREFIX.json`` of indexed files, which reveals changed or truncated files.
+"""The manifest ``PREFIX.json`` of indexed files, which detects changed or truncated files.
 
-Under ``pair`` are the counts, and the sizes and hashes of the files; the other keys belong to the writer.
+``pair`` has the counts, and the sizes and hashes of the files; the other keys belong to the writer.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ _CHUNK = 1 << 24
 
 
 def indexed_file(prefix: Path | str, suffix: str) -> Path:
-    """``PREFIX`` + suffix; a prefix may contain dots."""
+    """A prefix may contain dots."""
     return Path(f"{prefix}{suffix}")
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether a file is the manifest of indexed files beside it."""
+    """Whether the file is the manifest of indexed files in the same folder."""
     return path.suffix == ".json" and path.with_suffix(".idx").is_file()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest at ``path``; DataError if the file is not one."""
     try:
         record = json.loads(path.read_bytes())
         sound = isinstance(record, dict) and all(
@@ -53,14 +52,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
     """Write ``PREFIX.json`` atomically.
 
-    Args:
-        prefix: of the indexed files.
-        record: ``pair`` is the record of ``IndexedWriter.close``, ``kind`` is text, chat or preference,
-            ``tokenizer`` is its ``tokenizer_record``, ``seq_length`` the limit of samples (None for documents); the
-            other keys are the caller's.
-
-    Raises:
-        NoSpace, IOFailure: it cannot be written.
+    ``record`` has ``pair`` (from ``IndexedWriter.close``), ``kind`` (text, chat or preference), ``tokenizer``
+    (``tokenizer_record``), ``seq_length`` (limit of samples, None for documents), and keys of the caller.
     """
     write_atomic(indexed_file(prefix, ".json"), json.dumps(record, indent=1) + "\n")
 
@@ -68,13 +61,13 @@ def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
 def dataset_record(
     dtype: np.dtype[Any], *, sequences: int, documents: int, tokens: int, max_token_id: int, files: dict[str, Any]
 ) -> dict[str, Any]:
-    """The part of a manifest under ``pair``."""
+    """``pair`` of a manifest."""
     counts = {"sequences": sequences, "documents": documents, "tokens": tokens, "max_token_id": max_token_id}
     return {"format": 1, "dtype": dtype.name, **counts, "files": files}
 
 
 def file_hash(path: Path) -> str:
-    """128-bit XXH3, the hash in manifests: it detects accidents, not forgeries."""
+    """128-bit XXH3: detects accidents, not forgeries."""
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
         while part := file.read(_CHUNK):
@@ -83,7 +76,6 @@ def file_hash(path: Path) -> str:
 
 
 def check_sizes(prefix: Path | str, record: dict[str, Any], manifest: Path) -> None:
-    """Raise MissingInput or DataError unless the files of ``record`` exist and have its sizes."""
     for suffix, file in record["pair"]["files"].items():
         path = indexed_file(prefix, suffix)
         if not path.is_file():
@@ -93,7 +85,6 @@ def check_sizes(prefix: Path | str, record: dict[str, Any], manifest: Path) -> N
 
 
 def check_hash(path: Path, expected: str) -> None:
-    """Raise DataError unless the file has the expected hash."""
     got = file_hash(path)
     if got != expected:
         raise DataError(f"{path}: its hash is {got}, the manifest has {expected}. {HINT}")

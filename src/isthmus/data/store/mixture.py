@@ -1,8 +1,8 @@
-"""The infinite order of training sequences: data sets mixed by weight, each shuffled again in each of its epochs.
+"""The infinite order of training sequences: datasets mixed by weight, each shuffled again in each of its epochs.
 
 Sequence k of a set has the time (k + 1/2) / weight, and sequences are sorted by time, so the first n have each set's
 share of n up to half a sequence and half of the rounding of the others (Webster's apportionment method). The sequence
-at a position depends on the position, the weights and the seed alone.
+at a position depends only on the position, the weights and the seed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class MixtureSet:
-    """One set of a mixture."""
-
     name: str
     samples: int
-    """Its number of samples; sets are consecutive in the store."""
+    """Number of samples; sets are consecutive in the store."""
     weight: float
-    """Relative to the weights of the others."""
+    """Relative to the other weights."""
 
 
 class MixtureSchedule:
     """The set at each position, and the index of its sequence."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """Set the relative weights, above 0."""
         self.weights = [weight / math.fsum(weights) for weight in weights]
         self._block: tuple[int, Int64, Int64] | None = None
 
@@ -51,12 +48,12 @@ class MixtureSchedule:
         return [self._first(k, positions - len(self.weights)) + int(count) for k, count in enumerate(early)]
 
     def _block_from(self, first: int) -> tuple[Int64, Int64]:
-        """Sets and indices at ``_BLOCK`` positions from ``first`` on."""
+        """Sets and indices at ``_BLOCK`` positions from ``first``."""
         sets, numbers, before = self._around(first)
         return sets[before : before + _BLOCK], numbers[before : before + _BLOCK]
 
     def _around(self, first: int) -> tuple[Int64, Int64, int]:
-        """(sets, indices) around ``first`` to ``first`` + ``_BLOCK``, and how many of them come before ``first``."""
+        """(sets, indices) around ``first`` to ``first`` + ``_BLOCK``, and their number before ``first``."""
         # The time of a position differs from it by at most half a sequence of each set.
         slack = len(self.weights)
         starts = [self._first(k, first - slack) for k in range(slack)]
@@ -81,14 +78,12 @@ class SequenceOrder:
     """The sequence at each position; the sequences of all sets are numbered consecutively."""
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
-        """Set the number of sequences of each set, above 0, the sets' weights and the seed of their shuffles."""
         self.counts, self.seed, self.shuffle = list(counts), seed, shuffle
         self.schedule = MixtureSchedule(weights)
         self._starts = np.cumsum([0, *counts]).tolist()
         self._orders: dict[int, tuple[int, Int64]] = {}
 
     def at(self, position: int) -> int:
-        """The sequence at a position, counted from 0."""
         chosen, number = self.schedule.at(position)
         epoch, within = divmod(number, self.counts[chosen])
         if self.shuffle:

@@ -1,4 +1,4 @@
-"""Mock samples: uniformly random tokens, generated on access; nothing is stored."""
+"""Mock samples: uniformly random tokens, generated on access."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STREAM = 1 << 62
 
 
 class MockSamples:
-    """Samples of ``seq_length`` labels each, all with loss; sample k depends on the arguments and k alone."""
+    """Samples of ``seq_length`` loss tokens; sample k depends on k and all arguments except ``count``."""
 
     def __init__(
         self,
@@ -26,20 +26,11 @@ class MockSamples:
         part: Literal["train", "valid", "test"] = "train",
         count: int = COUNT,
     ) -> None:
-        """Set the shape and the seed.
-
-        Args:
-            seq_length: labels of a sample.
-            vocab_size: ids are below it; at most 2^31.
-            seed: of all parts.
-            part: parts have different samples.
-            count: number of samples; it does not change them.
-        """
+        """``vocab_size`` is at most 2^31."""
         self._tokens, self._vocab_size, self._seed, self._part = seq_length + 1, vocab_size, seed, part
         self._count = min(count, COUNT)
 
     def __len__(self) -> int:
-        """Number of samples."""
         return self._count
 
     @property
@@ -55,11 +46,10 @@ class MockSamples:
         # The sample index is the counter's highest word, which generating one sample never reaches.
         bits = np.random.Philox(key=key, counter=np.array([0, 0, 0, index], dtype=np.uint64))
         high = bits.random_raw(self._tokens) >> np.uint64(32)
-        # Bits times size, as D. Lemire draws an integer below it (arXiv 1805.10941), without his correction: ids are
-        # as likely as each other to one part in 2^32 / vocab_size.
+        # Bits times size as in arXiv 1805.10941 (Lemire) without rejection: ids are uniform up to vocab_size / 2^32.
         tokens = (high * np.uint64(self._vocab_size)) >> np.uint64(32)
         return tokens.astype(np.int32), np.ones(self._tokens, dtype=np.uint8)
 
     def digest(self) -> str:
-        """The arguments that determine a sample; not the number of samples."""
+        """Without the number of samples."""
         return f"mock {self._part} {self._tokens} {self._vocab_size} {self._seed}"

@@ -1,4 +1,4 @@
-"""Samples as slices of token arrays, which are in memory or mapped from files and are never copied."""
+"""Samples as slices of token arrays in memory or in mapped files, without copies."""
 
 from __future__ import annotations
 
@@ -22,21 +22,18 @@ UInt8 = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """An array of tokens that samples are slices of."""
-
     tokens: npt.NDArray[Any]
     """[total], of any integer dtype."""
     mask: UInt8 | None
-    """[total], 1 where the token has loss as a target; None: all have."""
+    """[total], 1 where the token has loss; None: all tokens."""
     max_token_id: int
     content: str
     """A hash of tokens and mask."""
     file: Path | None = None
-    """The file that it is mapped from."""
+    """The mapped file."""
 
     @classmethod
     def from_arrays(cls, tokens: npt.NDArray[Any], mask: UInt8 | None) -> TokenSource:
-        """Arrays in memory."""
         content = xxhash.xxh3_128(np.ascontiguousarray(tokens).data)
         if mask is not None:
             content.update(np.ascontiguousarray(mask).data)
@@ -55,8 +52,8 @@ class SampleStore:
     """Token sequences with a loss mask.
 
     Sample k is ``lengths[k]`` tokens of ``sources[which[k]]`` from ``starts[k]`` on, all [n] int64; samples may share
-    tokens. ``groups`` [n] int64 is equal for samples that repeat each other's text, such as those of one conversation;
-    a split keeps them together.
+    tokens. Samples with equal ``groups`` [n] int64 repeat each other's text, such as those of one conversation; a split
+    keeps them together.
     """
 
     def __init__(
@@ -67,11 +64,7 @@ class SampleStore:
         groups: Int64 | None = None,
         which: npt.NDArray[np.integer[Any]] | None = None,
     ) -> None:
-        """Keep the arrays without a copy; without ``which`` all samples are in the one source.
-
-        Raises:
-            DataError: a sample ends beyond its source, or the arrays differ in length.
-        """
+        """Without ``which`` all samples are in the first source."""
         self.sources, self.starts, self.lengths = tuple(sources), starts, lengths
         self.groups = np.arange(len(starts), dtype=np.int64) if groups is None else groups
         self.which = np.zeros(len(starts), dtype=np.int16) if which is None else which
@@ -103,7 +96,7 @@ class SampleStore:
 
     @classmethod
     def concatenated(cls, stores: Sequence[SampleStore]) -> SampleStore:
-        """The samples of several stores, one store after the other, with separate groups."""
+        """The samples of several stores, with separate groups."""
         sources = [source for store in stores for source in store.sources]
         groups, which = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int32)]
         group = source = 0
@@ -119,15 +112,10 @@ class SampleStore:
         return cls(sources, starts, lengths, np.concatenate(groups), np.concatenate(which))
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.starts)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], UInt8]:
-        """(tokens, mask) of one sample, as views.
-
-        Raises:
-            DataError: the file has changed and contains an invalid token.
-        """
+        """(tokens, mask) of one sample, as views; DataError if the file contains an invalid token."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         source = self.sources[int(self.which[index])]
@@ -135,7 +123,7 @@ class SampleStore:
         tokens = source.tokens[part]
         mask = np.broadcast_to(np.uint8(1), len(tokens)) if source.mask is None else source.mask[part]
         if source.file is not None and len(tokens):
-            # Files are not read as a whole when a run begins, and an invalid token in an embedding may end the process.
+            # Checked on access, since a run does not read whole files; an invalid token may crash the embedding.
             if not 0 <= tokens.min() <= tokens.max() <= source.max_token_id or mask.max() > 1:
                 raise DataError(
                     f"{source.file}: tokens {part.start} to {part.stop} or their mask changed since the file was "
@@ -145,7 +133,7 @@ class SampleStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples; tokens that two samples share count twice."""
+        """Of all samples; tokens that two samples share count twice."""
         return int(self.lengths.sum())
 
     @property
@@ -154,7 +142,6 @@ class SampleStore:
         return max((source.max_token_id for source in self.sources), default=-1)
 
     def select(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> SampleStore:
-        """A store of these samples in this order; no token is copied."""
         chosen = np.asarray(indices, dtype=np.int64)
         parts = (self.starts[chosen], self.lengths[chosen], self.groups[chosen], self.which[chosen])
         return SampleStore(self.sources, *parts)
@@ -164,10 +151,7 @@ class SampleStore:
         return SampleStore(self.sources, self.starts, np.minimum(self.lengths, length), self.groups, self.which)
 
     def digest(self) -> str:
-        """A hash of the sources and of the slices: equal only for the same samples in the same order.
-
-        Equal samples in other sources, or at other places of a source, have another digest.
-        """
+        """A hash of sources and slices: equal only for the same slices of the same sources in the same order."""
         return self._digest
 
     @cached_property

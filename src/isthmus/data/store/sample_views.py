@@ -1,4 +1,4 @@
-"""Views of indexed files as samples of at most ``seq_length`` + 1 tokens; no token is copied."""
+"""Views of indexed files as samples of at most ``seq_length`` + 1 tokens, without copies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FitStats:
         )
 
     def summary(self) -> str:
-        """For people; empty when all counts are zero."""
+        """Empty if all counts are zero."""
         counts = {
             "cut to seq_length": self.truncated,
             "dropped as too long": self.dropped_overlong,
@@ -73,12 +73,9 @@ def chat_samples(
 def preference_samples(
     indexed: IndexedDataset, seq_length: int, overlong: Literal["truncate", "drop"]
 ) -> tuple[SampleStore, FitStats]:
-    """As :func:`chat_samples`, for documents of two answers; a pair is kept or dropped as a whole.
+    """:func:`chat_samples` for documents of two answers; a pair is kept or dropped as a whole.
 
-    Dropped pairs are counted once, truncated answers each.
-
-    Raises:
-        DataError: a document has another number of sequences.
+    Dropped pairs count once, truncated answers each.
     """
     store = SampleStore.from_indexed(indexed)
     if bool(np.any(np.diff(indexed.documents) != 2)):

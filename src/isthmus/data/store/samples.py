@@ -1,4 +1,4 @@
-"""The interface of samples, which batches are built from."""
+"""The interface of samples, the input of batches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Samples(Protocol):
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample, [n]; one more than it has labels."""
+        """Tokens of each sample, [n]; one more than its labels."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
     def __getitem__(self, index: int, /) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        """(tokens, mask) of a sample; mask is 1 where a token has loss as a target."""
+        """(tokens, mask) of a sample; mask is 1 where a token has loss."""
 
     def digest(self) -> str:
         """Equal only for the same samples in the same order."""

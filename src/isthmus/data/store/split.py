@@ -13,11 +13,8 @@ from isthmus.errors import UsageError
 def split(store: SampleStore, fractions: Sequence[float], *, seed: int = 0) -> tuple[SampleStore, list[SampleStore]]:
     """Split off one part per fraction of the groups: (the rest, parts), in store order.
 
-    A group is one conversation or one window of text; its samples stay together. Each part with a fraction above 0 gets
-    at least one group, and the rest keeps at least one.
-
-    Raises:
-        UsageError: a fraction is below 0, their sum is 1 or more, or there are too few groups.
+    A group is one conversation or one window of text. Each part with a fraction above 0 gets at least one group, and
+    the rest keeps at least one.
     """
     if min(fractions, default=0.0) < 0.0 or sum(fractions) >= 1.0:
         raise UsageError(f"fractions {list(fractions)} cannot be split off. Expected 0 or more, and a sum below 1.")

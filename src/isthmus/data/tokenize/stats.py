@@ -1,4 +1,4 @@
-"""Counts of what tokenization read, produced and dropped."""
+"""Counts of tokenized and dropped records and samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from isthmus.data.readers.chunks import SkippedRecords
 
 Overlong = Literal["drop", "truncate"]
-"""What happens to a sample of more than seq_length + 1 tokens."""
+"""Handling of samples of more than seq_length + 1 tokens."""
 _COUNTS = {
     "records": "records",
     "samples": "samples",
@@ -29,30 +29,25 @@ _COUNTS = {
 
 @dataclass(slots=True)
 class TokenizeStats:
-    """What came in, what came out, and what was dropped for which reason."""
-
     records: int = 0
     samples: int = 0
     tokens: int = 0
     loss_tokens: int = 0
     split_records: int = 0
-    """Conversations that became several samples, since the chat template rewrites earlier turns."""
+    """Conversations with several samples, since the chat template rewrites earlier turns."""
     truncated: int = 0
     """Samples cut to seq_length."""
     dropped_overlong: int = 0
-    """Samples longer than seq_length that were dropped."""
     dropped_without_loss: int = 0
-    """Samples that were dropped because no token has loss (cut off, or weight 0)."""
+    """Samples dropped because no token has loss (cut off, or weight 0)."""
     without_end: int = 0
     """Texts whose last answer has no special token after it, so they do not teach the model to stop."""
     skipped: SkippedRecords = field(default_factory=SkippedRecords)
-    """Bad records skipped under on_error=skip."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Histogram of sample lengths: key 2**k counts samples of 2**(k-1) + 1 to 2**k tokens."""
     notes: list[str] = field(default_factory=list)
 
     def add(self, other: TokenizeStats) -> None:
-        """Add the counts of other data."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.skipped.add(other.skipped)
@@ -60,12 +55,11 @@ class TokenizeStats:
         self.notes += [note for note in other.notes if note not in self.notes]
 
     def count_lengths(self, lengths: npt.NDArray[np.int64]) -> None:
-        """Add samples of these lengths to the histogram."""
         powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
         self.lengths.update({1 << power: int(count) for power, count in enumerate(np.bincount(powers)) if count})
 
     def summary(self) -> str:
-        """One line for people; counts that are zero are left out."""
+        """One line; counts of zero are omitted."""
         parts = [f"{self.records} records -> {self.samples} samples, {self.tokens} tokens"]
         parts.append(f"{self.loss_tokens} with loss")
         counts = {
@@ -78,7 +72,7 @@ class TokenizeStats:
         return ", ".join([*parts, *(f"{count} {what}" for what, count in counts.items() if count)])
 
     def as_dict(self) -> dict[str, Any]:
-        """All counts, for a manifest; ``from_dict`` reads them back."""
+        """All counts, for a manifest."""
         counts: dict[str, Any] = {key: getattr(self, name) for name, key in _COUNTS.items()}
         lengths = {str(length): self.lengths[length] for length in sorted(self.lengths)}
         skipped = {"count": self.skipped.count, "first_reasons": self.skipped.reasons}
@@ -86,7 +80,6 @@ class TokenizeStats:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TokenizeStats:
-        """The stats that ``as_dict`` returned."""
         skipped = SkippedRecords(values["skipped"]["count"], list(values["skipped"]["first_reasons"]))
         lengths = Counter({int(length): int(count) for length, count in values["lengths"].items()})
         counts = {name: int(values[key]) for name, key in _COUNTS.items()}

@@ -1,4 +1,4 @@
-"""Turns one chunk of records into token sequences and a loss mask."""
+"""Turns a chunk of records into token sequences and a loss mask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from isthmus.errors import DataError, UsageError
 
 T = TypeVar("T")
 Sequenced = tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint8]]
-"""Number of the record, token ids and loss mask of one sequence."""
+"""Record number, token ids and loss mask of one sequence."""
 _BATCH_RECORDS = 8192
 _BATCH_CHARS = 4_000_000
 _KIND_NAMES: dict[Kind, str] = {"text": "plain text", "chat": "a chat record", "preference": "a preference pair"}
@@ -30,11 +30,9 @@ _KIND_NAMES: dict[Kind, str] = {"text": "plain text", "chat": "a chat record", "
 
 @dataclass(frozen=True, slots=True)
 class TokenizeOptions:
-    """How records become sequences."""
-
     kind: Kind
     seq_length: int | None = None
-    """A sequence of a chat or an answer has at most this many targets, so one token more; None: no limit."""
+    """Maximum number of targets of a chat or an answer, which has one token more; None: no limit."""
     loss_on: LossOn = "assistant"
     overlong: Overlong = "truncate"
     on_error: OnError = "stop"
@@ -43,29 +41,23 @@ class TokenizeOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedChunk:
-    """The sequences of one chunk, end to end."""
+    """The concatenated sequences of one chunk."""
 
     tokens: npt.NDArray[np.int32]
     """[total]."""
     mask: npt.NDArray[np.uint8] | None
-    """[total], 1 where the token has loss; None: all have."""
+    """[total], 1 where the token has loss; None: all tokens."""
     lengths: npt.NDArray[np.int64]
     """[n], of the sequences."""
     documents: npt.NDArray[np.int64]
-    """[d], number of sequences of each document, which is a text, a conversation or a preference pair."""
+    """[d], number of sequences of each document: a text, a conversation or a preference pair."""
     stats: TokenizeStats
 
 
 class RecordTokenizer:
-    """Tokenizes one chunk of records after the other; the chat template is probed once."""
+    """Tokenizes chunks of records; the chat template is probed once."""
 
     def __init__(self, tokenizer: ChatTokenizer, options: TokenizeOptions) -> None:
-        """Check the tokenizer against the options.
-
-        Raises:
-            UsageError: ``seq_length`` is less than 1, or a tokenizer for text has no end-of-sequence token.
-            DataError: the chat template does not show the content of turns.
-        """
         if options.seq_length is not None and options.seq_length < 1:
             raise UsageError(f"data.seq_length={options.seq_length}. Expected 1 or more.")
         self.options, self._tokenizer = options, tokenizer
@@ -81,12 +73,6 @@ class RecordTokenizer:
             self._pair = PairRenderer(tokenizer)
 
     def __call__(self, chunk: RecordChunk) -> TokenizedChunk:
-        """Tokenize a chunk.
-
-        Raises:
-            DataError: a record is bad or of another kind (``on_error="stop"``).
-            MissingInput, IOFailure: the chunk cannot be read.
-        """
         stats = TokenizeStats()
         done = self._tokenize_texts(chunk, stats) if self.options.kind == "text" else self._tokenize_chats(chunk, stats)
         stats.samples, stats.tokens = len(done.lengths), len(done.tokens)
@@ -166,7 +152,7 @@ class RecordTokenizer:
     def _fit(
         self, sequences: list[Sequenced], stats: TokenizeStats
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        """The sequences of one record, cut or dropped as the options say; a pair is kept or dropped as a whole."""
+        """The sequences of one record, cut or dropped; a pair is kept or dropped as a whole."""
         most = self.options.seq_length + 1 if self.options.seq_length is not None else None
         is_pair = self.options.kind == "preference"
         kept, overlong, without_loss = [], 0, 0
@@ -210,7 +196,7 @@ class RecordTokenizer:
 
 
 def template_notes(options: TokenizeOptions, stats: TokenizeStats) -> list[str]:
-    """A warning for the user if answers have no end in the chat template."""
+    """A warning if answers have no end token in the chat template."""
     if not stats.without_end or options.loss_on == "all":
         return []
     return [

@@ -1,4 +1,4 @@
-"""The data of a run: rank 0 tokenizes raw files into the run folder once, and every rank maps the files into memory."""
+"""The data of a run: rank 0 tokenizes raw files into the run folder, and every rank maps the result."""
 
 from __future__ import annotations
 
@@ -35,22 +35,19 @@ from isthmus.recipes.data.prepared_data import KINDS, open_source, write_missing
 from isthmus.train.stop import StopFlag
 
 Report = Callable[[str], None]
-"""Prints a line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Training, validation and test samples."""
-
     train: Samples
     valid: Samples | None
     test: Samples | None = None
     mixture: tuple[MixtureSet, ...] = ()
-    """The sets that ``train`` is mixed from; empty when it is one set."""
+    """The sets of ``train``; empty for a single set."""
 
     @classmethod
     def mock(cls, config: RunConfig, vocab_size: int) -> Corpus:
-        """Random tokens; validation and test are as large as their fractions of the samples that the run trains on."""
+        """Random tokens; the sizes of validation and test are fractions of the samples that the run trains on."""
 
         def part(name: Literal["valid", "test"], fraction: float) -> MockSamples | None:
             taken = (config.train.steps or 0) * config.train.global_batch_size
@@ -61,14 +58,14 @@ class Corpus:
         return cls(make(), part("valid", data.valid_fraction), part("test", data.test_fraction))
 
     def fingerprint(self, config: RunConfig) -> str:
-        """Equal when step k of two runs takes the same sequences."""
+        """Equal if step k of two runs takes the same sequences."""
         data = config.data
         order: list[Any] = [self.train.digest(), data.seq_length, data.packing, data.seed]
         order += [config.train.global_batch_size, [[one.samples, one.weight] for one in self.mixture]]
         return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
 
     def batches(self, config: RunConfig, position: Position, dp: int) -> tuple[Batches, Batches | None, Batches | None]:
-        """The batches of this rank for training, validation and test."""
+        """Training, validation and test batches of this rank."""
         settings = BatchSettings(
             seq_length=config.data.seq_length,
             micro_batch_size=config.train.micro_batch_size,
@@ -94,13 +91,7 @@ class Corpus:
 
 
 def check_files(config: RunConfig) -> None:
-    """Check that the data files exist, before the model is loaded.
-
-    Raises:
-        MissingInput: naming the first missing file.
-        UsageError: a folder has no data file, data.columns names an unknown field, or one set has raw and prepared
-            files.
-    """
+    """Check the data files before the model is loaded."""
     find_data_sources(config)
     check_columns(config.data.columns)
 
@@ -115,24 +106,12 @@ def load_corpus(
     stop: StopFlag,
     report: Report,
 ) -> Corpus:
-    """Tokenize raw data files into ``folder``, unless it has them from the same files and settings; open the samples.
-
-    Every rank calls it. Mock data needs no folder.
+    """Tokenize raw data files into ``folder``, unless it has the same data, and open the samples; a collective.
 
     Args:
-        config: names the files.
-        folder: for data in the run folder.
-        tokenizer: its vocabulary and chat template must be the same for tokenized files to be reused.
-        vocab_size: rows of the model's embedding.
-        resume: the checkpoint that the run resumes from; None for a fresh start.
-        stop: checked after each chunk of tokenized data.
-        report: called with lines about the data.
-
-    Raises:
-        MissingInput, DataError: a data file is missing or bad, no sample is left, or the data of a resumed run
-            changed.
-        UsageError: the data has token ids beyond the model's embedding.
-        Preempted: the run was asked to stop; finished parts stay.
+        vocab_size: rows of the embedding.
+        resume: the checkpoint to resume from; its data must be unchanged (DataError).
+        stop: checked after each chunk; raises Preempted and keeps the finished parts.
     """
     if config.data.mock:
         report(f"data: random tokens, {config.data.seq_length} per sample")
@@ -242,7 +221,7 @@ def _open_sources(
 
 
 def _split_sources(config: RunConfig, sources: Sequence[DataSource], stores: Sequence[SampleStore]) -> Corpus:
-    """Training samples, and validation and test samples from their files or split off from each training set."""
+    """Validation and test samples are from their files, or split off from each training set."""
     data = config.data
     split_off: dict[Use, list[SampleStore]] = {"valid": [], "test": []}
     fractions: dict[Use, float] = {"valid": data.valid_fraction, "test": data.test_fraction}
@@ -266,11 +245,7 @@ def _split_sources(config: RunConfig, sources: Sequence[DataSource], stores: Seq
 
 
 def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
-    """Refuse to resume if the data order differs from the one that the checkpoint's step counts.
-
-    Raises:
-        DataError: the data, its order or the batch size changed.
-    """
+    """Raises DataError if the data order differs from that of the checkpoint."""
     if saved != now:
         raise _changed(checkpoint)
 

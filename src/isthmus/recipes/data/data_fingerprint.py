@@ -1,6 +1,6 @@
-"""A record of what tokenized data was made from, so that a resumed run detects a change.
+"""The fingerprint of tokenized data, with which a resumed run detects changes.
 
-Files are compared by content: a run folder may be resumed on another machine, where paths and times differ.
+Files are compared by content: on another machine, paths and times differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from isthmus.errors import DataError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_sources import DataSource
 
-# Paths are irrelevant, and splitting, mixing, packing and padding come after tokenization.
+# Paths; and splitting, mixing, packing and padding, which come after tokenization.
 _IRRELEVANT = {"files", "sets", "valid_files", "test_files", "valid_fraction", "test_fraction", "seed"}
 _IRRELEVANT |= {"packing", "length_buckets"}
 _FORMAT = 3
@@ -30,14 +30,7 @@ _FORMAT = 3
 def data_fingerprint(
     config: RunConfig, sources: Sequence[DataSource], tokenizer: Tokenizer, earlier: dict[str, Any]
 ) -> dict[str, Any]:
-    """The record of the data that ``config`` names.
-
-    Args:
-        config: of the run.
-        sources: the files.
-        tokenizer: its vocabulary and chat template are part of the record.
-        earlier: a record from before; a file with the same path, size and time is not read again.
-    """
+    """The fingerprint of the config's data; files with the same path, size and time as in ``earlier`` are not read."""
     known = known_digests(earlier)
     files = [[file_record(name, known) for name in _files_of(source)] for source in sources]
     settings = config.data.model_dump(mode="json")
@@ -52,7 +45,7 @@ def data_fingerprint(
 
 
 def same_data(record: dict[str, Any], earlier: dict[str, Any]) -> bool:
-    """Whether two records describe the same data, wherever its files are."""
+    """Ignores the paths of the files."""
     return _content(record) == _content(earlier)
 
 
@@ -61,11 +54,7 @@ def _content(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_fingerprint(path: Path) -> dict[str, Any]:
-    """The record at ``path``, empty when there is none.
-
-    Raises:
-        DataError: the file is not such a record.
-    """
+    """Empty if ``path`` does not exist; DataError if it is damaged."""
     if not path.is_file():
         return {}
     try:
@@ -77,7 +66,7 @@ def read_fingerprint(path: Path) -> dict[str, Any]:
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
-    """Hashes of the vocabulary with the first and last token of a text, and of the chat template."""
+    """Hashes of the vocabulary with BOS and EOS, and of the chat template."""
     parts = {
         "vocabulary": [tokenizer.inner.get_vocab(), tokenizer.bos_id, tokenizer.eos_id],
         "template": tokenizer.chat_template,
@@ -89,12 +78,12 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def known_digests(record: dict[str, Any]) -> dict[str, str]:
-    """The digests of a record's files by path, size and time."""
+    """The digests of a fingerprint's files by path, size and time."""
     return {json.dumps(file["stat"]): file["digest"] for file in record.get("files", [])}
 
 
 def file_record(name: str, known: Mapping[str, str]) -> dict[str, Any]:
-    """Path, size, time and digest of a file; a digest among ``known`` is not computed again."""
+    """Path, size, time and digest of a file; digests in ``known`` are reused."""
     if name.startswith(HUB):
         return {"stat": [name], "digest": name}  # a resumed run needs no network and uses the cached data set
     path = Path(name)
@@ -108,12 +97,12 @@ def file_record(name: str, known: Mapping[str, str]) -> dict[str, Any]:
 
 
 def files_below(name: str) -> list[str]:
-    """The files of a folder; the name itself if it is a file or a data set of the Hub."""
+    """The files of a folder, or the file or Hub dataset itself."""
     return sorted(str(path) for path in Path(name).rglob("*") if path.is_file()) if os.path.isdir(name) else [name]
 
 
 def _files_of(source: DataSource) -> Iterator[str]:
-    """The files of a source; of prepared data the manifest, which contains the hashes of the others, if it exists."""
+    """The files of a source; of prepared data only the manifest, if any, which contains the other hashes."""
     for name in source.files if source.prepared else find_sources(source.files).names:
         if not source.prepared:
             yield from files_below(name)

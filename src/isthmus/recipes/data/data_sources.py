@@ -1,4 +1,4 @@
-"""The data sources of a run: one or several training sets, and validation and test files."""
+"""The data sources of a run: training sets, and validation and test files."""
 
 from __future__ import annotations
 
@@ -21,26 +21,20 @@ Use = Literal["train", "valid", "test"]
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Files that are one set of data: either raw files, or indexed files from ``isthmus prepare`` or Megatron."""
+    """One dataset: either raw files, or indexed files from ``isthmus prepare`` or Megatron."""
 
     use: Use
     name: str
     """In messages: data, the name of a set, validation, or test."""
     key: str
-    """Names its files in the run folder."""
+    """Prefix of its files in the run folder."""
     files: tuple[str, ...]
-    """Raw files by the names given; indexed files by their prefixes."""
+    """Raw files as given; indexed files as prefixes."""
     prepared: bool
     weight: float = 1.0
 
 
 def find_data_sources(config: RunConfig) -> list[DataSource]:
-    """Look up the data files of a run.
-
-    Raises:
-        MissingInput: a file does not exist.
-        UsageError: one set has raw and prepared files, or a setting applies to raw files alone.
-    """
     data = config.data
     sources = [
         _source("train", name, f"set-{k}", one.files, one.weight) for k, (name, one) in enumerate(data.sets.items())
@@ -74,7 +68,7 @@ def _source(use: Use, name: str, key: str, files: Sequence[str], weight: float =
 
 
 def _expand(name: str) -> list[str]:
-    """The files that a pattern or a folder with indexed files stands for; any other name unchanged."""
+    """The files of a pattern or of a folder with indexed files; else the name."""
     if not os.path.exists(name) and glob.has_magic(name):
         matches = [file for file in sorted(glob.glob(name, recursive=True)) if not _is_partial(Path(file))]
         indexed = [match for match in matches if match.endswith((".idx", ".bin"))]

@@ -1,7 +1,6 @@
-"""Tokenizes data files into indexed files with a manifest: for ``isthmus prepare``, and for runs with raw data.
+"""Tokenizes data files into indexed files with a manifest, for ``isthmus prepare`` and for runs with raw data.
 
-The output depends on the records, the tokenizer and the options alone: not on the number of processes, nor on how often
-the work was interrupted and continued.
+The output depends only on records, tokenizer and options, not on the number of processes or interruptions.
 """
 
 from __future__ import annotations
@@ -33,20 +32,17 @@ from isthmus.recipes.data.prepare_workers import StartMethod, tokenize_chunks
 from isthmus.recipes.setup.run_tokenizer import named_tokenizer
 
 OnProgress = Callable[[TokenizeStats], None]
-"""Called with the counts so far after each chunk."""
+"""Called after each chunk with the counts so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareResult:
-    """What was written, for people and for ``--json``."""
-
     out: str
     kind: Kind
     stats: TokenizeStats
     time_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name."""
         counts = self.stats.as_dict()
         notes, skipped = counts.pop("notes"), counts.pop("skipped")
         return {
@@ -82,24 +78,24 @@ def prepare(
     Args:
         data: files, folders, patterns, or ``hf:`` names.
         out: prefix of the output files; they must not exist.
-        tokenizer: its folder, its sentencepiece file, or an id on the Hub.
-        tokenizer_type: Megatron-LM's name for its type, which is checked; None accepts any.
-        kind: of the records; None takes that of the first record.
+        tokenizer: folder, sentencepiece file, or Hub id.
+        tokenizer_type: Megatron-LM's name of the expected type; None accepts any.
+        kind: of the records; None: the kind of the first record.
         seq_length: samples of more than this + 1 tokens are cut or dropped; None: no limit. Not for text.
         workers: processes; None: one per core.
         loss_on: which tokens of a chat have loss.
-        overlong: what happens to samples that are too long.
-        on_error: what happens at a bad record.
-        columns: names of the fields in the files.
-        trust_remote_code: whether a tokenizer may run code of its folder.
+        overlong: truncate or drop samples that are too long.
+        on_error: stop at a bad record, or skip it.
+        columns: known name -> name in the files.
+        trust_remote_code: whether a tokenizer may run code from its folder.
         on_progress: called after each chunk.
-        start_method: of the processes; None takes the fastest that is safe.
+        start_method: of the processes; None: the fastest safe one.
 
     Raises:
-        MissingInput, UsageError, DataError, UnsafeInput: the data or the tokenizer is missing or bad, or no sample
-            is left.
+        MissingInput, UsageError, DataError, UnsafeInput: the data or the tokenizer is missing or invalid, or no sample
+        is left.
         NoSpace, IOFailure: the output exists or cannot be written.
-        Hang: a worker process died; the next call continues from the finished parts.
+        Hang: a worker process died; the next call reuses the finished parts.
     """
     start_s = time.monotonic()
     columns = dict(columns or {})
@@ -133,22 +129,9 @@ def tokenize_files(
 ) -> TokenizeStats:
     """Tokenize ``files`` into ``PREFIX.bin``, ``.idx``, ``.json`` and, with a mask, ``.mask.bin``.
 
-    A text is a document of one sequence that ends with the end-of-sequence token; a conversation is a document of one
-    sequence, or of more where the chat template rewrites earlier turns; a preference pair is a document of two. Parts
-    that an interrupted call left in ``PREFIX.partial`` are reused.
-
-    Args:
-        files: to read.
-        prefix: of the output files; they must not exist.
-        tokenizer: checked against the options.
-        options: kind of the records, and how they become sequences.
-        workers: processes; None: one per core.
-        method: how processes are started.
-        known_digests: see :func:`isthmus.recipes.data.data_fingerprint.file_record`.
-        on_progress: called after each chunk; what it raises stops the work, and the finished parts stay.
-
-    Raises:
-        MissingInput, UsageError, DataError, NoSpace, IOFailure, Hang: as :func:`prepare`.
+    A text is a document of one sequence that ends with EOS; a conversation is a document of one sequence, or more if
+    the chat template rewrites earlier turns; a preference pair is a document of two. Finished parts of an interrupted
+    call in ``PREFIX.partial`` are reused; an exception of ``on_progress`` keeps them.
     """
     output = PartialOutput(prefix)
     if not output.folder.exists():  # with a folder, an interrupted call may have renamed some of the files
@@ -175,7 +158,6 @@ def tokenize_files(
 
 
 def cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -190,11 +172,7 @@ def _check_prefix(out: Path) -> None:
 
 
 def _kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str, str]) -> Kind:
-    """The kind of the first record that has one.
-
-    Raises:
-        DataError: a record before it has none (``on_error="stop"``), or no record has one.
-    """
+    """The kind of the first record that has one."""
     for chunk in read_chunks(names):
         for record in chunk_records(chunk, on_error=on_error, columns=columns):
             if kinds := kinds_of(record):

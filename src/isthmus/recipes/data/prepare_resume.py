@@ -1,8 +1,8 @@
-"""The finished parts of an output that is being prepared, so that an interrupted run continues from them.
+"""The finished parts of an output, from which an interrupted run continues.
 
-``OUT.partial/`` contains ``inputs.json``, which describes the data, tokenizer and options, and ``00000.npz``,
-``00001.npz``, ...: the tokens of some chunks of the input, the number of chunks, and their stats. When all parts exist,
-the indexed files are assembled beside them and renamed; the manifest comes last.
+``OUT.partial/`` contains ``inputs.json`` (data, tokenizer and options) and ``00000.npz``, ``00001.npz``, ...: the
+tokens of some input chunks, the number of these chunks, and their stats. From all parts the indexed files are assembled
+in the same folder and renamed, the manifest last.
 """
 
 from __future__ import annotations
@@ -33,39 +33,31 @@ PART_TOKENS = 1 << 21
 PART_S = 10.0
 """Seconds after which a smaller part is written."""
 _PUBLISHED = (".mask.bin", ".bin", ".idx", ".json")
-"""In the order in which they are renamed: the manifest never exists without its files."""
+"""In the order of renaming: the manifest comes last."""
 
 
 class PartialOutput:
-    """The parts of one output."""
-
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         self.folder = Path(f"{prefix}{PARTIAL}")
         self.stats = TokenizeStats()
         self.chunks = 0
-        """Chunks of the input that the written parts contain."""
+        """Input chunks in the written parts."""
         self._parts = 0
         self._buffer: list[TokenizedChunk] = []
         self._written_s = time.monotonic()
 
     def refuse_existing(self) -> None:
-        """Raise NoSpace if a file of the output exists."""
         for suffix in _PUBLISHED:
             if (path := indexed_file(self.prefix, suffix)).exists():
                 raise NoSpace(f"{path} exists already. Remove it or name another output.")
 
     @contextmanager
     def opened(self, inputs: dict[str, Any]) -> Iterator[bool]:
-        """Load the parts of an earlier run with the same inputs, or remove those of other inputs.
+        """Load the parts of an earlier run with the same inputs, or remove other parts; locks the folder.
 
-        A DataError inside the block removes all parts: the corrected data is other data.
-
-        Yields:
-            Whether the indexed files are complete and only have to be renamed.
-
-        Raises:
-            NoSpace: the output exists, or another process is preparing it.
+        Yields whether the indexed files are complete and only need renaming. A DataError in the block removes all
+        parts.
         """
         inputs = json.loads(json.dumps(inputs | {"chunk_bytes": CHUNK_BYTES}))  # parts are counted in chunks
         with disk_errors(self.folder):
@@ -108,11 +100,7 @@ class PartialOutput:
             self.stats.add(tokenized.stats)
 
     def add(self, chunk: TokenizedChunk) -> None:
-        """Append the next chunk; write a part if it is large or old enough.
-
-        Raises:
-            NoSpace, IOFailure: the part cannot be written.
-        """
+        """Append the next chunk; write a part if it is large or old enough."""
         self._buffer.append(chunk)
         self.stats.add(chunk.stats)
         enough = sum(len(buffered.tokens) for buffered in self._buffer) >= PART_TOKENS
@@ -139,7 +127,7 @@ class PartialOutput:
         self._written_s = time.monotonic()
 
     def assemble(self, dtype: npt.DTypeLike, masked: bool, manifest: dict[str, Any]) -> None:
-        """Write the indexed files from the parts, and the manifest beside them."""
+        """Write the indexed files and the manifest from the parts."""
         with IndexedWriter(self._staged(""), dtype, masked) as writer:
             for number in range(self._parts):
                 part = _read_part(self._part(number))
@@ -165,7 +153,7 @@ class PartialOutput:
 
 
 def _read_part(path: Path) -> tuple[int, TokenizedChunk] | None:
-    """(number of input chunks, their content) of a part; None when it is damaged."""
+    """(number of input chunks, content) of a part; None if damaged."""
     try:
         with np.load(path) as stored:
             header = json.loads(stored["header"].tobytes())

@@ -1,7 +1,4 @@
-"""Tokenizes chunks of records in several processes and yields the results in the order of the chunks.
-
-Only a few chunks are in flight, so memory does not grow with the data.
-"""
+"""Tokenizes chunks of records in several processes, in order; memory does not grow with the data."""
 
 from __future__ import annotations
 
@@ -28,23 +25,21 @@ StartMethod = Literal["fork", "spawn", "forkserver"]
 IN_FLIGHT = 4
 """Chunks per worker that are queued, or done and waiting for an earlier one."""
 CHUNKS_BEFORE_SPAWN = 32
-"""A spawned worker imports all libraries, which takes about as long as these chunks (8 MB): they are tokenized here."""
+"""Chunks (8 MB) that this process tokenizes first: as much as a spawned worker takes to import all libraries."""
 _worker: list[RecordTokenizer] = []  # in a worker process: its tokenizer
 
 
 def start_method() -> StartMethod:
-    """``fork`` on Linux in a process with one thread; else ``spawn``, since a lock of another thread stays locked."""
+    """``fork`` on Linux with one thread; else ``spawn``, since another thread's lock stays locked after a fork."""
     return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
 
 
 def tokenize_chunks(
     tokenizer: RecordTokenizer, chunks: Iterator[RecordChunk], workers: int, method: StartMethod | None = None
 ) -> Generator[TokenizedChunk, None, None]:
-    """Tokenize ``chunks`` in ``workers`` processes; close the iterator to end them early.
+    """Tokenize ``chunks`` in ``workers`` processes; close the iterator to stop early.
 
-    Raises:
-        IsthmusError: reading or tokenizing failed, at the first chunk with an error.
-        Hang: a worker process died.
+    An error is raised after the results of the chunks before it; Hang if a worker process died.
     """
     method = method or start_method()
     if method != "fork":
@@ -100,9 +95,9 @@ def _start_worker(tokenizer: RecordTokenizer) -> None:
     _worker.append(tokenizer)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    gc.freeze()  # imported libraries stay; collections need not visit them
+    gc.freeze()  # excludes imported libraries from collections
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     os.environ["RAYON_NUM_THREADS"] = "1"
 

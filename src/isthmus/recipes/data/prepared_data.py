@@ -1,4 +1,4 @@
-"""Opens indexed files as samples, after a check that they were prepared for a run like this one."""
+"""Opens indexed files as samples and checks that they fit the run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from isthmus.recipes.data.data_fingerprint import tokenizer_record
 from isthmus.recipes.data.data_sources import DataSource
 
 KINDS: dict[str, Kind] = {recipe: kind for kind, recipe in RECIPES.items()}
-"""The kind of records that each recipe trains on."""
+"""The kind of records for each recipe."""
 
 
 def write_missing_manifests(source: DataSource, folder: Path) -> bool:
-    """Read indexed files without a manifest once and write one into ``folder``; returns whether there were any."""
+    """Write manifests of indexed files without one into ``folder``; returns whether there were any."""
     missing = [
         (path, file)
         for number, file in enumerate(source.files)
@@ -34,13 +34,8 @@ def write_missing_manifests(source: DataSource, folder: Path) -> bool:
 def open_source(
     source: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path
 ) -> tuple[SampleStore, FitStats]:
-    """(the samples of a source, what was cut or dropped to fit data.seq_length).
-
-    Raw files are opened from the run's ``folder``, after they were tokenized into it; prepared files need
-    :func:`write_missing_manifests` first.
-
-    Raises:
-        MissingInput, DataError: files are missing or damaged, of another kind, or prepared with another tokenizer.
+    """(samples, counts of cut and dropped ones). Raw files are opened from ``folder``, after tokenization;
+    prepared files need :func:`write_missing_manifests` first.
     """
     tokenizer_hashes = tokenizer_record(tokenizer)
     seq_length, overlong = config.data.seq_length, config.data.overlong
