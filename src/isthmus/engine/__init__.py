@@ -1,4 +1,4 @@
-"""Everything that imports megatron.core; other packages use it through this one."""
+"""Code that imports megatron.core; other packages import it through this package."""
 
 from isthmus.engine.upstream.compat import quiet_missing_extensions
 

@@ -1,4 +1,4 @@
-"""A decoder on Megatron-Core, built from an :class:`~isthmus.families.architecture.Architecture`."""
+"""A Megatron-Core decoder built from an :class:`~isthmus.families.architecture.Architecture`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ from isthmus.families.architecture import Architecture
 
 
 class Decoder(GPTModel):
-    """Megatron-Core's GPT with a forward pass for packed batches and a loss that never materializes all logits.
-
-    Parameters, stages, sharding and checkpoint names are the parent's.
-    """
+    """GPTModel with a forward pass for packed batches and a loss that never materializes all logits."""
 
     def __init__(
         self,
@@ -78,10 +75,10 @@ class Decoder(GPTModel):
             positions.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def _set_attention_backend(self) -> None:
-        """Megatron-Core's sets TransformerEngine's variables, and fails if the user has set them to other values."""
+        """Megatron-Core sets TransformerEngine's environment variables and fails on other values; skip it."""
 
     def _choose_recomputed_blocks(self) -> None:
-        """Megatron-Core's layer does not know our class of experts, so it cannot tell ``mlp`` from ``moe``."""
+        """Megatron-Core's layer does not know :class:`MoeBlock`, so it cannot distinguish ``mlp`` from ``moe``."""
         chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
         for layer in self._layers():
             experts = isinstance(layer.mlp, MoeBlock)
@@ -93,9 +90,9 @@ class Decoder(GPTModel):
         return [module for module in self.modules() if isinstance(module, TransformerLayer)]
 
     def _mark_sharded_parameters(self) -> None:
-        """Mark sharded parameters; Megatron-Core only does so while it draws initial weights.
+        """Mark sharded parameters, which Megatron-Core does only when it initializes weights.
 
-        Without the mark the gradient norm would count a sharded weight on the first tp rank alone.
+        The gradient norm counts unmarked parameters on the first tp rank only.
         """
         for module in self.modules():
             if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
@@ -118,18 +115,16 @@ class Decoder(GPTModel):
         """Run this stage.
 
         Args:
-            batch: on this device; under context parallelism this rank's part of it, see
-                :func:`isthmus.engine.parallel.context_parallel.local_batch`. Under sequence parallelism T is a multiple
-                of tp.
-            loss_positions: int64 [n], the positions among the T whose label counts; None returns logits.
-            mtp_positions: for each MTP depth k, from 1, the positions from which the label k positions on counts;
-                empty runs no MTP layer.
-            per_token: whether to return the loss of each position instead of their sum; not with MTP layers.
+            batch: on this device; this rank's part under context parallelism. T is a multiple of tp under sequence
+                parallelism.
+            loss_positions: int64 [n], positions of loss tokens; None returns logits.
+            mtp_positions: for each MTP depth k, from 1, the positions whose label k tokens later counts; empty skips
+                the MTP layers.
+            per_token: return the loss of each position instead of the sum; not with MTP layers.
 
         Returns:
-            On the last stage the summed loss (a scalar, or [1 + depths] with the MTP losses behind it), the losses [n]
-            of the positions, or the logits [T, V] of the whole vocabulary; on other stages the hidden states [T, 1, H]
-            (or [T / tp, 1, H]) for the next stage.
+            Last stage: summed loss (a scalar, or [1 + depths] with MTP losses), losses [n], or logits [T, V].
+            Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
         hidden = self._embed(batch.input_ids, batch.position_ids) if self.pre_process else None
         tables = None
@@ -147,7 +142,7 @@ class Decoder(GPTModel):
         losses = [self._loss(hidden, loss_positions, labels[loss_positions])]
         depths = zip(self.mtp.layers, mtp_positions, strict=True) if mtp_positions else ()
         for depth, (layer, positions) in enumerate(depths, start=1):
-            # Rolled over sample boundaries: such tokens belong to other samples, and no position before them sees them.
+            # The roll crosses sample boundaries, but no position in ``mtp_positions`` depends on such a token.
             embedded = self._embed(batch.input_ids.roll(-depth), batch.position_ids)
             hidden = layer(hidden, embedded, tables, batch)
             weight = self.config.mtp_loss_scaling_factor / len(mtp_positions)
@@ -171,7 +166,7 @@ class Decoder(GPTModel):
         return self.output_layer.weight if weight is None else weight
 
     def _loss(self, hidden: Tensor, positions: Tensor, labels: Tensor, *, weight: float | None = None) -> Tensor:
-        """Summed cross entropy of int64 [n] positions and their labels; ``weight`` is its factor in the total loss."""
+        """Summed cross entropy of int64 [n] positions; ``weight`` is its factor in the total loss."""
         scale = self._grad_scale(weight, hidden.device)
         return linear_cross_entropy(*self._loss_inputs(hidden, positions, labels), grad_scale=scale)
 
@@ -191,7 +186,7 @@ class Decoder(GPTModel):
         return hidden[:, 0].index_select(0, positions), weight, labels, shard
 
     def _grad_scale(self, weight: float | None, device: torch.device) -> Tensor | None:
-        """The gradient that a loss gets: its weight times the loss scale of float16; None means one."""
+        """Gradient of a loss: its weight times the float16 loss scale; None means 1."""
         loss_scale = self.config.grad_scale_func
         scale = None if weight is None else torch.tensor(weight, device=device)
         if not self.config.fp16 or loss_scale is None:
@@ -211,7 +206,7 @@ class Decoder(GPTModel):
 
 
 def build_model(architecture: Architecture, config: DecoderConfig, vp_stage: int | None = None) -> Decoder:
-    """Build one stage of this rank, virtual stage ``vp_stage`` if there are several; weights are not initialized."""
+    """Build one stage of this rank, without initialized weights."""
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     return Decoder(
         architecture,
@@ -223,19 +218,17 @@ def build_model(architecture: Architecture, config: DecoderConfig, vp_stage: int
 
 
 def build_stages(architecture: Architecture, config: DecoderConfig) -> list[Decoder]:
-    """Build all stages of this rank in the order of their layers: one, or ``parallel.vpp`` of them."""
+    """Build all stages of this rank in layer order: one, or ``parallel.vpp`` of them."""
     if (vpp := config.virtual_pipeline_model_parallel_size) is None:
         return [build_model(architecture, config)]
     return [build_model(architecture, config, vp_stage) for vp_stage in range(vpp)]
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
-    """This rank's parameters under canonical names: Megatron-Core's, with layers and experts numbered model-wide.
+    """This rank's parameters by canonical name, with model-wide layer and expert numbers.
 
-    ``model`` is a :class:`Decoder`, wrapped or not, or the list of all those of this rank.
-
-    On its last stage a tied model has a second copy of the embedding, named ``output_layer.weight`` and filled from the
-    embedding. A model with MTP layers has a copy there as well, under the embedding's name.
+    ``model`` is a :class:`Decoder`, wrapped or not, or the list of this rank's stages. The last stage of a tied model
+    has a copy of the embedding as ``output_layer.weight``, and with MTP layers also under the embedding's name.
     """
     if isinstance(model, list):
         return {name: tensor for chunk in model for name, tensor in live_tensors(chunk).items()}
@@ -257,9 +250,9 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def mtp_shared_tensors(model: list[Any]) -> dict[str, Tensor]:
-    """The embedding and projection that MTP layers share with the model, under the names of their copies in HF files.
+    """Embedding and projection that MTP layers share with the model, by the names of their copies in HF files.
 
-    Empty on all but the last stage, and for a model without MTP layers.
+    Empty except on the last stage of a model with MTP layers.
     """
     last = get_attr_wrapped_model(model[-1], "mtp_process", return_model_obj=True)
     if not last.mtp_process:

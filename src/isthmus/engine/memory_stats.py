@@ -1,4 +1,4 @@
-"""The memory that a rank keeps between steps: weights, gradients, optimizer state."""
+"""Memory that a rank keeps between steps: weights, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def memory_stats(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
-    """Bytes by category; memory that several tensors share counts once, in the first category that has it.
-
-    ``stages`` are the data-parallel wrappers, ``optimizer`` is Megatron-Core's, whose state has the main weights.
-    """
+    """Bytes by category. Shared memory counts once, in the first category that has it."""
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
     groups = [group["params"] for one in inner if one is not None for group in one.param_groups]

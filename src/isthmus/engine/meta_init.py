@@ -1,5 +1,3 @@
-"""Building modules with parameters on the meta device."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Modules built in the block have parameters on the meta device; their buffers are created as usual."""
+    """Modules built in the block have parameters on the meta device; buffers are created as usual."""
     hook: Any = _to_meta  # torch's type for such hooks has no return value
     handle = register_module_parameter_registration_hook(hook)
     try:

@@ -1,4 +1,4 @@
-"""Megatron-Core's configuration of a model and its layout."""
+"""Megatron-Core's TransformerConfig for a model and its parallel layout."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """Megatron-Core's configuration, and what it has no fields for."""
+    """TransformerConfig with additional fields."""
 
     experts: MoeConfig = field(default_factory=MoeConfig)
     device: torch.device = _CPU
-    """Of this rank's weights and activations."""
+    """Device of this rank's weights and activations."""
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding if each of ``tp`` ranks has the same number; the added rows are zero and never used."""
+    """Rows of the embedding, padded to a multiple of ``tp``. The added rows are zero and never used."""
     return math.ceil(vocab_size / tp) * tp
 
 
@@ -44,7 +44,7 @@ def transformer_config(
     moe: MoeConfig = _DEFAULTS[2],
     mtp: bool = False,
 ) -> DecoderConfig:
-    """Build the configuration; ``train`` sets recomputation and the MTP loss, ``mtp`` whether to build MTP layers."""
+    """``train`` sets recomputation and the MTP loss weight; ``mtp`` builds MTP layers."""
     return DecoderConfig(
         experts=moe,
         device=device,
@@ -93,7 +93,7 @@ def _attention_settings(architecture: Architecture) -> dict[str, Any]:
 
 
 def _expert_settings(architecture: Architecture) -> dict[str, Any]:
-    """What Megatron-Core's modules and checkpoints need for a model with experts; routing is ours."""
+    """Settings of Megatron-Core's modules and checkpoints for a model with experts. Isthmus has its own router."""
     # Variable sequence lengths are rejected with the default dispatcher, even without experts.
     settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if (moe := architecture.moe) is None:
@@ -123,10 +123,10 @@ def _parallel_settings(
         "expert_tensor_parallel_size": parallel.expert_tp,
         "pipeline_model_parallel_layout": layout,
         "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
-        # With vpp activations and gradients go the same way between two ranks; in one batch they would be mixed up.
+        # With vpp, activations and gradients go between the same two ranks; one batch of P2P calls would mix them up.
         "overlap_p2p_comm": parallel.vpp > 1,
         "batch_p2p_comm": parallel.vpp == 1,
-        # With vpp an output is sent during the next computation; gloo would read memory that was freed and reused.
+        # With vpp an output is sent during the next computation. Gloo would read memory that is already reused.
         "deallocate_pipeline_outputs": parallel.vpp == 1,
         "sequence_parallel": parallel.sequence_parallel,
         "variable_seq_lengths": parallel.pp > 1,
@@ -140,7 +140,7 @@ def _recompute_settings(train: TrainConfig) -> dict[str, Any]:
     return {
         "recompute_granularity": None if train.recompute == "none" else train.recompute,
         "recompute_modules": list(train.recompute_modules),
-        # Layer by layer: "uniform" recomputes all layers, "block" the first ones of a stage.
+        # "uniform" recomputes all layers, "block" the first layers of a stage.
         "recompute_method": ("uniform" if train.recompute_layers is None else "block") if full else None,
         "recompute_num_layers": (train.recompute_layers or 1) if full else None,
     }

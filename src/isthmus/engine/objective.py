@@ -17,43 +17,40 @@ from isthmus.engine.parallel.context_parallel import local_tokens
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss of one packed batch."""
-
     loss: Tensor
-    """The scalar to differentiate; gradients are summed over the global batch and divided by the sum of counts."""
+    """The scalar to differentiate. Gradients are summed over the global batch and divided by the total count."""
     count: int
-    """Denominator of the mean loss. Of the ranks that share a packed sequence, one counts it."""
+    """Denominator of the mean loss. Only one of the ranks that share a packed sequence counts it."""
     loss_sum: Tensor | float
-    """The reported loss, a sum to be divided by the count."""
+    """The reported loss, before division by the count."""
     sums: Mapping[str, Tensor | float] = field(default_factory=dict)
-    """Other sums to report, by the names in :attr:`Objective.sums`."""
+    """Other sums to report, by name; see :attr:`Objective.sums`."""
 
 
 class Objective(Protocol):
-    """Turns token losses into the loss of a batch; one object serves a whole run."""
+    """Turns token losses into the loss of a batch."""
 
     @property
     def per_token(self) -> bool:
-        """Whether it needs the loss of each token and not their sum."""
+        """Whether :meth:`loss` needs per-token losses instead of their sum."""
 
     @property
     def sums(self) -> Sequence[str]:
-        """Names of what is summed over the global batch besides loss and count."""
+        """Names of the sums over the global batch, besides loss and count."""
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
-        """What each sample of a batch (each of its ``lengths``) adds to the count."""
+        """What each sample (each of the batch's ``lengths``) adds to the count."""
 
     def loss(
         self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
     ) -> LossOutput:
-        """Compute the loss of a batch from the losses that the decoder returns, on the last pipeline stage.
+        """Compute the loss of a batch on the last pipeline stage.
 
-        ``batch`` has this rank's tokens, on the host, of which ``loss_tokens`` count in the loss and ``mtp_tokens`` in
-        the MTP losses, whose sum has the factor ``mtp_weight``.
+        ``batch`` has this rank's tokens, on the host. ``mtp_weight`` is the factor of the summed MTP losses.
         """
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """What a step reports besides its loss, from the sums over the global batch."""
+        """Metrics of a step besides the loss, from the sums over the global batch."""
 
 
 class NextToken:
@@ -63,16 +60,12 @@ class NextToken:
     sums = ("mtp_loss_sum", "mtp_tokens")
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
-        """The loss tokens of each sample."""
         return batch.loss_tokens
 
     def loss(
         self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
     ) -> LossOutput:
-        """The summed loss; MTP losses are added as in equation 25 of arXiv 2412.19437.
-
-        That is the mean over the depths, where each depth is divided by the tokens of the main loss.
-        """
+        """Adds MTP losses as in equation 25 of arXiv 2412.19437: their mean over depths, divided by the loss tokens."""
         if losses.dim() == 0:
             return LossOutput(losses, loss_tokens, losses.detach().double(), dict.fromkeys(self.sums, 0.0))
         main, mtp = losses[0], losses[1:].sum()
@@ -80,7 +73,6 @@ class NextToken:
         return LossOutput(main + mtp_weight * mtp, loss_tokens, main.detach().double(), sums)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """The mean loss of the MTP layers, if there are any."""
         return {"mtp_loss": sums["mtp_loss_sum"] / sums["mtp_tokens"]} if sums["mtp_tokens"] else {}
 
 
@@ -98,7 +90,7 @@ def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:
     if batch.spans is not None:
         samples = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
         counts = local_tokens(samples, batch.spans)[batch.loss_mask].bincount(minlength=len(batch.lengths)).tolist()
-    # Summed sample by sample: index_add is not deterministic on a GPU.
+    # Sum per sample: index_add is not deterministic on a GPU.
     sums = -torch.stack([part.sum() for part in losses.double().split(list(counts))])
     if batch.spans is None:
         return sums
@@ -107,5 +99,5 @@ def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def counts_batch() -> bool:
-    """Whether this rank, of those that share a packed sequence, adds what all of them know to the sums."""
+    """Whether this rank adds per-batch values to the sums; only one rank per packed sequence does."""
     return parallel_state.get_context_parallel_rank() == 0

@@ -24,10 +24,10 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 @contextmanager
 def single_process_groups() -> Iterator[None]:
-    """Open Megatron-Core's process groups for one CPU rank while the block runs.
+    """Open Megatron-Core's process groups for one CPU rank.
 
     Raises:
-        UsageError: this process is one of several ranks, or uses a GPU.
+        UsageError: the run has several ranks, or uses a GPU.
     """
     if (ranks := rank_env.world_size()) > 1:
         raise UsageError(f"this process is one of {ranks} ranks, a model is verified in one. Start it alone.")
@@ -41,13 +41,12 @@ def single_process_groups() -> Iterator[None]:
 
 
 class SingleProcessModel:
-    """A decoder to inspect: its logits, and the inputs and outputs of its layers."""
+    """A decoder that exposes its logits and the inputs and outputs of its layers."""
 
     def __init__(self, architecture: Architecture, read: Callable[[str], Tensor], *, by_layer: bool) -> None:
         """Build the model within :func:`single_process_groups`.
 
-        ``read`` returns a whole tensor in float32, by its canonical name. With ``by_layer`` the parameters are left as
-        they are built, on the meta device within :func:`isthmus.engine.meta_init.init_empty_weights`.
+        ``read`` returns a whole float32 tensor by canonical name. With ``by_layer`` the parameters are not read yet.
         """
         from isthmus.engine.megatron_model import build_model
         from isthmus.engine.model_config import transformer_config
@@ -61,7 +60,7 @@ class SingleProcessModel:
 
     @property
     def parts(self) -> list[list[str]]:
-        """Names of parameters: those before the layers, those of each layer, those behind the layers."""
+        """Names of parameters before the layers, of each layer, and after the layers."""
         groups: list[list[str]] = [[] for _ in range(len(self.layers) + 2)]
         for name, _ in self.module.named_parameters():
             layer = layer_of(name)
@@ -71,7 +70,7 @@ class SingleProcessModel:
         return groups
 
     def fill(self, names: Sequence[str]) -> None:
-        """Read these parameters, by canonical name."""
+        """Read parameters by canonical name."""
         for name in names:
             module, _, own = name.rpartition(".")
             parameter = nn.Parameter(self._read(name), requires_grad=False)

@@ -1,4 +1,4 @@
-"""The ModuleSpecs of a decoder: plain PyTorch modules in place of TransformerEngine's and Apex's."""
+"""ModuleSpecs of a decoder: plain PyTorch modules in place of TransformerEngine's and Apex's."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ from isthmus.families.architecture import Architecture
 
 
 def decoder_spec(architecture: Architecture, layers: Sequence[int], settings: MoeConfig) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage, by their numbers from 0."""
+    """``layers`` are the layer numbers of one pipeline stage, from 0."""
     kinds = {moe: layer_spec(architecture, moe=moe, settings=settings) for moe in (False, True)}
     specs = [kinds[architecture.is_moe(layer)] for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_spec(architecture))
 
 
 def norm_spec(architecture: Architecture) -> ModuleSpec | type:
-    """The norm over hidden channels."""
     if architecture.normalization == "RMSNorm":
         return RMSNorm
     return ModuleSpec(module=LayerNorm, params={"bias": architecture.norm_bias})
 
 
 def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig) -> ModuleSpec:
-    """A layer, with experts or without; Megatron-Core's class if it supports the architecture's form."""
+    """A Megatron-Core layer if it supports the architecture's form, else :class:`FlexibleNormLayer`."""
     norm, form = norm_spec(architecture), architecture.form
-    # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them: a norm belongs to the
-    # projection behind it, except the norm before experts.
+    # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them: a norm is named after
+    # the projection behind it, except the norm before experts.
     fused = FUSED_NORMS if architecture.mla is None else LATENT_NORMS
     fused = {own: name for own, name in fused.items() if not (moe and own == "pre_mlp_layernorm.")}
     parts: dict[str, Any] = {
@@ -70,7 +69,6 @@ def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig) ->
 
 
 def attention_spec(architecture: Architecture) -> ModuleSpec:
-    """Self-attention over packed samples."""
     if architecture.mla is not None:
         params = {"attn_mask_type": AttnMaskType.causal, "architecture": architecture}
         return ModuleSpec(module=LatentAttention, params=params)
@@ -90,7 +88,7 @@ def attention_spec(architecture: Architecture) -> ModuleSpec:
 
 
 def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
-    """The submodules of a feed-forward block, or of one expert, whose biases ``MoeBlock`` configures."""
+    """``MoeBlock`` configures the biases of experts."""
     kinds = (ColumnParallelLinear, RowParallelLinear)
     fc1, fc2 = kinds if moe else (with_bias(kind, architecture.mlp_bias) for kind in kinds)
     return MLPSubmodules(
@@ -101,7 +99,6 @@ def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
 
 
 def activation_spec(architecture: Architecture) -> ModuleSpec | type:
-    """The activation of a feed-forward block."""
     if architecture.activation == "silu":
         return SwiGLU if architecture.gated else SiLU
     if architecture.activation == "clamped_swiglu":

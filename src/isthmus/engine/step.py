@@ -33,7 +33,7 @@ from isthmus.errors import Diverged
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did, the same on every rank."""
+    """Results of one training step, the same on every rank."""
 
     loss: float
     """Mean over the loss tokens of the global batch, or over its pairs."""
@@ -44,23 +44,22 @@ class StepResult:
     load: ExpertLoad | None = None
     """None for a model without experts."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The objective's other metrics, by name."""
     loss_scale: float | None = None
-    """The loss scale of float16; None in other precisions."""
+    """None unless the model is float16."""
     skipped: int | None = None
-    """Steps of the run so far whose float16 gradient overflowed, so that nothing was updated; None as above."""
+    """Steps without an update so far because a float16 gradient overflowed; None unless the model is float16."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The mean loss and the objective's metrics over an evaluation, the same on every rank."""
+    """Mean loss and metrics, the same on every rank."""
 
     loss: float
     metrics: Mapping[str, float]
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor; to a GPU from pinned memory, since a copy from other memory waits for the device."""
+    """Pinned memory makes the copy to a GPU asynchronous."""
     if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -103,7 +102,7 @@ def _forward_step(iterator: Iterator[PackedBatch], model: Any, objective: Object
 
 
 _NEGLIGIBLE_LOSS = 1e-9
-"""Of pairs that are well separated: the square of their gradient underflows in float32."""
+"""Loss of well-separated pairs: the square of their gradient underflows in float32."""
 _Reported = tuple[Tensor | float, ...]
 """Loss sum, count, loss tokens, and the objective's other sums."""
 
@@ -119,7 +118,7 @@ class _Totals:
 
 
 class Stepper:
-    """Runs training steps and evaluations on this rank's stages of the model."""
+    """Runs training steps and evaluations on the stages of this rank."""
 
     def __init__(
         self,
@@ -133,21 +132,19 @@ class Stepper:
         self.schedule = schedule
         self.objective = objective
         self.skipped = 0
-        """Steps without an update because a float16 gradient overflowed; checkpoints save the count."""
+        """Steps without an update because a float16 gradient overflowed. Checkpoints save the count."""
         self.device: torch.device = next(model[0].parameters()).device
         config = model[0].config  # shared by all stages
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
 
     def train_step(self, batches: Sequence[PackedBatch]) -> StepResult:
-        """Update the weights once on this dp rank's micro batches.
-
-        The gradient is that of the mean loss over the global batch, so it does not depend on the micro batch size.
+        """Update the weights once on this rank's micro batches; the loss is the mean over the global batch.
 
         Raises:
-            Diverged: the loss or the gradient norm is not finite, or the gradient is zero at a loss that is not. If it
-                is the loss, the weights have not changed. A float16 gradient that overflows skips the step and halves
-                the loss scale instead, until the scale is at its minimum.
+            Diverged: the loss or gradient norm is not finite, or the gradient is zero at a nonzero loss. A non-finite
+                loss leaves the weights unchanged. A float16 overflow skips the step and halves the loss scale, until the
+                minimum scale.
         """
         for stage in self.model:
             stage.train()
@@ -202,7 +199,7 @@ class Stepper:
         return _Totals(loss_sum, count, loss_tokens, dict(zip(objective.sums, sums, strict=True)))
 
     def _expert_load(self, count: int, *, updated: bool) -> ExpertLoad | None:
-        """Sum the statistics of all ranks' routers; if the step updates weights, update the routers' expert biases."""
+        """Sum the router statistics over all ranks. After a weight update, also update the expert biases."""
         config = get_model_config(self.model[0])
         if config.num_moe_experts is None:
             return None
@@ -225,10 +222,7 @@ class Stepper:
         return load
 
     def evaluate(self, batches: Iterator[Sequence[PackedBatch]], objective: Objective | None = None) -> EvalResult:
-        """Mean loss per loss token, or per pair, over all batches, without gradients.
-
-        ``objective`` replaces the run's own.
-        """
+        """Mean loss per loss token, or per pair, over all batches; ``objective`` replaces the objective of training."""
         objective = self.objective if objective is None else objective
         for stage in self.model:
             stage.eval()
@@ -244,12 +238,10 @@ class Stepper:
 
     @property
     def loss_scale(self) -> float | None:
-        """The loss scale of the next step; None unless the model is float16."""
         return float(self.optimizer.get_loss_scale()) if self.model[0].config.fp16 else None
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
 
@@ -258,5 +250,5 @@ def _check_gradient(norm: float, loss: float) -> None:
     if not math.isfinite(norm):
         raise Diverged(f"the gradient norm is {norm} at a loss of {loss:.4f}. {hint}")
     if norm == 0 and loss > _NEGLIGIBLE_LOSS:
-        # Weights so large that a norm's mean square overflows: it scales by 1/inf, and all gradients behind it are 0.
+        # With very large weights the mean square in a norm overflows. Then all gradients before the norm are zero.
         raise Diverged(f"the gradient is zero at a loss of {loss:.4f}, so training makes no progress. {hint}")

@@ -1,4 +1,4 @@
-"""Named regions of a run: reported by the heartbeat when ranks wait for this one, and ranges in a profile."""
+"""Named trace regions, shown by the heartbeat and in profiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _regions: list[str] = []
 
 @contextmanager
 def trace_region(name: str) -> Iterator[None]:
-    """Mark the block as region ``name`` ("optimizer", "step 12"); regions nest."""
+    """Mark the block as a region; regions nest."""
     _regions.append(name)
     try:
         if torch.autograd.profiler._is_profiler_enabled:
@@ -26,5 +26,5 @@ def trace_region(name: str) -> Iterator[None]:
 
 
 def current_region() -> str:
-    """The open regions of this rank, outermost first: ``step 12: optimizer``."""
+    """The open regions, outermost first: ``step 12: optimizer``."""
     return ": ".join(_regions)

@@ -1,8 +1,7 @@
-"""Megatron-Core's names of tensors in a live model and in a ``torch_dist`` checkpoint; does not import Megatron-Core.
+"""Megatron-Core's tensor names in a model and in a ``torch_dist`` checkpoint, without importing Megatron-Core.
 
-Inside Isthmus a tensor has its canonical name: unfused, with layer and expert number. In a checkpoint homogeneous
-layers are stacked along a first axis, experts of a layer always are, and a norm is named after the projection behind it
-if TransformerEngine fuses the two into one module.
+A canonical name is unfused and has layer and expert numbers. A checkpoint stacks homogeneous layers and the experts
+of a layer, and names a norm after the projection behind it if TransformerEngine fuses the two.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""The file with the step of the newest checkpoint."""
+"""Contains the step of the newest checkpoint."""
 FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""A norm's name in a layer, and in a checkpoint."""
+"""Name of a norm in a layer -> in a checkpoint."""
 LATENT_NORMS = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     "pre_mlp_layernorm.": FUSED_NORMS["pre_mlp_layernorm."],
 }
-"""The same for a layer with latent attention, whose first norm is never fused."""
+"""FUSED_NORMS for latent attention, whose first norm is never fused."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"(mtp\.layers\.(\d+)\.transformer_layer\.)(.+)")
 _EXPERT = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
@@ -32,37 +31,36 @@ _LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj)|output_layer)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSlot:
-    """The location of a tensor in a ``torch_dist`` checkpoint: ``index`` of the first axes of the tensor ``key``."""
+    """A tensor in a ``torch_dist`` checkpoint: ``index`` into the first axes of the tensor ``key``."""
 
     key: str
     index: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
-    """Sizes of these axes: layers and experts, or one of them."""
+    """Sizes of the indexed axes: layers, experts, or both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """The properties of a model that decide the names of its tensors."""
+    """Model properties that determine its tensor names."""
 
     num_layers: int
     num_experts: int = 0
     moe_layers: frozenset[int] = frozenset()
-    """Counted from 0; MTP layers follow the others."""
+    """From 0; MTP layers come last."""
     latent: bool = False
     """Multi-head latent attention."""
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all layers have the same tensors and are stacked."""
         return len([layer for layer in self.moe_layers if layer < self.num_layers]) in (0, self.num_layers)
 
     def slots(self, canonical: str) -> list[CheckpointSlot]:
-        """Where to write a tensor so that every layer class finds it: a norm may have two names."""
+        """Slots to write a tensor to, so that every layer class finds it: a norm may have two names."""
         names = self._checkpoint_names(canonical)
         return [self._slot(name, stacked=self.homogeneous) for name in names]
 
     def candidate_slots(self, canonical: str) -> list[CheckpointSlot]:
-        """All locations where Megatron-Core may have saved a tensor, the usual one first."""
+        """Slots where Megatron-Core may have saved a tensor, the usual one first."""
         names = [
             *self._checkpoint_names(canonical),
             canonical,
@@ -75,7 +73,7 @@ class Spelling:
         ]
 
     def extra_states(self, canonical: Iterable[str]) -> list[str]:
-        """Keys of the empty objects that Megatron-Core expects beside linear layers, given the names of all tensors."""
+        """Keys of the empty objects that Megatron-Core expects next to linear layers."""
         found = []
         for name in canonical:
             linear = _LINEAR.fullmatch(name)
@@ -87,7 +85,7 @@ class Spelling:
         return found
 
     def _checkpoint_names(self, canonical: str) -> list[str]:
-        """Names in checkpoints of Megatron-Core's layer classes: TransformerEngine's first, then the local one."""
+        """TransformerEngine's name first, then that of the local layer class."""
         if (mtp := _MTP.fullmatch(canonical)) is not None:
             layer = self.num_layers + int(mtp[2])
         elif (number := layer_of(canonical)) is not None:
@@ -113,10 +111,7 @@ class Spelling:
 
 
 def live_names(canonical: str) -> list[str]:
-    """Names in a live model of local modules and in ones of TransformerEngine, with fused norms and grouped experts.
-
-    Layer and expert numbers stay as given.
-    """
+    """Names with local modules and with TransformerEngine's (fused norms, grouped experts), numbers unchanged."""
     if (expert := _EXPERT.fullmatch(canonical)) is not None:
         return [canonical, f"{expert[1]}{expert[3]}.{expert[4]}{expert[2]}"]
     names = [
@@ -129,14 +124,13 @@ def live_names(canonical: str) -> list[str]:
 
 
 def transformer_engine_name(canonical: str, spelling: Spelling) -> str:
-    """Name in a live model of TransformerEngine's modules with grouped experts."""
     if (expert := _EXPERT.fullmatch(canonical)) is not None:
         return f"{expert[1]}{expert[3]}.{expert[4]}{expert[2]}"
     return spelling._checkpoint_names(canonical)[0]
 
 
 def renumbered(canonical: str, *, layer: int | None = None, expert: int | None = None) -> str:
-    """Replace the layer or expert number, such as by that on one rank."""
+    """Replace the layer or expert number."""
     if layer is not None and (found := _LAYER.fullmatch(canonical)) is not None:
         canonical = f"decoder.layers.{layer}.{found[2]}"
     if expert is not None and (found := _EXPERT.fullmatch(canonical)) is not None:
@@ -145,29 +139,26 @@ def renumbered(canonical: str, *, layer: int | None = None, expert: int | None =
 
 
 def layer_of(canonical: str) -> int | None:
-    """Layer number of a tensor."""
     found = _LAYER.fullmatch(canonical)
     return int(found[1]) if found else None
 
 
 def expert_of(canonical: str) -> int | None:
-    """Expert number of a tensor."""
     found = _EXPERT.fullmatch(canonical)
     return int(found[2]) if found else None
 
 
 def is_linear(canonical: str) -> bool:
-    """Whether a tensor is the weight of a linear layer, which has an ``_extra_state`` in a state dict."""
+    """Whether a tensor is the weight of a linear layer, which has an ``_extra_state``."""
     return _LINEAR.fullmatch(canonical) is not None
 
 
 def is_model_key(key: str) -> bool:
-    """Whether a checkpoint key is a tensor of the model, not of the optimizer or the run."""
     return key.startswith(("decoder.", "embedding.", "output_layer.", "mtp.")) and "._extra_state" not in key
 
 
 def _shared_with_mtp(canonical: str) -> tuple[str, ...]:
-    """The model's tensors that MTP layers use in a checkpoint without copies."""
+    """Tensors that a checkpoint does not repeat for MTP layers."""
     mtp = re.fullmatch(r"mtp\.layers\.\d+\.(embed_tokens|output_layer)\.weight", canonical)
     if mtp is None:
         return ()
@@ -176,7 +167,7 @@ def _shared_with_mtp(canonical: str) -> tuple[str, ...]:
 
 
 def _renamed(canonical: str, names: dict[str, str]) -> list[str]:
-    """The other name of a norm; empty for other tensors."""
+    """Alternative name of a norm; empty for other tensors."""
     plain = canonical
     if (layer := _LAYER.fullmatch(canonical)) is not None:
         plain = layer[2]

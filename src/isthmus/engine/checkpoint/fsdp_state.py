@@ -1,4 +1,4 @@
-"""Checkpoint state of a fully sharded model: each rank's rows, under the names that every layout reads."""
+"""Checkpoint state of a fully sharded model: each rank's rows, under layout-independent names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: bool) -> dict[str, Any]:
-    """Weights and optimizer state of this rank, as Megatron-Core's ``DistributedOptimizer`` names them.
-
-    Each rank writes and reads its own rows; nothing is gathered. Trained weights are read from the optimizer state.
-    """
+    """This rank's rows of weights and optimizer state, named as by Megatron-Core's ``DistributedOptimizer``."""
     weights: dict[str, Any] = {}
     moments: dict[str, Any] = {}
     for name, parameter in model.module.named_parameters():
@@ -51,12 +48,11 @@ def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: boo
 
 
 def num_updates(adam: Any) -> float:
-    """Number of updates that the parameters have had."""
     return float(next(iter(adam.state.values()))["step"])
 
 
 def set_num_updates(adam: Any, steps: int) -> None:
-    """Set the number of updates; a loaded state has all other tensors in place."""
+    """A loaded state has all other tensors in place."""
     for state in adam.state.values():
         state["step"].fill_(steps)
 
@@ -68,13 +64,10 @@ def _is_tensor(entry: Any) -> bool:
 def _parts(
     entry: ShardedTensor | ShardedTensorFactory, local: Tensor, rows: tuple[int, int]
 ) -> Iterator[ShardedTensor]:
-    """Rows [start, end) of a parameter, which are ``local``, as entries of the checkpoint's tensors.
-
-    ``entry`` is that of the whole parameter on this tp rank, without data.
-    """
+    """Rows [start, end) of a parameter (``local``) as checkpoint entries; ``entry`` is the whole parameter's."""
     pieces = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
     for piece in pieces:
-        # A piece is a view of rows of the parameter; its storage offset gives the first of them.
+        # A piece is a view of rows of the parameter; its storage offset gives the first row.
         first = piece.data.storage_offset() // max(1, piece.data[0].numel())
         start, end = max(first, rows[0]), min(first + piece.data.shape[0], rows[1])
         if start >= end:

@@ -1,4 +1,4 @@
-"""Translates errors of torch and Megatron-Core in writing and reading checkpoints for the user."""
+"""Translation of checkpoint I/O errors of torch and Megatron-Core."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.distributed.checkpoint.api import CheckpointException  # no subclass 
 
 from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace
 
-# The last is that of torch's zip writer, which finds fewer bytes in the file than it wrote.
+# "unexpected pos": torch's zip writer finds fewer bytes in the file than it wrote.
 _SIGNS_OF_NO_SPACE = ("No space left", "Disk quota", "File too large", "ENOSPC", "unexpected pos")
 
 
 @contextmanager
 def write_errors(stage: Path) -> Iterator[None]:
-    """Translate an error in writing a checkpoint to ``stage`` to NoSpace, IOFailure or IsthmusError."""
+    """Translate errors to NoSpace, IOFailure or IsthmusError."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -36,7 +36,7 @@ def write_errors(stage: Path) -> Iterator[None]:
 
 @contextmanager
 def read_errors(folder: Path) -> Iterator[None]:
-    """Translate an error in reading a checkpoint whose files are complete to IOFailure or DataError."""
+    """Translate errors to IOFailure or DataError; the files are complete."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Checkpoints in Megatron's ``torch_dist`` format: whole tensors, readable under any layout.
+"""Checkpoints in Megatron's ``torch_dist`` format, readable under any layout.
 
-A checkpoint is a folder ``iter_0000010`` beside ``latest_checkpointed_iteration.txt``, as in Megatron-LM. It is written
-to a temporary folder and renamed when every rank is done and every file has its full length.
+As in Megatron-LM, a checkpoint is a folder ``iter_0000010`` next to ``latest_checkpointed_iteration.txt``. It is
+written to a temporary folder and renamed when all ranks are done and all files are complete.
 """
 
 from __future__ import annotations
@@ -43,18 +43,15 @@ from isthmus.errors import DataError, IsthmusError, MissingInput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The step that a run has reached, and its data."""
-
     step: int
     data: str
-    """Fingerprint of the data and its order, which decide the sequences of each step."""
+    """Fingerprint of the data and its order."""
 
 
 class _SynchronousSave(TorchDistSaveShardedStrategy):
-    """Megatron-Core's sharded format through torch's writer, in this process.
+    """Synchronous torch writer for Megatron-Core's sharded format.
 
-    Megatron-Core's asynchronous writer forks, starts a manager process and can publish a file that a failed thread left
-    incomplete.
+    Megatron-Core's asynchronous writer forks, and can publish a file that a failed thread left incomplete.
     """
 
     def __init__(self) -> None:
@@ -70,16 +67,11 @@ class _SynchronousSave(TorchDistSaveShardedStrategy):
 
 
 def checkpoint_dir(root: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
     return root / f"iter_{step:07d}"
 
 
 def latest(root: Path) -> Path | None:
-    """The newest published checkpoint below ``root``, or None.
-
-    Raises:
-        DataError: the tracker file does not name an existing checkpoint.
-    """
+    """The newest published checkpoint, or None; raises DataError if the tracker file names a missing one."""
     tracker = root / TRACKER
     if not tracker.exists():
         return None
@@ -118,7 +110,7 @@ def _random_state(device: torch.device) -> ShardedObject:
 
 
 def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
-    """The sharded state to save, or to load: then ``optimizers`` is a list, however the checkpoint names them."""
+    """The sharded state to save or load; for loading, ``optimizers`` is always a list."""
     if isinstance(whole := stepper.model[0], FullyShardedDataParallel):  # without pipeline stages
         (adam,) = torch_optimizers(stepper.optimizer)
         return sharded_state(whole, adam, is_loading=is_loading)
@@ -126,12 +118,12 @@ def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     optimizers = distributed_optimizers(stepper.optimizer)
     for optimizer in optimizers:
         compat.keep_bucket_padding(optimizer)
-    # Keyed by stage; the keys in the files number layers over the whole model.
+    # Keyed by stage; keys in the files have model-wide layer numbers.
     state = {name: stage.sharded_state_dict(metadata=_metadata()) for name, stage in _stages(stepper).items()}
     states = [one.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata()) for one in optimizers]
     if is_loading:
         return state | {"optimizers": states}
-    # Keyed by number if there are several, like Megatron-Core's chain, which would also save empty ones and fail.
+    # Several are keyed by number, like Megatron-Core's chain, which would also save empty ones and fail.
     return state | {"optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
 
 
@@ -154,16 +146,13 @@ def save(
     """Write weights, optimizer, random state and data position; every rank calls it.
 
     Args:
-        root: the run's checkpoint folder.
-        stepper: has the state to save.
-        progress: saved with it.
-        parallel: recorded, because the random state is only restored under the same layout.
-        keep: newest checkpoints to keep; older ones are removed once this one is complete.
-        args: describes the model, for Megatron-LM and for conversion.
+        parallel: saved with it; the random state is only restored under the same layout.
+        keep: number of checkpoints to keep; older ones are removed when this one is complete.
+        args: model description for Megatron-LM and for conversion.
         write_beside: writes more files into the folder, on rank 0.
 
     Raises:
-        NoSpace, IOFailure: on every rank, if any could not write; nothing is published.
+        NoSpace, IOFailure: on every rank, if any rank fails to write; nothing is published.
     """
     final = checkpoint_dir(root, progress.step)
     staging = root / f"{TEMPORARY}{final.name}"
@@ -203,11 +192,10 @@ def save(
 
 
 def _publish(staging: Path, final: Path, step: int, keep: int) -> None:
-    """Rename a complete checkpoint, name it in the tracker file and remove the oldest."""
     shutil.rmtree(final, ignore_errors=True)
     rename(staging, final)
     write_atomic(final.parent / TRACKER, str(step))
-    # A run resumed from an earlier step leaves folders with higher numbers, which must not displace its own.
+    # A run resumed from an earlier step leaves folders with higher numbers; they must not displace newer checkpoints.
     others = sorted(path for path in final.parent.glob("iter_*") if path != final)
     for old in others[: max(0, len(others) + 1 - keep)]:
         shutil.rmtree(old, ignore_errors=True)
@@ -220,11 +208,11 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Check that every file of a checkpoint exists and is complete according to the index.
+    """Check that all files exist and have the length in the index.
 
     Raises:
-        MissingInput: the folder or its index is absent.
-        DataError: a file is missing or truncated, or the index cannot be read.
+        MissingInput: the folder or its index is missing.
+        DataError: a file is missing or truncated, or the index is unreadable.
     """
     index = folder / ".metadata"
     if not index.is_file():
@@ -248,7 +236,7 @@ def check_files(folder: Path) -> None:
 
 
 def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
-    """Load a checkpoint under this layout, whatever layout wrote it; every rank calls it.
+    """Load a checkpoint of any layout; every rank calls it.
 
     Raises:
         MissingInput, DataError: the checkpoint is missing, truncated or of another model.

@@ -22,7 +22,7 @@ from isthmus.engine.upstream.compat import clip_in_place, fill_adam_state
 
 _DEFAULT_TRAIN = TrainConfig()
 MIN_LOSS_SCALE = 1.0
-"""Of float16; if the gradient overflows at this scale, the run has diverged."""
+"""If a float16 gradient overflows at this scale, the run has diverged."""
 
 
 def wrap_data_parallel(
@@ -32,13 +32,10 @@ def wrap_data_parallel(
     overlap_param_gather: bool = False,
     bucket_elements: int | None = None,
 ) -> DistributedDataParallel:
-    """Move the parameters into flat buffers with float32 gradient buffers, sharded over dp for the optimizer.
+    """Move the parameters into flat buffers with float32 gradients; the optimizer shards them over dp.
 
-    Args:
-        model: one stage; its weights may be loaded before or after.
-        overlap_grad_reduce: reduce gradients during the backward pass.
-        overlap_param_gather: gather weights during the forward pass; only together with ``overlap_grad_reduce``.
-        bucket_elements: gradients that are reduced together; None: Megatron-Core's default, at least 40 million.
+    ``overlap_param_gather`` requires ``overlap_grad_reduce``. ``bucket_elements`` None is Megatron-Core's default, at
+    least 40 million.
     """
     alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
     overlap_grad_reduce = overlap_grad_reduce and not alone
@@ -55,7 +52,7 @@ def wrap_data_parallel(
         others = model.config.no_sync_func
         others = [] if others is None else others if isinstance(others, list) else [others]
         model.config.no_sync_func = [*others, wrapped.no_sync] if others else wrapped.no_sync
-    # With one rank there is nothing to communicate, but gloo would copy all gradients and weights onto themselves.
+    # With one rank, gloo would copy all gradients and weights onto themselves.
     idle = wrapped.bucket_groups if alone else []
     if parallel_state.get_expert_data_parallel_world_size() == 1 and not overlap_grad_reduce:
         idle = [*idle, *wrapped.expert_parallel_bucket_groups]
@@ -69,16 +66,15 @@ def _no_exchange(**_kwargs: bool) -> None:
 
 
 WrappedModel: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
-"""One stage of the model in its data-parallel wrapper."""
 
 
 def build_optimizer(
     model: Sequence[WrappedModel], optim: OptimConfig, train: TrainConfig = _DEFAULT_TRAIN
 ) -> MegatronOptimizer:
-    """AdamW over this rank's shard of its stages' parameters, with float32 main weights if the model has 16 bits.
+    """AdamW over this rank's shard of the parameters, with float32 main weights for a 16-bit model.
 
-    The rows of a fully sharded model are float32 and are updated in place. Call it after the weights are loaded: the
-    main weights are copied from them. ``train`` has the loss scale of fp16.
+    Call it after loading the weights: it copies them to the main weights. With FSDP the shards are float32 and are
+    updated in place.
     """
     clip_in_place()
     by_rows = isinstance(model[0], FullyShardedDataParallel)
@@ -116,25 +112,24 @@ def build_optimizer(
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The optimizers in Megatron-Core's chain that have parameters on this rank's stage.
+    """The optimizers of Megatron-Core's chain that have parameters on this rank.
 
-    Experts have their own optimizer if their data-parallel group differs; it is empty on a stage without experts.
+    Experts have their own optimizer if their data-parallel group differs.
     """
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if each.buffers]
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers with parameters on this rank's stage."""
     return [each.optimizer for each in _with_parameters(optimizer)]
 
 
 def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """The non-empty optimizers of Megatron-Core's chain; that of a fully sharded model has no ``buffers``."""
+    """Like :func:`distributed_optimizers`, also for FSDP, whose optimizer has no ``buffers``."""
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if getattr(each, "buffers", True)]
 
 
 def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up from zero to ``lr``, then decay to ``min_lr`` at ``schedule_steps``, by default the last step."""
+    """Linear warm-up from zero to ``lr``, then decay to ``min_lr`` at ``schedule_steps`` (default: the last step)."""
     end = optim.schedule_steps or total_steps
     return OptimizerParamScheduler(
         optimizer,

@@ -1,4 +1,4 @@
-"""AdamW with its moments in CPU memory, for models that nearly fill the GPU."""
+"""AdamW with moments in CPU memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CpuOffloadAdamW(torch.optim.AdamW):
-    """AdamW that keeps both moments on the host, which saves 8 bytes per parameter on the device.
+    """AdamW with both moments on the host; saves 8 bytes per parameter on the device.
 
-    A step copies the moments of one parameter at a time to the device, updates there and copies them back: 16 bytes
-    over the bus per parameter. Main weights stay on the device. The arithmetic is that of torch's fused AdamW.
+    A step copies the moments of one parameter at a time to the device and back: 16 bytes of transfer per parameter.
+    Main weights stay on the device.
     """
 
     @classmethod
     def from_adamw(cls, adam: torch.optim.AdamW) -> CpuOffloadAdamW:
-        """Take over the parameter groups and the filled state of ``adam``."""
+        """Take over the parameter groups and the initialized state of ``adam``."""
         optimizer = cls([torch.empty(0)])
         # Some parameters are views of the model's buffers, which torch's constructor rejects.
         optimizer.param_groups = adam.param_groups
@@ -34,7 +34,7 @@ class CpuOffloadAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; ``closure`` is not called."""
+        """``closure`` is ignored."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -1,10 +1,8 @@
-"""Context parallelism: which tokens of a packed sequence each rank has, and the exchange of keys and values.
+"""Context parallelism: partition of a packed sequence over ranks, and the all-gather of keys and values.
 
-A packed sequence is cut into chunks of equal length that are zigzag-partitioned over the ranks (0, 1, ..., 1, 0), in
-several rounds. A token costs as much attention as there are tokens before it in its sample: two neighbouring rounds
-balance one long sample, many rounds balance several. Everything that concerns single tokens is computed for a rank's
-own tokens. For attention each rank gathers the keys and values of the whole sequence, as in Llama 3 training
-(arXiv 2407.21783, section 3.3.2); docs/decisions/0013 compares that with a ring.
+Chunks of equal length are zigzag-partitioned over the ranks (0, 1, ..., 1, 0) in several rounds: two rounds balance
+the attention of one long sample, many rounds balance several samples. For attention each rank gathers all keys and
+values, as in Llama 3 (arXiv 2407.21783, section 3.3.2); docs/decisions/0013 compares this with a ring.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ Spans = tuple[tuple[int, int], ...]
 """Ranges [start, end) of a packed sequence, in ascending order."""
 
 MAX_ROUNDS = 8
-"""Rounds in which a long sequence is partitioned; each rank gets two chunks in each."""
+"""Each rank gets two chunks per round."""
 MIN_CHUNK = 64
-"""Tokens of a chunk below which there are fewer rounds: about a block of queries in packed_attention_cpu."""
+"""Minimum tokens of a chunk, about a block of queries in packed_attention_cpu; below it there are fewer rounds."""
 
 
 @functools.lru_cache(maxsize=8)
 def partition(tokens: int, ranks: int) -> tuple[Spans, ...]:
-    """The spans of each rank, with the same number of tokens; raises ValueError unless 2 * ranks divides ``tokens``."""
+    """Spans of each rank, with equal numbers of tokens; raises ValueError unless 2 * ranks divides ``tokens``."""
     chunk, rest = divmod(tokens, 2 * ranks)
     if rest or not chunk:
         raise ValueError(f"a packed sequence of {tokens} tokens cannot be cut into 2 x {ranks} equal chunks")
@@ -48,18 +46,16 @@ def partition(tokens: int, ranks: int) -> tuple[Spans, ...]:
 
 
 def local_spans(tokens: int) -> Spans | None:
-    """The spans of this rank; None without context parallelism."""
     ranks = parallel_state.get_context_parallel_world_size()
     return None if ranks == 1 else partition(tokens, ranks)[parallel_state.get_context_parallel_rank()]
 
 
 def local_tokens(whole: Tensor, spans: Spans | None) -> Tensor:
-    """The rows in ``spans`` of a tensor [T, ...] of the whole packed sequence: [T / cp, ...]."""
+    """Rows in ``spans`` of [T, ...] over the whole packed sequence: [T / cp, ...]."""
     return whole if spans is None else torch.cat([whole[start:end] for start, end in spans])
 
 
 def local_batch(batch: PackedBatch) -> PackedBatch:
-    """This rank's tokens of a whole packed sequence."""
     spans = local_spans(batch.input_ids.numel())
     if spans is None:
         return batch
@@ -75,7 +71,7 @@ def local_batch(batch: PackedBatch) -> PackedBatch:
 
 @functools.lru_cache(maxsize=8)
 def _sequence_order(tokens: int, ranks: int) -> tuple[tuple[int, slice], ...]:
-    """The spans of all ranks in the order of the sequence: rank, and the rows among that rank's tokens."""
+    """All ranks' spans in sequence order: (rank, rows of that rank's tokens)."""
     found = []
     for rank, spans in enumerate(partition(tokens, ranks)):
         offset = 0
@@ -107,8 +103,5 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def gather_sequence(part: Tensor) -> Tensor:
-    """Gather [T / cp, G, W] of all context parallel ranks to [T, G, W], in the order of the packed sequence.
-
-    In memory G is outermost. Gradients are summed over the ranks and scattered.
-    """
+    """All-gather [T / cp, G, W] over cp ranks to [T, G, W] in sequence order, with G outermost in memory."""
     return _GatherSequence.apply(part, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]

@@ -12,11 +12,10 @@ from isthmus.engine.moe.moe_layer import MoeBlock
 
 
 class OverlappingDataParallel(DistributedDataParallel):
-    """Megatron-Core's wrapper for a decoder that accumulates gradients itself and uses weights outside their modules.
+    """Megatron-Core's wrapper with additional hooks for reductions and weight gathering.
 
-    Megatron-Core starts a reduction when autograd sets a gradient, and waits for weights when a module is called. This
-    decoder adds gradients of matrices directly to the buffers, and runs embedding, projection and experts without
-    calling the modules.
+    The decoder adds weight gradients directly to the buffers, and runs embedding, projection and experts without
+    calling their modules, so Megatron-Core's own hooks do not run for them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,10 +54,7 @@ class OverlappingDataParallel(DistributedDataParallel):
 
 
 def gather_weights(models: Iterable[Any]) -> None:
-    """Finish gathering weights after an optimizer step, before anything but a forward pass reads them.
-
-    Every rank calls it. It does nothing if weights are not gathered asynchronously.
-    """
+    """Finish an asynchronous weight gather after an optimizer step; every rank calls it."""
     for model in models:
         if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
             model.start_param_sync(force_sync=True)

@@ -1,8 +1,6 @@
-"""Fully sharded data parallelism: each rank keeps a shard of every weight, its gradient and its optimizer state.
+"""Fully sharded data parallelism with PyTorch's ``fully_shard``.
 
-PyTorch's ``fully_shard`` gathers the weights of a layer when it runs and frees them afterwards, and reduce-scatters
-gradients in the backward pass of each micro batch. Megatron-Core 0.16 has a wrapper around it
-(``TorchFullyShardedDataParallel``) that cannot be used here: see ``docs/decisions/0015-fsdp.md``.
+``docs/decisions/0015-fsdp.md`` explains why Megatron-Core 0.16's wrapper is not usable.
 """
 
 from __future__ import annotations
@@ -30,28 +28,27 @@ _MESHES = itertools.count()
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
-    """A decoder whose parameters are float32 and sharded by rows; layers compute in the decoder's dtype.
+    """A decoder with float32 parameters sharded by rows; layers compute in the decoder's dtype.
 
-    It replaces Megatron-Core's ``DistributedDataParallel``. There is no second copy of the weights: the optimizer
-    updates the float32 rows, which are rounded to the dtype of the layer before they are gathered.
+    The optimizer updates the float32 rows; they are rounded to the layer's dtype before the all-gather.
     """
 
     def __init__(self, model: Decoder) -> None:
-        """Shard ``model``, which was built with :func:`init_empty_weights`, and allocate this rank's rows."""
+        """``model`` was built with :func:`init_empty_weights`."""
         super().__init__(config=model.config, module=model)
         self.ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.sharded_tensors: dict[str, Any] = model.sharded_state_dict(
             metadata={"singleton_local_shards": False, "dp_cp_group": group}
         )
-        """Megatron-Core's checkpoint entry for each whole tensor, without data."""
+        """Megatron-Core's checkpoint entry of each whole tensor, without data."""
         for entry in self.sharded_tensors.values():
             entry.data = entry.data.detach() if isinstance(entry.data, Tensor) else entry.data
         marks = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         model._apply(lambda tensor: tensor.float() if tensor.is_meta else tensor)
         device = model.config.device
-        # DTensor caches results of operations by mesh, and takes meshes over the same ranks for equal: a unique name
-        # keeps a second model in this process from using the groups of an earlier one.
+        # DTensor caches results by mesh and treats meshes over the same ranks as equal. A unique name prevents a second
+        # model in this process from using the groups of an earlier one.
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"dp{next(_MESHES)}",))
         _shard(model, mesh, model.config.params_dtype)
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
@@ -60,7 +57,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 setattr(parameter, mark, value)
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """The decoder's forward pass."""
         output: Tensor = self.module(*inputs, **named)
         if not torch.is_grad_enabled():
             # Without a backward pass nothing else frees the embedding and the projection.
@@ -68,27 +64,22 @@ class FullyShardedDataParallel(_BaseDataParallel):
         return output
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Do nothing: gradients are reduced in the backward pass of each micro batch."""
+        """No-op: the backward pass of each micro batch reduces gradients."""
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply this rank's shards of all gradients."""
         grads = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         torch._foreach_mul_([grad.to_local() for grad in grads if isinstance(grad, DTensor)], scaling_factor)
 
 
 def build_sharded(architecture: Architecture, config: TransformerConfig) -> FullyShardedDataParallel:
-    """Build a decoder of which only this rank's rows of each parameter are ever allocated; they are not initialized."""
+    """Build a decoder and allocate only this rank's rows of each parameter, not initialized."""
     with init_empty_weights():
         model = build_model(architecture, config)
     return FullyShardedDataParallel(model)
 
 
 def _shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard each layer, and then the decoder's other parameters as one unit.
-
-    The embedding and the projection belong to the root: they may be one tensor, and the decoder uses both outside of
-    their modules.
-    """
+    """Shard each layer, then the other parameters as one unit: the decoder uses embedding and projection directly."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )

@@ -1,4 +1,4 @@
-"""Assigns layers to pipeline stages."""
+"""Assignment of layers to pipeline stages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from __future__ import annotations
 def layers_per_stage(num_layers: int, pp: int, vpp: int = 1) -> list[int]:
     """Number of layers of each stage, in pipeline order.
 
-    With ``vpp`` above 1 every rank has that many stages, interleaved: stage ``k`` is on rank ``k % pp``. Layers that
-    remain go to the stages before the last one, which also has the output layer: 9 layers on 4 stages are 2, 2, 3, 2.
-    Early ranks keep the activations of more micro batches than late ones, so the late ones have more free memory.
+    With ``vpp`` > 1 stage ``k`` is on rank ``k % pp``. Remaining layers go to the stages before the last one, which has
+    the output layer: 9 layers on 4 stages are 2, 2, 3, 2. Late ranks keep fewer activations, so they have more memory.
     """
     stages = pp * vpp
     share, left = divmod(num_layers, stages)

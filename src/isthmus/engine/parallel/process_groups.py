@@ -21,17 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The rank of this process in every group."""
-
     rank: int
     tp_rank: int
     pp_rank: int
     dp_rank: int
-    """Selects the data of this rank; the ranks of a context parallel group have the same."""
+    """Selects this rank's data; the same for all ranks of a context parallel group."""
     cp_rank: int
     etp_rank: int
     edp_rank: int
-    """Data-parallel rank of its experts."""
+    """Expert data-parallel rank."""
     is_first_stage: bool
 
 
@@ -42,13 +40,9 @@ def init_process_group(
     init_method: str | None = None,
     timeout_s: float = 1800.0,
 ) -> None:
-    """Start torch.distributed on this rank; does nothing in a process that has already done so.
+    """Initialize torch.distributed, once per process.
 
-    Args:
-        platform: decides the collective backend and the device of this rank.
-        store: of a rendezvous that all ranks have completed.
-        init_method: rendezvous URL. Without it and without a store, several ranks use torch's ``env://``.
-        timeout_s: how long a collective waits for a peer before it fails.
+    ``store`` comes from a completed rendezvous. Without ``store`` and ``init_method``, several ranks use ``env://``.
     """
     if platform.device_type == "cpu":
         from isthmus.engine.upstream import compat, cpu_adapter
@@ -79,20 +73,10 @@ def open_groups(
     init_method: str | None = None,
     timeout_s: float = 1800.0,
 ) -> Position:
-    """Start torch.distributed if necessary, and build Megatron-Core's process groups.
+    """Initialize torch.distributed if necessary, and build Megatron-Core's process groups.
 
-    A process may call it again; models that it built under the previous layout can then no longer be run.
-
-    Args:
-        parallel: the layout. Rank order is tp fastest, then cp, dp and pp, as in Megatron-Core; of experts, within the
-            ranks of a stage, etp fastest, then ep, then expert data parallel.
-        platform: decides the collective backend and the device of this rank.
-        seed: of the model-parallel random streams (dropout; weights are never drawn from them).
-        init_method: see :func:`init_process_group`.
-        timeout_s: how long a collective waits for a peer before it fails.
-
-    Returns:
-        This rank's place in the layout.
+    Rank order is tp fastest, then cp, dp, pp, as in Megatron-Core; for experts etp, ep, expert dp within a stage.
+    ``seed`` is for the model-parallel random streams. A second call invalidates models built under the previous layout.
     """
     init_process_group(platform, init_method=init_method, timeout_s=timeout_s)
 
@@ -125,7 +109,7 @@ def open_groups(
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Sum each value over all ranks, in float64; ``device`` is that of this rank."""
+    """Sum each value over all ranks, in float64."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     summed: list[float] = total.tolist()
@@ -133,20 +117,14 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
 
 
 def barrier() -> None:
-    """Wait for all ranks."""
     dist.barrier()
 
 
 def on_rank_0(stage: Callable[[], None], name: str, *, timeout_s: float = 86400.0) -> None:
-    """Run ``stage`` on rank 0; the others wait on the rendezvous store, not in a collective with its shorter timeout.
+    """Run ``stage`` on rank 0; the others wait on the rendezvous store, because collectives time out earlier.
 
-    Args:
-        stage: long work such as tokenizing.
-        name: unique among the stages of the run.
-        timeout_s: how long the others wait.
-
-    Raises:
-        IsthmusError: on every rank, if the stage raises it. After other exceptions, the heartbeat ends the ranks.
+    ``name`` is unique in the run. Every rank raises an IsthmusError of ``stage``; after other exceptions the heartbeat
+    ends the ranks.
     """
     store, key = dist.distributed_c10d._get_default_store(), f"isthmus/{name}"
     if dist.get_rank() == 0:
@@ -163,7 +141,7 @@ def on_rank_0(stage: Callable[[], None], name: str, *, timeout_s: float = 86400.
 
 
 def agree(stage: Callable[[], None]) -> None:
-    """Run ``stage`` on every rank; if it fails on any, every rank raises the error of the lowest rank that failed."""
+    """Run ``stage`` on every rank; if any fails, all raise the error of the lowest failed rank."""
     failure: BaseException | None = None
     try:
         stage()
@@ -180,7 +158,6 @@ def agree(stage: Callable[[], None]) -> None:
 
 
 def close_groups() -> None:
-    """Destroy all process groups; does nothing in a process that has none."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""DTensors whose rows are sharded over the data-parallel ranks by ``torch.distributed.fsdp.fully_shard``."""
+"""DTensors sharded by rows with ``torch.distributed.fsdp.fully_shard``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int]:
-    """The range [start, end) of rows that this rank has; the last ranks may have fewer rows, or none."""
+    """This rank's rows [start, end); the last ranks may have fewer rows, or none."""
     rows, ranks = tensor.shape[0], tensor.device_mesh.size()
     per_rank = -(-rows // ranks)
     start = min(rows, tensor.device_mesh.get_local_rank() * per_rank)
@@ -20,7 +20,7 @@ def local_rows(tensor: DTensor) -> tuple[int, int]:
 
 @contextmanager
 def full_to_shard(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor to write all rows into; on exit a sharded ``tensor`` copies its own rows from it."""
+    """Yield a tensor for all rows; on exit a sharded ``tensor`` copies its own rows from it."""
     if not isinstance(tensor, DTensor):
         yield tensor
         return
@@ -31,5 +31,5 @@ def full_to_shard(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather all rows; every rank that has some of them must call it."""
+    """Gather all rows; collective over the ranks of the mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,1 +1,1 @@
-"""Workarounds for defects of megatron.core, and the adapter that runs it on a CPU."""
+"""Workarounds for megatron.core defects, and the adapter for CPUs."""

@@ -1,6 +1,6 @@
-"""Workarounds for upstream defects, one function each: the defect, the affected versions, the workaround.
+"""Workarounds for upstream defects, one function each.
 
-Each has a test in tests/unit/engine/upstream/test_compat.py that fails once upstream is fixed, so it can go.
+tests/unit/engine/upstream/test_compat.py has a test for each that fails once upstream is fixed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 
 
 def cpu_random_state() -> None:
-    """megatron-core 0.16: the random-state tracker sets the CUDA state through ``torch.cuda._lazy_call``.
+    """megatron-core 0.16 sets the CUDA random state through ``torch.cuda._lazy_call``.
 
-    On a CPU build that call is queued until CUDA is initialized, which never happens, so forking a random stream, as
-    sequence parallelism does, would not change the state. The setter is replaced by that of the CPU's generator.
+    On a CPU build this call never runs, so forking a random stream (sequence parallelism) would have no effect.
     """
     from megatron.core.tensor_parallel import random
 
@@ -25,9 +24,9 @@ def cpu_random_state() -> None:
 
 
 def quiet_missing_extensions() -> None:
-    """megatron-core 0.16 warns about each extension that Isthmus replaces (Apex, TransformerEngine), on import."""
+    """megatron-core 0.16 warns on import about each missing extension (Apex, TransformerEngine)."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
-    # megatron-core 0.16 calls collectives by names that torch 2.13 has renamed, and saves ShardedTensors.
+    # megatron-core 0.16 uses collectives that torch 2.13 renamed, and saves ShardedTensors.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.")
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"Please use DTensor instead")
     warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|TransformerEngine).*")
@@ -35,7 +34,7 @@ def quiet_missing_extensions() -> None:
 
 
 def clip_in_place() -> None:
-    """megatron-core 0.16 without Apex: clipping copies every gradient, and the norm waits for the device per tensor."""
+    """megatron-core 0.16 without Apex copies every gradient to clip, and synchronizes once per tensor for the norm."""
     from megatron.core.optimizer import clip_grads
 
     def norm(_chunk: int, _overflow: Any, lists: list[list[torch.Tensor]], *_per_tensor: bool) -> tuple[Any, None]:
@@ -51,8 +50,7 @@ def clip_in_place() -> None:
 def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
     """megatron-core 0.16: DistributedOptimizer.state_dict fails before the first step of torch's AdamW.
 
-    It reads the step count from the state, which torch fills in the first step; loading a checkpoint needs it earlier.
-    The state that the first step would create is created here, with a count of zero.
+    Loading a checkpoint needs the state that torch creates in the first step. Create it here with a count of zero.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -65,15 +63,11 @@ def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keep_bucket_padding(optimizer: Any) -> None:
-    """megatron-core 0.16: DistributedOptimizer saves wrong state behind a padded bucket.
+    """megatron-core 0.16: DistributedOptimizer saves wrong state behind a padded bucket (Megatron-LM issue 504).
 
-    It gathers the buckets without the padding between them and then slices the parameters at offsets that include it.
-    A tied embedding has its own bucket, so with pp > 1 everything behind it on the last stage is shifted unless its
-    size is a multiple of 128 (and of dp). Here the padding is restored before the parameters are sliced.
-    (Upstream's comment: "This is a bug in the param ranges logic", its issue 504.)
-
-    Args:
-        optimizer: a ``DistributedOptimizer``; a second call changes nothing.
+    It gathers the buckets without the padding between them, but slices parameters at offsets with padding. A tied
+    embedding has its own bucket, so with pp > 1 the rest of the last stage is shifted unless the embedding's size is a
+    multiple of 128 (and of dp). A second call changes nothing.
     """
     gather = type(optimizer).get_parameter_state_dp_zero
 
@@ -93,13 +87,10 @@ def keep_bucket_padding(optimizer: Any) -> None:
 
 
 def sync_loss_scales(optimizer: Any) -> None:
-    """megatron-core 0.16: optimizers in a chain (of dense weights, of experts) lower their loss scales one by one.
+    """megatron-core 0.16: each optimizer of a chain (dense weights, experts) lowers its loss scale separately.
 
-    Each lowers its own when its gradients overflow, but the loss is multiplied by the first one's scale, so the others
-    would then divide by the wrong number. Here all get the state of the lowest.
-
-    Args:
-        optimizer: a ``ChainedOptimizer`` after a step; another optimizer is left unchanged.
+    The loss uses the first optimizer's scale, so the others would unscale by a wrong factor. Copy the lowest scale to
+    all of them.
     """
     chain = [each.grad_scaler for each in getattr(optimizer, "chained_optimizers", ())]
     scalers = [scaler for scaler in chain if scaler is not None]
@@ -112,16 +103,10 @@ def sync_loss_scales(optimizer: Any) -> None:
 
 
 def load_adam(optimizer: Any, tensors: dict[Any, Any], *, steps: int) -> None:
-    """megatron-core 0.16: DistributedOptimizer cannot load what it saved of torch's AdamW.
+    """megatron-core 0.16: DistributedOptimizer cannot load the state of torch's AdamW that it saved.
 
-    It looks for ``step`` among the sharded tensors, which never contain it, and it gives all parameters one shared
-    ``step`` tensor, to which AdamW would then add one per parameter. Here the counts are removed while the tensors are
-    loaded, and each parameter gets its own. Learning rates, decay, ``betas`` and ``eps`` stay as configured now.
-
-    Args:
-        optimizer: a ``DistributedOptimizer`` around torch's AdamW, with a filled state.
-        tensors: its ``param_state`` as ``dist_checkpointing.load`` returns it.
-        steps: the number of updates it had done.
+    It expects ``step`` among the sharded tensors, and gives all parameters one shared ``step`` tensor, which AdamW
+    would increment once per parameter. ``tensors`` is the loaded ``param_state``. Hyperparameters stay as configured.
     """
     counts = {parameter: state.pop("step") for parameter, state in optimizer.optimizer.state.items()}
     optimizer.load_parameter_state_from_fully_reshardable(tensors)

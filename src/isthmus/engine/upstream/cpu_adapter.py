@@ -1,12 +1,11 @@
-"""Runs megatron.core on a CPU: redirects the ``torch.cuda`` calls that it hard-codes.
+"""Runs megatron.core on a CPU by redirecting its hard-coded ``torch.cuda`` calls.
 
-Installed once, before the first megatron.core import of a run on the cpu platform, and never on other platforms.
-It redirects four kinds of calls, each as narrowly as possible:
+:func:`install` runs before the first megatron.core import, only on the cpu platform. It redirects:
 
-- the device (``current_device``, ``device="cuda"`` in tensor factories, ``Tensor.cuda``) is the CPU;
-- waiting for the device (streams, events, ``synchronize``) does nothing, since CPU operations are synchronous;
-- the random state of the device is that of the CPU's generator;
-- ``Tensor.type()`` returns CUDA names to megatron.core, which compares with ``torch.cuda.FloatTensor``.
+- the device (``current_device``, ``device="cuda"`` in tensor factories, ``Tensor.cuda``) to the CPU;
+- streams, events and ``synchronize`` to no-ops;
+- the device's random state to the CPU generator's;
+- ``Tensor.type()``, which megatron.core compares with ``torch.cuda.FloatTensor``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _installed = False
 
 
 class _NoStream:
-    """A CUDA stream or event on which everything is complete."""
+    """A CUDA stream or event that is always complete."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         pass
@@ -74,10 +73,10 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Redirect the CUDA calls of megatron.core to the CPU; a second call changes nothing.
+    """Redirect the CUDA calls; a second call changes nothing.
 
     Raises:
-        UsageError: this process uses a CUDA or ROCm device, which redirecting would hide.
+        UsageError: this process uses a CUDA or ROCm device.
     """
     global _installed
     if _installed:
@@ -97,7 +96,7 @@ def install() -> None:
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
 
-    # ``with torch.device(...)`` compares factories by identity and looks them up at its first use. It must see torch's
+    # ``with torch.device(...)`` compares factories by identity and caches them on first use. It must see torch's
     # own, or models that transformers builds on the meta device get some of their tensors on the CPU.
     _device._device_constructors()
     for name in _FACTORIES:
