@@ -1,7 +1,4 @@
-"""The documentation of the installed Python's standard library, parsed from its source files without importing them.
-
-The same Python gives the same entries in the same order.
-"""
+"""Documentation of the installed Python's standard library, parsed from source without importing."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _EXCEPTION_ENDINGS = ("Error", "Exception", "Warning")
 
 @dataclass(frozen=True, slots=True)
 class DocEntry:
-    """One class, exception, function or method of the standard library."""
+    """A class, exception, function or method of the standard library."""
 
     module: str
     qualified_name: str
@@ -36,22 +33,20 @@ class DocEntry:
 
     @property
     def name(self) -> str:
-        """The full dotted name."""
         return f"{self.module}.{self.qualified_name}"
 
     @property
     def reference(self) -> str:
-        """The name as documentation writes it: with parentheses if it is a function or method."""
+        """The name, with parentheses for functions and methods."""
         return f"{self.name}()" if self.kind in ("function", "method") else self.name
 
     @property
     def unit(self) -> str:
-        """The top-level class or function that this is or belongs to."""
+        """The top-level class or function."""
         return f"{self.module}.{self.qualified_name.partition('.')[0]}"
 
     @property
     def document(self) -> str:
-        """The entry as a short text."""
         article, count = "an" if self.kind == "exception" else "a", len(self.parameters)
         has = f" It has {count} parameters: {', '.join(self.parameters)}." if count else ""
         return f"In Python, {self.reference} is {article} {self.kind} defined in {self.module}.{has}\n{self.doc}\n"

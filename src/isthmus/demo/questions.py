@@ -1,4 +1,4 @@
-"""Questions about the standard library with short answers, their held-out split and their scoring."""
+"""Questions about the standard library: training and validation split, and scoring."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from isthmus.demo.python_docs import DocEntry, stable_hash
 
 _HELD_OUT_ONE_IN = 10
 _METHOD_QUESTIONS_ONE_IN = 3
-"""Share of the methods that a question of kind is asked about; most of the library are methods."""
+"""Share of the methods with a "kind" question; most entries are methods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about one name, and its only correct answer."""
+    """A question about one name with a single correct answer."""
 
     topic: str
     text: str
@@ -24,15 +24,11 @@ class Question:
 
     @property
     def prompt(self) -> list[dict[str, str]]:
-        """The question as chat messages."""
         return [{"role": "user", "content": self.text}]
 
 
 def split_entries(entries: Sequence[DocEntry]) -> tuple[list[DocEntry], list[DocEntry]]:
-    """Training entries and held-out entries. No training entry mentions a held-out name.
-
-    A class and its methods are on the same side.
-    """
+    """Split into training and validation entries; no training entry mentions a validation name."""
     held_out = [entry for entry in entries if stable_hash(entry.unit) % _HELD_OUT_ONE_IN == 0]
     names = {entry.name for entry in held_out}
     return [entry for entry in entries if not mentions(entry.document, names)], held_out
@@ -71,7 +67,7 @@ def exact_match(questions: Sequence[Question], answers: Sequence[str]) -> float:
 
 
 def chance_level(questions: Sequence[Question], training: Sequence[Question]) -> float:
-    """Exact match of always giving the most frequent training answer of the topic."""
+    """Exact match of the topic's most frequent training answer."""
     counts: dict[str, Counter[str]] = {}
     for question in training:
         counts.setdefault(question.topic, Counter())[question.answer] += 1

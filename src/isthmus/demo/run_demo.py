@@ -1,7 +1,7 @@
-"""The demo: make a tiny model and its data, pretrain, fine-tune with a stop and resume, export, compare, generate.
+"""Demo: create a tiny model and data, pretrain, fine-tune with a stop and resume, export, compare, generate.
 
-Every step is a command that a user could type. The demo writes the input, stops one command half way, and evaluates the
-exported model with transformers on questions about names that no training sample mentions.
+The demo runs isthmus commands, then evaluates the exported model with transformers on questions about names that no
+training sample mentions.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The results of the demo."""
-
     pretrain_loss: tuple[float, float]
     """Validation loss before the first and after the last step."""
     sft_loss: tuple[float, float]
-    """The same on the held-out questions."""
+    """Loss on the validation questions, before and after."""
     exact_match: dict[str, dict[str, float]]
-    """By topic of the held-out questions and for all: fraction of exact answers before and after fine-tuning, and the
-    chance level, which is always giving the topic's most frequent answer."""
+    """By topic and for all validation questions: exact match before and after fine-tuning, and chance level."""
     examples: list[tuple[str, str, str]]
-    """Held-out questions, the model's answers and the correct answers."""
+    """(validation question, model's answer, correct answer)"""
     tokens_per_s: float
     resumed_at_step: int
     logits_difference: float
@@ -49,18 +46,13 @@ class DemoResult:
     time_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name."""
         return asdict(self)
 
 
 def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> DemoResult:
-    """Run the demo.
+    """Run the demo in ``out``, a new folder, on ``nproc`` tensor-parallel ranks.
 
-    Args:
-        out: a folder that does not exist yet.
-        nproc: number of ranks; they are tensor parallel.
-        debug: show the output of the commands, which otherwise goes to files in ``out``.
-        log: prints a line of progress.
+    ``debug`` shows the output of the commands, which otherwise goes to files in ``out``.
 
     Raises:
         NoSpace: ``out`` exists.
@@ -115,7 +107,7 @@ def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> 
 
 
 def _make_data(out: Path, log: Log) -> tuple[list[Question], list[Question]]:
-    """Write documents, questions and the model; returns the training questions and the held-out questions."""
+    """Write documents, questions and the model; returns training and validation questions."""
     from isthmus.hf.tiny_model import QWEN_PATTERN, build_tiny_qwen3
 
     if out.exists():

@@ -1,4 +1,4 @@
-"""The closing table of the demo."""
+"""Result table of the demo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from isthmus.demo.run_demo import DemoResult
 
 
 def print_summary(result: DemoResult) -> None:
-    """Print losses, held-out accuracy, examples and the next command to stdout."""
     table = Table(title="Results")
     for column in ("", "before", "after", "chance"):
         table.add_column(column, justify="right" if column else "left")

@@ -143,8 +143,8 @@ class Stepper:
 
         Raises:
             Diverged: the loss or gradient norm is not finite, or the gradient is zero at a nonzero loss. A non-finite
-                loss leaves the weights unchanged. A float16 overflow skips the step and halves the loss scale, until the
-                minimum scale.
+                loss leaves the weights unchanged. A float16 overflow skips the step and halves the loss scale, down to
+                its minimum.
         """
         for stage in self.model:
             stage.train()

@@ -1,1 +1,1 @@
-"""Samples to packed micro batches."""
+"""Batching: samples to packed micro batches."""

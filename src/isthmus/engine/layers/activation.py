@@ -1,4 +1,4 @@
-"""Activations of the feed-forward block, gated and plain."""
+"""Activations of feed-forward blocks, gated and plain."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Activation(nn.Module):
-    """A module without parameters."""
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        """Empty; Megatron-Core's MLP calls it on each submodule."""
+        """Megatron-Core's MLP calls it on each submodule."""
         return {}
 
 
@@ -44,15 +42,13 @@ class SwiGLU(_Activation):
     """``silu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., 2F] -> [..., F]."""
         return _SwiGLU.apply(x)
 
 
 class ClampedSwiGLU(_Activation):
-    """``gate * sigmoid(1.702 gate) * (up + 1)``, gate at most 7 and up within 7 of zero (gpt-oss, arXiv 2508.10925)."""
+    """``min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)`` (gpt-oss, arXiv 2508.10925)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` = [gate; up] [..., 2F] -> [..., F]."""
         gate, up = x.chunk(2, dim=-1)
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)
@@ -62,19 +58,17 @@ class SiLU(_Activation):
     """``x * sigmoid(x)`` (arXiv 1702.03118)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., F] -> [..., F]."""
         return torch.nn.functional.silu(x)
 
 
 class GELU(_Activation):
-    """``x * Phi(x)``, or the approximation with a hyperbolic tangent (arXiv 1606.08415)."""
+    """``x * Phi(x)``, or its tanh approximation (arXiv 1606.08415)."""
 
     def __init__(self, config: TransformerConfig, *, approximate: Literal["none", "tanh"]) -> None:
         super().__init__(config)
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., F] -> [..., F]."""
         return torch.nn.functional.gelu(x, approximate=self.approximate)
 
 
@@ -82,6 +76,5 @@ class GeGLU(GELU):
     """``gelu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., 2F] -> [..., F]."""
         gate, up = x.chunk(2, dim=-1)
         return super().forward(gate) * up

@@ -1,8 +1,4 @@
-"""Causal self-attention over packed samples ("thd").
-
-The projections run over the whole packed sequence, the scores only within each sample: no token is padded, no token
-attends to another sample, and there is no [T, T] mask.
-"""
+"""Causal self-attention over packed samples ("thd"), without padding and without a [T, T] mask."""
 
 from __future__ import annotations
 
@@ -36,10 +32,9 @@ def sdpa_attention(
     scale: float | None = None,
     spans: Spans | None = None,
 ) -> Tensor:
-    """Attend causally within each sample, one after the other, with PyTorch's kernel.
+    """Attend causally within each sample with PyTorch's kernel, one sample after the other.
 
-    Arguments and result are those of :func:`packed_attention`, which is used on CPUs and supports logit soft-capping
-    and attention sinks, which PyTorch's kernel does not.
+    Like :func:`packed_attention`, without logit soft-capping and attention sinks.
     """
     check_shapes(q, k, lengths, spans)
     outputs, offset = [], 0
@@ -67,7 +62,7 @@ def sdpa_attention(
 def _query_ranges(lengths: tuple[int, ...], window: int | None, spans: Spans | None) -> Iterator[tuple[int, int, int]]:
     """(start, end, first): queries [start, end) of one sample attend to keys [first, end).
 
-    With a window the ranges are so short that a mask grows with the window and not with the sample.
+    With a window the ranges are short, so masks grow with the window and not with the sample.
     """
     ends = list(accumulate(lengths))
     for span_start, span_end in ((0, ends[-1]),) if spans is None else spans:
@@ -84,14 +79,14 @@ def _query_ranges(lengths: tuple[int, ...], window: int | None, spans: Spans | N
 
 
 def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """True where a query attends: its own key and the ``window - 1`` before; the last key is the last query's."""
+    """True where a query attends: its own key and the ``window - 1`` before. The last key belongs to the last query."""
     index = torch.arange(keys, device=device)
     distance = index[keys - queries :, None] - index[None, :]
     return (distance >= 0) & (distance < window)
 
 
 class VarlenAttention(nn.Module):
-    """Softmax attention within each sample; groups of query heads share key/value heads without copies."""
+    """Softmax attention within each sample; grouped query heads share key/value heads without copies."""
 
     def __init__(
         self,
@@ -115,16 +110,9 @@ class VarlenAttention(nn.Module):
         self.recomputed = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
-        """Attend.
+        """q [T, G, R, D] (T / cp under context parallelism), k [T, G, D], v [T, G, Dv] -> [T, G * R * Dv].
 
-        Args:
-            q: [T, G, R, D], R query heads for each of G key/value heads; T / cp under context parallelism.
-            k: [T, G, D], of the whole packed sequence or, under context parallelism, of this rank's tokens.
-            v: [T, G, Dv], like the keys.
-            batch: with sample lengths that sum to T.
-
-        Returns:
-            [T, G * R * Dv]
+        Keys and values are those of the whole packed sequence, or of this rank's tokens under context parallelism.
         """
         if self.recomputed and self.training:
             attended = tensor_parallel.checkpoint(lambda q, k, v: self.attend(q, k, v, batch), False, q, k, v)
@@ -134,7 +122,7 @@ class VarlenAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """:meth:`forward` without recomputation."""
         if batch.spans is not None and k.size(0) == q.size(0):
-            # Here and not earlier: recomputation keeps only this rank's keys and values.
+            # Gather inside the recomputed region, so that only this rank's keys and values are saved.
             k, v = gather_sequence(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
         lengths, spans = batch.lengths, batch.spans
         plain = self.softcap is None and self.softmax_offset is None
@@ -154,16 +142,13 @@ class VarlenAttention(nn.Module):
 
 
 class PackedSelfAttention(SelfAttention):
-    """Megatron-Core's self-attention with a forward pass for packed samples.
-
-    Parameters, sharding and checkpoint names are the parent's, whose forward pass handles inference and padding.
-    """
+    """Megatron-Core's self-attention with a forward pass for packed samples."""
 
     def __init__(self, config: Any, *args: Any, architecture: Architecture, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         layer = self.layer_number - 1
         self.rotated = architecture.position == "rope" and layer not in architecture.unrotated_layers
-        # The rotary table of layers with a window, if it differs, comes last.
+        # A separate rotary table for layers with a window comes last.
         self.num_tables = 1 if architecture.window_rotary_base is None else 2
         self.table = 0 if architecture.window(layer) is None else self.num_tables - 1
         if architecture.qk_norm and architecture.qk_norm_over == "projection":
@@ -175,16 +160,10 @@ class PackedSelfAttention(SelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend and project.
+        """Attend and project; returns the output and the bias that the caller adds, or None.
 
-        Args:
-            hidden_states: [T, 1, H], or [T / tp, 1, H] under sequence parallelism; T is the number of this rank's
-                tokens under context parallelism.
-            rotary_pos_emb: from :func:`isthmus.engine.layers.rope.rotary_tables`; None for learned positions.
-            packed_seq_params: the samples.
-
-        Returns:
-            The output, like ``hidden_states``, and the bias that the caller adds, or None.
+        ``hidden_states`` is [T, 1, H] of this rank's tokens, or [T / tp, 1, H] under sequence parallelism.
+        ``rotary_pos_emb`` is that of :func:`~isthmus.engine.layers.rope.rotary_tables`; None for learned positions.
         """
         q, k, v = self._project(hidden_states)
         if self.rotated and rotary_pos_emb is not None:

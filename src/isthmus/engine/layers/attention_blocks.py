@@ -1,4 +1,4 @@
-"""How CPU attention arranges packed samples: stacks of samples of similar length, cut into blocks of queries."""
+"""Layout of packed samples for CPU attention: stacks of samples of similar length, cut into blocks of queries."""
 
 from __future__ import annotations
 
@@ -14,54 +14,53 @@ from torch import Tensor
 from isthmus.engine.parallel.context_parallel import Spans
 
 BLOCK_QUERIES = 96
-"""Tokens of a block; the fastest of 64 to 256 over float32 and bfloat16."""
+"""Fastest of 64 to 256 in float32 and bfloat16."""
 KEYS_MULTIPLE = 64
-"""If a block does not start at the first key of its samples, its number of keys is a multiple of this: oneDNN compiles
-a kernel for each shape, in 2 ms and half a MiB."""
+"""Number of keys of a block that does not start at its samples' first key: oneDNN compiles a kernel per shape (2 ms,
+0.5 MiB).
+"""
 ROWS_MULTIPLE = {torch.bfloat16: 32}
-"""Stacked samples are padded to a multiple of this, for the same reason."""
+"""Length of stacked samples, padded, for the same reason."""
 MAX_STACKED = {torch.float32: 256}
-"""Longer samples are not stacked: MKL is as fast on each alone, and nothing is copied."""
+"""Longer samples are not stacked: MKL is as fast without the copies."""
 MAX_SCORES = 3 << 18
-"""Scores of several samples that are computed at a time, so that they fit the cache."""
+"""Scores of a block of stacked samples, so that they fit the cache."""
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRange:
-    """Consecutive queries, by their position among all queries."""
-
     start: int
     length: int
 
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """The same consecutive queries of several samples, and the keys that they attend to."""
+    """A range of queries of several samples, and the keys that they attend to."""
 
     top: int
     bottom: int
     """Samples [top, bottom) of the stack."""
     start: int
     end: int
-    """Queries [start, end) of each."""
+    """Queries [start, end) of each sample."""
     first: int
     last: int
-    """Keys [first, last), counted from the start of the samples, or of the sequence if the stack is in place."""
+    """Keys [first, last), from the start of the samples, or of the sequence for a range in place."""
     left: Tensor
-    """Mask of the first keys, 0 where a query attends and -inf elsewhere, [(end - start) * repeat, keys]."""
+    """Additive mask of the first keys (0 or -inf), [(end - start) * repeat, keys]."""
     right: Tensor
-    """Mask of the last keys. All queries attend to the keys between the two masks."""
+    """Mask of the last keys. Keys between the two masks are not masked."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleStack:
-    """Samples of similar length as one batch, the longest first; or one range of queries, used in place."""
+    """Samples of similar length as one batch, the longest first; or one range of queries in place."""
 
     ranges: tuple[QueryRange, ...]
     rows: int
-    """Tokens of each sample after padding with zeros; 0 for a range that is used in place."""
+    """Padded tokens per sample; 0 for a range in place."""
     blocks: tuple[QueryBlock, ...]
 
     def queries(self, sequence: Tensor, repeat: int) -> Tensor:
@@ -87,7 +86,7 @@ class SampleStack:
         return stacked.flatten(0, 1)
 
     def unstack(self, stacked: Tensor, sequence: Tensor, repeat: int) -> None:
-        """Copy ``stacked`` back into ``sequence``; nothing to do for a range in place."""
+        """Copy ``stacked`` back into ``sequence``; a no-op for a range in place."""
         if self.rows:
             for one, rows in zip(self.ranges, stacked.unflatten(0, (len(self.ranges), -1)), strict=True):
                 target = slice(one.start * repeat, (one.start + one.length) * repeat)
@@ -103,15 +102,10 @@ def plan_stacks(
     device: torch.device = _CPU,
     spans: Spans | None = None,
 ) -> tuple[SampleStack, ...]:
-    """Arrange samples in stacks and cut them into blocks of queries.
+    """Stack samples and cut the stacks into blocks of queries.
 
-    Args:
-        lengths: tokens of each sample.
-        window: keys that a query attends to, itself included; None for all before it in its sample.
-        heads: key heads, and query heads per key head; each row of a mask is repeated for the latter.
-        dtype: of the masks.
-        device: of the masks.
-        spans: where in the sequence the queries are; None: everywhere.
+    ``window`` includes the query's own key. ``heads`` is (key heads, query heads per key head); ``spans`` are the
+    queries' positions in the sequence, None: all.
     """
     cut = functools.partial(_cut, window=window, heads=heads, dtype=dtype, device=device)
     ends = torch.tensor(lengths).cumsum(0)
@@ -155,7 +149,7 @@ def _cut(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[QueryBlock, ...]:
-    """Cut a stack with so many ``queries`` per sample, in descending order, into blocks.
+    """``queries`` per sample are in descending order.
 
     For each query ``own`` is the key at its position and ``sample_starts`` the first key of its sample, both int64.
     """

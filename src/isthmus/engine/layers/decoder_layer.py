@@ -1,4 +1,4 @@
-"""A decoder layer with the norms of any :data:`~isthmus.families.architecture.Form`."""
+"""A decoder layer for any :data:`~isthmus.families.architecture.Form`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from isthmus.families.architecture import Form
 
 @dataclass
 class LayerSubmodules(TransformerLayerSubmodules):
-    """Megatron-Core's submodules of a layer, and norms behind attention and behind the feed-forward block."""
+    """Adds norms after attention and after the feed-forward block."""
 
     post_self_attn_layernorm: ModuleSpec | type = IdentityOp
     post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
 class FlexibleNormLayer(TransformerLayer):
-    """Megatron-Core's layer with a forward pass for every form, and the two more norms that some have."""
+    """Megatron-Core's layer with a forward pass for every form and norms after its blocks."""
 
     def __init__(
         self,
@@ -46,10 +46,7 @@ class FlexibleNormLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """Run the layer on [T, 1, H] hidden states, or [T / tp, 1, H] under sequence parallelism.
-
-        Returns the new hidden states, and None for the context of an encoder.
-        """
+        """``hidden_states`` are [T, 1, H], or [T / tp, 1, H] under sequence parallelism; there is no context."""
         normed = self.input_layernorm(hidden_states)
         attended = self._residual(
             self.self_attention(
@@ -68,7 +65,7 @@ class FlexibleNormLayer(TransformerLayer):
         return stream + (attended + output if parallel else output), None
 
     def _residual(self, output_with_bias: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
-        """What a block adds to the residual stream: its output with the bias, normalized and scaled."""
+        """A block's addition to the residual stream."""
         output, bias = output_with_bias
         output = norm(output if bias is None else output + bias)
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier

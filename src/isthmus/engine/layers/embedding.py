@@ -1,6 +1,6 @@
-"""Vocabulary-parallel and position embeddings whose gradients touch only the rows that were looked up.
+"""Vocabulary-parallel and position embeddings with sparse gradient accumulation.
 
-Autograd's would fill a tensor of the embedding's size with zeros for every micro batch and then add all of it.
+Autograd would allocate and add a dense gradient of the embedding's size in every micro batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def embed(table: VocabParallelEmbedding, input_ids: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Embed int64 [T] tokens; returns [T, 1, H], or this tp rank's [T / tp, 1, H] under sequence parallelism."""
+    """Embed int64 [T] tokens to [T, 1, H], or to this rank's [T / tp, 1, H] under sequence parallelism."""
     if table.tp_group.size() == 1:
         return _Lookup.apply(table.weight, input_ids, None)[:, None]
     local = input_ids - table.vocab_start_index
@@ -51,7 +51,7 @@ def embed(table: VocabParallelEmbedding, input_ids: Tensor, *, sequence_parallel
 
 
 def embed_positions(table: Tensor, position_ids: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Embed int64 [T] positions with ``table`` [P, H], which every rank has; the result is that of :func:`embed`."""
+    """Embed int64 [T] positions with a replicated ``table`` [P, H]; the result is that of :func:`embed`."""
     if sequence_parallel:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         position_ids = position_ids.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]

@@ -1,8 +1,7 @@
-"""Linear layers whose three matmuls run in FP8; weights, activations and accumulators keep their dtype.
+"""Linear layers with FP8 matmuls; weights, activations and accumulators keep their dtype.
 
-A matrix is scaled to the range of an FP8 dtype by one scale (tensorwise) or one per row (rowwise), computed from its
-current largest element ("current scaling"). The dtypes, e4m3 forward and e5m2 for gradients, are those of arXiv
-2209.05433; the arithmetic of scales is that of torchao and of TransformerEngine's current scaling.
+Scaling is per tensor (tensorwise) or per row (rowwise), from the current largest element ("current scaling"). Dtypes
+are those of arXiv 2209.05433 (e4m3 forward, e5m2 for gradients), scales those of torchao and TransformerEngine.
 """
 
 from __future__ import annotations
@@ -18,25 +17,23 @@ from torch import Tensor
 from torch.nn import functional
 
 ALIGNMENT = 16
-"""The hardware requires widths that are a multiple of it; the sum over tokens is padded to it with zeros."""
+"""The hardware requires widths that are multiples of it; the sum over tokens is zero-padded."""
 LARGEST_SCALE = 2.0**126
 """Its inverse is the smallest normal float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Recipe:
-    """How matrices are quantized."""
-
     scaling: Literal["tensorwise", "rowwise"]
     forward: torch.dtype
-    """Dtype of activations and weights: e4m3."""
+    """e4m3, for activations and weights."""
     backward: torch.dtype
-    """Dtype of the gradient of a layer's output."""
+    """Of the gradient of a layer's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix to be summed over its rows' elements in a matmul."""
+    """A quantized matrix; a matmul reduces over its rows' elements."""
 
     values: Tensor
     """FP8 [rows, n], contiguous."""
@@ -45,9 +42,9 @@ class Quantized:
 
 
 def quantize(matrix: Tensor, dtype: torch.dtype, scaling: str) -> Quantized:
-    """Scale ``matrix`` [rows, n] so that its largest element is the largest number of the dtype, and round.
+    """Scale ``matrix`` [rows, n] to the range of the dtype and round.
 
-    Zeros have a scale of one; an element that is not finite makes all elements with the same scale NaN.
+    The scale of zeros is one; a non-finite element makes all elements with the same scale NaN.
     """
     largest = torch.finfo(dtype).max
     amax = matrix.abs().amax(1 if scaling == "rowwise" else (0, 1), keepdim=True).float()
@@ -61,19 +58,18 @@ def quantize(matrix: Tensor, dtype: torch.dtype, scaling: str) -> Quantized:
 def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """``a @ b.T`` of [M, n] (e4m3 or e5m2) and [N, n] (e4m3) as ``dtype``.
 
-    ``fast`` allows accumulators with fewer bits than float32, which is accurate enough for forward passes but not for
-    gradients.
+    ``fast`` allows accumulators below float32 precision, enough for forward passes but not for gradients.
     """
     return emulated_scaled_mm(a, b, dtype) if a.values.device.type == "cpu" else scaled_mm(a, b, dtype, fast=fast)
 
 
 def emulated_scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Emulation on a CPU, for tests: a float32 matmul of the same rounded numbers."""
+    """Float32 matmul of the same rounded numbers on a CPU, for tests."""
     return (a.values.float() @ b.values.float().t() * a.inverse_scale * b.inverse_scale.t()).to(dtype)
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """The GPU kernel; widths are multiples of 16, and rowwise scaling returns bfloat16."""
+    """GPU kernel; widths are multiples of 16, and rowwise scaling returns bfloat16."""
     rowwise = functional.ScalingType.RowWise if a.inverse_scale.dim() else functional.ScalingType.TensorWise
     return functional.scaled_mm(
         a.values,
@@ -92,7 +88,7 @@ def _padded(matrix: Tensor) -> Tensor:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """``x @ weight.T`` with the communication of a tensor-parallel layer; saves ``x`` in its own dtype."""
+    """``x @ weight.T`` with tensor-parallel communication; saves ``x`` in its own dtype."""
 
     @staticmethod
     def forward(
@@ -137,7 +133,7 @@ def _sum_over_ranks(grad: Tensor, ctx: Any) -> tuple[Tensor, Callable[[], object
 
 
 def _weight_gradient(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
-    """Add it to the weight's gradient buffer, or return it if there is none."""
+    """Add it to ``main_grad``, or return it if there is none."""
     weight, recipe = ctx.weight, ctx.recipe
     whole = gather_from_sequence_parallel_region(x, group=ctx.group) if ctx.sequence_parallel else x
     outputs = quantize(_padded(grad.t()), recipe.backward, recipe.scaling)
@@ -152,7 +148,6 @@ def _weight_gradient(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether the hardware supports a weight [N, n] in FP8."""
     return weight.size(0) % ALIGNMENT == 0 and weight.size(1) % ALIGNMENT == 0
 
 
@@ -167,13 +162,8 @@ def fp8_linear(
 ) -> Tensor:
     """``x @ weight.T`` and its gradients as FP8 matmuls.
 
-    Args:
-        x: [..., n] with at least two dims; under sequence parallelism this rank's part of the first one.
-        weight: [N, n] that :func:`fits`; its gradient is added to its ``main_grad`` if it has one.
-        recipe: dtypes and scaling.
-        group: the tensor-parallel ranks.
-        allreduce_dgrad: sum the input's gradient over ``group``.
-        sequence_parallel: gather the first dim of ``x`` over ``group``, and reduce-scatter its gradient.
+    ``x`` is [..., n] with at least two dims, ``weight`` [N, n] passes :func:`fits`. ``allreduce_dgrad`` sums the
+    input's gradient over ``group``; ``sequence_parallel`` gathers the first dim of ``x`` and reduce-scatters its gradient.
     """
     function: Any = _Fp8Linear
     out: Tensor = function.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)

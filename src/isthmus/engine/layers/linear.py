@@ -1,7 +1,6 @@
-"""Tensor-parallel linear layers that accumulate weight gradients directly into the gradient buffer.
+"""Tensor-parallel linear layers that accumulate weight gradients directly into ``main_grad``.
 
-Megatron-Core has this fusion only as a CUDA extension of Apex. In float32 ``addmm_`` does the same on every device: one
-matmul with the accumulation inside, instead of a matmul, an allocation and an addition.
+Megatron-Core requires Apex's CUDA extension for this. In float32 ``addmm_`` does the same on every device.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from isthmus.engine.layers.matmul import add_matmul, matmul
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
-    """``x @ weight.T`` whose weight gradient is added to ``weight.main_grad``."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -52,10 +49,10 @@ def _fused_linear(x: Tensor, weight: Tensor, kwargs: Mapping[str, Any] = Mapping
 
 
 class _FusedForward:
-    """Mixed into Megatron-Core's parallel linear layers: FP8 or the fused accumulation, where possible."""
+    """Mixin for Megatron-Core's parallel linear layers: FP8 or fused gradient accumulation, if possible."""
 
     fp8: Fp8Recipe | None = None
-    """None: not in FP8. See :func:`use_fp8`."""
+    """Set by :func:`use_fp8`."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         if self.fp8 is not None:
@@ -75,13 +72,9 @@ class RowParallelLinear(_FusedForward, mcore.RowParallelLinear):
 
 
 def use_fp8(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:
-    """Compute the parallel linear layers of attention and feed-forward blocks in FP8.
+    """Compute parallel linear layers in FP8; returns messages for the user.
 
-    The output layer, routers, routed experts and replicated layers keep their dtype, as do layers whose shard on this
-    rank has a width that the hardware does not support.
-
-    Returns:
-        Messages for the user: how many layers were changed, and which could not be.
+    The output layer, routers, routed experts, replicated layers and layers with unsupported widths keep their dtype.
     """
     unsupported: dict[str, tuple[int, ...]] = {}
     changed = 0
@@ -102,25 +95,24 @@ def use_fp8(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear layer without bias that every tensor-parallel rank holds whole and applies to its tokens."""
+    """A linear layer without bias, replicated on all tp ranks."""
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        # Read by finalize_model_grads: each rank saw only its part of the sequence.
+        # finalize_model_grads reads it: each rank has a part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., input_size] -> [..., output_size]."""
         fused = _fused_linear(x, self.weight)
         return torch.nn.functional.linear(x, self.weight) if fused is None else fused
 
     def get_extra_state(self) -> None:
-        """The empty entry that Megatron-Core's checkpoints have beside each linear layer."""
+        """Megatron-Core's checkpoints have an empty entry next to each linear layer."""
         return None
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore it."""
+        """No-op."""
 
 
 @functools.cache

@@ -1,11 +1,8 @@
 """Fused output projection and cross entropy: vocabulary-parallel and chunked.
 
-Logits exist for one chunk of tokens at a time, in the model's dtype, and in float32 only for a block of rows that fits
-the cache. Only loss tokens are projected.
-
-For the sum of the losses, the gradients of hidden states and projection are computed in the forward pass, so the
-backward pass only scales them. For per-token losses their gradient is not known then: the logits are recomputed in the
-backward pass.
+Logits exist for one chunk of tokens at a time, and in float32 only for a block of rows that fits the cache. For the
+summed loss the forward pass computes the gradients and the backward pass scales them. For per-token losses the
+backward pass recomputes the logits.
 """
 
 from __future__ import annotations
@@ -24,19 +21,19 @@ from torch import Tensor
 from isthmus.engine.layers.matmul import add_matmul, matmul
 
 CHUNK_ELEMENTS = 1 << 25
-"""Logits of a chunk. Larger chunks add to the projection's gradient less often; the fastest size on a CPU."""
+"""Logits of a chunk; the fastest size on a CPU."""
 BLOCK_ELEMENTS = 1 << 20
-"""Logits of a chunk that are float32 at a time: 4 MiB, which stay in the cache during a softmax."""
+"""Float32 logits at a time: 4 MiB fit the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """This rank's part of the vocabulary, and how logits become a loss."""
+    """This rank's shard of the vocabulary."""
 
     start: int = 0
     """Vocabulary index of this rank's first row."""
     rows: int | None = None
-    """Rows of the weight that are not padding; None means all."""
+    """Rows of the weight without padding; None means all."""
     group: dist.ProcessGroup | None = None
     """The tensor-parallel group, None for one rank."""
     softcap: float | None = None
@@ -52,9 +49,9 @@ class VocabShard:
         grad_hidden: Tensor | None = None,
         grad_weight: Tensor | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the losses of each chunk of tokens; write the gradients if there are tensors for them.
+        """Yield the losses of each chunk of tokens.
 
-        ``grad_scale`` is a scalar or [n, 1]; ``grad_hidden`` is overwritten, ``grad_weight`` is added to.
+        ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` is added to.
         """
         rows = weight[: self.rows]
         for start, end in _chunks(hidden.size(0), rows.size(0)):
@@ -82,7 +79,7 @@ def _new_grad(weight: Tensor) -> Tensor | None:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sums the losses and computes the gradients in the forward pass, while a chunk's logits exist."""
+    """Sums the losses and computes the gradients in the forward pass."""
 
     @staticmethod
     def forward(
@@ -121,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
-    """Returns the loss of each token; recomputes the logits in the backward pass."""
+    """Returns per-token losses; recomputes the logits in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
@@ -156,7 +153,7 @@ def _cap(logits: Tensor, softcap: float) -> Tensor:
 
 
 def _buffer(num_tokens: int, num_rows: int, *, like: Tensor) -> Tensor:
-    """Memory for the logits of a chunk; on a CPU the same for every chunk, on a GPU the allocator reuses it."""
+    """Memory for a chunk's logits; a CPU uses the same for every chunk."""
     if like.device.type != "cpu":
         return like.new_empty(num_tokens, num_rows)
     return _cpu_buffer(max(CHUNK_ELEMENTS, num_rows), like.dtype)[: num_tokens * num_rows].view(num_tokens, num_rows)
@@ -164,7 +161,7 @@ def _buffer(num_tokens: int, num_rows: int, *, like: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _cpu_buffer(numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory outside the heap, which it would fragment; pages are allocated when they are first written."""
+    """Anonymous mmap: it does not fragment the heap, and pages are allocated on first write."""
     pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -184,12 +181,8 @@ def _loss_and_gradient(
 ) -> Tensor:
     """Overwrite ``logits`` with ``softmax(logits) - onehot(targets)`` and return the losses, float32 [n].
 
-    Args:
-        logits: [n, V / tp] of this rank's part of the vocabulary.
-        targets: [n] indices into this rank's part; out of range for targets of other ranks.
-        group: the tensor-parallel group, None for one rank.
-        grad_scale: factor of the gradient, a scalar or [n, 1], applied in float32 so that small gradients do not
-            underflow in float16.
+    ``logits`` are [n, V / tp]; ``targets`` [n] index into this rank's shard, out of range for other ranks' targets.
+    ``grad_scale``, a scalar or [n, 1], is applied in float32 so that small gradients do not underflow in float16.
     """
     block = max(1, BLOCK_ELEMENTS // max(1, logits.size(1)))
     mine = (targets >= 0) & (targets < logits.size(1))
@@ -227,20 +220,16 @@ def _loss_and_gradient(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE, *, grad_scale: Tensor | None = None
 ) -> Tensor:
-    """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, in float32.
+    """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, a float32 scalar, equal on every rank.
 
     Args:
-        hidden: [n, H] of the loss tokens, the same on every tensor-parallel rank.
-        weight: [V / tp, H], this rank's rows of the projection. Its gradient is added to its ``main_grad`` immediately
-            if it has one; else it goes to autograd.
+        hidden: [n, H] of the loss tokens, equal on all tp ranks; its gradient has to be summed over tp.
+        weight: [V / tp, H]; its gradient is added to ``main_grad`` in the forward pass, if it has one.
         labels: int64 [n], indices into the whole vocabulary.
-        shard: which rows these are.
-        grad_scale: a scalar, the gradient that the loss will get (the loss scale of float16); None means one.
-
-    Returns:
-        A scalar, equal on every rank. The gradient of ``hidden`` is this rank's part, to be summed over the ranks.
+        shard: the vocabulary rows of ``weight``.
+        grad_scale: the scalar gradient of the loss (float16 loss scale); None means one.
     """
-    # Checked here: inside a Function autograd is off, and needs_input_grad is true even under no_grad.
+    # Check outside the Function, where autograd is off and needs_input_grad is true even under no_grad.
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     function: Any = _LinearCrossEntropy
     loss: Tensor = function.apply(hidden, weight, labels, shard, grad_scale if wants_grad else None, wants_grad)
@@ -248,7 +237,7 @@ def linear_cross_entropy(
 
 
 def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE) -> Tensor:
-    """The cross entropy of each token, float32 [n]; otherwise like :func:`linear_cross_entropy`."""
+    """Per-token losses, float32 [n]; otherwise like :func:`linear_cross_entropy`."""
     function: Any = _TokenCrossEntropy
     losses: Tensor = function.apply(hidden, weight, labels, shard)
     return losses

@@ -1,4 +1,4 @@
-"""Matmuls of linear layers; on a CPU by the faster of torch's two libraries, MKL and oneDNN (docs/decisions/0023)."""
+"""Matmuls with the faster of MKL and oneDNN on a CPU (docs/decisions/0023)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor
 from isthmus.platforms.cpu import onednn_is_faster
 
 ONEDNN_MIN_FLOP = 1 << 28
-"""Floating-point operations from which a float32 matmul on a CPU uses oneDNN, which compiles a kernel for each shape in
-0.3 ms."""
+"""From this size float32 matmuls on a CPU use oneDNN, which compiles a kernel per shape in 0.3 ms."""
 BLOCK_ELEMENTS = 1 << 20
-"""Results of a bfloat16 matmul on a CPU at a time: 2 MiB, still in the cache when they are added to float32."""
+"""Results of a bfloat16 matmul on a CPU at a time: 2 MiB stay in the cache until they are added to float32."""
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -26,11 +25,10 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def add_matmul(main_grad: Tensor, a: Tensor, b: Tensor, *, shape_repeats: bool = True) -> None:
-    """``main_grad += a @ b`` for ``a`` [M, K] and ``b`` [K, N], in one operation if the dtypes are the same.
+    """``main_grad += a @ b`` for ``a`` [M, K] and ``b`` [K, N].
 
-    PyTorch cannot add a bfloat16 matmul into float32. On a CPU it is computed in blocks of rows, so that no tensor of
-    the weight's size is written and read again. ``shape_repeats``: matmuls of these shapes are likely to come again, as
-    in the layers of a decoder; otherwise no kernel is compiled for them.
+    PyTorch cannot add a bfloat16 matmul into float32, so a CPU computes it in blocks of rows that stay in the cache.
+    ``shape_repeats`` False avoids compiling a kernel for a shape that is unlikely to repeat.
     """
     if a.dtype == main_grad.dtype:
         with _library(a, b) if shape_repeats else contextlib.nullcontext():
@@ -50,7 +48,7 @@ def _library(a: Tensor, b: Tensor) -> AbstractContextManager[None]:
 def _onednn() -> Iterator[None]:
     """Make float32 matmuls use oneDNN.
 
-    torch does so if bfloat16 is allowed as the internal precision; oneDNN only uses bfloat16 on processors with AMX.
+    torch does so if the internal precision is bfloat16; oneDNN uses bfloat16 only on processors with AMX.
     """
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
@@ -63,7 +61,7 @@ def _onednn() -> Iterator[None]:
 
 @functools.cache
 def _onednn_is_exact() -> bool:
-    """Whether oneDNN is faster on this CPU, and a test matmul shows that it computes in full float32."""
+    """Whether oneDNN is faster on this CPU and computes in full float32."""
     if not onednn_is_faster() or not hasattr(torch.backends.mkldnn, "matmul"):
         return False
     values = torch.arange(1.0, 256 * 256 + 1).view(256, 256) / 3

@@ -1,9 +1,7 @@
-"""Multi-token prediction: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-At depth k the hidden state of a token and the embedding of the token k positions later are normalized, concatenated,
-projected to the hidden size and passed through an additional layer; a norm and the model's output layer give the logits
-of the token k + 1 positions later. Embedding and output layer are the model's, not copies. As in Megatron-Core (and in
-the inference engines for DeepSeek's weights) the first depth takes the hidden states behind the model's last norm.
+Depth k combines a token's hidden state with the embedding of the token k positions later, and predicts the token
+k + 1 positions later. As in Megatron-Core, the first depth takes the hidden states after the model's last norm.
 """
 
 from __future__ import annotations
@@ -28,15 +26,14 @@ from isthmus.families.architecture import Architecture
 
 
 class MtpLayer(MultiTokenPredictionLayer):
-    """Megatron-Core's layer, with its parameters and checkpoint names and a forward pass for packed samples."""
+    """Megatron-Core's layer with a forward pass for packed samples."""
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, embedded: Tensor, tables: Tensor | None, batch: PackedBatch
     ) -> Tensor:
-        """Compute the input of the output layer and of the next depth.
+        """Compute the input of the output layer and of the next depth, of the shape of ``hidden`` and ``embedded``.
 
-        It has the shape of ``hidden``, the previous depth, and of ``embedded``, the tokens k positions later:
-        [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
+        ``hidden`` comes from the previous depth, ``embedded`` from the tokens k positions later.
         """
 
         def run(hidden: Tensor, embedded: Tensor) -> Tensor:
@@ -53,7 +50,6 @@ class MtpLayer(MultiTokenPredictionLayer):
 
 
 def mtp_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
-    """All MTP layers, which are on the last stage."""
     norm = norm_spec(architecture)
     layers = [
         ModuleSpec(
@@ -76,8 +72,8 @@ def mtp_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
 
 
 def mtp_positions(loss_positions: Tensor, position_ids: Tensor, depths: int) -> Sequence[Tensor]:
-    """For each depth k, from 1: the positions whose label k positions later, in the same sample, counts in the loss.
+    """For each depth k, from 1: the positions whose label k positions later, in the same sample, is a loss token.
 
-    ``loss_positions``, int64 [n], are those whose own label counts; ``position_ids`` are int64 [T].
+    ``loss_positions`` are int64 [n], ``position_ids`` int64 [T].
     """
     return [loss_positions[position_ids[loss_positions] >= depth] - depth for depth in range(1, depths + 1)]

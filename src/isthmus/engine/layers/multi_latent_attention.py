@@ -1,10 +1,7 @@
 """Multi-head latent attention (arXiv 2405.04434) over packed samples.
 
-Keys and values of all heads are projected from one latent vector per token, and queries may be; only some channels of
-each head are rotated, and those of the keys are shared by all heads. Parameters and checkpoint keys are those of
-Megatron-Core, whose class cannot be built without TransformerEngine (``isinstance(linear_proj, TELinear)`` fails with
-TELinear None, and it passes ``k_channels`` to an attention without that parameter). As in TransformerEngine's layers,
-every tensor-parallel rank has the whole down projections.
+Parameters and checkpoint keys are those of Megatron-Core, whose class requires TransformerEngine
+(``isinstance(linear_proj, TELinear)`` fails with TELinear None). The down projections are replicated over tp.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from isthmus.families.architecture import Architecture
 
 
 def latent_scale(architecture: Architecture) -> float:
-    """Softmax scale: one over the square root of a head's width, times YaRN's ``mscale`` squared."""
+    """``1 / sqrt(D)``, times YaRN's ``mscale`` squared."""
     scaling = architecture.rope_scaling
     mscale = 1.0
     if scaling is not None and scaling.mscale_all_dim:
@@ -37,7 +34,7 @@ def latent_scale(architecture: Architecture) -> float:
 
 
 class LatentAttention(MegatronModule):
-    """Self-attention; replaces Megatron-Core's ``MLASelfAttention``."""
+    """Replaces Megatron-Core's ``MLASelfAttention``."""
 
     def __init__(
         self,
@@ -83,10 +80,7 @@ class LatentAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """Attend and project; shapes are those of ``PackedSelfAttention``, and there is no bias.
-
-        ``rotary_pos_emb`` is [T, qk_rope_head_dim] from :func:`isthmus.engine.layers.rope.rotary_tables`.
-        """
+        """Shapes are those of ``PackedSelfAttention``, without bias; ``rotary_pos_emb`` is [T, qk_rope_head_dim]."""
         q = self._queries(hidden_states, rotary_pos_emb)
         latent, rope = self._latent(hidden_states, rotary_pos_emb, packed_seq_params)
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 
 class _Norm(nn.Module):
-    """Parameters of a norm over the last dim; under sequence parallelism their gradients are summed over tp."""
-
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, bias: bool) -> None:
         super().__init__()
         self.eps = eps
@@ -24,16 +22,16 @@ class _Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if bias else None
         for parameter in self.parameters():
-            # Read by finalize_model_grads: each rank saw only its part of the sequence.
+            # finalize_model_grads reads it: each rank has a part of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def gain(self) -> Tensor:
-        """The factor of each channel; one plus the weight is computed in float32, which does not round it."""
+        """``1 + weight`` is computed in float32, which does not round it."""
         return self.weight.float() + 1 if self.zero_centered else self.weight
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """Saves its input and one scale per row; torch's on a CPU is six operations that each save their input."""
+    """Saves its input and one scale per row; torch's CPU version is six operations that each save their input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,7 +60,6 @@ class RMSNorm(_Norm):
         super().__init__(config, hidden_size, eps, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x`` [..., hidden_size] in float32."""
         if x.device.type == "cpu":
             return _RMSNormFunction.apply(x, self.gain(), self.eps)  # type: ignore[no-any-return]
         if self.zero_centered:
@@ -77,16 +74,14 @@ class LayerNorm(_Norm):
         super().__init__(config, hidden_size, eps, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x`` [..., hidden_size]."""
         return torch.layer_norm(x, self.shape, self.gain().to(x.dtype), self.bias, self.eps)
 
 
 class ProjectionNorm(_Norm):
-    """RMSNorm over the channels of all heads together, which are sharded over the tensor-parallel ranks.
+    """RMSNorm over the channels of all heads, sharded over tp ranks.
 
-    Every rank has all weights and uses those of its heads; Megatron-Core sums their gradients over the ranks, as for
-    any norm of queries and keys. ``num_heads`` counts the heads of all ranks; if there are fewer than ranks, several
-    ranks have the same head.
+    Every rank has all weights and uses those of its heads; Megatron-Core sums their gradients. ``num_heads`` counts the
+    heads of all ranks; with fewer heads than ranks, several ranks have the same head.
     """
 
     def __init__(
@@ -99,7 +94,7 @@ class ProjectionNorm(_Norm):
         self.own = slice(rank // self.copies * width, (rank // self.copies + 1) * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x`` [T, ...], this rank's channels, in float32."""
+        """``x`` [T, ...] has this rank's channels."""
         wide = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)
         if self.ranks > 1:

@@ -1,10 +1,8 @@
-"""Causal attention over packed samples in plain matmuls, for CPUs.
+"""Causal attention over packed samples with plain matmuls, for CPUs.
 
-Samples of similar length are stacked into one batch of matmuls and cut into blocks of queries (``attention_blocks``). A
-block is multiplied with the keys from the start of its samples to its own end, so the work follows the triangle below
-the diagonal. Probabilities exist for a few blocks at a time and are recomputed in the backward pass, so memory is
-linear in the number of tokens. PyTorch's CPU kernel runs one sample at a time and takes 1.2 to 2.6 times as long in
-bfloat16 (docs/decisions/0021).
+Samples of similar length are stacked into one batch and cut into blocks of queries, which skip the keys above the
+diagonal. The backward pass recomputes probabilities, so memory is linear in the number of tokens. PyTorch's CPU kernel
+takes 1.2 to 2.6 times as long in bfloat16 (docs/decisions/0021).
 """
 
 from __future__ import annotations
@@ -21,11 +19,9 @@ from isthmus.engine.parallel.context_parallel import Spans
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """How scores are computed from queries and keys."""
-
     scale: float
     repeat: int
-    """Query heads per key head; their queries are adjacent."""
+    """Query heads per key head, adjacent in ``q``."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap) before they are masked."""
 
@@ -149,26 +145,18 @@ def packed_attention(
     sinks: Tensor | None = None,
     spans: Spans | None = None,
 ) -> Tensor:
-    """Attend causally within each sample.
+    """Attend causally within each sample; returns [T, G, R, Dv], one row per query.
 
     Args:
-        q: [T, G, R, D], R query heads per key head. Keys are not copied for them; samples that are not stacked are not
-            copied at all if q and k are in memory with the groups outermost, as
-            :func:`isthmus.engine.layers.rope.rotate` returns them.
+        q: [T, G, R, D], R query heads per key head; unstacked samples are not copied if G is outermost in memory.
         k: [T, G, D].
         v: [T, G, Dv].
-        lengths: tokens of each sample; they sum to T.
-        window: keys that a query attends to, itself included; None for all before it in its sample.
-        scale: factor of the scores; None is one over the square root of D.
+        lengths: tokens of each sample; their sum is T.
+        window: keys that a query attends to, including its own; None: all earlier keys of its sample.
+        scale: factor of the scores; None: ``D**-0.5``.
         softcap: scores s become softcap * tanh(s / softcap).
-        sinks: [G * R], a logit per query head that takes part in the softmax and has no value.
-        spans: where in the sequence the queries are, which then are as many as these cover; None: everywhere.
-
-    Returns:
-        [T, G, R, Dv], one row per query.
-
-    Raises:
-        ValueError: the shapes do not fit ``lengths`` and ``spans``.
+        sinks: [G * R], a logit per query head in the softmax denominator.
+        spans: positions of the queries in the sequence; None: all.
     """
     check_shapes(q, k, lengths, spans)
     _, groups, repeat, width = q.shape

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the table of cosines and sines of packed samples, and the rotation.
+"""Rotary position embeddings of packed samples.
 
 Frequencies follow RoFormer (arXiv 2104.09864); ``llama3`` scaling is that of Llama 3.1, with all four constants from
 the model's config (Megatron-Core hard-codes three of them). YaRN is that of arXiv 2309.00071, section 3.
@@ -20,10 +20,9 @@ from isthmus.families.architecture import Architecture, RopeScaling
 
 
 def frequency_sets(architecture: Architecture) -> Tensor:
-    """All frequencies that the model uses, float32 [sets, R / 2], where R channels of a head are rotated.
+    """All frequencies of the model, float32 [sets, R / 2], for R rotated channels of a head.
 
-    The first set is that of :func:`inverse_frequencies`. A second one is for layers with a window and another rotary
-    base, or for samples longer than the original context (LongRoPE).
+    The second set is for layers with a window and another base, or for samples beyond the original context (LongRoPE).
     """
     sets = [inverse_frequencies(architecture)]
     scaling = architecture.rope_scaling
@@ -77,7 +76,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     pairs = frequencies.numel()
 
     def pair_with(times: float) -> float:
-        """Index of the pair that makes so many rotations within the original length."""
+        """Index of the pair with this many rotations within the original length."""
         return pairs * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi)) / math.log(base)
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
@@ -102,10 +101,9 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotary_tables(architecture: Architecture, sets: Tensor, batch: PackedBatch, dtype: torch.dtype) -> Tensor:
-    """The table of :func:`rotation_table` for a packed batch, [T, R].
+    """The :func:`rotation_table` of a packed batch, [T, R].
 
-    If layers with a window have other frequencies, their table follows it: [T, 2 R]. ``sets`` are those of
-    :func:`frequency_sets`.
+    [T, 2 R] if layers with a window have other frequencies; their table comes last.
     """
     scaling, position_ids = architecture.rope_scaling, batch.position_ids
     table = functools.partial(rotation_table, position_ids=position_ids, dtype=dtype)
@@ -120,10 +118,9 @@ def rotary_tables(architecture: Architecture, sets: Tensor, batch: PackedBatch, 
 
 
 def rotation_table(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, magnitude: float = 1.0) -> Tensor:
-    """R / 2 cosines and R / 2 sines for each position, times ``magnitude``: [T, R].
+    """Cosines and sines of each position, times ``magnitude``: [T, R].
 
-    ``frequencies`` are float32 [R / 2], or [T, R / 2] if they differ by token; angles are computed in float32. The
-    result is one tensor so that activation recomputation can pass it on.
+    ``frequencies`` are float32 [R / 2], or [T, R / 2] per token. Activation recomputation can pass on a single tensor.
     """
     angles = position_ids[:, None].float() * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude).to(dtype)
@@ -169,6 +166,6 @@ def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate the first R channels of ``x`` [T, G, ..., D] in pairs, by the angles in ``table`` [T, R].
 
-    A pair is (channel i, channel i + R / 2), or two neighbours if ``interleaved``.
+    A pair is (channel i, channel i + R / 2), or two adjacent channels if ``interleaved``.
     """
     return _Rotate.apply(x, table, interleaved)

@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers: router, token dispatch, grouped GEMM, load balancing."""
+"""Mixture of experts: router, token dispatch, grouped GEMM, load balancing."""

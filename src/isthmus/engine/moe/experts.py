@@ -1,4 +1,4 @@
-"""The experts of a rank: separate parameters, as in checkpoints, computed together as grouped GEMMs."""
+"""This rank's experts: separate parameters, as in checkpoints, computed as grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,16 @@ from isthmus.engine.moe.grouped_gemm import grouped_linear
 
 
 class GroupedExperts(SequentialMLP):
-    """Feed-forward blocks whose inputs are sorted by expert, the last expert first.
-
-    That is the order of their weights in the buffers of data-parallel training.
-    """
+    """Feed-forward blocks with inputs sorted by expert, last expert first, like the weights in the DDP buffers."""
 
     def __init__(self, *args: Any, own_copies: bool) -> None:
-        """Create the parameters.
-
-        ``own_copies``: the data-parallel group of the experts is not that of the rest of the model.
-        """
+        """``own_copies``: the experts' data-parallel group differs from that of the other layers."""
         super().__init__(*args)
         for expert in self.local_experts:
             for parameter in expert.parameters():
                 parameter.allreduce = not own_copies
             if (bias := expert.linear_fc2.bias) is not None:
-                # Megatron-Core marks it to be summed over tp; here each rank has all tokens and the whole gradient.
+                # Megatron-Core sums it over tp; here each rank has all tokens and the whole gradient.
                 bias.sequence_parallel = False
                 # All etp ranks have it: the gradient norm counts it on the first of them, whatever its tp rank is.
                 if own_copies:
@@ -35,10 +29,9 @@ class GroupedExperts(SequentialMLP):
                     bias.shared = self.tp_group.rank() != 0
 
     def forward(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Run each expert on its tokens.
+        """``hidden`` [n, H] is sorted by expert, ``weights`` [n] scale the results, ``counts`` int64 [local experts].
 
-        ``hidden`` [n, H] is sorted by expert, ``weights`` [n] are factors of the results, ``counts`` int64
-        [local experts] the tokens of each expert. With tensor-parallel experts the result is this rank's part of a sum.
+        With tensor-parallel experts the result is this rank's part of a sum.
         """
         experts = list(reversed(self.local_experts))
         weights = weights.to(hidden.dtype)[:, None]

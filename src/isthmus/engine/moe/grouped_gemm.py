@@ -1,7 +1,6 @@
-"""Grouped GEMM: groups of rows, each multiplied with its own weight, as all experts of a rank do.
+"""Grouped GEMM for the experts of a rank.
 
-On a GPU it is PyTorch's ``grouped_mm``, one kernel that reads the group sizes from device memory. On a CPU the matmuls
-run one after the other into one result, without an autograd node for each.
+A GPU uses PyTorch's ``grouped_mm``, which reads the group sizes from device memory. A CPU runs one matmul per group.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from isthmus.engine.layers.matmul import add_matmul
 
 _GROUPED_MM: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _ALIGNED_BYTES = 16
-"""Alignment of rows that the kernel requires."""
+"""Row alignment that the kernel requires."""
 
 
 def grouped_linear(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -90,10 +89,7 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of one shape to [G, ...]: a view if they have a constant stride in one storage, else a copy.
-
-    In the buffers of data-parallel training they have, from a layer's last expert to its first.
-    """
+    """Stack to [G, ...]: a view if the tensors have a constant stride in one storage, as in the DDP buffers."""
     first = tensors[0]
     starts = [tensor.data_ptr() for tensor in tensors]
     step, rest = divmod(starts[1] - starts[0] if len(starts) > 1 else first.nbytes, first.element_size())

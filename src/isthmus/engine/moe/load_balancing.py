@@ -1,9 +1,8 @@
-"""Expert load balancing: auxiliary losses, the update of the expert bias, and load statistics.
+"""Expert load balancing: auxiliary losses, expert bias updates and load statistics.
 
-With ``n`` loss tokens in a group of tokens, ``N`` in the global batch and ``L`` the loss of a group, the mean loss of
-the batch grows by ``coefficient / N * sum(n * L)``: each group has the weight of its loss tokens. A group is a micro
-batch for ``aux_loss`` and a sample for ``seq_aux_loss`` and ``z_loss``, so the last two do not depend on the micro
-batch size. Padding belongs to no group. Each layer has its own losses.
+The mean loss of the batch grows by ``coefficient / N * sum(n * L)`` over groups with ``n`` of the batch's ``N`` loss
+tokens and loss ``L``. A group is a micro batch for ``aux_loss`` and a sample for ``seq_aux_loss`` and ``z_loss``, which
+therefore do not depend on the micro batch size. Padding is in no group.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from isthmus.families.architecture import Moe
 
 @dataclass(frozen=True, slots=True)
 class TokenGroups:
-    """The groups over which a loss is averaged."""
+    """The groups of tokens over which a loss is averaged."""
 
     of_token: Tensor
     """int64 [T], the group of each token of this rank; ``number`` for padding."""
     lengths: Tensor
     """float32 [S], tokens of each group on all ranks."""
     weights: Tensor
-    """float32 [S], what each group adds to the denominator of the mean loss, such as its loss tokens."""
+    """float32 [S], each group's part of the denominator of the mean loss."""
 
     @property
     def number(self) -> int:
@@ -42,7 +41,7 @@ class TokenGroups:
 def token_groups(batch: PackedBatch, rank: int, ranks: int, *, device: torch.device) -> tuple[TokenGroups, TokenGroups]:
     """The samples of a batch as groups, and the whole batch as one group.
 
-    Under sequence parallelism this is tp rank ``rank`` of ``ranks``, which have equal parts of the batch.
+    Under sequence parallelism each tp ``rank`` of ``ranks`` has an equal part of the batch.
     """
     samples = batch.sample_lengths
     sample_weights = batch.sample_weights[: len(samples)]
@@ -60,7 +59,7 @@ def token_groups(batch: PackedBatch, rank: int, ranks: int, *, device: torch.dev
 
 
 def balance_scores(logits: Tensor, moe: Moe) -> Tensor:
-    """Scores for the losses, [T, E] with rows that sum to 1: softmax, or normalized sigmoids (arXiv 2412.19437)."""
+    """Rows of [T, E] that sum to 1: softmax, or normalized sigmoids (arXiv 2412.19437)."""
     if moe.score == "sigmoid":
         scores = logits.sigmoid()
         return scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
@@ -70,14 +69,8 @@ def balance_scores(logits: Tensor, moe: Moe) -> Tensor:
 def aux_loss(scores: Tensor, chosen: Tensor, groups: TokenGroups, ranks: dist.ProcessGroup | None = None) -> Tensor:
     """Sum over groups of ``n * E * sum_i(f_i * P_i)``; 1 per loss token at a uniform load (arXiv 2101.03961).
 
-    ``f_i`` is the fraction of a group's choices that are expert i, ``P_i`` the mean of its scores.
-
-    Args:
-        scores: float32 [T, E].
-        chosen: int64 [T, K].
-        groups: of these tokens.
-        ranks: that have other tokens of the same groups. Choices are counted over all of them, and each gets the part
-            of the loss that its own scores have in it.
+    ``f_i`` is the fraction of a group's choices that are expert i, ``P_i`` its mean score. ``scores`` are [T, E], ``chosen``
+    [T, K]. ``ranks`` have other tokens of the groups: choices are counted on all ranks, scores only on this rank.
     """
     experts, top_k = scores.size(1), chosen.size(1)
     cells = (groups.of_token[:, None] * experts + chosen).flatten()
@@ -100,15 +93,15 @@ def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 
 
 class RouterStats:
-    """What a router has counted since the step began, on this rank."""
+    """Router statistics of this rank since the start of the step."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
         self.sums: Tensor | None = None
-        """float64 [E + 3]: tokens of each expert, and the losses in the order of :data:`ROUTER_LOSSES`."""
+        """float64 [E + 3]: tokens of each expert, then the losses in the order of :data:`ROUTER_LOSSES`."""
 
     def add(self, chosen: Tensor, whole: TokenGroups, losses: dict[str, Tensor]) -> None:
-        """Add a micro batch: the choices int64 [T, K], the batch as one group, and its losses."""
+        """Add a micro batch; ``chosen`` is int64 [T, K]."""
         if self.sums is None:
             self.sums = torch.zeros(self.num_experts + len(ROUTER_LOSSES), dtype=torch.float64, device=chosen.device)
         real = torch.where(whole.of_token[:, None] == 0, chosen, self.num_experts)
@@ -119,15 +112,14 @@ class RouterStats:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """The load of experts in a step and the auxiliary losses, the same on every rank."""
+    """Expert load and auxiliary losses of a step, the same on every rank."""
 
     max_over_mean: float
-    """Tokens of the busiest expert over the mean, of the layer where that is largest; 1 is uniform."""
+    """Tokens of the busiest expert over the mean, the largest over all layers; 1 is uniform."""
     losses: dict[str, float]
-    """Each loss in use, without its coefficient: the mean over the layers with experts."""
+    """Losses without their coefficients: means over the layers with experts."""
 
     def metrics(self) -> dict[str, float]:
-        """All by name."""
         return {"load_max_over_mean": self.max_over_mean, **self.losses}
 
 
@@ -142,13 +134,8 @@ def reduce_load(
 ) -> tuple[ExpertLoad, Tensor]:
     """Sum the statistics over all ranks and reset them; every rank calls it.
 
-    Args:
-        stats: of this rank's routers, with the number of their layer in the whole model of ``num_layers``.
-        count: denominator of the step's mean loss.
-        losses: names of those in use.
-
-    Returns:
-        The load, and the tokens of each expert, float64 [num_layers, E] (zero for layers without experts).
+    ``stats`` has model-wide layer numbers, ``count`` is the denominator of the step's mean loss. Also returns the
+    tokens of each expert, float64 [num_layers, E].
     """
     table = torch.zeros(num_layers, num_experts + len(ROUTER_LOSSES), dtype=torch.float64, device=device)
     for layer, each in stats:

@@ -1,7 +1,6 @@
-"""Mixture-of-experts feed-forward blocks.
+"""Mixture-of-experts blocks with Megatron-Core's parameter names.
 
-Parameters have Megatron-Core's names; its own layer needs TransformerEngine for the router (``te_general_gemm``) and
-supports fewer routing methods than the families use.
+Megatron-Core's layer needs TransformerEngine for the router (``te_general_gemm``) and has fewer routing methods.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from isthmus.families.architecture import Moe
 
 
 class MoeBlock(MegatronModule):
-    """Router, experts and shared experts in place of a dense feed-forward block."""
-
     def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, *, moe: Moe, settings: MoeConfig) -> None:
         super().__init__(config)
         groups = get_default_pg_collection()
@@ -50,12 +47,12 @@ class MoeBlock(MegatronModule):
             self.shared_experts = SharedExpertMLP(config, submodules, moe.shared_gate, groups)
         self.layer = 0
         self.recomputed = False
-        """Whether activations are recomputed in the backward pass."""
+        """Activation recomputation of this block."""
         self.batch: PackedBatch | None = None
-        """The current micro batch, see :func:`pass_batch_to_experts`."""
+        """Current micro batch, set by :func:`pass_batch_to_experts`."""
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron-Core with the number of this layer, from 1 over the whole model."""
+        """Megatron-Core passes the model-wide layer number, from 1."""
         self.layer = layer_number - 1
 
     def forward(self, hidden_states: Tensor, **_unused: Any) -> tuple[Tensor, None]:
@@ -74,5 +71,5 @@ class MoeBlock(MegatronModule):
 
 
 def pass_batch_to_experts(layer: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a layer: Megatron-Core's layer does not pass the packed batch to its feed-forward block."""
+    """Forward pre-hook: Megatron-Core's layer does not pass the packed batch to its feed-forward block."""
     layer.mlp.batch = kwargs["packed_seq_params"]

@@ -1,4 +1,4 @@
-"""The router of a layer with experts: scores, auxiliary losses and load statistics."""
+"""Router: scores, auxiliary losses and load statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isthmus.families.architecture import Moe
 
 
 class TopKRouter(MegatronModule):
-    """Selects experts for tokens, in float32 whatever the model's dtype is."""
+    """Routes in float32, whatever the model's dtype is."""
 
     def __init__(self, config: TransformerConfig, moe: Moe, settings: MoeConfig, groups: Any) -> None:
         super().__init__(config)
@@ -29,17 +29,16 @@ class TopKRouter(MegatronModule):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=dtype)) if moe.router_bias else None
         for parameter in self.parameters():
-            # Read by finalize_model_grads: each rank routed only its part of the sequence.
+            # finalize_model_grads reads it: each rank has a part of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.expert_bias: nn.Parameter | None = None
         if moe.expert_bias:
             self.expert_bias = nn.Parameter(torch.zeros(moe.num_experts), requires_grad=False)
 
     def forward(self, hidden: Tensor, batch: PackedBatch | None = None) -> tuple[Tensor, Tensor]:
-        """Select experts; in training also update the statistics and attach the auxiliary losses.
+        """Return router weights float32 [T, K] and experts int64 [T, K]; ``num_experts`` is a dropped choice.
 
-        ``hidden`` is [T, H]; ``batch`` is None only outside training. Returns router weights float32 [T, K] and expert
-        indices int64 [T, K]; index ``num_experts`` is a dropped choice.
+        In training also update the statistics and attach the auxiliary losses. ``batch`` is None only outside training.
         """
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(hidden.float(), self.weight.float(), bias)
@@ -52,7 +51,7 @@ class TopKRouter(MegatronModule):
         return weights, chosen
 
     def _with_losses(self, weights: Tensor, logits: Tensor, chosen: Tensor, batch: PackedBatch) -> Tensor:
-        """``weights``, with the auxiliary losses added to their backward pass."""
+        """``weights``, whose backward pass adds the auxiliary losses."""
         losses: dict[str, Tensor] = {}
         sharded, tp = self.config.sequence_parallel, self.groups.tp
         samples, whole = token_groups(batch, *((tp.rank(), tp.size()) if sharded else (0, 1)), device=logits.device)

@@ -11,15 +11,10 @@ from isthmus.families.architecture import Moe
 
 
 def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor, Tensor]:
-    """Choose ``moe.top_k`` experts for each token.
+    """Choose ``moe.top_k`` experts per token from float32 [T, E] logits.
 
-    Args:
-        logits: float32 [T, E].
-        expert_bias: float32 [E], added to the scores for the selection but not for the weights; or None.
-        moe: the router's settings.
-
-    Returns:
-        Router weights float32 [T, K], which are differentiable, and expert indices int64 [T, K].
+    ``expert_bias`` [E] affects the selection but not the weights. Returns differentiable router weights [T, K] and
+    int64 expert indices [T, K].
     """
     if moe.score == "softmax_of_chosen":
         best, chosen = logits.topk(moe.top_k, dim=-1)
@@ -34,10 +29,10 @@ def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor,
 
 
 def within_capacity(weights: Tensor, chosen: Tensor, num_experts: int, factor: float) -> Tensor:
-    """Drop tokens beyond each expert's capacity, those with the lowest router weights first (GShard, arXiv 2006.16668).
+    """Drop tokens beyond each expert's capacity, the lowest router weights first (GShard, arXiv 2006.16668).
 
-    The capacity is ``ceil(factor * T * K / E)`` tokens, as in Megatron-Core. The remaining weights of a token are not
-    normalized again. Returns ``chosen``, int64 [T, K], with ``num_experts`` for each dropped choice.
+    The capacity is ``ceil(factor * T * K / E)`` tokens, as in Megatron-Core; weights are not renormalized. Returns
+    ``chosen`` with ``num_experts`` for each dropped choice.
     """
     capacity = math.ceil(factor * chosen.numel() / num_experts)
     flat = chosen.flatten()

@@ -1,8 +1,7 @@
 """Token dispatchers: send tokens to the ranks of their experts and combine the results.
 
-Every rank of a stage has its own tokens, split by data, context and sequence parallelism. The experts are spread over
-the ``ep`` ranks, and each is sharded over the ``etp`` ranks, whose results are summed. Once per layer the host reads
-how many tokens the other ranks send, to allocate memory for them.
+Experts are distributed over the ``ep`` ranks and sharded over the ``etp`` ranks, whose results are summed. Once per
+layer the host reads the token counts of the other ranks to allocate memory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The experts, on rows sorted by expert: :meth:`isthmus.engine.moe.experts.GroupedExperts.forward`."""
+""":meth:`isthmus.engine.moe.experts.GroupedExperts.forward`, on rows sorted by expert."""
 Dispatch = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
 """(hidden [T, H], weights [T, K], chosen int64 [T, K], experts) -> [T, H]; a choice of ``num_experts`` is dropped."""
 
@@ -35,9 +34,9 @@ def dispatcher(
     sequence_parallel: bool,
     dropless: bool,
 ) -> Dispatch:
-    """The dispatcher for this layout; ``kind`` is used if experts are sharded differently from the other layers.
+    """``kind`` is used if experts are sharded differently from the other layers.
 
-    ``groups`` are Megatron-Core's process groups, ``dropless`` says that no choice is dropped.
+    ``groups`` are Megatron-Core's process groups. ``dropless``: the router drops no choice.
     """
     if groups.ep.size() == 1 and groups.expt_tp.size() == groups.tp.size():
         return _TensorParallelDispatcher(groups.tp, num_experts, sequence_parallel=sequence_parallel, dropless=dropless)
@@ -47,12 +46,12 @@ def dispatcher(
 
 
 def count(keys: Tensor, number: int) -> Tensor:
-    """Occurrences of each of 0..number-1, int64 [number]; ``bincount`` would make the host wait for a GPU."""
+    """Occurrences of 0..number-1, int64 [number]; ``bincount`` would synchronize with the GPU."""
     return keys.new_zeros(number).scatter_add_(0, keys, torch.ones_like(keys))
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers rows per expert; scatter-adds gradients in a fixed order."""
+    """Gathers rows per expert; scatter-adds gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, tokens: Tensor, rows_of_token: Tensor | None) -> Tensor:
@@ -90,7 +89,7 @@ class _RoutedTokens:
     def __init__(self, keys: Tensor, number: int, *, complete: bool) -> None:
         """Sort by ``keys``, int64 [T, K]: 0..number-1 are experts, ``number`` is left out.
 
-        If no pair is left out (``complete``), the host does not have to read their number from the device.
+        ``complete``: no pair is left out, so the host does not read their number from the device.
         """
         flat = keys.flatten()
         self.counts = count(flat, number + 1)[:number]
@@ -117,7 +116,7 @@ class _RoutedTokens:
 def _run_local(
     hidden: Tensor, weights: Tensor, chosen: Tensor, experts: Compute, local: range, *, complete: bool
 ) -> Tensor:
-    """Run the experts with the numbers ``local`` on tokens of this rank; the last expert comes first."""
+    """Run the experts ``local`` on tokens of this rank, last expert first."""
     number = len(local)
     keys = local.stop - 1 - chosen
     keys = torch.where((keys >= 0) & (keys < number), keys, number)
@@ -126,7 +125,7 @@ def _run_local(
 
 
 class _TensorParallelDispatcher:
-    """Experts are sharded over the tp ranks like the other layers: each rank runs its shard of all experts."""
+    """Experts are sharded over the tp ranks like the other layers."""
 
     def __init__(self, group: Any, num_experts: int, *, sequence_parallel: bool, dropless: bool) -> None:
         self.group, self.sequence_parallel, self.dropless = group, sequence_parallel, dropless
@@ -144,10 +143,7 @@ class _TensorParallelDispatcher:
 
 
 class _AllGatherDispatcher:
-    """Every rank gathers the tokens of all ranks of the expert group and runs its own experts on them.
-
-    Packed sequences differ in length, so they are padded to the longest.
-    """
+    """Every rank gathers the tokens of the expert group, padded to the longest, and runs its own experts."""
 
     def __init__(self, groups: Any, num_experts: int) -> None:
         self.group = groups.tp_ep
@@ -166,9 +162,9 @@ class _AllGatherDispatcher:
 
 
 class _AllToAllDispatcher:
-    """Each rank sends every routed token to the rank of its own ``etp`` index that has the expert.
+    """Each rank sends its routed tokens to the experts' ranks with its own ``etp`` index.
 
-    If experts are sharded, these ranks then gather what they received and reduce-scatter the results.
+    If experts are sharded, the etp ranks then gather the received tokens and reduce-scatter the results.
     """
 
     def __init__(self, groups: Any, num_experts: int, *, dropless: bool) -> None:
@@ -194,10 +190,9 @@ class _AllToAllDispatcher:
         return routed.combine(all_to_all(self.ep, out, send, receive))
 
     def _sorted(self, counts: Tensor, received: list[int]) -> tuple[Tensor, Tensor]:
-        """The order that sorts the gathered rows by expert, the last expert first, and the rows of each expert.
+        """Order that sorts the gathered rows by expert, last expert first, and the rows of each expert.
 
-        ``counts`` int64 [ep, etp, local experts] are the rows from each rank, ``received`` those at each etp rank
-        before they were padded to the largest number.
+        ``counts`` int64 [ep, etp, local experts] are the rows from each rank, ``received`` the unpadded rows per etp rank.
         """
         number, longest = counts.size(2), max(received)
         by_rank = counts.transpose(0, 1).flatten(1)  # [etp, ep * local experts], in the order of the rows
