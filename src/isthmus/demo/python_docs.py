@@ -20,8 +20,6 @@ _EXCEPTION_ENDINGS = ("Error", "Exception", "Warning")
 
 @dataclass(frozen=True, slots=True)
 class DocEntry:
-    """A class, exception, function or method of the standard library."""
-
     module: str
     qualified_name: str
     """Name within the module: ``JSONDecoder.decode``."""

@@ -16,8 +16,6 @@ _METHOD_QUESTIONS_ONE_IN = 3
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about one name with a single correct answer."""
-
     topic: str
     text: str
     answer: str

@@ -78,7 +78,7 @@ class Decoder(GPTModel):
         """Megatron-Core sets TransformerEngine's environment variables and fails on other values; skip it."""
 
     def _choose_recomputed_blocks(self) -> None:
-        """Megatron-Core's layer does not know :class:`MoeBlock`, so it cannot distinguish ``mlp`` from ``moe``."""
+        """Megatron-Core's layer does not know :class:`MoeBlock`, so it does not distinguish ``mlp`` from ``moe``."""
         chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
         for layer in self._layers():
             experts = isinstance(layer.mlp, MoeBlock)
@@ -90,10 +90,7 @@ class Decoder(GPTModel):
         return [module for module in self.modules() if isinstance(module, TransformerLayer)]
 
     def _mark_sharded_parameters(self) -> None:
-        """Mark sharded parameters, which Megatron-Core does only when it initializes weights.
-
-        The gradient norm counts unmarked parameters on the first tp rank only.
-        """
+        """Needed by the gradient norm; Megatron-Core marks them only when it initializes weights."""
         for module in self.modules():
             if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
                 dim = 0
@@ -206,7 +203,7 @@ class Decoder(GPTModel):
 
 
 def build_model(architecture: Architecture, config: DecoderConfig, vp_stage: int | None = None) -> Decoder:
-    """Build one stage of this rank, without initialized weights."""
+    """Weights are not initialized."""
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     return Decoder(
         architecture,
@@ -218,7 +215,7 @@ def build_model(architecture: Architecture, config: DecoderConfig, vp_stage: int
 
 
 def build_stages(architecture: Architecture, config: DecoderConfig) -> list[Decoder]:
-    """Build all stages of this rank in layer order: one, or ``parallel.vpp`` of them."""
+    """All stages of this rank in layer order: one, or ``parallel.vpp`` of them."""
     if (vpp := config.virtual_pipeline_model_parallel_size) is None:
         return [build_model(architecture, config)]
     return [build_model(architecture, config, vp_stage) for vp_stage in range(vpp)]
@@ -250,10 +247,7 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def mtp_shared_tensors(model: list[Any]) -> dict[str, Tensor]:
-    """Embedding and projection that MTP layers share with the model, by the names of their copies in HF files.
-
-    Empty except on the last stage of a model with MTP layers.
-    """
+    """Embedding and projection that the last stage shares with MTP layers, by the names of their copies in HF files."""
     last = get_attr_wrapped_model(model[-1], "mtp_process", return_model_obj=True)
     if not last.mtp_process:
         return {}

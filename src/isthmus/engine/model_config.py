@@ -22,8 +22,6 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """TransformerConfig with additional fields."""
-
     experts: MoeConfig = field(default_factory=MoeConfig)
     device: torch.device = _CPU
     """Device of this rank's weights and activations."""

@@ -80,10 +80,10 @@ NEXT_TOKEN = NextToken()
 
 
 def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:
-    """Log-probability of the loss tokens of each sample, float64 [len(batch.lengths)].
+    """Log-probability of each sample's loss tokens, float64 [len(batch.lengths)].
 
-    ``losses`` are the float32 cross entropies [n] of this rank's loss tokens. The result is the same on all ranks of a
-    context parallel group; its gradient is that of the whole packed sequence.
+    ``losses`` are the float32 cross entropies [n] of this rank's loss tokens. All ranks of a context parallel group get
+    the same result, with the gradient of the whole packed sequence.
     """
     assert batch.loss_mask is not None
     counts: Sequence[int] = batch.loss_tokens
@@ -99,5 +99,5 @@ def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def counts_batch() -> bool:
-    """Whether this rank adds per-batch values to the sums; only one rank per packed sequence does."""
+    """True on one of the ranks that share a packed sequence; it reports sums that all of them know."""
     return parallel_state.get_context_parallel_rank() == 0

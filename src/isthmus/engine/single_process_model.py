@@ -41,8 +41,6 @@ def single_process_groups() -> Iterator[None]:
 
 
 class SingleProcessModel:
-    """A decoder that exposes its logits and the inputs and outputs of its layers."""
-
     def __init__(self, architecture: Architecture, read: Callable[[str], Tensor], *, by_layer: bool) -> None:
         """Build the model within :func:`single_process_groups`.
 
@@ -70,7 +68,6 @@ class SingleProcessModel:
         return groups
 
     def fill(self, names: Sequence[str]) -> None:
-        """Read parameters by canonical name."""
         for name in names:
             module, _, own = name.rpartition(".")
             parameter = nn.Parameter(self._read(name), requires_grad=False)

@@ -118,8 +118,6 @@ class _Totals:
 
 
 class Stepper:
-    """Runs training steps and evaluations on the stages of this rank."""
-
     def __init__(
         self,
         model: Sequence[WrappedModel],

@@ -13,7 +13,7 @@ _regions: list[str] = []
 
 @contextmanager
 def trace_region(name: str) -> Iterator[None]:
-    """Mark the block as a region; regions nest."""
+    """Regions nest; they appear in profiles."""
     _regions.append(name)
     try:
         if torch.autograd.profiler._is_profiler_enabled:

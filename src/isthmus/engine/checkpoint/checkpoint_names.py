@@ -41,8 +41,6 @@ class CheckpointSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """Model properties that determine its tensor names."""
-
     num_layers: int
     num_experts: int = 0
     moe_layers: frozenset[int] = frozenset()
@@ -130,7 +128,6 @@ def transformer_engine_name(canonical: str, spelling: Spelling) -> str:
 
 
 def renumbered(canonical: str, *, layer: int | None = None, expert: int | None = None) -> str:
-    """Replace the layer or expert number."""
     if layer is not None and (found := _LAYER.fullmatch(canonical)) is not None:
         canonical = f"decoder.layers.{layer}.{found[2]}"
     if expert is not None and (found := _EXPERT.fullmatch(canonical)) is not None:

@@ -49,10 +49,7 @@ class Progress:
 
 
 class _SynchronousSave(TorchDistSaveShardedStrategy):
-    """Synchronous torch writer for Megatron-Core's sharded format.
-
-    Megatron-Core's asynchronous writer forks, and can publish a file that a failed thread left incomplete.
-    """
+    """Megatron-Core's asynchronous writer forks, and can publish a file that a failed thread left incomplete."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)

@@ -65,7 +65,6 @@ class FlexibleNormLayer(TransformerLayer):
         return stream + (attended + output if parallel else output), None
 
     def _residual(self, output_with_bias: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
-        """A block's addition to the residual stream."""
         output, bias = output_with_bias
         output = norm(output if bias is None else output + bias)
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier

@@ -163,7 +163,7 @@ def fp8_linear(
     """``x @ weight.T`` and its gradients as FP8 matmuls.
 
     ``x`` is [..., n] with at least two dims, ``weight`` [N, n] passes :func:`fits`. ``allreduce_dgrad`` sums the
-    input's gradient over ``group``; ``sequence_parallel`` gathers the first dim of ``x`` and reduce-scatters its gradient.
+    input's gradient over ``group``; ``sequence_parallel`` gathers ``x`` on dim 0 and reduce-scatters its gradient.
     """
     function: Any = _Fp8Linear
     out: Tensor = function.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)

@@ -28,8 +28,6 @@ BLOCK_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """This rank's shard of the vocabulary."""
-
     start: int = 0
     """Vocabulary index of this rank's first row."""
     rows: int | None = None
@@ -72,7 +70,6 @@ _WHOLE = VocabShard()
 
 
 def _new_grad(weight: Tensor) -> Tensor | None:
-    """A float32 gradient for a weight without ``main_grad``."""
     if getattr(weight, "main_grad", None) is not None:
         return None
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

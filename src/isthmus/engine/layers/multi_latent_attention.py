@@ -34,8 +34,6 @@ def latent_scale(architecture: Architecture) -> float:
 
 
 class LatentAttention(MegatronModule):
-    """Replaces Megatron-Core's ``MLASelfAttention``."""
-
     def __init__(
         self,
         config: TransformerConfig,

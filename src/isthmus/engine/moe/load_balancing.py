@@ -23,8 +23,6 @@ from isthmus.families.architecture import Moe
 
 @dataclass(frozen=True, slots=True)
 class TokenGroups:
-    """The groups of tokens over which a loss is averaged."""
-
     of_token: Tensor
     """int64 [T], the group of each token of this rank; ``number`` for padding."""
     lengths: Tensor
@@ -69,8 +67,8 @@ def balance_scores(logits: Tensor, moe: Moe) -> Tensor:
 def aux_loss(scores: Tensor, chosen: Tensor, groups: TokenGroups, ranks: dist.ProcessGroup | None = None) -> Tensor:
     """Sum over groups of ``n * E * sum_i(f_i * P_i)``; 1 per loss token at a uniform load (arXiv 2101.03961).
 
-    ``f_i`` is the fraction of a group's choices that are expert i, ``P_i`` its mean score. ``scores`` are [T, E], ``chosen``
-    [T, K]. ``ranks`` have other tokens of the groups: choices are counted on all ranks, scores only on this rank.
+    ``f_i`` is the fraction of a group's choices that are expert i, ``P_i`` its mean score. ``scores`` are [T, E],
+    ``chosen`` [T, K]. ``ranks`` have other tokens of the groups: choices are counted on all ranks, scores on this one.
     """
     experts, top_k = scores.size(1), chosen.size(1)
     cells = (groups.of_token[:, None] * experts + chosen).flatten()
@@ -93,8 +91,6 @@ def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 
 
 class RouterStats:
-    """Router statistics of this rank since the start of the step."""
-
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
         self.sums: Tensor | None = None
@@ -112,8 +108,6 @@ class RouterStats:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Expert load and auxiliary losses of a step, the same on every rank."""
-
     max_over_mean: float
     """Tokens of the busiest expert over the mean, the largest over all layers; 1 is uniform."""
     losses: dict[str, float]

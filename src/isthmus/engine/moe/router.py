@@ -19,8 +19,6 @@ from isthmus.families.architecture import Moe
 
 
 class TopKRouter(MegatronModule):
-    """Routes in float32, whatever the model's dtype is."""
-
     def __init__(self, config: TransformerConfig, moe: Moe, settings: MoeConfig, groups: Any) -> None:
         super().__init__(config)
         self.moe, self.settings, self.groups = moe, settings, groups

@@ -11,10 +11,9 @@ from isthmus.families.architecture import Moe
 
 
 def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor, Tensor]:
-    """Choose ``moe.top_k`` experts per token from float32 [T, E] logits.
+    """Choose ``moe.top_k`` experts per token; ``expert_bias`` [E] affects the selection but not the weights.
 
-    ``expert_bias`` [E] affects the selection but not the weights. Returns differentiable router weights [T, K] and
-    int64 expert indices [T, K].
+    Logits are float32 [T, E]. Returns router weights [T, K] (differentiable) and int64 expert indices [T, K].
     """
     if moe.score == "softmax_of_chosen":
         best, chosen = logits.topk(moe.top_k, dim=-1)

@@ -87,10 +87,7 @@ class _RoutedTokens:
     """The (token, expert) pairs of some experts, sorted by expert."""
 
     def __init__(self, keys: Tensor, number: int, *, complete: bool) -> None:
-        """Sort by ``keys``, int64 [T, K]: 0..number-1 are experts, ``number`` is left out.
-
-        ``complete``: no pair is left out, so the host does not read their number from the device.
-        """
+        """Sort by ``keys`` [T, K], 0..number-1; ``number`` is left out. ``complete``: no pair is left out."""
         flat = keys.flatten()
         self.counts = count(flat, number + 1)[:number]
         order = flat.argsort(stable=True)
@@ -164,7 +161,7 @@ class _AllGatherDispatcher:
 class _AllToAllDispatcher:
     """Each rank sends its routed tokens to the experts' ranks with its own ``etp`` index.
 
-    If experts are sharded, the etp ranks then gather the received tokens and reduce-scatter the results.
+    The etp ranks then gather the received tokens and reduce-scatter the results.
     """
 
     def __init__(self, groups: Any, num_experts: int, *, dropless: bool) -> None:
@@ -192,7 +189,7 @@ class _AllToAllDispatcher:
     def _sorted(self, counts: Tensor, received: list[int]) -> tuple[Tensor, Tensor]:
         """Order that sorts the gathered rows by expert, last expert first, and the rows of each expert.
 
-        ``counts`` int64 [ep, etp, local experts] are the rows from each rank, ``received`` the unpadded rows per etp rank.
+        ``counts`` int64 [ep, etp, local experts] are the rows from each rank, ``received`` the rows per etp rank.
         """
         number, longest = counts.size(2), max(received)
         by_rank = counts.transpose(0, 1).flatten(1)  # [etp, ep * local experts], in the order of the rows

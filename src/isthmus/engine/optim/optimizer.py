@@ -112,10 +112,7 @@ def build_optimizer(
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The optimizers of Megatron-Core's chain that have parameters on this rank.
-
-    Experts have their own optimizer if their data-parallel group differs.
-    """
+    """Optimizers of Megatron-Core's chain with parameters on this rank; experts may have their own optimizer."""
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if each.buffers]
 
 

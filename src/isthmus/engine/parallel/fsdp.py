@@ -28,10 +28,7 @@ _MESHES = itertools.count()
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
-    """A decoder with float32 parameters sharded by rows; layers compute in the decoder's dtype.
-
-    The optimizer updates the float32 rows; they are rounded to the layer's dtype before the all-gather.
-    """
+    """A decoder with float32 parameters sharded by rows, which the optimizer updates; layers compute in its dtype."""
 
     def __init__(self, model: Decoder) -> None:
         """``model`` was built with :func:`init_empty_weights`."""

@@ -109,7 +109,7 @@ def open_groups(
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Sum each value over all ranks, in float64."""
+    """In float64."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     summed: list[float] = total.tolist()

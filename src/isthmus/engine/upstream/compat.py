@@ -48,10 +48,7 @@ def clip_in_place() -> None:
 
 
 def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """megatron-core 0.16: DistributedOptimizer.state_dict fails before the first step of torch's AdamW.
-
-    Loading a checkpoint needs the state that torch creates in the first step. Create it here with a count of zero.
-    """
+    """megatron-core 0.16: DistributedOptimizer.state_dict needs the state that AdamW creates in its first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:

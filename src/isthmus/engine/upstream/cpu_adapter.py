@@ -73,11 +73,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Redirect the CUDA calls; a second call changes nothing.
-
-    Raises:
-        UsageError: this process uses a CUDA or ROCm device.
-    """
+    """A second call changes nothing; raises UsageError if this process uses a CUDA or ROCm device."""
     global _installed
     if _installed:
         return
