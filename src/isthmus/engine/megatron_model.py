@@ -75,7 +75,7 @@ class Decoder(GPTModel):
             positions.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def _set_attention_backend(self) -> None:
-        """Megatron-Core sets TransformerEngine's environment variables and fails on other values; skip it."""
+        """No-op: Megatron-Core sets TransformerEngine's environment variables and fails if they have other values."""
 
     def _choose_recomputed_blocks(self) -> None:
         """Megatron-Core's layer does not know :class:`MoeBlock`, so it does not distinguish ``mlp`` from ``moe``."""

@@ -1,1 +1,1 @@
-"""Batching: samples to packed micro batches."""
+"""Samples to packed micro batches."""

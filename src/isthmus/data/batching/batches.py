@@ -111,10 +111,7 @@ class Batches:
         return {share.name: time for share, time in zip(self.shares, times, strict=True)}
 
     def eval_batches(self) -> Iterator[list[PackedBatch]]:
-        """One pass over all samples in the order of the store.
-
-        Every rank gets the same number of micro batches; those past the end of the data are padding.
-        """
+        """All samples in store order; at the end, micro batches of padding give every rank the same number."""
         count = self.sequences_per_epoch
         for first in range(0, count, self.global_batch_size):
             yield self._distribute([self._samples(k) for k in range(first, min(first + self.global_batch_size, count))])

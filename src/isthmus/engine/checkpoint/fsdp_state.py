@@ -52,7 +52,7 @@ def num_updates(adam: Any) -> float:
 
 
 def set_num_updates(adam: Any, steps: int) -> None:
-    """A loaded state has all other tensors in place."""
+    """Loading a checkpoint sets all other tensors in place."""
     for state in adam.state.values():
         state["step"].fill_(steps)
 

@@ -16,15 +16,14 @@ from isthmus.engine.parallel.context_parallel import Spans
 BLOCK_QUERIES = 96
 """Fastest of 64 to 256 in float32 and bfloat16."""
 KEYS_MULTIPLE = 64
-"""Number of keys of a block that does not start at its samples' first key: oneDNN compiles a kernel per shape (2 ms,
-0.5 MiB).
-"""
+"""If a block does not start at its samples' first key, its number of keys is a multiple of this: oneDNN compiles a
+kernel per shape (2 ms, 0.5 MiB)."""
 ROWS_MULTIPLE = {torch.bfloat16: 32}
-"""Length of stacked samples, padded, for the same reason."""
+"""Stacked samples are padded to a multiple of this, for the same reason."""
 MAX_STACKED = {torch.float32: 256}
 """Longer samples are not stacked: MKL is as fast without the copies."""
 MAX_SCORES = 3 << 18
-"""Scores of a block of stacked samples, so that they fit the cache."""
+"""Scores of stacked samples at a time, so that they fit the cache."""
 
 _CPU = torch.device("cpu")
 
@@ -149,7 +148,7 @@ def _cut(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[QueryBlock, ...]:
-    """``queries`` per sample are in descending order.
+    """Cut a stack into blocks; ``queries`` are the numbers of queries per sample, in descending order.
 
     For each query ``own`` is the key at its position and ``sample_starts`` the first key of its sample, both int64.
     """

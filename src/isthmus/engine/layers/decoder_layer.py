@@ -46,7 +46,7 @@ class FlexibleNormLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """``hidden_states`` are [T, 1, H], or [T / tp, 1, H] under sequence parallelism; there is no context."""
+        """``hidden_states`` are [T, 1, H], or [T / tp, 1, H] under sequence parallelism. The context is None."""
         normed = self.input_layernorm(hidden_states)
         attended = self._residual(
             self.self_attention(

@@ -120,7 +120,8 @@ def rotary_tables(architecture: Architecture, sets: Tensor, batch: PackedBatch, 
 def rotation_table(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, magnitude: float = 1.0) -> Tensor:
     """Cosines and sines of each position, times ``magnitude``: [T, R].
 
-    ``frequencies`` are float32 [R / 2], or [T, R / 2] per token. Activation recomputation can pass on a single tensor.
+    ``frequencies`` are float32 [R / 2], or [T, R / 2] per token. The result is one tensor, so that
+    activation recomputation can pass it on.
     """
     angles = position_ids[:, None].float() * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude).to(dtype)
