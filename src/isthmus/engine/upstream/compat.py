@@ -60,7 +60,7 @@ def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keep_bucket_padding(optimizer: Any) -> None:
-    """megatron-core 0.16: DistributedOptimizer saves wrong state behind a padded bucket (Megatron-LM issue 504).
+    """megatron-core 0.16: DistributedOptimizer saves wrong state behind a padded bucket (its source: "issue #504").
 
     It gathers the buckets without the padding between them, but slices parameters at offsets with padding. A tied
     embedding has its own bucket, so with pp > 1 the rest of the last stage is shifted unless the embedding's size is a
