@@ -9,7 +9,7 @@ from isthmus.convert.verify.probe_models import ProbeModel, logits_difference
 from isthmus.errors import IsthmusError, UsageError
 from isthmus.families.discover.candidates import Candidates, Choices, SearchStage
 from isthmus.families.discover.json_family import read_family
-from isthmus.hf.shrunken_model import silenced
+from isthmus.hf.shrunken_model import zero_tensors
 
 TOLERANCE = 1e-4
 """Largest difference of float32 logits; logits of a probe model are of order one."""
@@ -23,7 +23,7 @@ class CandidateSearch:
     def __init__(self, candidates: Candidates, probe: ProbeModel, scratch: Path, log: Log) -> None:
         self.candidates, self._log = candidates, log
         self._probes = [
-            ProbeModel.open(silenced(probe.folder.path, candidates.is_zeroed(stage), scratch / f"stage-{number}"))
+            ProbeModel.open(zero_tensors(probe.folder.path, candidates.is_zeroed(stage), scratch / f"stage-{number}"))
             if stage.zeroed
             else probe
             for number, stage in enumerate(candidates.stages)

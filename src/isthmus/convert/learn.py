@@ -27,7 +27,7 @@ from isthmus.families.discover.tensor_matching import DecoderStructure, match_te
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.hf.shrunken_model import VERSION, architecture_of, build_copy, copy_logits, effective_config
+from isthmus.hf.shrunken_model import VERSION, architecture_of, effective_config, save_random_model, saved_model_logits
 from isthmus.platforms.detect import detect
 
 
@@ -109,7 +109,7 @@ def _build(folder: Path, settings: ConfigInference, choices: tuple[ProbeSizes, .
     for number, sizes in enumerate(choices):
         path = folder.with_name(f"{folder.name}-{number}")
         try:
-            build_copy(path, settings.probe_config(sizes), seed=number + 1)
+            save_random_model(path, settings.probe_config(sizes), seed=number + 1)
             return ProbeModel.open(path), sizes
         except UsageError as error:
             failure = error
@@ -149,7 +149,7 @@ def _effective_numbers(settings: ConfigInference, probe: ProbeModel) -> set[str]
         ran = False
         for other in values:
             try:
-                logits = copy_logits(probe.folder.path, probe.samples, **{name: other})
+                logits = saved_model_logits(probe.folder.path, probe.samples, **{name: other})
             except UsageError:
                 continue
             ran = True

@@ -117,7 +117,7 @@ def _open_checkpoint(path: Path, checkpoint: Path, options: SourceOptions, alike
 def _open_config(path: Path) -> ModelFolder:
     """A model folder or a preset; a preset has no tokenizer."""
     if is_model_file(str(path)):
-        return ModelFolder.described(path, read_model(str(path)))
+        return ModelFolder.from_config(path, read_model(str(path)))
     return ModelFolder.open(path)
 
 

@@ -33,9 +33,9 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 class ModelFolder:
     """A model folder; tensors are read in slices from its safetensors files."""
 
-    def __init__(self, path: Path, config: dict[str, Any], *, weightless: bool = False) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], *, without_weights: bool = False) -> None:
         self.path = path
-        self._weightless = weightless
+        self._without_weights = without_weights
         self.config = {key: value for key, value in config.items() if key != "quantization_config"}
         """``config.json`` without ``quantization_config``."""
         self.quantization = config.get("quantization_config")
@@ -57,19 +57,19 @@ class ModelFolder:
         if not folder.is_dir():
             raise MissingInput(f"{folder} is not a folder. Give the folder of a Hugging Face model.")
         if not (folder / "config.json").is_file():
-            raise MissingInput(f"{folder} holds no config.json. Give the folder of a Hugging Face model.")
+            raise MissingInput(f"{folder} has no config.json. Give the folder of a Hugging Face model.")
         return cls(folder, _read_json(folder / "config.json"))
 
     @classmethod
-    def described(cls, name: str | os.PathLike[str], config: Mapping[str, Any]) -> ModelFolder:
+    def from_config(cls, name: str | os.PathLike[str], config: Mapping[str, Any]) -> ModelFolder:
         """A model without weights: ``name`` is its folder, if it has one, or a name for messages."""
         plain = {key: value for key, value in config.items() if key != "quantization_config"}
-        return cls(Path(name), plain, weightless=True)
+        return cls(Path(name), plain, without_weights=True)
 
     @property
     def has_weights(self) -> bool:
         """Whether there are safetensors weights; ``.bin`` files are not read."""
-        return not self._weightless and self._has_files
+        return not self._without_weights and self._has_files
 
     @property
     def _has_files(self) -> bool:
@@ -114,12 +114,15 @@ class ModelFolder:
         found: dict[str, TensorInfo] = {}
         for file in dict.fromkeys(weight_map.values()):
             header = read_header(self.path / file)
-            if twice := found.keys() & header.keys():
-                raise DataError(f"{self.path / file} holds {min(twice)}, which another file holds already.")
+            if duplicates := found.keys() & header.keys():
+                raise DataError(
+                    f"{self.path / file} contains {min(duplicates)}, which another file also contains. "
+                    "Download the model again."
+                )
             found |= header
         for name, file in weight_map.items():
             if name not in found or found[name].file != self.path / file:
-                raise DataError(f"{index} places {name} in {file}, which does not hold it.")
+                raise DataError(f"{index} maps {name} to {file}, which does not contain it. Download the model again.")
         return found
 
 
@@ -132,16 +135,17 @@ def read_weight_map(index: Path) -> dict[str, str]:
     """
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise DataError(f"{index} has no weight_map from tensor names to file names.")
+        raise DataError(f"{index} has no weight_map of tensor names to file names. Download it again.")
     for file in dict.fromkeys(weight_map.values()):
-        as_windows = PureWindowsPath(file)  # accepts both separators, and drives
-        if as_windows.drive or as_windows.root or ".." in as_windows.parts or "\0" in file:
-            raise UnsafeInput(f"{index} names {file!r}, which lies outside of the folder. Do not use this model.")
+        windows_path = PureWindowsPath(file)  # accepts both separators, and drives
+        if windows_path.drive or windows_path.root or ".." in windows_path.parts or "\0" in file:
+            raise UnsafeInput(f"{index} refers to {file!r}, which is outside the folder. Do not use this model.")
         if not (index.parent / file).is_file():
-            raise DataError(f"{index} names {file}, which is not there. Fetch the missing file.")
+            raise DataError(f"{index} refers to {file}, which does not exist. Download the missing file.")
         if not _is_within(index.parent, (index.parent / file).resolve()):
             raise UnsafeInput(
-                f"{index} names {file!r}, a link out of the folder. If it is yours, put the file itself there."
+                f"{index} refers to {file!r}, a link to a file outside the folder. "
+                "If you trust it, replace the link with the file."
             )
     return weight_map
 
@@ -206,7 +210,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}.") from None
+        raise DataError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path} must hold a JSON object, got {type(value).__name__}.")
+        raise DataError(f"{path} must be a JSON object, got {type(value).__name__}.")
     return value

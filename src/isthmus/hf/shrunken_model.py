@@ -27,11 +27,11 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     """Name of the class that transformers builds for a causal language model with this config."""
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
-        own = " The code that comes with it (auto_map) is not run." if "auto_map" in config else ""
-        raise UsageError(f"transformers {VERSION} has no code for model_type {model_type!r}.{own}")
+        remote = " Its remote code (auto_map) is not run." if "auto_map" in config else ""
+        raise UsageError(f"transformers {VERSION} has no code for model_type {model_type!r}.{remote}")
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
     if name is None:
-        raise UsageError(f"model_type {model_type!r} is no causal language model in transformers {VERSION}.")
+        raise UsageError(f"transformers {VERSION} has no causal language model of model_type {model_type!r}.")
     return str(name if isinstance(name, str) else name[0])
 
 
@@ -40,11 +40,11 @@ def effective_config(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         built = CONFIG_MAPPING[config["model_type"]].from_dict({k: v for k, v in config.items() if k != "auto_map"})
     except Exception as error:  # config classes raise their own exceptions
-        raise UsageError(f"transformers does not take this config.json: {_told(error)}.") from None
+        raise UsageError(f"transformers rejects this config.json: {_short_reason(error)}.") from None
     return dict(built.to_dict())
 
 
-def build_copy(folder: Path, config: Mapping[str, Any], seed: int) -> None:
+def save_random_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
     """Save a model with random weights, also in norms and biases: ones and zeros would hide a swap."""
     try:
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
@@ -57,10 +57,10 @@ def build_copy(folder: Path, config: Mapping[str, Any], seed: int) -> None:
         # Some models change their config while they are built; save the requested one.
         CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).save_pretrained(folder)
     except Exception as error:  # model code raises any exception for sizes that it does not support
-        raise UsageError(f"transformers builds no small copy of it: {_told(error)}.") from None
+        raise UsageError(f"transformers cannot build a small model with this config: {_short_reason(error)}.") from None
 
 
-def copy_logits(folder: Path, samples: list[Tensor], **changes: Any) -> list[Tensor]:
+def saved_model_logits(folder: Path, samples: list[Tensor], **changes: Any) -> list[Tensor]:
     """Float32 logits [S, V] for each sample, int64 [S]; ``changes`` override settings of the saved config."""
     try:
         with no_progress_bars(), torch.inference_mode():
@@ -70,16 +70,16 @@ def copy_logits(folder: Path, samples: list[Tensor], **changes: Any) -> list[Ten
             )
             return [model.eval()(input_ids=sample[None], use_cache=False).logits[0].clone() for sample in samples]
     except Exception as error:  # as above: any exception
-        raise UsageError(f"transformers does not run a small copy of it: {_told(error)}.") from None
+        raise UsageError(f"transformers cannot run a small model with this config: {_short_reason(error)}.") from None
 
 
-def silenced(source: Path, names: Callable[[str], bool], folder: Path) -> Path:
-    """Copy the model at ``source`` to ``folder``, with zeros in the tensors for which ``names`` is true."""
+def zero_tensors(source: Path, is_zeroed: Callable[[str], bool], folder: Path) -> Path:
+    """Copy the model at ``source`` to ``folder``, with zeros in the tensors for which ``is_zeroed`` is true."""
     folder.mkdir()
     shutil.copyfile(source / "config.json", folder / "config.json")
     tensors = load_file(source / SINGLE_FILE)
-    quiet = {name: torch.zeros_like(tensor) if names(name) else tensor for name, tensor in tensors.items()}
-    save_file(quiet, folder / SINGLE_FILE, {"format": "pt"})
+    zeroed = {name: torch.zeros_like(tensor) if is_zeroed(name) else tensor for name, tensor in tensors.items()}
+    save_file(zeroed, folder / SINGLE_FILE, {"format": "pt"})
     return folder
 
 
@@ -97,6 +97,6 @@ def _draw(tensor: Tensor) -> None:
         tensor.normal_(0.0, 1.5 / math.sqrt(tensor.shape[-1]))
 
 
-def _told(error: Exception) -> str:
+def _short_reason(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 200 else f"{text[:197]}..."

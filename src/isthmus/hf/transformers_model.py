@@ -31,7 +31,7 @@ class Source(Protocol):
         """Read one tensor."""
 
 
-class HfNetwork:
+class TransformersModel:
     """A decoder in float32 on the CPU, with its layers accessible one by one."""
 
     def __init__(self, config: Mapping[str, Any], source: Source, *, by_layer: bool) -> None:
@@ -49,28 +49,28 @@ class HfNetwork:
         self._source = source
         kind = str(config.get("model_type"))
         if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UsageError(f"this version of transformers has no model of type {kind}. Leave --logits out.")
+            raise UsageError(f"the installed transformers has no causal language model of type {kind}. Omit --logits.")
         settings = CONFIG_MAPPING[kind].from_dict(dict(config))
         with _silence():
             self.module = AutoModelForCausalLM.from_config(settings, **_EXACT) if by_layer else self._loaded(settings)
         self.module.eval()
         self._prefix = self._layers_name(settings.num_hidden_layers)
         self.layers: Sequence[nn.Module] = list(self.module.get_submodule(self._prefix))
-        self._files: dict[str, list[str]] = {}
+        self._sources: dict[str, list[str]] = {}
         if by_layer:
-            self._find_files()
+            self._map_tensors()
 
     @property
     def parts(self) -> list[list[str]]:
         """Names of parameters: those before the layers, those of each layer, those after the layers."""
         found: list[list[str]] = [[] for _ in range(len(self.layers) + 2)]
-        behind = False
+        after = False
         for name in self.module.state_dict():
             if name.startswith(f"{self._prefix}."):
                 found[1 + int(name.removeprefix(f"{self._prefix}.").partition(".")[0])].append(name)
-                behind = True
+                after = True
             else:
-                found[-1 if behind else 0].append(name)
+                found[-1 if after else 0].append(name)
         return found
 
     def fill(self, names: Sequence[str]) -> None:
@@ -80,12 +80,13 @@ class HfNetwork:
             DataError: transformers rejects the tensors.
         """
         tied = self.module.all_tied_weights_keys
-        lent = {name: tied[name] for name in names if name in tied and name not in self._files}
-        wanted = dict.fromkeys([*names, *lent.values()])
-        before = {name: self.module.get_parameter(name) for name in lent.values() if name not in names}
+        tied_to = {name: tied[name] for name in names if name in tied and name not in self._sources}
+        wanted = dict.fromkeys([*names, *tied_to.values()])
+        before = {name: self.module.get_parameter(name) for name in tied_to.values() if name not in names}
         with _silence():
-            self._load([file for name in wanted for file in self._files.get(name, [])])
-        for name, parameter in {**{name: self.module.get_parameter(lent[name]) for name in lent}, **before}.items():
+            self._load([file for name in wanted for file in self._sources.get(name, [])])
+        tied_parameters = {name: self.module.get_parameter(target) for name, target in tied_to.items()}
+        for name, parameter in {**tied_parameters, **before}.items():
             module, _, own = name.rpartition(".")
             self.module.get_submodule(module).register_parameter(own, parameter)
 
@@ -106,31 +107,31 @@ class HfNetwork:
         outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
         if len(outer) != 1:
             raise UsageError(
-                f"{type(self.module).__name__}: which modules are its layers is not clear. Leave --logits out."
+                f"{type(self.module).__name__}: cannot tell which ModuleList contains the layers. Omit --logits."
             )
         return outer[0]
 
     def _loaded(self, settings: Any) -> Any:
         network: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
-        unread = {name: _Unread(self._source, name) for name in self._source.tensors}
+        lazy = {name: _LazyTensor(self._source, name) for name in self._source.tensors}
         try:
-            found = network.from_pretrained(
-                None, config=settings, state_dict=unread, output_loading_info=True, **_EXACT
-            )
+            found = network.from_pretrained(None, config=settings, state_dict=lazy, output_loading_info=True, **_EXACT)
         except (RuntimeError, ValueError) as error:
-            raise DataError(f"{self._source} is refused by transformers: {' '.join(str(error).split())}") from error
-        module, said = found
-        self._check_missing(said["missing_keys"])
+            raise DataError(
+                f"{self._source}: transformers cannot load the weights: {' '.join(str(error).split())}"
+            ) from error
+        module, info = found
+        self._check_missing(info["missing_keys"])
         return module
 
     def _check_missing(self, names: set[str]) -> None:
         if names:
             some = ", ".join(sorted(names)[:4])
             raise DataError(
-                f"{self._source}: transformers finds no tensor for {some}. Mend config.json or the weights."
+                f"{self._source}: transformers finds no tensor for {some}. Correct config.json or the weights."
             )
 
-    def _find_files(self) -> None:
+    def _map_tensors(self) -> None:
         """Find the tensors of each parameter, with the conversion table of transformers."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
@@ -143,12 +144,12 @@ class HfNetwork:
         parameters, prefix = self.module.state_dict(), self.module.base_model_prefix
         for name in self._source.tensors:
             target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
-            self._files.setdefault(target, []).append(name)
+            self._sources.setdefault(target, []).append(name)
             made = next((entry.target_patterns for entry in converters if pattern in entry.source_patterns), [])
             for other in made[1:]:  # loaded together with the first
-                self._files.setdefault(target.replace(made[0], other), [])
+                self._sources.setdefault(target.replace(made[0], other), [])
         tied = self.module.all_tied_weights_keys
-        absent = {name for name in parameters if name not in self._files and tied.get(name) not in self._files}
+        absent = {name for name in parameters if name not in self._sources and tied.get(name) not in self._sources}
         self._check_missing(absent)
 
     def _load(self, files: Sequence[str]) -> None:
@@ -157,16 +158,16 @@ class HfNetwork:
             from transformers.modeling_utils import LoadStateDictConfig
         except ImportError:
             raise _cannot_by_layer() from None
-        said, _ = convert_and_load_state_dict_in_model(
+        info, _ = convert_and_load_state_dict_in_model(
             model=self.module,
-            state_dict={name: _Unread(self._source, name) for name in files},
+            state_dict={name: _LazyTensor(self._source, name) for name in files},
             load_config=LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping),
         )
-        if faults := [*said.mismatched_keys, *said.conversion_errors.values(), *said.error_msgs]:
-            raise DataError(f"{self._source} is refused by transformers: {faults[0]}.")
+        if faults := [*info.mismatched_keys, *info.conversion_errors.values(), *info.error_msgs]:
+            raise DataError(f"{self._source}: transformers cannot load the weights: {faults[0]}.")
 
 
-class _Unread:
+class _LazyTensor:
     """Replaces a slice of a safetensors file: reads the tensor when transformers indexes it."""
 
     def __init__(self, source: Source, name: str) -> None:
@@ -178,7 +179,7 @@ class _Unread:
 
 def _cannot_by_layer() -> UsageError:
     return UsageError(
-        "this version of transformers does not load a layer at a time, and the model does not fit into memory whole. "
+        "the installed transformers cannot load a model layer by layer, and the whole model does not fit into memory. "
         "Use transformers 5 as in constraints/, or more memory."
     )
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.hf.model_folder import ModelFolder, write_model_files
-from isthmus.hf.tensors.safetensors_format import Stage, TensorInfo
+from isthmus.hf.tensors.safetensors_format import CastBuffer, TensorInfo
 
 TENSORS = {
     "a.weight": torch.randn(7, 5, dtype=torch.float32),
@@ -59,9 +59,9 @@ def test_whole_tensors_and_slices(model: Path) -> None:
             assert torch.equal(opened.read(name, index), TENSORS[name][index])
 
 
-@pytest.mark.parametrize("stage_bytes", [1, 24, 1 << 20])
-def test_reading_into_casts_and_strides(model: Path, monkeypatch: pytest.MonkeyPatch, stage_bytes: int) -> None:
-    monkeypatch.setattr(Stage, "limit_bytes", stage_bytes)
+@pytest.mark.parametrize("buffer_bytes", [1, 24, 1 << 20])
+def test_reading_into_casts_and_strides(model: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int) -> None:
+    monkeypatch.setattr(CastBuffer, "limit_bytes", buffer_bytes)
     opened = ModelFolder.open(model)
     cast = torch.zeros(6, 4, dtype=torch.float64)
     assert opened.read("b.weight", into=cast).data_ptr() == cast.data_ptr()
@@ -89,7 +89,7 @@ def test_shards_in_file_order(model: Path) -> None:
 def test_no_folder_no_config_no_weights(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="nowhere is not a folder"):
         ModelFolder.open(tmp_path / "nowhere")
-    with pytest.raises(MissingInput, match=r"holds no config\.json"):
+    with pytest.raises(MissingInput, match=r"has no config\.json"):
         ModelFolder.open(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     opened = ModelFolder.open(tmp_path)
@@ -112,7 +112,7 @@ def test_a_file_cut_short_is_named_with_its_sizes(model: Path, keep: int) -> Non
     with pytest.raises(DataError, match=rf"model\.safetensors .*\b{keep % len(raw)}\b") as caught:
         _ = ModelFolder.open(model).tensors
     if keep == -1:
-        assert f"cut short: expected {len(raw)} bytes, the file has {len(raw) - 1}" in str(caught.value)
+        assert f"truncated: expected {len(raw)} bytes, the file has {len(raw) - 1}" in str(caught.value)
 
 
 def forge(header: str | bytes, body: int = 8) -> bytes:
@@ -151,8 +151,8 @@ def test_malformed_headers(model: Path, raw: bytes) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "error", "message"),
     [
-        ({"a.weight": "model-9.safetensors"}, DataError, r"names model-9\.safetensors, which is not there"),
-        ({"b.weight": "model-1.safetensors"}, DataError, "places b.weight in model-1.safetensors, which does not"),
+        ({"a.weight": "model-9.safetensors"}, DataError, r"refers to model-9\.safetensors, which does not exist"),
+        ({"b.weight": "model-1.safetensors"}, DataError, "maps b.weight to model-1.safetensors, which does not"),
         ({"a.weight": "../model-1.safetensors"}, UnsafeInput, "outside of the folder"),
         ({"a.weight": "/etc/passwd"}, UnsafeInput, "outside of the folder"),
         ({"a.weight": "C:model"}, UnsafeInput, "outside of the folder"),
@@ -172,7 +172,7 @@ def test_an_index_that_leads_out_by_a_link(model: Path, tmp_path_factory: pytest
     (model / "model-1.safetensors").rename(away / "real.safetensors")
     (model / "model-1.safetensors").symlink_to(away / "real.safetensors")
     with pytest.raises(
-        UnsafeInput, match=r"names 'model-1\.safetensors', a link out of the folder.*put the file itself"
+        UnsafeInput, match=r"refers to 'model-1\.safetensors', a link to a file outside the folder.*replace the link"
     ):
         _ = ModelFolder.open(model).tensors
     (model / "model-1.safetensors").unlink()
@@ -194,7 +194,7 @@ def test_a_hub_cache_is_of_links(model: Path, tmp_path_factory: pytest.TempPathF
     (blobs / "model-2.safetensors-hash").rename(cache / "elsewhere")
     (snapshot / "model-2.safetensors").unlink()
     (snapshot / "model-2.safetensors").symlink_to("../../elsewhere")
-    with pytest.raises(UnsafeInput, match="a link out of the folder"):
+    with pytest.raises(UnsafeInput, match="a link to a file outside the folder"):
         _ = ModelFolder.open(snapshot).tensors
 
 
@@ -207,10 +207,10 @@ def test_how_weights_are_stored_is_no_part_of_the_config(model: Path) -> None:
 @pytest.mark.parametrize(
     ("offsets", "told"),
     [
-        (((0, 8), (4, 8)), "b of 4 bytes claims bytes 4 to 8 instead of 8 on"),
-        (((0, 8), (9, 13)), "b of 4 bytes claims bytes 9 to 13 instead of 8 on"),
-        (((0, 8), (8, 13)), "b of 4 bytes claims bytes 8 to 13 instead of 8 on"),
-        (((0, 4), (4, 8)), "a of 8 bytes claims bytes 0 to 4 instead of 0 on"),
+        (((0, 8), (4, 8)), "b has 4 bytes and must start at byte 8, but its data_offsets are 4 to 8"),
+        (((0, 8), (9, 13)), "b has 4 bytes and must start at byte 8, but its data_offsets are 9 to 13"),
+        (((0, 8), (8, 13)), "b has 4 bytes and must start at byte 8, but its data_offsets are 8 to 13"),
+        (((0, 4), (4, 8)), "a has 8 bytes and must start at byte 0, but its data_offsets are 0 to 4"),
     ],
     ids=["overlap", "gap", "too-long", "too-short"],
 )

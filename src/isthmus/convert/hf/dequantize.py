@@ -37,7 +37,7 @@ class DequantizedWeights:
             scale = source.tensors.get(scale_name)
             if scale is None:
                 missing.append(scale_name)
-            elif not quantization.fits(meta.shape, scale.shape, scale.dtype):
+            elif not quantization.matches(meta.shape, scale.shape, scale.dtype):
                 misshapen.append(f"{scale_name} is {list(scale.shape)} for {list(meta.shape)}")
             else:
                 self._codes[name] = stored
@@ -69,12 +69,12 @@ class DequantizedWeights:
         if tuple(target.shape) != shape:
             raise ValueError(f"{name}: a slice of shape {shape} does not fit into {tuple(target.shape)}")
         stored = self._codes[name], name + self._quantization.scales_suffix
-        for tile in _tiles(bounds, self._quantization.cut_axis):
-            places = self._quantization.places(tile)
-            codes, scales = (self._source.read(*place) for place in zip(stored, places, strict=True))
+        for tile in _tiles(bounds, self._quantization.split_axis):
+            indices = self._quantization.source_indices(tile)
+            codes, scales = (self._source.read(*pair) for pair in zip(stored, indices, strict=True))
             here = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(tile, bounds, strict=True))
             # Round first, so that values do not depend on the target's dtype.
-            target[here].copy_(self._quantization.values(codes, scales, tile).to(meta.dtype))
+            target[here].copy_(self._quantization.dequantize(codes, scales, tile).to(meta.dtype))
         return target
 
 

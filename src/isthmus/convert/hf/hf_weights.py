@@ -15,7 +15,7 @@ from isthmus.convert.weight_source import TensorMeta, WeightSource
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.hf.tensors.quantization import quantization_of
+from isthmus.hf.tensors.quantization import parse_quantization
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -32,7 +32,7 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
     notes: list[str] = []
     source: WeightSource = BinWeights(folder.path) if bin else folder
     if folder.quantization is not None:
-        quantization, dtype = quantization_of(folder.quantization), config_dtype(folder.config, torch.bfloat16)
+        quantization, dtype = parse_quantization(folder.quantization), config_dtype(folder.config, torch.bfloat16)
         source = dequantized = DequantizedWeights(source, quantization, dtype)
         if dequantized.num_dequantized:
             notes.append(f"weights are {quantization}: dequantized to {str(dtype).removeprefix('torch.')}")

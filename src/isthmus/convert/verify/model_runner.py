@@ -24,10 +24,10 @@ def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
     """The model in float32; ``by_layer`` leaves its weights on the meta device."""
     empty = init_empty_weights() if by_layer else nullcontext()
     if isinstance(side.weights, HfWeights) and side.hf_folder is not None:
-        from isthmus.hf.transformers_model import HfNetwork
+        from isthmus.hf.transformers_model import TransformersModel
 
         with empty:
-            network = HfNetwork(side.hf_folder.config, side.weights.source, by_layer=by_layer)
+            network = TransformersModel(side.hf_folder.config, side.weights.source, by_layer=by_layer)
         yield network
         return
     from isthmus.engine.single_process_model import SingleProcessModel, single_process_groups

@@ -15,7 +15,7 @@ from isthmus.errors import UsageError
 from isthmus.families.family import Family
 from isthmus.families.rules.shard import unsharded
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.hf.shrunken_model import copy_logits
+from isthmus.hf.shrunken_model import saved_model_logits
 from isthmus.platforms.detect import detect
 
 _LENGTHS = (37, 23)
@@ -38,7 +38,7 @@ class ProbeModel:
         generator = torch.Generator().manual_seed(0)
         vocab_size = folder.config["vocab_size"]
         samples = [torch.randint(3, vocab_size, (length,), generator=generator) for length in _LENGTHS]
-        return cls(folder, samples, copy_logits(path, samples))
+        return cls(folder, samples, saved_model_logits(path, samples))
 
 
 @torch.no_grad()

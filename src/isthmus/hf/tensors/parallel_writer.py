@@ -23,7 +23,7 @@ from isthmus.errors import disk_errors
 from isthmus.hf.model_folder import INDEX_FILE, SINGLE_FILE
 from isthmus.hf.tensors.safetensors_format import (
     Bounds,
-    Stage,
+    CastBuffer,
     TensorInfo,
     bounds_of,
     byte_runs,
@@ -34,7 +34,7 @@ from isthmus.hf.tensors.safetensors_format import (
 )
 
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
-UNWRITTEN_BYTES = 32 << 20
+WRITEBACK_BYTES = 32 << 20
 """Writeback of a file starts after this many bytes; otherwise the disk idles until the final sync."""
 
 
@@ -99,9 +99,9 @@ class TensorWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._descriptors: dict[Path, int] = {}
-        self._unwritten: dict[Path, int] = {}
+        self._pending_bytes: dict[Path, int] = {}
         self._opening = threading.Lock()
-        self._stage = Stage()
+        self._cast_buffer = CastBuffer()
 
     def write_at(self, info: TensorInfo, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
         """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``info``; returns its bytes.
@@ -116,13 +116,13 @@ class TensorWriter:
             tensor = around
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{info.file}: a tensor of shape {tuple(tensor.shape)} is not a slice of shape {shape}")
-        stage = self._stage
+        buffer = self._cast_buffer
         try:
             descriptor = self._descriptor(info.file)
-            for part, rows in row_chunks(bounds, info.dtype.itemsize, stage.limit_bytes):
+            for part, rows in row_chunks(bounds, info.dtype.itemsize, buffer.limit_bytes):
                 chunk = tensor[rows] if part else tensor
                 if chunk.dtype != info.dtype or chunk.device.type != "cpu" or not chunk.is_contiguous():
-                    chunk = stage.take(chunk.shape, info.dtype).copy_(chunk.detach())
+                    chunk = buffer.take(chunk.shape, info.dtype).copy_(chunk.detach())
                 view, done = byte_view(chunk), 0
                 for offset, length in byte_runs(info.shape, part, info.dtype.itemsize):
                     _write_all(descriptor, view[done : done + length], info.offset + offset)
@@ -132,10 +132,10 @@ class TensorWriter:
                 raise
         done = (tensor.numel() if steps is None else tensor[steps].numel()) * info.dtype.itemsize
         # Unsynchronized: the count only decides when writeback starts.
-        self._unwritten[info.file] += done
-        if self._unwritten[info.file] >= UNWRITTEN_BYTES:
-            self._unwritten[info.file] = 0
-            begin_writing(descriptor)
+        self._pending_bytes[info.file] += done
+        if self._pending_bytes[info.file] >= WRITEBACK_BYTES:
+            self._pending_bytes[info.file] = 0
+            start_writeback(descriptor)
         return done
 
     def close(self, *, sync: bool = True) -> None:
@@ -162,7 +162,7 @@ class TensorWriter:
             descriptor = self._descriptor(info.file)
             for offset, length in byte_runs(info.shape, bounds, info.dtype.itemsize):
                 if os.preadv(descriptor, [view[done : done + length]], info.offset + offset) < length:
-                    raise OSError(errno.EIO, "it became shorter while it was written")
+                    raise OSError(errno.EIO, "the file was truncated while it was written")
                 done += length
         return found
 
@@ -170,7 +170,7 @@ class TensorWriter:
         with self._opening:
             if file not in self._descriptors:
                 self._descriptors[file] = os.open(self.folder / file, os.O_RDWR)
-                self._unwritten[file] = 0
+                self._pending_bytes[file] = 0
             return self._descriptors[file]
 
 
@@ -196,7 +196,7 @@ def reserve(descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
-def begin_writing(descriptor: int) -> None:
+def start_writeback(descriptor: int) -> None:
     """Start writeback of an open file without waiting (Linux only)."""
     with contextlib.suppress(AttributeError):
         _LIBC.sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)

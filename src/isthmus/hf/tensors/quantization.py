@@ -29,13 +29,13 @@ class Fp8Blocks:
     codes_suffix = ""
     scales_suffix = "_scale_inv"
     codes_dtype = torch.float8_e4m3fn
-    cut_axis = -2
+    split_axis = -2
     """Dimension along which a large tensor is split for dequantization."""
 
     def __str__(self) -> str:
         return f"FP8 in blocks of {self.rows}x{self.cols}"
 
-    def fits(self, codes: Shape, scales: Shape, scales_dtype: torch.dtype) -> bool:
+    def matches(self, codes: Shape, scales: Shape, scales_dtype: torch.dtype) -> bool:
         if len(codes) < 2 or not scales_dtype.is_floating_point:
             return False
         *lead, rows, cols = codes
@@ -44,15 +44,15 @@ class Fp8Blocks:
     def shape(self, codes: Shape) -> Shape:
         return codes
 
-    def places(self, bounds: Bounds) -> tuple[Index, Index]:
+    def source_indices(self, bounds: Bounds) -> tuple[Index, Index]:
         """Indices of the codes and the scales of the values within ``bounds``."""
         *lead, (top, bottom), (left, right) = bounds
         codes = tuple(slice(*pair) for pair in bounds)
         blocks = (slice(top // self.rows, -(-bottom // self.rows)), slice(left // self.cols, -(-right // self.cols)))
         return codes, (*(slice(*pair) for pair in lead), *blocks)
 
-    def values(self, codes: Tensor, scales: Tensor, bounds: Bounds) -> Tensor:
-        """Values within ``bounds`` in float32, from the codes and scales at their ``places``."""
+    def dequantize(self, codes: Tensor, scales: Tensor, bounds: Bounds) -> Tensor:
+        """Values within ``bounds`` in float32, from the codes and scales at their ``source_indices``."""
         spread = scales.float()
         for axis, size in ((-2, self.rows), (-1, self.cols)):
             start, stop = bounds[axis]
@@ -71,13 +71,13 @@ class Mxfp4:
     codes_suffix = "_blocks"
     scales_suffix = "_scales"
     codes_dtype = torch.uint8
-    cut_axis = -1
+    split_axis = -1
     """Dimension along which a large tensor is split for dequantization."""
 
     def __str__(self) -> str:
         return "MXFP4"
 
-    def fits(self, codes: Shape, scales: Shape, scales_dtype: torch.dtype) -> bool:
+    def matches(self, codes: Shape, scales: Shape, scales_dtype: torch.dtype) -> bool:
         return len(codes) == 4 and codes == (*scales, 16) and scales_dtype == torch.uint8
 
     def shape(self, codes: Shape) -> Shape:
@@ -85,12 +85,12 @@ class Mxfp4:
         experts, out, blocks, _ = codes
         return experts, blocks * 32, out
 
-    def places(self, bounds: Bounds) -> tuple[Index, Index]:
+    def source_indices(self, bounds: Bounds) -> tuple[Index, Index]:
         experts, (top, bottom), out = bounds
         scales = (slice(*experts), slice(*out), slice(top // 32, -(-bottom // 32)))
         return scales, scales
 
-    def values(self, codes: Tensor, scales: Tensor, bounds: Bounds) -> Tensor:
+    def dequantize(self, codes: Tensor, scales: Tensor, bounds: Bounds) -> Tensor:
         """Values within ``bounds`` in bfloat16, which is exact."""
         top, bottom = bounds[1]
         # Indexing dominates the time, so both values of a byte are looked up at once.
@@ -107,25 +107,25 @@ _PAIRS = torch.stack((_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)), dim=1)
 Quantization = Fp8Blocks | Mxfp4
 
 
-def quantization_of(said: Mapping[str, Any]) -> Quantization:
+def parse_quantization(config: Mapping[str, Any]) -> Quantization:
     """The format of a ``quantization_config``; UsageError if it is not supported."""
-    if not isinstance(said, Mapping):
-        raise DataError(f"config.json: quantization_config must be an object, got {said!r}.")
-    method = said.get("quant_method")
+    if not isinstance(config, Mapping):
+        raise DataError(f"config.json: quantization_config must be an object, got {config!r}.")
+    method = config.get("quant_method")
     if method == "mxfp4":
         return Mxfp4()
     if method != "fp8":
-        raise _refusal(f"quant_method={method!r}")
-    if (experts := said.get("expert_dtype", "fp8")) != "fp8":
-        raise _refusal(f"quant_method='fp8' with expert_dtype={experts!r}")
-    block = said.get("weight_block_size")
+        raise _unsupported(f"quant_method={method!r}")
+    if (experts := config.get("expert_dtype", "fp8")) != "fp8":
+        raise _unsupported(f"quant_method='fp8' with expert_dtype={experts!r}")
+    block = config.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise _refusal(f"quant_method='fp8' with weight_block_size={block!r}")
+        raise _unsupported(f"quant_method='fp8' with weight_block_size={block!r}")
     return Fp8Blocks(*block)
 
 
-def _refusal(what: str) -> UsageError:
+def _unsupported(what: str) -> UsageError:
     return UsageError(
-        f"config.json: quantization_config with {what} is not read; fp8 with scales of blocks (a weight_block_size "
-        "of two numbers) and mxfp4 are. Give the model that it was made from, or dequantise it to bfloat16 first."
+        f"config.json: quantization_config with {what} is not supported. Supported: fp8 with block scales "
+        "(weight_block_size=[rows, cols]) and mxfp4. Use the unquantized model, or dequantize it to bfloat16 first."
     )

@@ -64,7 +64,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if length > _MAX_HEADER_BYTES or not length:
             raise DataError(f"{path} is not a safetensors file: no header length in its first 8 of {actual} bytes.")
         if 8 + length > actual:
-            raise DataError(f"{path} is cut short: the header alone ends at byte {8 + length}, the file has {actual}.")
+            raise DataError(
+                f"{path} is truncated: its header ends at byte {8 + length}, but the file has {actual} bytes."
+            )
         raw = file.read(length)
     try:
         header = json.loads(raw.decode(), object_pairs_hook=_unique)
@@ -73,19 +75,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         header.pop("__metadata__", None)
         entries = {name: _entry(entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} has a malformed safetensors header: {error}. Fetch the file again.") from None
+        raise DataError(f"{path} has a malformed safetensors header: {error}. Download the file again.") from None
     found: dict[str, TensorInfo] = {}
     end = 0
     for name, (dtype, shape, (start, stop)) in sorted(entries.items(), key=lambda item: item[1][2]):
         info = TensorInfo(dtype, shape, path, 8 + length + start)
         if start != end or stop - start != info.nbytes:
             raise DataError(
-                f"{path}: {name} of {info.nbytes} bytes claims bytes {start} to {stop} instead of {end} on."
+                f"{path}: {name} has {info.nbytes} bytes and must start at byte {end}, "
+                f"but its data_offsets are {start} to {stop}."
             )
         found[name], end = info, stop
     if (expected := 8 + length + end) != actual:
-        fault = "is cut short" if actual < expected else "has trailing bytes"
-        raise DataError(f"{path} {fault}: expected {expected} bytes, the file has {actual}. Fetch the file again.")
+        fault = "is truncated" if actual < expected else "has trailing bytes"
+        raise DataError(f"{path} {fault}: expected {expected} bytes, the file has {actual}. Download the file again.")
     return found
 
 
@@ -116,7 +119,7 @@ def bounds_of(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> Bounds
     for size, cut in zip(shape, cuts, strict=True):
         start, stop = cut.start or 0, size if cut.stop is None else cut.stop
         if (cut.step or 1) < 1 or not 0 <= start <= stop <= size:
-            raise IndexError(f"{cut} does not lie within a dimension of {size}")
+            raise IndexError(f"{cut} is out of range for a dimension of size {size}")
         bounds.append((start, stop))
     return tuple(bounds)
 
@@ -156,7 +159,7 @@ def row_chunks(bounds: Bounds, itemsize: int, limit_bytes: int) -> Iterator[tupl
         yield ((start, stop), *rest), slice(start - low, stop - low)
 
 
-class Stage(threading.local):
+class CastBuffer(threading.local):
     """A reusable buffer for casts, one per thread: fresh memory for each chunk costs ten times the copy."""
 
     limit_bytes = 4 << 20
@@ -184,12 +187,12 @@ def _entry(entry: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], tuple[i
     start, stop = entry["data_offsets"]
     shape = entry["shape"]
     if not all(type(number) is int and number >= 0 for number in [*shape, start, stop]):
-        raise ValueError("shape or offset is not a whole number")
+        raise ValueError("shape or offset is not a non-negative integer")
     return DTYPES[entry["dtype"]], tuple(shape), (start, stop)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
+        raise ValueError("duplicate tensor name")
     return found

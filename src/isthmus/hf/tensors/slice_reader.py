@@ -13,7 +13,7 @@ from torch import Tensor
 from isthmus.errors import DataError, IOFailure
 from isthmus.hf.tensors.safetensors_format import (
     Bounds,
-    Stage,
+    CastBuffer,
     TensorInfo,
     bounds_of,
     byte_runs,
@@ -29,7 +29,7 @@ class TensorReader:
     def __init__(self) -> None:
         self._files: dict[Path, BinaryIO] = {}
         self._opening = threading.Lock()
-        self._stage = Stage()
+        self._cast_buffer = CastBuffer()
 
     def read(self, info: TensorInfo, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
         """Read a slice of one tensor; only its bytes are read (with a step, also those between).
@@ -53,9 +53,9 @@ class TensorReader:
         if target.dtype == info.dtype and target.device.type == "cpu" and target.is_contiguous():
             self._fill(info, bounds, target)
             return target
-        stage = self._stage
-        for part, rows in row_chunks(bounds, info.dtype.itemsize, stage.limit_bytes):
-            chunk = stage.take([stop - start for start, stop in part], info.dtype)
+        buffer = self._cast_buffer
+        for part, rows in row_chunks(bounds, info.dtype.itemsize, buffer.limit_bytes):
+            chunk = buffer.take([stop - start for start, stop in part], info.dtype)
             self._fill(info, part, chunk)
             (target[rows] if part else target).copy_(chunk)
         return target
@@ -85,7 +85,7 @@ class TensorReader:
                 while done < end:
                     got = os.preadv(descriptor, [view[done:end]], info.offset + offset + length - (end - done))
                     if not got:
-                        raise DataError(f"{info.file} became shorter while it was read. Fetch it again.")
+                        raise DataError(f"{info.file} was truncated while it was read. Download it again.")
                     done += got
         except OSError as error:
             raise IOFailure(f"{info.file} cannot be read: {error.strerror}.") from error

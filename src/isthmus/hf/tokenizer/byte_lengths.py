@@ -93,23 +93,23 @@ class ByteLengths:
         # All errors (a space counted as an added mark, a mark in the text) make the sum too small.
         wholes = ends[bounds[1:]] - begins == sizes
         edges, wrong = [], []
-        for number, (text, learned, begin, whole) in enumerate(
+        for number, (text, text_spans, begin, whole) in enumerate(
             zip(texts, spans, begins.tolist(), wholes.tolist(), strict=True)
         ):
             narrow = text.isascii()
             if not whole or (self.composes and not narrow and not unicodedata.is_normalized("NFC", text)):
                 wrong.append(number)
                 continue
-            for start, end in learned:
+            for start, end in text_spans:
                 if not narrow:
                     start, end = len(text[:start].encode()), len(text[:end].encode())
                 edges.append((begin + start, begin + end))
-        stretches = np.array(edges, dtype=np.int64).reshape(-1, 2)
+        byte_spans = np.array(edges, dtype=np.int64).reshape(-1, 2)
         # A token without width, a lone mark, counts as covering the next character.
         last = np.maximum(ends[1:], ends[:-1] + 1)
         covered = np.zeros(len(ends), dtype=np.int64)
-        np.add.at(covered, np.searchsorted(last, stretches[:, 0], side="right"), 1)
-        np.subtract.at(covered, np.searchsorted(ends[:-1], stretches[:, 1], side="left"), 1)
+        np.add.at(covered, np.searchsorted(last, byte_spans[:, 0], side="right"), 1)
+        np.subtract.at(covered, np.searchsorted(ends[:-1], byte_spans[:, 1], side="left"), 1)
         return (np.cumsum(covered[:-1]) > 0).view(np.uint8), wrong
 
     def _lengths(self, ids: Ids, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -115,11 +115,13 @@ def _parse(path: Path) -> Any:
         messages = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     except ImportError as error:
         raise UsageError(
-            f"{path} is a sentencepiece model. Install what reads it: pip install 'isthmus[sentencepiece]'."
+            f"{path} is a sentencepiece model. Install the package that reads it: pip install 'isthmus[sentencepiece]'."
         ) from error
     proto = messages.ModelProto()
     try:
         proto.ParseFromString(raw)
     except Exception as error:  # protobuf's DecodeError, without importing protobuf for its name
-        raise DataError(f"{path}: not a whole sentencepiece model: {error}. Is it cut short?") from error
+        raise DataError(
+            f"{path}: not a valid sentencepiece model: {error}. It may be truncated; download it again."
+        ) from error
     return proto if len(proto.pieces) else None

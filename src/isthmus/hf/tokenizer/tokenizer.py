@@ -52,19 +52,19 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
         raise MissingInput(f"{path}: no such model folder.")
     if not any((path / name).is_file() for name in _FILES):
         raise MissingInput(f"{path}: no tokenizer files. Expected tokenizer.json or tokenizer.model.")
-    bare = not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file()
-    if bare and (rebuilt := read_sentencepiece(path / "tokenizer.model")) is not None:
+    only_sentencepiece = not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file()
+    if only_sentencepiece and (rebuilt := read_sentencepiece(path / "tokenizer.model")) is not None:
         return Tokenizer(rebuilt, path, differs_from_files=True)
     try:
         inner = AutoTokenizer.from_pretrained(
-            path, config=_stand_in(path), trust_remote_code=trust_remote_code, local_files_only=True
+            path, config=_placeholder_config(path), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # each kind of tokenizer fails in its own way
         reason = str(error).strip().split("\n")[0]
         if "trust_remote_code" in str(error):
             raise UnsafeInput(
-                f"{path}: the tokenizer wants to run code from this folder. Read it, then set model.trust_remote_code "
-                "(of a run) or --trust-remote-code (of isthmus prepare)."
+                f"{path}: the tokenizer requires code from this folder. Review the code, then set "
+                "model.trust_remote_code (of a run) or --trust-remote-code (of isthmus prepare)."
             ) from error
         if isinstance(error, PermissionError):
             raise IOFailure(f"{path}: the tokenizer cannot be read: {reason}.") from error
@@ -72,14 +72,14 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
     return Tokenizer(inner, path)
 
 
-def _stand_in(path: Path) -> PreTrainedConfig | None:
+def _placeholder_config(path: Path) -> PreTrainedConfig | None:
     """An empty config for a model type that transformers does not know, so that none of its code runs; else None."""
     try:
-        said = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        unknown = said["model_type"] not in CONFIG_MAPPING
+        hf_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        unknown = hf_config["model_type"] not in CONFIG_MAPPING
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    kept: dict[str, Any] = {"tokenizer_class": said.get("tokenizer_class")}
+    kept: dict[str, Any] = {"tokenizer_class": hf_config.get("tokenizer_class")}
     return PreTrainedConfig(**kept) if unknown else None
 
 
@@ -99,7 +99,7 @@ class Tokenizer:
         backend = getattr(inner, "backend_tokenizer", None)
         if not isinstance(backend, Backend):
             raise UsageError(
-                f"the tokenizer {type(inner).__name__} is not a fast one, so loss masks cannot be found. "
+                f"the tokenizer {type(inner).__name__} is not a fast tokenizer, which loss masks require. "
                 "Convert it to tokenizer.json first."
             )
         self.inner = inner
@@ -215,13 +215,13 @@ class Tokenizer:
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
         made = []
         encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        for encoding, learned in zip(encoded, spans, strict=True):
+        for encoding, text_spans in zip(encoded, spans, strict=True):
             ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
             mask = np.zeros(len(ids), dtype=np.uint8)
-            for span in learned:
+            for span in text_spans:
                 part = tokens_of(encoding, span)
                 if part is None:
-                    mask = token_mask(encoding.offsets, learned)
+                    mask = token_mask(encoding.offsets, text_spans)
                     break
                 mask[part] = 1
             made.append((ids, mask))
@@ -283,9 +283,9 @@ class Tokenizer:
                 **self.inner.special_tokens_map,
             )
         except jinja2.exceptions.SecurityError as error:
-            raise UnsafeInput(f"the chat template tries to leave its sandbox: {error}.") from error
+            raise UnsafeInput(f"the chat template violates its sandbox: {error}.") from error
         except _TEMPLATE_ERRORS as error:
-            raise DataError(f"the chat template refuses these turns: {str(error).strip() or repr(error)}") from error
+            raise DataError(f"the chat template rejects these messages: {str(error).strip() or repr(error)}") from error
         return rendered[0], [(int(start), int(end)) for start, end in marks[0]] if marked else []
 
     def save(self, folder: Path | str) -> list[str]:

@@ -36,7 +36,7 @@ def open_source(model: ModelConfig) -> ModelFolder:
         return found
     merged = merge_config(found.config, model.config)
     _check_keys("model.config", model.config, keys_read(family_for(merged), merged), merged)
-    return ModelFolder.described(found.path, merged)
+    return ModelFolder.from_config(found.path, merged)
 
 
 def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
@@ -60,7 +60,7 @@ def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
 
         known |= {*effective_config({"model_type": family.name})}
     _check_keys(named, config, known, config)
-    return ModelFolder.described(named, config)
+    return ModelFolder.from_config(named, config)
 
 
 def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Mapping[str, Any]) -> None:

@@ -137,7 +137,7 @@ def test_missing_scales_and_unknown_methods_are_refused(quantized: Path, tmp_pat
     with pytest.raises(DataError, match=f"1 missing: {name}"):
         convert(quantized, tmp_path / "out")
     rewrite(quantized, dict, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UsageError, match="quant_method='gptq' is not read"):
+    with pytest.raises(UsageError, match="quant_method='gptq' is not supported"):
         convert(quantized, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -192,8 +192,8 @@ def test_wrong_index_is_refused(model: Path, tmp_path: Path) -> None:
     for file, error, told in (
         ("../away.bin", UnsafeInput, "outside of the folder"),
         (str(tmp_path / "away.bin"), UnsafeInput, "outside of the folder"),
-        ("link.bin", UnsafeInput, "a link out of the folder"),
-        ("none.bin", DataError, "which is not there"),
+        ("link.bin", UnsafeInput, "a link to a file outside the folder"),
+        ("none.bin", DataError, "which does not exist"),
         (second, DataError, "which does not have it"),
     ):
         lies = {name: file if where == first else where for name, where in truth.items()}

@@ -18,7 +18,7 @@ from isthmus.convert.verify.layerwise import run_layers
 from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, open_network
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.hf.transformers_model import HfNetwork
+from isthmus.hf.transformers_model import TransformersModel
 from ranks.tiny import build_model_folder
 
 IDS = torch.arange(22).view(2, 11)
@@ -51,12 +51,12 @@ def test_missing_weights_are_refused(qwen3: OpenedModel, tmp_path: Path) -> None
     save_file({name: t for name, t in tensors.items() if "k_norm" not in name}, folder / "model.safetensors")
     for by_layer in (False, True):
         with pytest.raises(DataError, match=r"finds no tensor for model\.layers\.0\.self_attn\.k_norm\.weight"):
-            HfNetwork(qwen3.hf_folder.config, ModelFolder.open(folder), by_layer=by_layer)
+            TransformersModel(qwen3.hf_folder.config, ModelFolder.open(folder), by_layer=by_layer)
 
 
 def test_unknown_model_type_is_refused(qwen3: OpenedModel) -> None:
-    with pytest.raises(UsageError, match="no model of type unheard-of"):
-        HfNetwork({"model_type": "unheard-of"}, qwen3.hf_folder, by_layer=False)
+    with pytest.raises(UsageError, match="no causal language model of type unheard-of"):
+        TransformersModel({"model_type": "unheard-of"}, qwen3.hf_folder, by_layer=False)
 
 
 def test_memory_decides_on_layer_by_layer(qwen3: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:

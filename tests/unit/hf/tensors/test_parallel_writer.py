@@ -16,7 +16,7 @@ from isthmus.errors import IOFailure, NoSpace
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.staged_folder import StagedFolder
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
-from isthmus.hf.tensors.safetensors_format import Stage
+from isthmus.hf.tensors.safetensors_format import CastBuffer
 
 TENSORS = {
     "z.weight": torch.randn(8, 6),
@@ -39,9 +39,9 @@ def test_bytes_equal_those_of_the_library(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("stage_bytes", [1, 1 << 20])
-def test_slices_of_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage_bytes: int) -> None:
-    monkeypatch.setattr(Stage, "limit_bytes", stage_bytes)
+@pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
+def test_slices_of_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int) -> None:
+    monkeypatch.setattr(CastBuffer, "limit_bytes", buffer_bytes)
     plan = SafetensorsPlan(specs())
     plan.create(tmp_path)
     wide = TENSORS["z.weight"].double().repeat(1, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isthmus.errors import DataError, UsageError
-from isthmus.hf.tensors.quantization import Fp8Blocks, Mxfp4, quantization_of
+from isthmus.hf.tensors.quantization import Fp8Blocks, Mxfp4, parse_quantization
 
 
 def whole(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -18,7 +18,7 @@ def whole(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 def test_every_fp8_code() -> None:
     """E4M3 by its definition: sign, four bits of exponent biased by 7, three of mantissa."""
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    values = Fp8Blocks(16, 16).values(codes.view(torch.float8_e4m3fn), torch.tensor([[2.0]]), whole((16, 16)))
+    values = Fp8Blocks(16, 16).dequantize(codes.view(torch.float8_e4m3fn), torch.tensor([[2.0]]), whole((16, 16)))
     for code, value in zip(range(256), values.flatten().tolist(), strict=True):
         sign, exponent, mantissa = -1 if code >> 7 else 1, code >> 3 & 15, code & 7
         if code & 127 == 127:
@@ -34,7 +34,7 @@ def test_every_fp4_code_and_every_scale_but_the_one_that_is_no_number() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     for low in range(0, 255, 16):
         scales = torch.arange(low, low + 16, dtype=torch.int32).clamp(max=254).to(torch.uint8).view(1, 1, 16)
-        values = Mxfp4().values(codes, scales, whole((1, 512, 1))).flatten().tolist()
+        values = Mxfp4().dequantize(codes, scales, whole((1, 512, 1))).flatten().tolist()
         for at, value in enumerate(values):
             code = at // 2 >> 4 if at % 2 else at // 2 & 15
             exponent, mantissa = code >> 1 & 3, code & 1
@@ -50,13 +50,13 @@ def test_mxfp4_as_transformers_reads_it() -> None:
     scales = torch.randint(90, 160, (3, 10, 4), dtype=torch.uint8)
     theirs = mxfp4.convert_moe_packed_tensors(codes, scales)
     assert Mxfp4().shape(tuple(codes.shape)) == tuple(theirs.shape) == (3, 128, 10)
-    ours = Mxfp4().values(codes, scales, whole((3, 128, 10)))
+    ours = Mxfp4().dequantize(codes, scales, whole((3, 128, 10)))
     assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    assert not torch.equal(Mxfp4().values(codes >> 4 | codes << 4, scales, whole((3, 128, 10))), theirs)
+    assert not torch.equal(Mxfp4().dequantize(codes >> 4 | codes << 4, scales, whole((3, 128, 10))), theirs)
 
 
 @pytest.mark.parametrize(
-    ("scales", "dtype", "fits"),
+    ("scales", "dtype", "matches"),
     [
         ((2, 3), torch.float32, True),
         ((2, 3), torch.bfloat16, True),
@@ -66,13 +66,13 @@ def test_mxfp4_as_transformers_reads_it() -> None:
         ((2, 3), torch.uint8, False),
     ],
 )
-def test_scales_that_fit_fp8(scales: tuple[int, ...], dtype: torch.dtype, fits: bool) -> None:
-    assert Fp8Blocks(128, 64).fits((130, 129), scales, dtype) == fits
-    assert Fp8Blocks(128, 64).fits((5, 130, 129), (5, *scales), dtype) == fits
+def test_scales_that_fit_fp8(scales: tuple[int, ...], dtype: torch.dtype, matches: bool) -> None:
+    assert Fp8Blocks(128, 64).matches((130, 129), scales, dtype) == matches
+    assert Fp8Blocks(128, 64).matches((5, 130, 129), (5, *scales), dtype) == matches
 
 
 @pytest.mark.parametrize(
-    ("codes", "scales", "dtype", "fits"),
+    ("codes", "scales", "dtype", "matches"),
     [
         ((2, 6, 3, 16), (2, 6, 3), torch.uint8, True),
         ((2, 6, 3, 16), (2, 6, 4), torch.uint8, False),
@@ -81,23 +81,25 @@ def test_scales_that_fit_fp8(scales: tuple[int, ...], dtype: torch.dtype, fits: 
         ((2, 6, 3, 16), (2, 6, 3), torch.float32, False),
     ],
 )
-def test_scales_that_fit_mxfp4(codes: tuple[int, ...], scales: tuple[int, ...], dtype: torch.dtype, fits: bool) -> None:
-    assert Mxfp4().fits(codes, scales, dtype) == fits
+def test_scales_that_fit_mxfp4(
+    codes: tuple[int, ...], scales: tuple[int, ...], dtype: torch.dtype, matches: bool
+) -> None:
+    assert Mxfp4().matches(codes, scales, dtype) == matches
 
 
 def test_what_is_read() -> None:
     deepseek = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 64]}
-    assert quantization_of(deepseek) == Fp8Blocks(128, 64)
-    assert str(quantization_of(deepseek)) == "FP8 in blocks of 128x64"
-    assert quantization_of({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}) == Mxfp4()
+    assert parse_quantization(deepseek) == Fp8Blocks(128, 64)
+    assert str(parse_quantization(deepseek)) == "FP8 in blocks of 128x64"
+    assert parse_quantization({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}) == Mxfp4()
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method='awq' is not read"),
-        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors' is not read"),
-        ({"load_in_4bit": True}, "quant_method=None is not read"),
+        ({"quant_method": "awq", "bits": 4}, "quant_method='awq' is not supported"),
+        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors' is not supported"),
+        ({"load_in_4bit": True}, "quant_method=None is not supported"),
         ({"quant_method": "fp8"}, "weight_block_size=None"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size=\[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\]"),
@@ -105,10 +107,10 @@ def test_what_is_read() -> None:
     ],
 )
 def test_what_is_refused(said: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=f"{told}.*Give the model that it was made from, or dequantise it"):
-        quantization_of(said)
+    with pytest.raises(UsageError, match=f"{told}.*Use the unquantized model, or dequantize it"):
+        parse_quantization(said)
 
 
 def test_no_object() -> None:
     with pytest.raises(DataError, match="quantization_config must be an object, got 'fp8'"):
-        quantization_of("fp8")  # type: ignore[arg-type]
+        parse_quantization("fp8")  # type: ignore[arg-type]
