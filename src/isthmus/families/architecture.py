@@ -67,7 +67,7 @@ class Moe:
     shared_ffn_hidden_size: int = 0
     """Total width of the shared experts; 0: none."""
     shared_gate: bool = False
-    """The output of the shared experts is multiplied by a sigmoid gate."""
+    """Multiplies the output of the shared experts by a sigmoid gate."""
     dense_layers: tuple[int, ...] = ()
     """Layers, counted from 0, with a dense feed-forward block."""
     score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
@@ -86,13 +86,11 @@ class Moe:
     group_score: Literal["max", "top2"] = "top2"
     """Score of a group: its best expert, or the sum of its two best."""
     router_bias: bool = False
-    """The router's projection has a bias."""
     router_float32: bool = False
     """The router's weights are always float32."""
     expert_mlp_bias: bool = False
 
     def invalid_reason(self) -> str | None:
-        """Why these numbers are inconsistent; None if they are not."""
         if self.num_experts % self.num_groups:
             return f"{self.num_groups} groups do not divide {self.num_experts} experts"
         in_group = self.num_experts // self.num_groups
@@ -137,7 +135,6 @@ class Architecture:
     # Norms.
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     norm_bias: bool = True
-    """LayerNorms have a bias."""
     norm_zero_centered: bool = False
     """Norms multiply by one plus their weight."""
     form: Form = "pre"

@@ -1,4 +1,4 @@
-"""A family: how the config and the tensors of one Hugging Face architecture map to Megatron-Core, as data."""
+"""Family: how the config and tensors of one Hugging Face architecture map to Megatron-Core, as data."""
 
 from __future__ import annotations
 
@@ -40,12 +40,7 @@ class Key:
     """The inverse of ``decode``."""
 
     def read(self, hf: Mapping[str, Any]) -> Any:
-        """The field's value.
-
-        Raises:
-            DataError: the key is missing and required, has the wrong type, or is too small.
-            UsageError: the setting is not supported.
-        """
+        """Read the field's value; DataError if it is missing or malformed, UsageError if it is not supported."""
         name = next((name for name in (self.hf, *self.aliases) if name in hf), self.hf)
         value = hf.get(name, None if self.default is _REQUIRED else self.default)
         if value is None and self.null is not None:
@@ -73,11 +68,7 @@ class Key:
             raise DataError(f"config.json: {self.hf} must not be 0.") from None
 
     def write(self, value: Any, arch: Architecture) -> Any:
-        """The setting for a field's value.
-
-        Raises:
-            UsageError: no setting means this value.
-        """
+        """The setting for a field's value; UsageError if no setting expresses it."""
         if self.choices is not None:
             settings = [setting for setting, meaning in self.choices.items() if meaning == value]
             if not settings:
@@ -152,10 +143,8 @@ class Family:
     def to_architecture(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Architecture:
         """Read a Hugging Face config.
 
-        Args:
-            hf: the config.
-            tensors: names of the checkpoint's tensors, if known. MTP layers without tensors are not counted: configs
-                saved by transformers count MTP layers that the checkpoint does not have.
+        ``tensors`` are the names in the checkpoint, if known: MTP layers without tensors are not counted, because
+        configs saved by transformers count MTP layers that the checkpoint does not have.
 
         Raises:
             DataError: a setting is missing or has the wrong type, or settings contradict each other.
@@ -189,11 +178,7 @@ class Family:
         return replace(arch, mtp_layers=len(present))
 
     def check_training(self, hf: Mapping[str, Any]) -> None:
-        """Check the settings that only matter for training, such as dropout.
-
-        Raises:
-            UsageError: a setting is not supported for training, with the reason.
-        """
+        """Raise UsageError for unsupported settings that only affect training, such as dropout."""
         self._check_fixed(hf, training=True)
 
     def _check_fixed(self, hf: Mapping[str, Any], *, training: bool) -> None:
@@ -214,11 +199,9 @@ class Family:
     ) -> dict[str, Any]:
         """The Hugging Face config of ``arch``.
 
-        Args:
-            arch: the model.
-            base: the config that the model came with. Its settings and absent keys are kept if they mean the same; its
-                other keys are copied, from another family's config only the token ids and the dtype.
-            dtype: a torch name such as ``bfloat16``; None keeps that of ``base``.
+        Settings and absent keys of ``base``, the original config, are kept if they mean the same. Its other keys are
+        copied, from another family's config only the token ids and the dtype. ``dtype`` is a torch name such as
+        ``bfloat16``.
         """
         known = dict(base or {})
         # Remote code is not copied: the export has the tensors of the family's own class.

@@ -10,13 +10,9 @@ from isthmus.families.family import Family
 
 
 def transfer_architecture(arch: Architecture, source: Family, target: Family) -> Architecture:
-    """The same model as a model of ``target``.
+    """Express the model in the config and tensors of ``target``; UsageError if that is impossible.
 
-    Which fields a family supports is tested by a round trip through its config: a field without a key comes back with
-    another value.
-
-    Raises:
-        UsageError: a config of ``target`` cannot express the architecture, or ``target`` has other tensors.
+    The supported fields of a family are found by a round trip through its config: a field without a key changes.
     """
     if source.name == target.name:
         return arch

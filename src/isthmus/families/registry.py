@@ -1,7 +1,4 @@
-"""Finds families: the modules of ``models/`` that define ``FAMILY``, and files of inferred families.
-
-``isthmus convert --learn`` writes inferred families as JSON, next to a checkpoint or in a folder of the user.
-"""
+"""Finds families: modules of ``models/`` that define ``FAMILY``, and files of ``isthmus convert --learn``."""
 
 from __future__ import annotations
 
@@ -37,9 +34,7 @@ def all_families() -> dict[str, Family]:
 def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Family:
     """The family of a Hugging Face config.
 
-    Args:
-        hf_config: the config.
-        beside: file of the inferred family that a checkpoint was converted with; it has precedence.
+    ``beside`` is the inferred family that a checkpoint was converted with; it has precedence.
 
     Raises:
         UsageError: no family has this ``model_type``, or the inferred family does not support the config.

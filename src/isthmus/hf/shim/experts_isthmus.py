@@ -62,25 +62,25 @@ class Router(nn.Module):
         config = self.config
         logits = F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         if config.scoring_func == "softmax_of_chosen":
-            best, chosen = logits.topk(config.num_experts_per_tok, dim=-1)
-            return best.softmax(-1) * config.routed_scaling_factor, chosen
+            best, indices = logits.topk(config.num_experts_per_tok, dim=-1)
+            return best.softmax(-1) * config.routed_scaling_factor, indices
         scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
-        merits = scores + self.e_score_correction_bias.float() if config.router_expert_bias else scores
+        choice_scores = scores + self.e_score_correction_bias.float() if config.router_expert_bias else scores
         if config.n_group > 1:
-            merits = self._in_best_groups(merits)
-        chosen = merits.topk(config.num_experts_per_tok, dim=-1).indices
-        weights = scores.gather(-1, chosen)
+            choice_scores = self._mask_groups(choice_scores)
+        indices = choice_scores.topk(config.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(-1, indices)
         if config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=config.norm_topk_min)
-        return weights * config.routed_scaling_factor, chosen
+        return weights * config.routed_scaling_factor, indices
 
-    def _in_best_groups(self, merits: Tensor) -> Tensor:
-        groups = merits.unflatten(-1, (self.config.n_group, -1))
-        best_two = groups.topk(2, dim=-1).values.sum(-1) if self.config.group_score == "top2" else None
-        of_group = groups.amax(-1) if best_two is None else best_two
-        best = of_group.topk(self.config.topk_group, dim=-1).indices
-        shut = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, best, False)
-        return groups.masked_fill(shut[..., None], -torch.inf).flatten(-2)
+    def _mask_groups(self, choice_scores: Tensor) -> Tensor:
+        groups = choice_scores.unflatten(-1, (self.config.n_group, -1))
+        top2 = groups.topk(2, dim=-1).values.sum(-1) if self.config.group_score == "top2" else None
+        group_scores = groups.amax(-1) if top2 is None else top2
+        best_groups = group_scores.topk(self.config.topk_group, dim=-1).indices
+        masked = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, best_groups, False)
+        return groups.masked_fill(masked[..., None], -torch.inf).flatten(-2)
 
 
 class MixtureOfExperts(nn.Module):
@@ -99,12 +99,12 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         tokens = x.flatten(0, 1)
-        weights, chosen = self.gate(tokens)
+        weights, indices = self.gate(tokens)
         out = torch.zeros_like(tokens)
-        for number in chosen.unique().tolist():
-            rows, places = (chosen == number).nonzero(as_tuple=True)
-            share = weights[rows, places, None].to(tokens.dtype)
-            out = out.index_add(0, rows, self.experts[number](tokens[rows]) * share)
+        for expert in indices.unique().tolist():
+            rows, slots = (indices == expert).nonzero(as_tuple=True)
+            weight = weights[rows, slots, None].to(tokens.dtype)
+            out = out.index_add(0, rows, self.experts[expert](tokens[rows]) * weight)
         if self.shared_experts is not None:
             shared = self.shared_experts(tokens)
             if self.shared_expert_gate is not None:

@@ -27,12 +27,12 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = self.weight.float() + 1 if self.zero_centered else self.weight.float()
+        weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
         if self.kind == "LayerNorm":
             bias = None if self.bias is None else self.bias.float()
-            return F.layer_norm(x.float(), gain.shape, gain, bias, self.eps).to(x.dtype)
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gain).to(x.dtype)
+            return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
+        x32 = x.float()
+        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps) * weight).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -78,33 +78,33 @@ class Attention(nn.Module):
             q, k = (rotate(part, table, interleaved=interleaved) for part in (q, k))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        seen = self._seen(q.size(2), k.size(2), past + q.size(2), padding, q.device)
-        plain = self.config.attention_softcap is None and self.sinks is None
-        if plain and self.config._attn_implementation != "eager":
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=True)
+        mask = self._attention_mask(q.size(2), k.size(2), past + q.size(2), padding, q.device)
+        use_sdpa = self.config.attention_softcap is None and self.sinks is None
+        if use_sdpa and self.config._attn_implementation != "eager":
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
         else:
-            out = self._eager(q, k, v, seen)
+            out = self._eager(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def _seen(self, queries: int, keys: int, total: int, padding: Tensor | None, device: Any) -> Tensor:
+    def _attention_mask(self, queries: int, keys: int, total: int, padding: Tensor | None, device: Any) -> Tensor:
         """Attention mask [1 or B, 1, S, keys]; a cache may keep only the last keys."""
-        last = torch.arange(total, device=device)
-        distance = last[total - queries :, None] - last[None, total - keys :]
-        seen = distance >= 0
+        index = torch.arange(total, device=device)
+        distance = index[total - queries :, None] - index[None, total - keys :]
+        mask = distance >= 0
         if self.window is not None:
-            seen = seen & (distance < self.window)
+            mask = mask & (distance < self.window)
         if padding is None:
-            return seen[None, None]
+            return mask[None, None]
         # A padding query attends to itself: softmax of a fully masked row is NaN.
-        return (seen & padding[:, None, None, total - keys :].bool()) | (distance == 0)
+        return (mask & padding[:, None, None, total - keys :].bool()) | (distance == 0)
 
-    def _eager(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Attention with soft-capped scores and sinks, which PyTorch's kernel does not support."""
         k, v = (part.repeat_interleave(q.size(1) // part.size(1), dim=1) for part in (k, v))
         scores = (q @ k.mT).float() * self.scale
         if (cap := self.config.attention_softcap) is not None:
             scores = cap * torch.tanh(scores / cap)
-        scores = scores.masked_fill(~seen, -torch.inf)
+        scores = scores.masked_fill(~mask, -torch.inf)
         if self.sinks is not None:
             sinks = self.sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat((scores, sinks), dim=-1)
@@ -132,18 +132,18 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, *context: Any) -> Tensor:
         """[B, S, H] -> [B, S, H]; ``context`` is passed to attention."""
         normed = x if self.form == "post" else self.input_layernorm(x)
-        attended = self.self_attn(normed, *context)
+        attn_out = self.self_attn(normed, *context)
         if self.form in ("post", "sandwich"):
-            attended = self.post_self_attn_layernorm(attended)
-        attended = attended * self.multiplier
-        beside = self.form in ("parallel", "parallel_two_norms")
-        stream = x if beside else x + attended
+            attn_out = self.post_self_attn_layernorm(attn_out)
+        attn_out = attn_out * self.multiplier
+        parallel = self.form in ("parallel", "parallel_two_norms")
+        residual = x if parallel else x + attn_out
         if self.form == "post":
-            made = self.post_mlp_layernorm(self.mlp(stream))
+            mlp_out = self.post_mlp_layernorm(self.mlp(residual))
         else:
-            made = self.mlp(normed if self.form == "parallel" else self.post_attention_layernorm(stream))
-            made = self.post_mlp_layernorm(made) if self.form == "sandwich" else made
-        return stream + attended + made * self.multiplier if beside else stream + made * self.multiplier
+            mlp_out = self.mlp(normed if self.form == "parallel" else self.post_attention_layernorm(residual))
+            mlp_out = self.post_mlp_layernorm(mlp_out) if self.form == "sandwich" else mlp_out
+        return residual + attn_out + mlp_out * self.multiplier if parallel else residual + mlp_out * self.multiplier
 
 
 class IsthmusPreTrainedModel(PreTrainedModel):  # type: ignore[misc, unused-ignore]  # transformers is typed in part
@@ -220,9 +220,9 @@ class IsthmusModel(IsthmusPreTrainedModel):
 
     def _table(self, position_ids: Tensor, windowed: bool) -> Table:
         longest = int(position_ids.max()) + 1
-        frequencies, magnitude = inverse_frequencies(self.config, windowed=windowed, length=longest)
-        angles = position_ids[:, None, :, None].float() * frequencies.to(position_ids.device)
-        return angles.cos() * magnitude, angles.sin() * magnitude
+        inv_freq, attention_factor = inverse_frequencies(self.config, windowed=windowed, length=longest)
+        angles = position_ids[:, None, :, None].float() * inv_freq.to(position_ids.device)
+        return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
 class IsthmusForCausalLM(IsthmusPreTrainedModel, GenerationMixin):
@@ -256,12 +256,12 @@ class IsthmusForCausalLM(IsthmusPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, S, V], only of the last ``logits_to_keep`` tokens if not 0; a loss with ``labels`` [B, S]."""
-        found = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(found.last_hidden_state[:, kept]) * self.config.logits_multiplier
+        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, positions]) * self.config.logits_multiplier
         if (cap := self.config.logits_softcap) is not None:
             logits = cap * torch.tanh(logits / cap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)

@@ -24,40 +24,40 @@ def inverse_frequencies(config: IsthmusConfig, *, windowed: bool, length: int) -
     if windowed and config.window_rope_theta is not None:
         base, kind = config.window_rope_theta, "default"
     width = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-    plain = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    factor, trained = rope.get("factor", 1.0), rope.get("original_max_position_embeddings", 0)
+    inv_freq = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    factor, original_length = rope.get("factor", 1.0), rope.get("original_max_position_embeddings", 0)
     if kind == "default":
-        return plain, 1.0
+        return inv_freq, 1.0
     if kind == "linear":
-        return plain / factor, 1.0
+        return inv_freq / factor, 1.0
     if kind == "llama3":
-        turns = trained * plain / (2 * math.pi)
+        rotations = original_length * inv_freq / (2 * math.pi)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return kept * plain + (1 - kept) * plain / factor, 1.0
+        unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
+        return unscaled * inv_freq + (1 - unscaled) * inv_freq / factor, 1.0
     if kind == "longrope":
-        each = torch.tensor(rope["long_factor" if length > trained else "short_factor"])
-        usual = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
-        return plain / each, rope.get("attention_factor") or usual
+        factors = torch.tensor(rope["long_factor" if length > original_length else "short_factor"])
+        default_factor = math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
+        return inv_freq / factors, rope.get("attention_factor") or default_factor
     if kind != "yarn":
-        raise ValueError(f"rope_type {kind!r} is not known")
+        raise ValueError(f"rope_type {kind!r} is not supported")
 
-    def pair_that_turns(times: float) -> float:
-        return width / 2 * math.log(trained / (times * 2 * math.pi)) / math.log(base)
+    def correction_dim(rotations: float) -> float:
+        return width / 2 * math.log(original_length / (rotations * 2 * math.pi)) / math.log(base)
 
-    def sharper(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    def mscale(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    low, high = pair_that_turns(rope.get("beta_fast") or 32), pair_that_turns(rope.get("beta_slow") or 1)
+    low, high = correction_dim(rope.get("beta_fast") or 32), correction_dim(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    stretched = ((torch.arange(width // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
-    ratio = sharper(rope["mscale"]) / sharper(rope["mscale_all_dim"]) if has_both(rope) else sharper(1.0)
-    return plain / factor * stretched + plain * (1 - stretched), rope.get("attention_factor") or ratio
+    ramp = ((torch.arange(width // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+    default_factor = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"]) if _has_mscale(rope) else mscale(1.0)
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), rope.get("attention_factor") or default_factor
 
 
-def has_both(rope: dict[str, Any]) -> bool:
+def _has_mscale(rope: dict[str, Any]) -> bool:
     """Whether both magnitude settings of YaRN are set."""
     return bool(rope.get("mscale") and rope.get("mscale_all_dim"))
 
@@ -67,6 +67,6 @@ def rotate(x: Tensor, table: Table, *, interleaved: bool) -> Tensor:
     cos, sin = (part.to(x.dtype) for part in table)
     width = 2 * cos.size(-1)
     first, second = (x[..., 0:width:2], x[..., 1:width:2]) if interleaved else x[..., :width].chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    pairs = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    pairs = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
     return torch.cat((pairs, x[..., width:]), dim=-1)
