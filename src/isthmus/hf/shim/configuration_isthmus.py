@@ -83,17 +83,18 @@ class IsthmusConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]  # t
 
     def __init__(self, **kwargs: Any) -> None:
         rope_theta, rope_scaling = kwargs.pop("rope_theta", None), kwargs.pop("rope_scaling", None)
-        for name, default in DEFAULTS.items():
-            setattr(self, name, kwargs.pop(name, default))
-        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        self.moe_intermediate_size = self.moe_intermediate_size or self.intermediate_size
-        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
-        self.unrotated_layers = self.unrotated_layers or []
-        self.mlp_only_layers = self.mlp_only_layers or []
-        rotary = dict(self.rope_parameters or rope_scaling or {"rope_type": "default"})
-        rotary["rope_theta"] = rotary.get("rope_theta") or rope_theta or 10000.0
-        rotary.setdefault("partial_rotary_factor", kwargs.pop("partial_rotary_factor", 1.0))
-        self.rope_parameters = rotary
+        keys = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
+        keys["num_key_value_heads"] = keys["num_key_value_heads"] or keys["num_attention_heads"]
+        keys["head_dim"] = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
+        keys["moe_intermediate_size"] = keys["moe_intermediate_size"] or keys["intermediate_size"]
+        keys["layer_types"] = keys["layer_types"] or ["full_attention"] * keys["num_hidden_layers"]
+        keys["unrotated_layers"] = keys["unrotated_layers"] or []
+        keys["mlp_only_layers"] = keys["mlp_only_layers"] or []
+        rope = dict(keys["rope_parameters"] or rope_scaling or {"rope_type": "default"})
+        rope["rope_theta"] = rope.get("rope_theta") or rope_theta or 10000.0
+        rope.setdefault("partial_rotary_factor", kwargs.pop("partial_rotary_factor", 1.0))
+        keys["rope_parameters"] = rope
+        for name, value in keys.items():
+            setattr(self, name, value)
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
