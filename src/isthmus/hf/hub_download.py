@@ -31,7 +31,7 @@ def looks_like_id(text: str) -> bool:
     return text in _UNOWNED or (_OWNED.fullmatch(text) is not None and ".." not in text and "--" not in text)
 
 
-def fetch(repo_id: str, *, weights: bool, code: bool = False, say: Callable[[str], None]) -> Path:
+def fetch(repo_id: str, *, weights: bool, code: bool = False, report: Callable[[str], None]) -> Path:
     """The folder of a repository in the Hub's cache; downloads it if it is not complete there.
 
     One process of a machine downloads while the others wait. Files in the cache are not requested again, so that all
@@ -41,7 +41,7 @@ def fetch(repo_id: str, *, weights: bool, code: bool = False, say: Callable[[str
         repo_id: ``org/name``, which is not a local folder.
         weights: download the safetensors files too.
         code: download Python files too, which may define a tokenizer.
-        say: called with a line for the user when a download begins.
+        report: called with a line for the user when a download begins.
 
     Raises:
         MissingInput: the repository does not exist or is not accessible, or the Hub is offline and it is not cached.
@@ -55,7 +55,7 @@ def fetch(repo_id: str, *, weights: bool, code: bool = False, say: Callable[[str
         with WeakFileLock(cache / f".isthmus-{repo_id.replace('/', '--')}.lock"):
             found = _cached(repo_id, patterns, weights=weights)
             if found is None:
-                say(f"downloading {repo_id} from the Hub into {cache}")
+                report(f"downloading {repo_id} from the Hub into {cache}")
                 found = Path(snapshot_download(repo_id, allow_patterns=patterns))
             return found
     except Exception as error:  # the HTTP library raises its own exceptions
@@ -73,7 +73,7 @@ def _cached(repo_id: str, patterns: Sequence[str], *, weights: bool) -> Path | N
 
 
 def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
-    here = f"there is no folder {repo_id} here, and"
+    here = f"there is no local folder {repo_id}, and"
     token = "the token that is set" if get_token() else "HF_TOKEN, which is not set,"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, GatedRepoError):
@@ -88,8 +88,8 @@ def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
         )
     if constants.HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
         return MissingInput(
-            f"{here} {repo_id} is not in this machine's cache, and HF_HUB_OFFLINE keeps it from the Hub. Check the "
-            f"path, or download it with a network: hf download {repo_id}"
+            f"{here} {repo_id} is not in the Hub cache, and HF_HUB_OFFLINE disables downloads. Check the "
+            f"path, or download it on a machine with network access: hf download {repo_id}"
         )
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(f"{constants.HF_HUB_CACHE}: no space left to download {repo_id}. Make room, or set HF_HOME.")

@@ -19,14 +19,14 @@ def check_name(repo_id: str) -> None:
         raise UsageError(f"--push {repo_id}: {_one_line(error)} Give NAMESPACE/NAME.") from None
 
 
-def push(folder: Path, repo_id: str, *, private: bool, say: Callable[[str], None]) -> str:
+def push(folder: Path, repo_id: str, *, private: bool, report: Callable[[str], None]) -> str:
     """Upload a whole folder and return the URL; creates the repository if it does not exist.
 
     Args:
         folder: it is not changed.
         repo_id: ``namespace/name``.
         private: create a private repository; an existing one keeps its visibility.
-        say: called with a line for the user before the upload.
+        report: called with a line for the user before the upload.
 
     Raises:
         IOFailure: no token, no network, no write access, or the upload failed.
@@ -34,7 +34,7 @@ def push(folder: Path, repo_id: str, *, private: bool, say: Callable[[str], None
     files = [path for path in folder.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     kind = "a private repository" if private else "a public repository"
-    say(f"pushing {len(files)} files, {size / 2**30:,.2f} GiB, from {folder} to {repo_id} ({kind}, if it is new)")
+    report(f"pushing {len(files)} files, {size / 2**30:,.2f} GiB, from {folder} to {repo_id} ({kind}, if it is new)")
     api = HfApi()
     try:
         address = str(api.create_repo(repo_id, private=private, exist_ok=True))

@@ -81,23 +81,23 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 
 def test_what_is_wanted_is_fetched_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    folder = fetch("org/open", weights=False, say=said.append)
+    folder = fetch("org/open", weights=False, report=said.append)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
-    whole = fetch("org/open", weights=True, say=said.append)
+    whole = fetch("org/open", weights=True, report=said.append)
     assert whole == folder and (folder / "model.safetensors").read_bytes() == b"weights"
     assert not (folder / "pytorch_model.bin").exists() and not (folder / "modeling.py").exists()
     before = len(asked)
-    assert fetch("org/open", weights=True, say=said.append) == fetch("org/open", weights=False, say=said.append)
+    assert fetch("org/open", weights=True, report=said.append) == fetch("org/open", weights=False, report=said.append)
     assert len(asked) == before and len(said) == 2
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch("org/open", weights=True, say=said.append) == folder
+    assert fetch("org/open", weights=True, report=said.append) == folder
 
 
 def test_processes_of_a_machine_wait_for_the_one_that_downloads(asked: list[str]) -> None:
     said: list[str] = []
     found: list[Path] = []
     ranks = [
-        threading.Thread(target=lambda: found.append(fetch("org/open", weights=True, say=said.append)))
+        threading.Thread(target=lambda: found.append(fetch("org/open", weights=True, report=said.append)))
         for _ in range(4)
     ]
     for rank in ranks:
@@ -109,20 +109,20 @@ def test_processes_of_a_machine_wait_for_the_one_that_downloads(asked: list[str]
 
 
 def test_a_refusal_says_what_to_do(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingInput, match=r"no folder org/gated here, and .* is gated: HF_TOKEN, which is not set,"):
-        fetch("org/gated", weights=True, say=print)
-    with pytest.raises(MissingInput, match=r"no folder org/none here, and no repository org/none .* Check the name;"):
-        fetch("org/none", weights=True, say=print)
+    with pytest.raises(MissingInput, match=r"no local folder org/gated, and .* is gated: HF_TOKEN, which is not set,"):
+        fetch("org/gated", weights=True, report=print)
+    with pytest.raises(MissingInput, match=r"no local folder org/none, and no repository org/none .* Check the name;"):
+        fetch("org/none", weights=True, report=print)
     monkeypatch.setattr("isthmus.hf.hub_download.get_token", lambda: "hf_x")
     with pytest.raises(MissingInput, match=r"the token that is set gives no access\. Ask for it"):
-        fetch("org/gated", weights=True, say=print)
+        fetch("org/gated", weights=True, report=print)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(MissingInput, match=r"HF_HUB_OFFLINE keeps it from the Hub.* hf download org/open"):
-        fetch("org/open", weights=True, say=print)
+    with pytest.raises(MissingInput, match=r"HF_HUB_OFFLINE disables downloads.* hf download org/open"):
+        fetch("org/open", weights=True, report=print)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(IOFailure, match=r"no folder org/open here, and org/open cannot be downloaded from the Hub"):
-        fetch("org/open", weights=True, say=print)
+    with pytest.raises(IOFailure, match=r"no local folder org/open, and org/open cannot be downloaded from the Hub"):
+        fetch("org/open", weights=True, report=print)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
         raise MissingInput(
             f"{named} does not exist. Give a folder, an id on the Hub (org/name), or for a model preset:NAME."
         )
-    return fetch(named, weights=weights, code=code, say=lambda told: print(told, file=sys.stderr, flush=True))
+    return fetch(named, weights=weights, code=code, report=lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:

@@ -84,7 +84,7 @@ def test_unused_key_is_refused(model: dict[str, Any], message: str) -> None:
 def test_missing_model_is_reported_with_both_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub_download.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub_download.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(MissingInput, match=r"no folder models/llama here, and .* hf download models/llama"):
+    with pytest.raises(MissingInput, match=r"no local folder models/llama, and .* hf download models/llama"):
         opened(path="models/llama")
     with pytest.raises(MissingInput, match=r"an id on the Hub \(org/name\), or for a model preset:NAME"):
         opened(path="./models/llama")
