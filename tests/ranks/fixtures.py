@@ -1,4 +1,7 @@
-"""The worlds, and the tiny models and samples they train on; made once for all tests of a process."""
+"""The rank pools of a test file, and the tiny models and samples of a test process.
+
+Pools end with their file: idle ranks keep hundreds of gloo threads that poll, which takes up to half of two cores.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ def _world(size: int, factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     world.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """A single rank in a process of its own, so that the CPU adapter stays out of the other tests."""
     yield from _world(1, tmp_path_factory)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     yield from _world(2, tmp_path_factory)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     yield from _world(4, tmp_path_factory)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worlds(one: RankPool, two: RankPool, four: RankPool) -> dict[int, RankPool]:
     """Worlds by their size."""
     return {1: one, 2: two, 4: four}

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 MEMBER = Path(__file__).with_name("pool_worker.py")
-FRESH_AFTER_TASKS = 6
-"""Tasks that one set of processes runs: gloo leaves threads behind with every set of groups, and they cost time."""
+FRESH_AFTER_TASKS = 3
+"""Tasks that one set of processes runs: each set of process groups leaves gloo threads behind, and they poll."""
 STRAGGLER_S = 5.0
 """How long the other ranks may take once one has failed; they often hang in a collective that it never joined."""
 

@@ -21,7 +21,7 @@ def furthest(got: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone(one: RankPool, models: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
     """What one process does with each model: the truth for all layouts."""
     return {
