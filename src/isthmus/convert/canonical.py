@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -27,16 +28,16 @@ class CanonicalWeights(Protocol):
         """Rows of a whole tensor, without vocabulary padding; ``rows`` has start and stop. Thread-safe."""
 
 
-class Destination:
+class Destination(ABC):
     """Files with space for all tensors, created by the constructor; rows may be written in any order."""
 
     total_bytes: int
     """Bytes that all calls of ``put`` write together."""
     _writer: TensorWriter
 
+    @abstractmethod
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
         """Write these rows; returns the bytes written. Thread-safe."""
-        raise NotImplementedError
 
     def close(self, *, sync: bool = True) -> None:
         self._writer.close(sync=sync)
