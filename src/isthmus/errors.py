@@ -56,7 +56,7 @@ class IOFailure(IsthmusError):
 
 
 class Preempted(IsthmusError):
-    """The run was asked to stop; the same command goes on from what was saved, or begins again if nothing was."""
+    """The run was asked to stop. The same command resumes from the checkpoint, or starts again if there is none."""
 
     exit_code = 75
 
