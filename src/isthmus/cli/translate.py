@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from isthmus.cli.terminal import interruptible
 from isthmus.config.dialects.megatron.model_args import rows_by_name
 from isthmus.config.dialects.megatron.record_script import record_script
 from isthmus.config.dialects.megatron.training_command import read_command
@@ -30,7 +31,9 @@ def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
     """
     flags = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     if script is not None:
-        return _with_model(translate_command(record_script(script, words[:flags]), words[flags:], script.stem))
+        with interruptible():  # a signal ends the script too
+            command = record_script(script, words[:flags])
+        return _with_model(translate_command(command, words[flags:], script.stem))
     if not words:
         raise UsageError("give the arguments of pretrain_gpt.py after --, a file of arguments, or --run SCRIPT.")
     path = Path(words[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,8 @@ def _logits(model: Any, probe: ProbeModel) -> list[Tensor]:
 
 def max_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """Infinite if a difference is NaN."""
-    difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
-    return difference if difference == difference else float("inf")
+    differences = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
+    return float("inf") if any(map(math.isnan, differences)) else max(differences)
 
 
 @torch.no_grad()

@@ -61,6 +61,9 @@ def test_the_training_is_recorded_and_other_commands_run() -> None:
         f"eval {TRAIN}; exit 3",
         "sbatch --export ALL inner.sh",
         "srun -N 2 bash inner.sh",
+        "touch log.txt; sbatch -o log.txt inner.sh",
+        f"export PYTHONPATH=/none; {sys.executable} pretrain_gpt.py --num-layers 2",
+        "python submit.py",
     ],
 )
 def test_no_way_to_start_it_starts_it(start: str) -> None:
@@ -69,6 +72,7 @@ def test_no_way_to_start_it_starts_it(start: str) -> None:
     os.chmod("venv/bin/python", 0o755)
     Path("pretrain_gpt.py").write_text("open('started', 'w')")
     Path("inner.sh").write_text(f"#!/bin/bash\n{TRAIN}\n")
+    Path("submit.py").write_text("import subprocess; subprocess.run(['sbatch', 'inner.sh'], check=True)")
     assert record_script(script(start)).flags == ("--num-layers", "2")
     assert not Path("started").exists()
 
@@ -90,6 +94,18 @@ def test_scripts_without_one_training(text: str, message: str) -> None:
         record_script(script(text), time_limit_s=0.3 if text.startswith("sleep") else 60.0)
     with pytest.raises(MissingInput):
         record_script(Path("none.sh"))
+
+
+def test_secrets_are_hidden_and_names_that_only_look_like_them_are_not() -> None:
+    secrets = {"wandb_api_key": "a", "MY_PASSWD": "b", "PROXY": "http://me:word@host"}
+    exports = " ".join(f"{name}={value}" for name, value in (secrets | {"TOKENIZER_MODEL": "m"}).items())
+    found = record_script(script(f"export {exports}\n{TRAIN}")).environment
+    assert found == dict.fromkeys(secrets, "...") | {"TOKENIZER_MODEL": "m"}
+
+
+def test_ranks_of_srun() -> None:
+    command = record_script(script("srun --nodes=2 --ntasks-per-node 8 python -u pretrain_gpt.py --num-layers 2"))
+    assert (command.world.nnodes, command.world.nproc_per_node) == (2, 8)
 
 
 def test_commands_that_train() -> None:

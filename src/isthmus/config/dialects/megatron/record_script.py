@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -28,11 +29,19 @@ _OUTPUT_LINES = 20
 _HOOK = """\
 if [ -n "$ISTHMUS_USER_BASH_ENV" ]; then . "$ISTHMUS_USER_BASH_ENV"; fi
 set -o functrace
-trap 'case $PATH in "$ISTHMUS_STAND_INS":*) ;; *) PATH=$ISTHMUS_STAND_INS:$PATH; hash -r ;; esac' DEBUG
+trap 'case $PATH in "$ISTHMUS_STAND_INS":*) ;; *) PATH=$ISTHMUS_STAND_INS:$PATH; hash -r ;; esac
+case ${PYTHONPATH-} in
+"$ISTHMUS_STAND_INS"/site*) ;;
+*) export PYTHONPATH=$ISTHMUS_STAND_INS/site${PYTHONPATH:+:$PYTHONPATH} ;;
+esac' DEBUG
 """
-"""Puts the stand-ins first on PATH again after the script activates an environment or sets PATH."""
+"""Puts the stand-ins first again after the script activates an environment or sets PATH or PYTHONPATH."""
 _OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
-_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+_OF_PROGRAMS = ("BASH_FUNC", "PYENV_", "_PYENV_")
+_SECRET_NAME = re.compile(
+    r"(TOKENS?|KEYS?|SECRETS?|PASSWORD|PASSWD|PASS|PWD|CREDENTIALS?|AUTH|AUTHORIZATION)(_|$)", re.IGNORECASE
+)
+_SECRET_URL = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 
 
 def record_script(
@@ -132,6 +141,9 @@ def _exported(found: Mapping[str, str], before: Mapping[str, str]) -> dict[str, 
     changed = {
         name: value
         for name, value in found.items()
-        if before.get(name) != value and name not in _OF_THE_SHELL and not name.startswith("BASH_FUNC")
+        if before.get(name) != value and name not in _OF_THE_SHELL and not name.startswith(_OF_PROGRAMS)
     }
-    return {name: "..." if any(one in name for one in _SECRETS) else value for name, value in changed.items()}
+    return {
+        name: "..." if _SECRET_NAME.search(name) or _SECRET_URL.search(value) else value
+        for name, value in changed.items()
+    }

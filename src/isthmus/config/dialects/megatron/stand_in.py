@@ -49,6 +49,14 @@ def record(words: Sequence[str]) -> None:
         json.dump({"words": list(words), "environment": dict(os.environ)}, file)
 
 
+def _is_batch_script(path: str) -> bool:
+    """sbatch requires a first line with an interpreter; the files that its options name have none."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(2) == b"#!"
+
+
 def main(name: str, arguments: Sequence[str]) -> int:
     """Returns the exit code, unless another program replaces this process."""
     words = [name, *arguments]
@@ -58,17 +66,14 @@ def main(name: str, arguments: Sequence[str]) -> int:
     elif name in PYTHONS:
         path = os.environ["PATH"].replace(os.environ[STAND_INS] + os.pathsep, "")
         program = shutil.which(name, path=path)
-        if program is not None:
-            os.execve(program, words, {**os.environ, "PATH": path})
+        if program is not None:  # PATH keeps the stand-ins, for the programs that Python starts
+            os.execv(program, [program, *arguments])
         sys.stderr.write(f"{name}: command not found\n")
         return 127
     elif name in ("srun", "sbatch") and shell is not None:
         os.execvp(words[shell], words[shell:])
-    elif name == "sbatch" and arguments:
-        script = next(
-            place for place, word in enumerate(arguments) if os.path.isfile(word) or place + 1 == len(arguments)
-        )
-        os.execvp("bash", ["bash", *arguments[script:]])
+    elif name == "sbatch" and (scripts := [place for place, word in enumerate(arguments) if _is_batch_script(word)]):
+        os.execvp("bash", ["bash", *arguments[scripts[0] :]])
     else:
         sys.stderr.write("isthmus: not run: {}\n".format(" ".join(words)))
     return 0

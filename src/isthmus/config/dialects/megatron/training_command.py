@@ -14,6 +14,8 @@ _WORLD = {
     "num_gpus": "nproc_per_node",
     "nnodes": "nnodes",
     "num_nodes": "nnodes",
+    "nodes": "nnodes",  # of srun, as the next
+    "ntasks_per_node": "nproc_per_node",
     "node_rank": "node_rank",
     "master_addr": "master_addr",
     "master_port": "master_port",
@@ -42,6 +44,7 @@ def _world(words: Sequence[str]) -> World:
     found: dict[str, Any] = {}
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")
+        flag = "--nodes" if flag == "-N" else flag
         if (name := _WORLD.get(flag.lstrip("-").replace("-", "_"))) is None or not flag.startswith("-"):
             continue
         value = value if equals else words[place + 1] if place + 1 < len(words) else ""
