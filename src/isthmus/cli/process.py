@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from isthmus.cli.exit import Ending, ending_of, keep_traceback, say
-from isthmus.errors import Preempted
+from isthmus.errors import Preempted, UsageError
 from isthmus.platforms import rank_env
 
 argv: list[str] = []
@@ -27,7 +27,11 @@ def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     ending = ending_of(lambda: run(words))
     if ending.exit_code == 0:
         return 0
-    if rank_env.world_size() <= 1:
+    try:
+        is_rank = rank_env.world_size() > 1 and rank_env.rank() >= 0
+    except UsageError:  # the variables of a rank are invalid
+        is_rank = False
+    if not is_rank:
         say(keep_traceback(ending, run_folder), debug=debug)
         return ending.exit_code
     from isthmus.launch.rendezvous import report

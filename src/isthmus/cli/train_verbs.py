@@ -91,9 +91,9 @@ def train(
         logging.basicConfig(format="%(message)s")
         logging.getLogger("isthmus").setLevel(logging.DEBUG)
     file, overrides = config_and_overrides(words)
+    joined = is_one_of_several_ranks()  # first: an error in the config is then reported once for all tasks of Slurm
     config = load_config(recipe, file, overrides, flags)
     process.run_folder = Path(config.out)
-    joined = is_one_of_several_ranks()
     if dry_run:
         if rank() == 0:
             text = json_module.dumps(config.model_dump(mode="json"), indent=2) if json else dump(config)

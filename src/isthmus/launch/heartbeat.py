@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from isthmus.engine.trace_region import current_region, trace_region
 from isthmus.errors import Hang, IsthmusError, Preempted
-from isthmus.launch.first_failure import Failure, posted_failure
+from isthmus.launch.first_failure import Failure, posted_failure, this_machine
 from isthmus.platforms import rank_env
 
 GRACE_S = 3.0
@@ -173,7 +174,8 @@ def _failure_of(error: BaseException) -> Failure:
 
 def _leave(failure: Failure) -> None:
     """End this process without its main thread, which may hang in a collective."""
-    failure.write()
+    # The error file of this rank: the launcher finds the cause among those of all ranks, by time.
+    replace(failure, rank=rank_env.rank(), machine=this_machine(), time_s=time.time()).write()
     if rank_env.stop_file() is None and (line := failure.line()):
         with suppress(OSError):
             print(f"isthmus: {line}", file=sys.stderr, flush=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.atomic_write import TEMPORARY, write_atomic
-from isthmus.errors import MissingInput, NoSpace, Preempted, disk_errors
+from isthmus.data.store.manifest import PARTIAL
+from isthmus.errors import Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
 
 CONFIG, METRICS, CHECKPOINTS, EXPORT, DATA = "config.yaml", "metrics.jsonl", "checkpoints", "hf", "data"
 REFERENCE = "reference.npz"
@@ -101,7 +102,9 @@ class RunDir:
             yield
         except Preempted:
             raise  # the same command resumes with the prepared data
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, (Hang, NoSpace, IOFailure)) and any(self.data.glob(f"*{PARTIAL}")):
+                raise  # the same command resumes with the tokenized parts
             shutil.rmtree(self.data, ignore_errors=True)
             for file in (self.reference, self.config):
                 with suppress(OSError):

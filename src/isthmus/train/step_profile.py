@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from isthmus.atomic_write import atomic_file
-from isthmus.errors import Preempted
+from isthmus.errors import IOFailure, NoSpace, Preempted
 from isthmus.train.profile_table import Costs, Shape, costs_of, weight_uses
 
 
@@ -60,8 +60,8 @@ class StepProfile:
         profiler.stop()
         try:
             self._write(profiler)
-        except OSError as error:
-            self.log(f"the profile could not be written into {self.folder}: {error.strerror or error}")
+        except (OSError, NoSpace, IOFailure) as error:  # no reason to end the run
+            self.log(f"the profile could not be written into {self.folder}: {error}")
 
     def __enter__(self) -> StepProfile:
         return self

@@ -147,3 +147,12 @@ def test_no_torch_for_what_does_not_need_it() -> None:
     code = f"import sys; from isthmus.cli.main import main; {call}; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
+
+
+def test_invalid_rank_variables_end_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["config", "nosuch"]) == 2
+    assert capsys.readouterr().err.count("isthmus: ") == 1

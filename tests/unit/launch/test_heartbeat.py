@@ -3,13 +3,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from isthmus.errors import DataError, IsthmusError
 from isthmus.launch import heartbeat
-from isthmus.launch.first_failure import Failure, posted_failure
+from isthmus.launch.first_failure import Failure, first_failure, posted_failure, reported_failures
 from isthmus.launch.heartbeat import Heartbeat
 
 
@@ -78,3 +79,18 @@ def test_failure_that_was_seen_counts_after_the_store_is_gone(store: dist.TCPSto
         beat._store = dist.HashStore()  # type: ignore[assignment]
         raise RuntimeError("Connection reset by peer")
     assert caught.value.exit_code == 65
+
+
+def test_leaving_rank_reports_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher takes a rank without an error file for one that died, and looks for the earliest failure."""
+    path = tmp_path / "run" / "attempt_0" / "1" / "error.json"
+    path.parent.mkdir(parents=True)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda code: codes.append(code))
+    codes: list[int] = []
+    cause = Failure(rank=0, exit_code=74, message="disk", time_s=1.0)
+    heartbeat._leave(cause)
+    (reported,) = reported_failures(tmp_path)
+    assert (reported.rank, reported.exit_code, reported.message, codes) == (1, 74, "disk", [74])
+    assert first_failure([reported, cause]) == cause

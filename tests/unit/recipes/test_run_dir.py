@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, Preempted
+from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, Preempted
 from isthmus.recipes.run_dir import RunDir
 
 
@@ -78,6 +78,15 @@ def test_stop_keeps_the_prepared_data(tmp_path: Path) -> None:
         folder.data.mkdir()
         raise Preempted("as asked")
     assert folder.data.is_dir() and folder.checkpoint_to_resume("auto") is None
+
+
+def test_a_lost_worker_or_a_full_disk_keeps_the_tokenized_parts(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path / "run")
+    for error in (Hang("a worker was killed"), NoSpace("the disk is full")):
+        with pytest.raises(type(error)), folder.checking("new"):
+            (folder.data / "train.partial").mkdir(parents=True, exist_ok=True)
+            raise error
+        assert (folder.data / "train.partial").is_dir()
 
 
 def test_failed_checks_keep_foreign_files(tmp_path: Path) -> None:
