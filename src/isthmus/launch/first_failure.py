@@ -53,6 +53,8 @@ class Failure:
 
     def line(self) -> str:
         """The line that this rank prints; empty unless it failed itself or is the first rank of another machine."""
+        if not self.message:  # a closed pipe, for example
+            return ""
         if self.rank == rank_env.rank():
             return f"rank {self.rank}: {self.message}"
         if rank_env.local_rank() or self.machine == this_machine():
