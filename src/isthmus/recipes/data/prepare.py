@@ -92,8 +92,7 @@ def prepare(
         start_method: of the processes; None: the fastest safe one.
 
     Raises:
-        MissingInput, UsageError, DataError, UnsafeInput: the data or the tokenizer is missing or invalid, or no sample
-        is left.
+        MissingInput, UsageError, DataError, UnsafeInput: data or tokenizer are missing or invalid, or no sample is left
         NoSpace, IOFailure: the output exists or cannot be written.
         Hang: a worker process died; the next call reuses the finished parts.
     """
