@@ -11,7 +11,6 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.data.batching.packed_batch import PackedBatch
@@ -36,6 +35,8 @@ def sdpa_attention(
 
     Like :func:`packed_attention`, without logit soft-capping and attention sinks.
     """
+    from torch.nn.attention.bias import causal_lower_right  # imports the compiler
+
     check_shapes(q, k, lengths, spans)
     outputs, offset = [], 0
     for start, end, first in _query_ranges(lengths, window, spans):

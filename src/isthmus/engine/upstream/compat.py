@@ -5,8 +5,11 @@ tests/unit/engine/upstream/test_compat.py has a test for each that fails once up
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +34,23 @@ def quiet_missing_extensions() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"Please use DTensor instead")
     warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|TransformerEngine).*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+@contextmanager
+def compile_on_first_call() -> Iterator[None]:
+    """megatron-core 0.16 applies torch.compile on import, which loads the compiler: a fifth of a rank's import time."""
+    torch_compile = torch.compile
+
+    def lazy_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = functools.cache(lambda: torch_compile(function))
+        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    module: Any = torch
+    module.compile = lazy_compile
+    try:
+        yield
+    finally:
+        module.compile = torch_compile
 
 
 def clip_in_place() -> None:

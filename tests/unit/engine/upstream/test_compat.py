@@ -9,17 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from isthmus.engine.megatron_model import Decoder
+from isthmus.engine.upstream.compat import compile_on_first_call
 from ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 
 
-def stderr_of(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    return done.stderr
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
 
 
 @pytest.mark.processes
@@ -31,12 +32,29 @@ def test_cpu_random_state(one: RankPool) -> None:
 
 @pytest.mark.processes
 def test_quiet_missing_extensions() -> None:
-    noise = stderr_of("import megatron.core.optimizer, megatron.core.distributed")
+    noise = run_python("import megatron.core.optimizer, megatron.core.distributed").stderr
     assert "Apex" in noise, "megatron-core no longer warns on import: drop compat.quiet_missing_extensions"
-    assert (
-        stderr_of("import isthmus.engine.optim.optimizer, isthmus.engine.checkpoint.save_load, isthmus.engine.step")
-        == ""
+    ours = run_python("import isthmus.engine.optim.optimizer, isthmus.engine.checkpoint.save_load, isthmus.engine.step")
+    assert ours.stderr == ""
+
+
+@pytest.mark.processes
+def test_compile_on_first_call() -> None:
+    loaded = "import sys; print('torch._inductor.compile_fx' in sys.modules)"
+    assert run_python(f"import megatron.core; {loaded}").stdout == "True\n", (
+        "megatron-core no longer compiles on import: drop compat.compile_on_first_call"
     )
+    ours = "import torch; before = torch.compile; import isthmus.recipes.run, isthmus.engine.step; "
+    assert run_python(f"{ours}assert torch.compile is before; {loaded}").stdout == "False\n"
+
+
+def test_function_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    with compile_on_first_call():
+        double = torch.compile(lambda value: 2 * value)
+    assert not compiled
+    assert [double(3), double(4)] == [6, 8] and len(compiled) == 1
 
 
 def test_variables_of_transformer_engine_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
