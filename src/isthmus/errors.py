@@ -1,6 +1,6 @@
-"""What can go wrong, said once: every error a user can meet, with the exit code of the process it ends.
+"""The errors for users, with the exit code of the process.
 
-An error message says what is wrong, what was got, what was wanted and what to do, in one line.
+An error message is one line: what is wrong, the actual and the expected value, and what to do.
 The codes follow sysexits.h where it has one; they are listed in docs/reference/exit-codes.md.
 """
 
@@ -26,19 +26,19 @@ class CheckFailed(IsthmusError):
 
 
 class UsageError(IsthmusError):
-    """The configuration or the command line asks for something that cannot be."""
+    """The configuration or the command line is invalid or not supported."""
 
     exit_code = 2
 
 
 class DataError(IsthmusError):
-    """A data file, model file or checkpoint is corrupt, cut short or of an unknown form."""
+    """A data file, model file or checkpoint is damaged, truncated or of an unknown format."""
 
     exit_code = 65
 
 
 class MissingInput(IsthmusError):
-    """A file or folder that the run needs is not there."""
+    """A file or folder that the run needs does not exist."""
 
     exit_code = 66
 
@@ -62,7 +62,7 @@ class Preempted(IsthmusError):
 
 
 class Hang(IsthmusError):
-    """A peer did not answer within the time limit."""
+    """Another rank or process did not answer within the time limit."""
 
     exit_code = 76
 
@@ -74,17 +74,37 @@ class UnsafeInput(IsthmusError):
 
 
 class Diverged(IsthmusError):
-    """The loss or the gradient is not a finite number, or the gradient is zero and nothing is learned."""
+    """The loss or the gradient is not finite, or the gradient is zero."""
 
     exit_code = 79
 
 
 def error_of(exit_code: int, message: str) -> IsthmusError:
-    """The error of a class with this exit code, as another process reported it."""
+    """An error that another process reported."""
     classes: dict[int, type[IsthmusError]] = {kind.exit_code: kind for kind in IsthmusError.__subclasses__()}
     error = classes.get(exit_code, IsthmusError)(message)
     error.exit_code = exit_code
     return error
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of any exception."""
+    if isinstance(error, IsthmusError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted; unsaved progress is lost."
+    if hasattr(error, "format_message"):  # from typer, for a wrong command line
+        return 2, f"{_sentence(error.format_message())} See isthmus --help."
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return NoSpace.exit_code, f"{where}no space is left. Free some, or write to another disk."
+        return IOFailure.exit_code, f"{where}{error.strerror}."
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        hint = "Lower train.micro_batch_size or data.seq_length, raise parallel.tp, or set train.recompute=full."
+        return IsthmusError.exit_code, f"out of memory. {hint}"
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return IsthmusError.exit_code, f"{line} (unexpected; --debug shows the traceback)"
 
 
 @contextlib.contextmanager
@@ -92,7 +112,7 @@ def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
     """Turn an OSError that occurs while writing at ``path`` into one for the user.
 
     Raises:
-        NoSpace: the disk or the quota is full; with what is needed and what is free.
+        NoSpace: the disk or the quota is full; names the needed and the free space.
         IOFailure: any other reason.
     """
     try:
@@ -103,3 +123,8 @@ def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
         free_gib = shutil.disk_usage(path if path.exists() else path.parent).free / 2**30
         need = f"{need_bytes / 2**30:.2f} GiB needed, " if need_bytes is not None else ""
         raise NoSpace(f"no space left to write {path}: {need}{free_gib:.2f} GiB free. Make room.") from error
+
+
+def _sentence(text: str) -> str:
+    line = " ".join(text.split())
+    return line[:1].lower() + line[1:] + ("" if line.endswith((".", "?", ")")) else ".")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
@@ -10,9 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isthmus.errors import IOFailure, IsthmusError, NoSpace
-
-INTERRUPTED = 130
+from isthmus.errors import IOFailure, IsthmusError, explain
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +36,6 @@ def ending_of(run: Callable[[], int | None]) -> Ending:
         return Ending(code, message, traceback.format_exc())
 
 
-def explain(error: BaseException) -> tuple[int, str]:
-    if isinstance(error, IsthmusError):
-        return error.exit_code, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted; unsaved progress is lost."
-    if hasattr(error, "format_message"):  # from typer, for a wrong command line
-        return 2, f"{_sentence(error.format_message())} See isthmus --help."
-    if isinstance(error, OSError) and error.errno is not None:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return NoSpace.exit_code, f"{where}no space is left. Free some, or write to another disk."
-        return IOFailure.exit_code, f"{where}{error.strerror}."
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        hint = "Lower train.micro_batch_size or data.seq_length, raise parallel.tp, or set train.recompute=full."
-        return IsthmusError.exit_code, f"out of memory. {hint}"
-    line = " ".join(f"{type(error).__name__}: {error}".split())
-    return IsthmusError.exit_code, f"{line} (unexpected; --debug shows the traceback)"
-
-
 def say(ending: Ending, *, debug: bool) -> None:
     """Print the message to stderr, with ``debug`` the traceback first."""
     if debug and ending.traceback:
@@ -79,8 +57,3 @@ def keep_traceback(ending: Ending, run_folder: Path | None) -> Ending:
         return ending
     message = ending.message.replace("--debug shows the traceback", f"the traceback is in {path}")
     return replace(ending, message=message)
-
-
-def _sentence(text: str) -> str:
-    line = " ".join(text.split())
-    return line[:1].lower() + line[1:] + ("" if line.endswith((".", "?", ")")) else ".")

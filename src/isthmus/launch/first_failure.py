@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -28,7 +29,8 @@ MEMBERS = "rendezvous/members"
 """Store key that ranks wait for during the rendezvous; a failure sets it too."""
 _FAILURE = "failure"
 _SECONDARY = (IsthmusError.exit_code, IOFailure.exit_code, Hang.exit_code)
-"""Exit codes that may be a consequence of the failure of another rank."""
+"""Exit codes that the failure of another rank may cause."""
+_write_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +64,15 @@ class Failure:
         return f"rank {self.rank} on {self.machine[0]}: {self.message}"
 
     def write(self) -> None:
-        """Write the error file of torch elastic, if this process has one."""
+        """Write the error file of torch elastic, if this process has one; the first failure of the process counts."""
         if (path := rank_env.error_file()) is None:
             return
         details = {"py_callstack": self.traceback or self.message, "timestamp": str(int(self.time_s))}
         message = {"message": self.message, "errorCode": self.exit_code, "extraInfo": details}
-        with suppress(IsthmusError):  # the launcher, and with it the folder, may be gone
-            write_atomic(path, json.dumps({"message": message, "isthmus": asdict(self)}))
+        # The main thread and the heartbeat may write at the same time. The launcher may have removed the folder.
+        with _write_lock, suppress(IsthmusError):
+            if not path.exists():
+                write_atomic(path, json.dumps({"message": message, "isthmus": asdict(self)}))
 
     def post(self, store: Store) -> Failure:
         """Post it to the store; returns the first failure of the run."""
@@ -107,10 +111,7 @@ def failure_of_death(rank: int, exit_code: int, *, time_s: float, last_line: str
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that explains the end of the run, if any.
-
-    Order: reported errors that no other rank can cause, other errors, stop requests; then by time.
-    """
+    """The earliest reported error that no other rank can cause, else other error, else stop request."""
 
     def order(failure: Failure) -> tuple[int, float]:
         if failure.exit_code == Preempted.exit_code:

@@ -23,7 +23,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from isthmus.engine.trace_region import current_region, trace_region
-from isthmus.errors import Hang, IsthmusError, Preempted
+from isthmus.errors import Hang, Preempted, explain
 from isthmus.launch.first_failure import Failure, posted_failure, this_machine
 from isthmus.platforms import rank_env
 
@@ -32,6 +32,17 @@ GRACE_S = 3.0
 _PERIOD_S = 1.0
 _LEAVING, _FINISHED = "leaving, because another rank does not answer", "finished"
 _LOST_PEER = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
+
+
+def open_store(timeout_s: float, *, serves: bool) -> dist.PrefixStore:
+    """Connect to the rendezvous store, or serve it; its keys belong to this attempt, since a torchrun agent keeps its
+    store when it restarts the ranks.
+    """
+    store = dist.TCPStore(
+        *rank_env.master(), rank_env.world_size(), is_master=serves, wait_for_workers=False, multi_tenant=True,
+        timeout=timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    return dist.PrefixStore(f"attempt_{rank_env.attempt()}", store)
 
 
 class Heartbeat:
@@ -50,14 +61,11 @@ class Heartbeat:
         self._seen: dict[int, tuple[int, float]] = {}
         self._first: Failure | None = None
         # Its own connection, since that of the main thread blocks while it waits for a key.
-        self._store = dist.TCPStore(
-            *rank_env.master(), self._world_size, is_master=False, wait_for_workers=False,
-            timeout=timedelta(seconds=min(30.0, timeout_s)),
-        )  # fmt: skip
+        self._store = open_store(min(30.0, timeout_s), serves=False)
 
     def start(self) -> None:
         """Send and watch heartbeats until the block ends."""
-        self._beat(current_region())
+        self._send(current_region())
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def __enter__(self) -> Heartbeat:
@@ -72,9 +80,12 @@ class Heartbeat:
         self._ended.set()
         if error is None or isinstance(error, Preempted):
             with suppress(RuntimeError):
-                self._beat(_FINISHED)
+                self._send(_FINISHED)
         else:
-            Heartbeat.first = self._post(cause or _failure_of(error))
+            if cause is None:
+                code, message = explain(error)
+                cause = Failure(exit_code=code, message=message)
+            Heartbeat.first = self._post(cause)
         if error is not None and rank_env.hosts_store():
             time.sleep(2 * _PERIOD_S)  # the other ranks read the failure from this process
         if lost and Heartbeat.first is not None:
@@ -100,7 +111,7 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._ended.wait(_PERIOD_S):
             with suppress(RuntimeError):
-                self._beat(current_region())
+                self._send(current_region())
             if (failure := self._failure([(self._rank + 1) % self._world_size], self._timeout_s)) is not None:
                 # The main thread may raise the actual error, or the run has just ended.
                 if not self._ended.wait(GRACE_S):
@@ -119,18 +130,15 @@ class Heartbeat:
             silent = [
                 self._described(rank) for rank in ranks if rank != self._rank and self._is_silent(rank, timeout_s)
             ]
-        except RuntimeError:
-            address, port = rank_env.master()
-            gone = f"rank 0, or the launcher beside it, is gone: {address}:{port} does not answer any more. "
-        else:
             if not silent:
                 return None
-            gone = (
-                f"no heartbeat any more of {'; '.join(silent)}. Its process was killed or stopped, or its machine is "
-            )
-            gone += "gone. "
+            reason = f"no heartbeat any more of {'; '.join(silent)}. Its process was killed or stopped, or its machine "
+            reason += "is down."
+        except RuntimeError:
+            address, port = rank_env.master()
+            reason = f"rank 0 or its launcher has ended: {address}:{port} does not answer any more."
         advice = "See its log and its machine; the same command resumes from the last checkpoint."
-        return self._post(Failure(exit_code=Hang.exit_code, message=gone + advice))
+        return self._post(Failure(exit_code=Hang.exit_code, message=f"{reason} {advice}"))
 
     def _is_silent(self, rank: int, timeout_s: float) -> bool:
         _, count, region = self._read(rank)
@@ -138,8 +146,8 @@ class Heartbeat:
         seen, since_s = self._seen.get(rank, (-1, now_s))
         if count != seen:
             self._seen[rank] = (count, now_s)
-        is_leaving = region == _FINISHED or _LEAVING in region
-        return count == seen and not is_leaving and now_s - since_s > timeout_s
+        has_left = region == _FINISHED or _LEAVING in region
+        return count == seen and not has_left and now_s - since_s > timeout_s
 
     def _described(self, rank: int) -> str:
         host, _, region = self._read(rank)
@@ -151,7 +159,7 @@ class Heartbeat:
         with self._lock:
             return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else ("", -1, _FINISHED)
 
-    def _beat(self, region: str) -> None:
+    def _send(self, region: str) -> None:
         self._count += 1
         with self._lock:
             self._store.set(f"heartbeat/{self._rank}", json.dumps([socket.gethostname(), self._count, region]))
@@ -166,15 +174,9 @@ class Heartbeat:
             return self._first
 
 
-def _failure_of(error: BaseException) -> Failure:
-    if isinstance(error, IsthmusError):
-        return Failure(exit_code=error.exit_code, message=str(error))
-    return Failure(exit_code=IsthmusError.exit_code, message=f"{type(error).__name__}: {error}")
-
-
 def _leave(failure: Failure) -> None:
     """End this process without its main thread, which may hang in a collective."""
-    # The error file of this rank: the launcher finds the cause among those of all ranks, by time.
+    # The launcher finds the cause among the error files of all ranks, by time.
     replace(failure, rank=rank_env.rank(), machine=this_machine(), time_s=time.time()).write()
     if rank_env.stop_file() is None and (line := failure.line()):
         with suppress(OSError):

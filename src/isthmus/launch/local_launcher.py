@@ -46,7 +46,7 @@ def launch(argv: Sequence[str], nproc: int, *, debug: bool = False) -> Failure |
         with _environment(_rank_environment(folder, nproc)), _Signals(folder / "stop") as signals:
             deaths = _run_agent(argv, nproc, folder, signals, debug=debug)
         if signals.killed:
-            return Failure(exit_code=130, message="killed; what was not saved is lost.")
+            return Failure(exit_code=130, message="killed; unsaved progress is lost.")
         reported = reported_failures(folder)
         ranks = {failure.rank for failure in reported}
         first = first_failure([*reported, *(failure for failure in deaths if failure.rank not in ranks)])
@@ -58,8 +58,7 @@ def launch(argv: Sequence[str], nproc: int, *, debug: bool = False) -> Failure |
 def exit_with_parent() -> None:
     """Let the kernel send SIGTERM to this rank when its parent process dies."""
     if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGTERM))
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals, *, debug: bool) -> list[Failure]:
@@ -74,7 +73,7 @@ def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals,
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    # The other ranks print the same as rank 0. Their output is kept for ranks that die without a report.
+    # The other ranks print the same as rank 0; their last line explains a death without a report.
     redirects = {} if debug else {rank: Std.ALL for rank in range(1, nproc)}
     config = LaunchConfig(
         min_nodes=1,
@@ -106,7 +105,7 @@ def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals,
 
 
 class _Signals:
-    """A context manager that forwards stop requests to the ranks and kills ranks that are left at its end."""
+    """Forwards stop requests to the ranks; kills the remaining ranks when the block ends."""
 
     def __init__(self, stop_file: Path) -> None:
         self._process = psutil.Process()
@@ -164,11 +163,10 @@ class _Signals:
 
 
 def _rank_environment(folder: Path, nproc: int) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
         rank_env.STOP_FILE: str(folder / "stop"),
         # Avoids oversubscribed cores.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // nproc))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, rank_env.cores() // nproc))),
     }
     root = Path(isthmus.__file__).parents[1]
     if root.name not in ("site-packages", "dist-packages"):

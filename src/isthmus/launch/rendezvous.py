@@ -21,7 +21,7 @@ import torch.distributed as dist
 from isthmus.engine.parallel.process_groups import init_process_group
 from isthmus.errors import Hang, IsthmusError, Preempted, UsageError
 from isthmus.launch.first_failure import MEMBERS, Failure, posted_failure, this_machine
-from isthmus.launch.heartbeat import Heartbeat
+from isthmus.launch.heartbeat import Heartbeat, open_store
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
 from isthmus.platforms.network_interfaces import GLOO, NCCL, Interface, interfaces, named_by, route_to
@@ -76,7 +76,7 @@ def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -
     deadline = time.monotonic() + join_timeout_s
     variables = (GLOO, NCCL) if platform.collective_backend == "nccl" else (GLOO,)
     chosen = {f"{name}={os.environ[name]}": one for name in variables if (one := named_by(name))}
-    store = _open_store(join_timeout_s)
+    store = _join_store(join_timeout_s)
     route = route_to(rank_env.master()[0])
     with Heartbeat(timeout_s) as heartbeat:
         machines = ""
@@ -109,29 +109,21 @@ def report(exit_code: int, message: str, traceback: str = "") -> str:
 def _post_before_rendezvous(failure: Failure) -> Failure:
     """Post a failure before the rendezvous, such as a config error on all ranks."""
     with suppress(IsthmusError, RuntimeError):
-        store = _open_store(_REPORT_S)
+        store = _join_store(_REPORT_S)
         first = failure.post(store)
         store.add(_JOINED, 1)
         if rank_env.hosts_store():
-            _until(lambda: store.add(_JOINED, 0) >= rank_env.world_size(), time.monotonic() + _REPORT_S)
+            _wait_until(lambda: store.add(_JOINED, 0) >= rank_env.world_size(), time.monotonic() + _REPORT_S)
             time.sleep(2 * _POLL_S)
         return first
     return failure
 
 
-def _open_store(timeout_s: float) -> dist.Store:
+def _join_store(timeout_s: float) -> dist.Store:
     address, port = rank_env.master()
     serves = rank_env.hosts_store()
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            rank_env.world_size(),
-            is_master=serves,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        store = open_store(timeout_s, serves=serves)
     except dist.DistError as error:
         if serves and "EADDRINUSE" in str(error):
             raise UsageError(
@@ -142,7 +134,7 @@ def _open_store(timeout_s: float) -> dist.Store:
         raise Hang(
             f"rank {rank_env.rank()} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}, tried for "
             f"{timeout_s:g} s (parallel.join_timeout_s), {source}: {_connect(address, port) or error}. Check that rank "
-            "0 runs, that MASTER_ADDR and MASTER_PORT are those of its machine, and that no firewall is between."
+            "0 runs, that MASTER_ADDR and MASTER_PORT are those of its machine, and that no firewall blocks them."
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s + _SLACK_S))
     return store
@@ -157,8 +149,8 @@ def _listening(chosen: dict[str, Interface]) -> Iterator[list[tuple[str, str, in
             family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
             with suppress(OSError):
                 listener = sockets.enter_context(socket.create_server((interface.address, 0), family=family))
-                place = f"interface {interface.name}, {reason}", interface.address, listener.getsockname()[1]
-                listeners.append(place)
+                port = listener.getsockname()[1]
+                listeners.append((f"interface {interface.name}, {reason}", interface.address, port))
         yield listeners
 
 
@@ -173,7 +165,7 @@ def _register(
     store.add(_JOINED, 1)
     try:
         if me.rank == 0:
-            _until(lambda: store.add(_JOINED, 0) >= me.world_size or posted_failure(store) is not None, deadline)
+            _wait_until(lambda: store.add(_JOINED, 0) >= me.world_size or posted_failure(store) is not None, deadline)
         else:
             store.wait([MEMBERS], timedelta(seconds=max(0.1, deadline - time.monotonic()) + _SLACK_S))
         if failure := posted_failure(store):
@@ -183,7 +175,9 @@ def _register(
             store.set(MEMBERS, json.dumps([asdict(member) for member in members]))
         return [Member(**member) for member in json.loads(store.get(MEMBERS))]
     except dist.DistError as error:
-        raise Hang(f"{me} lost rank 0 ({':'.join(map(str, rank_env.master()))}) during the rendezvous.") from error
+        raise Hang(
+            f"{me} lost its connection to rank 0 ({':'.join(map(str, rank_env.master()))}) during the rendezvous."
+        ) from error
 
 
 def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[Member]:
@@ -212,11 +206,11 @@ def _connect_to_next(members: Sequence[Member]) -> None:
     me = members[rank_env.rank()]
     other = members[(me.rank + 1) % len(members)]
     for reason, address, port in other.listeners if other.machine[1] != me.machine[1] else ():
-        if trouble := _connect(address, port):
+        if reason_failed := _connect(address, port):
             raise Hang(
-                f"{me} cannot reach {other} at {address}:{port} ({reason}): {trouble}. Name the interface that "
+                f"{me} cannot reach {other} at {address}:{port} ({reason}): {reason_failed}. Name the interface that "
                 f"connects the machines in {GLOO} and {NCCL} on each of them (here: "
-                f"{', '.join(map(str, interfaces()))}), and check that no firewall is between."
+                f"{', '.join(map(str, interfaces()))}), and check that no firewall blocks them."
             )
 
 
@@ -229,7 +223,7 @@ def _connect(address: str, port: int) -> str:
     return ""
 
 
-def _until(done: Callable[[], bool], deadline: float) -> None:
+def _wait_until(done: Callable[[], bool], deadline: float) -> None:
     while not done() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 

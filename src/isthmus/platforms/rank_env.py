@@ -74,6 +74,11 @@ def hosts_store() -> bool:
     return rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
+def attempt() -> int:
+    """How often torch elastic has restarted the ranks."""
+    return _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
+
+
 def error_file() -> Path | None:
     """The file in which torch elastic expects the error of this rank; None under another launcher."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -84,6 +89,11 @@ def stop_file() -> Path | None:
     """None in a process that ``--nproc`` did not start."""
     path = os.environ.get(STOP_FILE)
     return Path(path) if path else None
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def first_node(nodes: str) -> str:

@@ -17,7 +17,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups
-from isthmus.errors import UsageError
+from isthmus.errors import Preempted, UsageError
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import RunShape
@@ -75,9 +75,14 @@ def run(recipe: str, config: RunConfig) -> RunResult:
             with join_ranks(
                 context.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s
             ) as machines:
-                return _run_rank(context, [*messages, *([machines] if machines else [])], stop)
-        finally:
-            close_groups()
+                result = _run_rank(context, [*messages, *([machines] if machines else [])], stop)
+        except BaseException as error:
+            # NCCL may wait for the other ranks when it closes the groups, before this rank prints its error.
+            if rank_env.world_size() == 1 or isinstance(error, Preempted):
+                close_groups()
+            raise
+    close_groups()
+    return result
 
 
 def _prepare_process(context: RunContext) -> list[str]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,30 @@ def test_error_file_is_that_of_torch_elastic(tmp_path: Path, monkeypatch: pytest
     failures[0].write()
 
 
-def test_first_failure_that_is_posted_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_written_failure_of_a_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread and the heartbeat may write at the same time."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "run" / "attempt_0" / "0" / "error.json"))
+    (tmp_path / "run" / "attempt_0" / "0").mkdir(parents=True)
+    written: list[Path] = []
+
+    def slow_write(path: Path, content: str) -> None:
+        assert not written, "two threads write at the same time"
+        written.append(path)
+        time.sleep(0.2)
+        path.write_text(content)
+
+    monkeypatch.setattr("isthmus.launch.first_failure.write_atomic", slow_write)
+    own, derived = failed(0, 65, 1.0), failed(0, 76, 2.0)
+    thread = threading.Thread(target=own.write)
+    thread.start()
+    while not written:
+        time.sleep(0.01)
+    derived.write()
+    thread.join()
+    assert reported_failures(tmp_path) == [own] and len(written) == 1
+
+
+def test_first_posted_failure_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     assert posted_failure(store) is None
     first, second = Failure(rank=1, exit_code=65, message="bad data"), Failure(rank=0, exit_code=70, message="reset")
@@ -63,11 +88,11 @@ def test_one_rank_of_each_machine_prints_a_failure(monkeypatch: pytest.MonkeyPat
     assert [line(elsewhere, rank, rank - 2) for rank in (2, 3)] == ["rank 1 on node0: bad.", ""]
 
 
-def test_no_failure_has_no_first() -> None:
+def test_without_failures_there_is_no_first_failure() -> None:
     assert first_failure([]) is None
 
 
-def test_error_that_no_peer_can_have_caused_comes_first() -> None:
+def test_error_that_no_other_rank_can_cause_comes_first() -> None:
     assert first_failure([failed(0, 70, 1.0), failed(1, 65, 1.2)]) == failed(1, 65, 1.2)
     assert first_failure([failed(0, 70, 1.0), failed(1, 70, 0.9)]) == failed(1, 70, 0.9)
 
@@ -76,7 +101,7 @@ def test_death_comes_before_the_later_errors_that_it_caused() -> None:
     death = failure_of_death(1, -9, time_s=10.0)
     assert death.exit_code == 137
     assert first_failure([failed(0, 70, 10.3), death]) == death
-    # killed by us, long after the rank that failed
+    # killed by the launcher, long after the rank that failed
     assert first_failure([failed(0, 70, 10.3), failure_of_death(1, -9, time_s=40.0)]) == failed(0, 70, 10.3)
 
 

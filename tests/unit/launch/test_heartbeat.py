@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from isthmus.launch.heartbeat import Heartbeat
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.TCPStore]:
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     """The store of two ranks; this process is rank 0 and an agent serves the store."""
     monkeypatch.setattr(heartbeat, "_PERIOD_S", 0.05)
     monkeypatch.setattr(heartbeat, "GRACE_S", 0.3)
@@ -27,62 +28,72 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.TCPStore]:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
-    yield store
+    yield dist.PrefixStore("attempt_0", store)
 
 
-def test_failure_of_the_block_is_posted(store: dist.TCPStore) -> None:
-    with pytest.raises(DataError), Heartbeat(5.0) as beat:
-        beat.start()
+def test_failure_of_the_block_is_posted(store: dist.Store) -> None:
+    with pytest.raises(DataError), Heartbeat(5.0) as heart:
+        heart.start()
         raise DataError("bad.")
     posted = posted_failure(store)
     assert posted is not None and (posted.rank, posted.exit_code, posted.message) == (0, 65, "bad.")
     assert Heartbeat.first == posted
 
 
-def test_lost_connection_becomes_the_failure_of_the_peer(store: dist.TCPStore) -> None:
+def test_lost_connection_becomes_the_failure_of_the_other_rank(store: dist.Store) -> None:
     first = Failure(rank=1, exit_code=79, message="loss is nan.", machine=["node1", "10.0.0.1"])
-    with pytest.raises(IsthmusError, match="loss is nan") as caught, Heartbeat(5.0) as beat:
-        beat.start()
+    with pytest.raises(IsthmusError, match="loss is nan") as caught, Heartbeat(5.0) as heart:
+        heart.start()
         first.post(store)
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
     assert caught.value.exit_code == 79 and Heartbeat.first == first
 
 
-def test_silent_peer_is_named_with_what_it_did(store: dist.TCPStore) -> None:
+def test_silent_rank_is_named_with_its_trace_region(store: dist.Store) -> None:
     store.set("heartbeat/1", '["node1", 7, "step 3: optimizer"]')
     with pytest.raises(IsthmusError, match="no heartbeat any more of rank 1 on node1, last in step 3: optimizer"):
         with Heartbeat(5.0):
             raise RuntimeError("gloo: timed out")
 
 
-def test_rank_that_has_finished_is_not_lost(store: dist.TCPStore) -> None:
-    with Heartbeat(0.01) as beat:
+def test_rank_that_has_finished_is_not_lost(store: dist.Store) -> None:
+    with Heartbeat(0.2) as heart:
         store.set("heartbeat/1", '["node1", 7, "finished"]')
-        beat.start()
-        time.sleep(0.3)
+        heart.start()
+        time.sleep(0.6)
     assert posted_failure(store) is None and b"finished" in store.get("heartbeat/0")
 
 
-def test_other_errors_stay_as_they_are(store: dist.TCPStore) -> None:
-    with pytest.raises(ValueError, match="mine"), Heartbeat(5.0):
-        raise ValueError("mine")
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("mine"), 70, "ValueError: mine"),
+        (PermissionError(errno.EACCES, "Permission denied", "m"), 74, "m: Permission denied."),
+        (OSError(errno.ENOSPC, "No space left on device", "m"), 73, "m: no space is left."),
+    ],
+)
+def test_other_errors_are_posted_with_the_exit_code_of_the_rank(
+    store: dist.Store, error: Exception, code: int, message: str
+) -> None:
+    with pytest.raises(type(error)), Heartbeat(5.0):
+        raise error
     posted = posted_failure(store)
-    assert posted is not None and posted.exit_code == 70 and posted.message == "ValueError: mine"
+    assert posted is not None and posted.exit_code == code and posted.message.startswith(message)
 
 
-def test_failure_that_was_seen_counts_after_the_store_is_gone(store: dist.TCPStore) -> None:
+def test_failure_that_was_read_counts_after_the_store_has_ended(store: dist.Store) -> None:
     first = Failure(rank=1, exit_code=65, message="bad data.", machine=["node1", "10.0.0.1"])
-    with pytest.raises(IsthmusError, match="bad data") as caught, Heartbeat(5.0) as beat:
-        beat.start()
+    with pytest.raises(IsthmusError, match="bad data") as caught, Heartbeat(5.0) as heart:
+        heart.start()
         first.post(store)
         time.sleep(0.2)
-        beat._store = dist.HashStore()  # type: ignore[assignment]
+        heart._store = dist.HashStore()  # type: ignore[assignment]
         raise RuntimeError("Connection reset by peer")
     assert caught.value.exit_code == 65
 
 
-def test_leaving_rank_reports_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher takes a rank without an error file for one that died, and looks for the earliest failure."""
+def test_leaving_rank_writes_its_own_error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher assumes that a rank without an error file died, and prints the earliest failure."""
     path = tmp_path / "run" / "attempt_0" / "1" / "error.json"
     path.parent.mkdir(parents=True)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(path)}.items():

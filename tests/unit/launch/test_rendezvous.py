@@ -1,6 +1,34 @@
 from __future__ import annotations
 
+import socket
+import time
+
+import pytest
+
+from isthmus.errors import UsageError
+from isthmus.launch import rendezvous
 from isthmus.launch.rendezvous import Member, by_machine, rank_ranges
+
+
+def test_ranks_that_torchrun_restarts_register_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent keeps its store, with the keys and the failure of the attempt before."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+
+    def register(attempt: int) -> list[Member]:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        return rendezvous._register(stores[attempt], [], time.monotonic() + 5.0, 5.0)
+
+    stores = []
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        stores.append(rendezvous._join_store(5.0))
+    assert [member.rank for member in register(0)] == [0]
+    with pytest.raises(UsageError, match="another process has RANK=0"):
+        register(0)
+    assert [member.rank for member in register(1)] == [0]
 
 
 def test_consecutive_ranks_are_named_as_a_range() -> None:

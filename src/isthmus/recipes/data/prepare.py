@@ -5,7 +5,6 @@ The output depends only on records, tokenizer and options, not on the number of 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -26,6 +25,7 @@ from isthmus.data.tokenize.stats import Overlong, TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, template_notes
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.platforms import rank_env
 from isthmus.recipes.data.data_fingerprint import file_record, files_below, tokenizer_record
 from isthmus.recipes.data.prepare_resume import PartialOutput
 from isthmus.recipes.data.prepare_workers import StartMethod, tokenize_chunks
@@ -140,7 +140,7 @@ def tokenize_files(
     with output.opened(inputs) as complete:
         if not complete:
             chunks = islice(read_chunks(files.names), output.chunks, None)
-            with closing(tokenize_chunks(record_tokenizer, chunks, workers or cores(), method)) as tokenized:
+            with closing(tokenize_chunks(record_tokenizer, chunks, workers or rank_env.cores(), method)) as tokenized:
                 for chunk in tokenized:
                     output.add(chunk)
                     on_progress(output.stats)
@@ -154,10 +154,6 @@ def tokenize_files(
     if options.kind != "text" and tokenizer.note is not None:
         stats.notes.append(tokenizer.note)
     return stats
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_prefix(out: Path) -> None:
