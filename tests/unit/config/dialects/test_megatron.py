@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from isthmus.config.dialects.megatron import spelling
 from isthmus.config.dialects.megatron.arguments import read_flags
-from isthmus.config.dialects.megatron.ignored import DIFFERENT
+from isthmus.config.dialects.megatron.known_args import ARGUMENTS, NEVER, SETTINGS, TABLES
 from isthmus.config.dialects.megatron.model_args import rows_by_name
 from isthmus.config.dialects.megatron.training_command import read_command
 from isthmus.config.dialects.megatron.translate_megatron import (
@@ -19,7 +18,6 @@ from isthmus.config.dialects.megatron.translate_megatron import (
     translate_arguments,
     translate_command,
 )
-from isthmus.config.dialects.megatron.unsupported import REFUSED, UNSUPPORTED
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.errors import UsageError
 from unit.config.dialects.examples import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL
@@ -250,10 +248,11 @@ def test_all_errors_are_raised_at_once() -> None:
 
 
 def test_each_argument_is_in_one_table() -> None:
-    tables = [spelling.KINDS, spelling.EXTRA, spelling.GONE, DIFFERENT, UNSUPPORTED, REFUSED]
+    tables = [TABLES[name] for name in ("translated", "extra", "different", "unsupported", "refused")]
     names = [entry.split("=")[0] for table in tables for entries in table.values() for entry in entries.split()]
-    assert {name: count for name, count in Counter([*names, *spelling.NEVER]).items() if count > 1} == {}
-    assert {name for name, _ in spelling.FLAGS.values()} <= set(names)
+    assert {name: count for name, count in Counter([*names, *NEVER]).items() if count > 1} == {}
+    named = {*TABLES["renamed"].values(), *TABLES["turned_off"].values(), *ARGUMENTS, *SETTINGS.values()}
+    assert named <= set(names)
 
 
 def test_an_explicit_default_has_no_remark() -> None:

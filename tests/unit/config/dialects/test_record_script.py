@@ -1,4 +1,4 @@
-"""bash runs a script with stand-ins, which record the training that it would start and start nothing."""
+"""bash runs a script with stand-ins, which record the training run and start nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.config.dialects.megatron.record_script import record_script
-from isthmus.config.dialects.megatron.stand_in import is_training
+from isthmus.config.dialects.megatron.stand_in import may_train
+from isthmus.config.dialects.megatron.translate_megatron import translate_command
 from isthmus.config.dialects.translation import World
 from isthmus.errors import MissingInput, UsageError
 
@@ -43,7 +44,7 @@ def script(text: str) -> Path:
     return path
 
 
-def test_the_training_is_recorded_and_other_commands_run() -> None:
+def test_the_training_run_is_recorded_and_other_commands_run() -> None:
     Path("data.json").write_text("")
     Path("prepare.py").write_text("open('prepared', 'w')")
     command = record_script(script(SCRIPT), ["runs"])
@@ -66,7 +67,7 @@ def test_the_training_is_recorded_and_other_commands_run() -> None:
         "python submit.py",
     ],
 )
-def test_no_way_to_start_it_starts_it(start: str) -> None:
+def test_every_way_to_start_a_training_run_is_recorded(start: str) -> None:
     Path("venv/bin").mkdir(parents=True)
     Path("venv/bin/python").write_text("#!/bin/sh\ntouch started\n")
     os.chmod("venv/bin/python", 0o755)
@@ -80,23 +81,31 @@ def test_no_way_to_start_it_starts_it(start: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{TRAIN}\n{TRAIN} --seed 3", r"starts 2 trainings.*\n  torchrun .* 2\n  torchrun .*--seed 3"),
+        (f"{TRAIN}\n{TRAIN} --seed 3", r"starts 2 training runs.*\n  torchrun .* 2\n  torchrun .*--seed 3"),
         (
             "echo hello; srun hostname; exit 3",
             r"(?s)ended with exit code 3 and .*output:\n  hello\n  .*not run: srun hostname",
         ),
-        ("python train_tokenizer.py", r"no training with --num-layers, only:\n  python train_tokenizer.py"),
+        ("python train_tokenizer.py", r"no training run with --num-layers, only:\n  python train_tokenizer.py"),
         ("sleep 60", r"was stopped after 0.3 s"),
     ],
 )
-def test_scripts_without_one_training(text: str, message: str) -> None:
+def test_scripts_without_exactly_one_training_run(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         record_script(script(text), time_limit_s=0.3 if text.startswith("sleep") else 60.0)
     with pytest.raises(MissingInput):
         record_script(Path("none.sh"))
 
 
-def test_secrets_are_hidden_and_names_that_only_look_like_them_are_not() -> None:
+def test_commands_that_may_train_beside_the_training_run_are_named() -> None:
+    command = record_script(script(f"python train_tokenizer.py --vocab 9\n{TRAIN}"))
+    assert (command.flags, command.not_run) == (("--num-layers", "2"), ("python train_tokenizer.py --vocab 9",))
+    more = "--hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1"
+    remarks = translate_command(command, more.split()).translation.remarks
+    assert any(remark.option == "python train_tokenizer.py --vocab 9" for remark in remarks)
+
+
+def test_secrets_are_hidden_and_similar_names_are_not() -> None:
     secrets = {"wandb_api_key": "a", "MY_PASSWD": "b", "PROXY": "http://me:word@host"}
     exports = " ".join(f"{name}={value}" for name, value in (secrets | {"TOKENIZER_MODEL": "m"}).items())
     found = record_script(script(f"export {exports}\n{TRAIN}")).environment
@@ -108,13 +117,13 @@ def test_ranks_of_srun() -> None:
     assert (command.world.nnodes, command.world.nproc_per_node) == (2, 8)
 
 
-def test_commands_that_train() -> None:
+def test_commands_that_may_train() -> None:
     for words in (
         "python -m torch.distributed.run x.py",
         "torchrun x.py",
         "python3 -u a/finetune_llama.py",
         "x --lr 1",
     ):
-        assert is_training(words.split()), words
+        assert may_train(words.split()), words
     for words in ("python -c 1", "python -m pip install x", "python tools/preprocess_data.py --workers 2", "srun date"):
-        assert not is_training(words.split()), words
+        assert not may_train(words.split()), words

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from isthmus.config.dialects.megatron.known_args import is_neutral, kinds, name_of, near_flag, typed, untranslated
-from isthmus.config.dialects.megatron.spelling import NEVER
+from isthmus.config.dialects.megatron.known_args import (
+    NEVER,
+    SETTINGS,
+    is_neutral,
+    kinds,
+    name_of,
+    near_flag,
+    typed,
+    untranslated,
+)
 from isthmus.config.dialects.translation import Status, Translation
 from isthmus.errors import UsageError
 
@@ -52,6 +60,11 @@ class Arguments:
 
     def source(self, *names: str) -> str:
         return " ".join(self._sources[name] for name in names if self.given(name)) or DEFAULT
+
+    def put(self, translation: Translation, *settings: str) -> None:
+        """Translate settings that are one argument with the same value."""
+        for setting in settings:
+            translation.put(setting, self.get(SETTINGS[setting]), self.source(SETTINGS[setting]))
 
     def add_remarks(self, translation: Translation) -> None:
         """Add a remark for each argument without a setting, or an error if the run would differ without it."""

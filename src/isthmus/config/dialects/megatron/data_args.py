@@ -15,10 +15,9 @@ _SPLIT = "969, 30, 1"
 
 def put_data(args: Arguments, translation: Translation) -> None:
     translation.put("data.seq_length", args.get("seq_length") or 2048, args.source("seq_length"))
-    seed = args.source("seed")
-    translation.put("data.seed", args.get("seed"), seed)
+    args.put(translation, "data.seed")
     if args.get("mock_data"):
-        translation.put("data.mock", True, args.source("mock_data"))
+        args.put(translation, "data.mock")
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             if args.get(name):
                 translation.remark(args.source(name), "mistake", "With --mock-data these files are not read.")

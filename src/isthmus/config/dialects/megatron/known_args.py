@@ -1,4 +1,4 @@
-"""Types and defaults of Megatron-LM's arguments, and why some have no setting."""
+"""Types and defaults of Megatron-LM's arguments, and why some have no setting, from ``arguments.yaml``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ import ast
 import difflib
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from isthmus.config.dialects.megatron.ignored import DIFFERENT
-from isthmus.config.dialects.megatron.spelling import EXTRA, FLAGS, GONE, KINDS, NEVER
-from isthmus.config.dialects.megatron.unsupported import REFUSED, UNSUPPORTED
+from isthmus.config.yaml_text import read_value
+
+TABLES: Mapping[str, Any] = read_value(Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8"))
+SETTINGS: Mapping[str, str] = TABLES["settings"]
+"""Argument by setting, both with the same value."""
+ARGUMENTS: list[str] = TABLES["model"].split()
+"""Arguments that define the model."""
+NEVER: Mapping[str, str] = TABLES["never"]
+"""Flags that Megatron-LM never had, and what to use instead."""
 
 
 def name_of(word: str) -> tuple[str | None, bool | None]:
     """The argument of a flag, and its value if the flag alone sets it; (None, None) for an unknown flag."""
     name = word.replace("-", "_")
-    if name in FLAGS:
-        return FLAGS[name]
+    if name in TABLES["renamed"]:
+        return TABLES["renamed"][name], None
+    if name in TABLES["turned_off"]:
+        return TABLES["turned_off"][name], False
     if is_known(name):
         return name, None
     for no in ("no_", "disable_"):
@@ -32,7 +41,7 @@ def is_known(name: str) -> bool:
 
 
 def near(name: str) -> str | None:
-    every = [*kinds(), *untranslated(), *FLAGS]
+    every = [*kinds(), *untranslated(), *TABLES["renamed"], *TABLES["turned_off"]]
     return next(iter(difflib.get_close_matches(name, every, n=1)), None)
 
 
@@ -46,7 +55,7 @@ def near_flag(flag: str) -> str:
 def kinds() -> Mapping[str, tuple[str, Any]]:
     """Type and default of every translated argument."""
     found: dict[str, tuple[str, Any]] = {}
-    for table in (KINDS, EXTRA):
+    for table in (TABLES["translated"], TABLES["extra"]):
         for kind, names in table.items():
             for name, default in _entries(names):
                 off = False if kind == "bool" else None
@@ -57,12 +66,10 @@ def kinds() -> Mapping[str, tuple[str, Any]]:
 @cache
 def untranslated() -> Mapping[str, tuple[Any, str, str]]:
     """For every other argument: the status or ``refused``, the reason, and the value without effect."""
-    tables = {"different": (DIFFERENT, GONE), "unsupported": (UNSUPPORTED,), "refused": (REFUSED,)}
     return {
         name: (status, why, default)
-        for status, group in tables.items()
-        for table in group
-        for why, names in table.items()
+        for status in ("different", "unsupported", "refused")
+        for why, names in TABLES[status].items()
         for name, default in _entries(names)
     }
 
@@ -106,7 +113,7 @@ def typed(kind: str, value: Any) -> Any:
             return int(word) if isinstance(word, str | int) else int(str(word).removesuffix(".0"))
         if kind == "float":
             return float(word)
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):
         wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
         raise ValueError(f"must be {wanted}, got {word!r}") from None
     return str(word)

@@ -7,37 +7,9 @@ import re
 from typing import Any
 
 from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.known_args import ARGUMENTS, TABLES
 from isthmus.config.dialects.translation import Translation
 
-ARGUMENTS = """
-    num_layers hidden_size num_attention_heads layernorm_epsilon position_embedding_type rotary_base
-    rotary_percent rotary_interleaved no_rope_freq use_rope_scaling rope_scaling_factor
-    rotary_seq_len_interpolation_factor normalization layernorm_zero_centered_gamma add_qkv_bias add_bias_linear
-    qk_layernorm window_size window_attn_skip_freq softmax_type multi_latent_attention q_lora_rank kv_lora_rank
-    qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim swiglu
-    quick_geglu activation_func_clamp_value glu_linear_offset bias_gelu_fusion squared_relu num_experts
-    moe_layer_freq moe_router_topk moe_shared_expert_intermediate_size moe_shared_expert_gate
-    moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
-    moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input moe_latent_size
-    moe_router_load_balancing_type mtp_num_layers untie_embeddings_and_output_weights init_method_std
-    group_query_attention num_query_groups apply_residual_connection_post_layernorm attention_output_gate
-    qk_l2_norm use_legacy_models spec experimental_attention_variant heterogeneous_layers_config_path
-    heterogeneous_layers_config_encoded_json hybrid_override_pattern is_hybrid_model hybrid_attention_ratio
-    hybrid_mlp_ratio original_max_position_embeddings beta_fast beta_slow
-""".split()
-"""Arguments that define the model; unsupported values are rejected when the model is read."""
-GPT2_ROWS = 50257
-_ROWS = (
-    (r"gpt-?2", GPT2_ROWS),
-    (r"llama-?3(\.[0-3])?\b", 128256),
-    (r"llama-?2\b|mistral-7b.*v0\.1|mixtral-8x(7b|22b-v0\.1)", 32000),
-    (r"yi-(6b|9b|34b)", 64000),
-    (r"qwen2\.5-(0\.5|1\.5|3)b|qwen3-", 151936),
-    (r"qwen2\.5-", 152064),
-    (r"deepseek-v2", 102400),
-    (r"deepseek-(v3|r1(?!-distill))", 129280),
-)
-"""Embedding rows of well-known models, by a pattern of the tokenizer's name."""
 _TYPES = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer")
 _BY_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 """Types that depend on the tokenizer's file."""
@@ -86,9 +58,9 @@ def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]
 def rows_by_name(translation: Translation) -> int | None:
     """Embedding rows of the model that the tokenizer belongs to; None for an unknown name."""
     if translation.settings.get("tokenizer.type") == "GPT2BPETokenizer":
-        return GPT2_ROWS
+        return 50257
     name = str(translation.settings.get("tokenizer.path", "")).lower().replace("_", "-").replace("meta-", "")
-    return next((rows for pattern, rows in _ROWS if re.search(pattern, name)), None)
+    return next((rows for pattern, rows in TABLES["vocab_sizes"].items() if re.search(pattern, name)), None)
 
 
 def put_tokenizer(args: Arguments, translation: Translation) -> None:
@@ -97,7 +69,7 @@ def put_tokenizer(args: Arguments, translation: Translation) -> None:
         args.errors.append(f"{args.source('tokenizer_type')}  is not supported; use one of {', '.join(_TYPES)}")
         return
     if path is not None:
-        translation.put("tokenizer.path", path, args.source("tokenizer_model"))
+        args.put(translation, "tokenizer.path")
     elif args.given("vocab_file"):
         folder = posixpath.dirname(args.get("vocab_file")) or "."
         translation.put("tokenizer.path", folder, args.source("vocab_file", "merge_file"))
@@ -114,6 +86,6 @@ def put_tokenizer(args: Arguments, translation: Translation) -> None:
         why = "The files at tokenizer.path decide the type of the tokenizer."
         translation.remark(args.source("tokenizer_type"), "different", why)
     if kind == "NullTokenizer" and args.given("vocab_size"):
-        translation.put("tokenizer.vocab_size", args.get("vocab_size"), args.source("vocab_size"))
+        args.put(translation, "tokenizer.vocab_size")
     if args.get("trust_remote_code"):
-        translation.put("model.trust_remote_code", True, args.source("trust_remote_code"))
+        args.put(translation, "model.trust_remote_code")

@@ -40,13 +40,11 @@ def put_moe(args: Arguments, translation: Translation) -> None:
         dispatcher = "alltoall"
     translation.put("moe.dispatcher", dispatcher, source)
     if args.get("moe_expert_capacity_factor"):
-        factor = args.get("moe_expert_capacity_factor")
-        translation.put("moe.capacity_factor", factor, args.source("moe_expert_capacity_factor"))
+        args.put(translation, "moe.capacity_factor")
     if args.get("moe_z_loss_coeff"):
-        translation.put("moe.z_loss", args.get("moe_z_loss_coeff"), args.source("moe_z_loss_coeff"))
+        args.put(translation, "moe.z_loss")
     if args.get("moe_router_enable_expert_bias"):
-        source = args.source("moe_router_bias_update_rate")
-        translation.put("moe.expert_bias_update_rate", args.get("moe_router_bias_update_rate"), source)
+        args.put(translation, "moe.expert_bias_update_rate")
     _put_losses(args, translation)
 
 

@@ -11,7 +11,7 @@ from isthmus.config.dialects.translation import Translation
 def put_out(args: Arguments, translation: Translation, name: str) -> None:
     """Translate ``--save`` to the run folder; the default is ``runs/NAME``."""
     if args.given("save"):
-        translation.put("out", args.get("save"), args.source("save"))
+        args.put(translation, "out")
     else:
         translation.put("out", posixpath.join("runs", name), "not given: there is no --save")
 
@@ -21,7 +21,7 @@ def put_checkpoints(args: Arguments, translation: Translation) -> None:
     if save is None:
         translation.put("checkpoint.save_final", False, "not given: there is no --save")
     if args.get("save_interval") and save is not None:
-        translation.put("checkpoint.every", args.get("save_interval"), args.source("save_interval"))
+        args.put(translation, "checkpoint.every")
         if args.is_explicit("save_interval"):
             why = "Only the newest checkpoints are kept (checkpoint.keep, 2)."
             translation.remark(args.source("save_interval"), "different", why)
@@ -54,7 +54,7 @@ def put_checkpoints(args: Arguments, translation: Translation) -> None:
 
 
 def put_logging(args: Arguments, translation: Translation) -> None:
-    translation.put("logging.every", args.get("log_interval"), args.source("log_interval"))
+    args.put(translation, "logging.every")
     if args.given("tensorboard_dir"):
         translation.put("logging.tensorboard", True, args.source("tensorboard_dir"))
         translation.remark(

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.known_args import SETTINGS
 from isthmus.config.dialects.translation import Translation
-
-_SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
 
 
 def put_parallel(args: Arguments, translation: Translation) -> None:
     fsdp = next((name for name in ("use_torch_fsdp2", "use_megatron_fsdp") if args.get(name)), None)
-    for ours, theirs in _SIZES.items():
-        if args.given(theirs):
-            translation.put(f"parallel.{ours}", args.get(theirs), args.source(theirs))
+    sizes = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.etp")
+    args.put(translation, *(size for size in sizes if args.given(SETTINGS[size])))
     if args.get("tensor_model_parallel_size") > 1:
         # The defaults differ: on in Isthmus, off in Megatron-LM.
-        sp = bool(args.get("sequence_parallel"))
-        translation.put("parallel.sp", sp, args.source("sequence_parallel"))
+        args.put(translation, "parallel.sp")
     _put_virtual_stages(args, translation)
     if fsdp is not None:
         translation.put("parallel.fsdp", True, args.source(fsdp))
@@ -33,7 +24,7 @@ def put_parallel(args: Arguments, translation: Translation) -> None:
         if args.get(name) and fsdp is not None:
             translation.remark(args.source(name), "different", "FSDP always overlaps its communication.")
         elif args.get(name):
-            translation.put(f"parallel.{name}", True, args.source(name))
+            args.put(translation, f"parallel.{name}")
     if args.get("overlap_param_gather") and not args.get("overlap_grad_reduce") and fsdp is None:
         translation.put("parallel.overlap_grad_reduce", True, args.source("overlap_param_gather"))
     if args.given("distributed_timeout_minutes"):
@@ -47,7 +38,7 @@ def _put_virtual_stages(args: Arguments, translation: Translation) -> None:
         args.get(f"num_{what}") for what in ("layers_per_virtual_pipeline_stage", "virtual_stages_per_pipeline_rank")
     )
     if vpp is not None:
-        translation.put("parallel.vpp", vpp, args.source("num_virtual_stages_per_pipeline_rank"))
+        args.put(translation, "parallel.vpp")
     elif each is not None and layers is not None:
         source = args.source("num_layers_per_virtual_pipeline_stage")
         if layers % (stages * each):

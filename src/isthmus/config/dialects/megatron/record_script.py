@@ -36,8 +36,8 @@ case ${PYTHONPATH-} in
 esac' DEBUG
 """
 """Puts the stand-ins first again after the script activates an environment or sets PATH or PYTHONPATH."""
-_OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
-_OF_PROGRAMS = ("BASH_FUNC", "PYENV_", "_PYENV_")
+_SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
+_PROGRAM_PREFIXES = ("BASH_FUNC", "PYENV_", "_PYENV_")
 _SECRET_NAME = re.compile(
     r"(TOKENS?|KEYS?|SECRETS?|PASSWORD|PASSWD|PASS|PWD|CREDENTIALS?|AUTH|AUTHORIZATION)(_|$)", re.IGNORECASE
 )
@@ -50,13 +50,13 @@ def record_script(
     """Run a script with bash in the current folder and return the training command that it would start.
 
     Stand-ins for Python, torchrun, srun and other launchers come first on PATH. They record a training run and start
-    nothing. Python runs as usual with ``-c``, with ``-m`` (except torch.distributed) and for scripts that do not train.
-    All other commands run. Standard input is closed.
+    nothing. Python runs as usual with ``-c``, with ``-m`` (except launchers) and for scripts whose name has no
+    ``train`` or ``finetune``. All other commands run. Standard input is closed.
     """
     if not script.is_file():
         raise MissingInput(f"{script}: there is no such file. Check the path.")
     if (bash := shutil.which("bash")) is None:
-        raise MissingInput("--run needs bash, and there is none on PATH. Give the arguments of the training after --.")
+        raise MissingInput("--run needs bash, and there is none on PATH. Give Megatron-LM's arguments after --.")
     with tempfile.TemporaryDirectory(prefix="isthmus-") as temporary:
         folder = Path(temporary).resolve()
         environment = _stand_ins(folder)
@@ -65,7 +65,7 @@ def record_script(
         except OSError as error:
             raise IOFailure(f"{script} cannot be run: {error.strerror}.") from error
         recorded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return _the_training(script, recorded, environment, ended, output)
+    return _training_command(script, recorded, environment, ended, output)
 
 
 def _stand_ins(folder: Path) -> dict[str, str]:
@@ -101,7 +101,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], time_limit_s: f
         except subprocess.TimeoutExpired:
             ended = f"was stopped after {time_limit_s:g} s"
         finally:
-            with suppress(ProcessLookupError):  # of its group: what it has started in the background
+            with suppress(ProcessLookupError):  # the group includes background processes
                 until = time.monotonic() + (_BACKGROUND_S if process.returncode is not None else 0.0)
                 while time.monotonic() < until:
                     os.killpg(process.pid, 0)
@@ -112,23 +112,26 @@ def _run(command: Sequence[str], environment: Mapping[str, str], time_limit_s: f
         return ended, log.read().decode("utf-8", "replace")
 
 
-def _the_training(
+def _training_command(
     script: Path, recorded: Sequence[Mapping[str, Any]], environment: Mapping[str, str], ended: str, output: str
 ) -> TrainingCommand:
-    trainings = [one for one in recorded if any(word.split("=")[0] in stand_in.TRAINING_FLAGS for word in one["words"])]
-    if len(trainings) == 1:
-        exported = _exported(trainings[0]["environment"], environment)
-        return replace(read_command(trainings[0]["words"]), environment=exported)
-    shown = ["\n  ".join(["", *(_short(one["words"]) for one in trainings or recorded)])] if recorded else []
+    """The only recorded command with Megatron-LM's arguments."""
+    found = [one for one in recorded if stand_in.has_training_flag(one["words"])]
+    others = tuple(_short(one["words"]) for one in recorded if one not in found)
+    if len(found) == 1:
+        exported = _exported(found[0]["environment"], environment)
+        return replace(read_command(found[0]["words"]), environment=exported, not_run=others)
+    commands = [_short(one["words"]) for one in found] or others
+    shown = "\n  ".join(["", *commands])
     if lines := output.strip().splitlines()[-_OUTPUT_LINES:]:
-        shown.append("\n  ".join(["\nits output:", *lines]))
-    if trainings:
-        what = f"{script} starts {len(trainings)} trainings. Give the arguments of one of them after --:"
+        shown += "\n  ".join(["\nits output:", *lines])
+    if found:
+        what = f"{script} starts {len(found)} training runs. Give the arguments of one of them after --:"
     elif recorded:
-        what = f"{script} starts no training with --num-layers, only:"
+        what = f"{script} starts no training run with --num-layers, only:"
     else:
-        what = f"{script} {ended} and started no training (python or torchrun with a pretrain_*.py)."
-    raise UsageError(what + "".join(shown))
+        what = f"{script} {ended} and started no training run (python or torchrun with a pretrain_*.py)."
+    raise UsageError(what + shown)
 
 
 def _short(words: Sequence[str]) -> str:
@@ -141,7 +144,7 @@ def _exported(found: Mapping[str, str], before: Mapping[str, str]) -> dict[str, 
     changed = {
         name: value
         for name, value in found.items()
-        if before.get(name) != value and name not in _OF_THE_SHELL and not name.startswith(_OF_PROGRAMS)
+        if before.get(name) != value and name not in _SHELL_VARIABLES and not name.startswith(_PROGRAM_PREFIXES)
     }
     return {
         name: "..." if _SECRET_NAME.search(name) or _SECRET_URL.search(value) else value

@@ -26,9 +26,13 @@ _SCRIPT = re.compile(r"(pretrain|train|finetune)\w*\.py")
 _MODULES = ("torch.distributed", "accelerate.commands", "deepspeed.launcher")
 
 
-def is_training(words: Sequence[str]) -> bool:
-    """Whether a command trains or starts ranks; then it is recorded and not run."""
-    if any(word.split("=")[0] in TRAINING_FLAGS for word in words):
+def has_training_flag(words: Sequence[str]) -> bool:
+    return any(word.split("=")[0] in TRAINING_FLAGS for word in words)
+
+
+def may_train(words: Sequence[str]) -> bool:
+    """Whether a command may train or start ranks; then it is recorded and not run."""
+    if has_training_flag(words):
         return True
     for place, word in enumerate(words):
         if word == "-c":
@@ -45,8 +49,9 @@ def is_training(words: Sequence[str]) -> bool:
 
 def record(words: Sequence[str]) -> None:
     path = os.path.join(os.environ[STAND_INS], f"{time.time_ns()}-{os.getpid()}.json")
-    with open(path, "w", encoding="utf-8") as file:
+    with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump({"words": list(words), "environment": dict(os.environ)}, file)
+    os.replace(f"{path}.part", path)  # the script may be killed at any time
 
 
 def _is_batch_script(path: str) -> bool:
@@ -61,7 +66,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     """Returns the exit code, unless another program replaces this process."""
     words = [name, *arguments]
     shell = next((place for place, word in enumerate(words) if os.path.basename(word) in ("bash", "sh")), None)
-    if is_training(words):
+    if may_train(words):
         record(words)
     elif name in PYTHONS:
         path = os.environ["PATH"].replace(os.environ[STAND_INS] + os.pathsep, "")
@@ -81,6 +86,6 @@ def main(name: str, arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1], sys.argv[2:]))
-elif __name__ == "sitecustomize" and is_training(getattr(sys, "orig_argv", [])):
+elif __name__ == "sitecustomize" and may_train(getattr(sys, "orig_argv", [])):
     record(sys.orig_argv)
     os._exit(0)

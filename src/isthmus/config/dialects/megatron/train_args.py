@@ -7,15 +7,6 @@ from typing import Any
 from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.translation import Translation
 
-_OPTIM = {
-    "lr": "lr",
-    "min_lr": "min_lr",
-    "weight_decay": "weight_decay",
-    "clip_grad": "clip_grad",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "eps": "adam_eps",
-}
 _MODULES = {"core_attn": "core_attn", "mlp": "mlp", "moe": "moe", "shared_experts": None, "layernorm": None}
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
 
@@ -23,12 +14,11 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "W
 def put_train(args: Arguments, translation: Translation) -> None:
     batch = _put_batch(args, translation)
     steps = _put_steps(args, translation, batch)
-    translation.put("train.seed", args.get("seed"), args.source("seed"))
+    args.put(translation, "train.seed")
     _put_precision(args, translation)
     _put_recompute(args, translation)
     if args.get("mtp_num_layers"):
-        source = args.source("mtp_loss_scaling_factor")
-        translation.put("train.mtp_loss_weight", args.get("mtp_loss_scaling_factor"), source)
+        args.put(translation, "train.mtp_loss_weight")
     _put_profile(args, translation, steps)
     _put_optimizer(args, translation)
     _put_schedule(args, translation, steps, batch)
@@ -39,7 +29,7 @@ def _put_batch(args: Arguments, translation: Translation) -> int | None:
     if micro is None:
         args.errors.append("--micro-batch-size  is missing")
         return None
-    translation.put("train.micro_batch_size", micro, args.source("micro_batch_size"))
+    args.put(translation, "train.micro_batch_size")
     batch: int | None = args.get("global_batch_size")
     source = args.source("global_batch_size")
     world = translation.world
@@ -75,7 +65,7 @@ def _put_steps(args: Arguments, translation: Translation, batch: int | None) -> 
     interval = args.get("eval_interval")
     seen = not args.given("eval_iters") or args.get("eval_iters") > 0
     if interval and seen:
-        translation.put("train.eval_every", interval, args.source("eval_interval"))
+        args.put(translation, "train.eval_every")
     if args.is_explicit("eval_iters") and seen:
         translation.remark(args.source("eval_iters"), "different", "Evaluation uses the whole validation set.")
     return steps
@@ -92,7 +82,7 @@ def _put_precision(args: Arguments, translation: Translation) -> None:
         translation.put("train.precision", "fp8", source)
         if args.get("fp8") not in ("hybrid", "e4m3"):
             args.errors.append(f"{args.source('fp8')}  must be hybrid or e4m3")
-        translation.put("train.fp8_format", args.get("fp8"), args.source("fp8"))
+        args.put(translation, "train.fp8_format")
         if args.get("fp8_recipe") != "tensorwise":
             option = args.source("fp8_recipe") if args.given("fp8_recipe") else "--fp8-recipe delayed (the default)"
             why = "FP8 uses current scaling, one scale per tensor (train.fp8_scaling=tensorwise) or per row (rowwise)."
@@ -104,8 +94,7 @@ def _put_precision(args: Arguments, translation: Translation) -> None:
         if args.get("loss_scale"):
             why = "The loss scale is dynamic and starts at train.initial_loss_scale."
             translation.remark(args.source("loss_scale"), "unsupported", why)
-        for ours in ("initial_loss_scale", "loss_scale_window"):
-            translation.put(f"train.{ours}", args.get(ours), args.source(ours))
+        args.put(translation, "train.initial_loss_scale", "train.loss_scale_window")
 
 
 def _put_recompute(args: Arguments, translation: Translation) -> None:
@@ -165,13 +154,12 @@ def _put_optimizer(args: Arguments, translation: Translation) -> None:
         args.errors.append(f"{source}  is not supported: use --optimizer adam, which is AdamW")
     if not args.given("lr"):
         args.errors.append("--lr  is missing")
-    for ours, theirs in _OPTIM.items():
-        if args.get(theirs) is not None:
-            translation.put(f"optim.{ours}", args.get(theirs), args.source(theirs))
+    names = ("lr", "min_lr", "weight_decay", "clip_grad", "beta1", "beta2", "eps")
+    args.put(translation, *(f"optim.{name}" for name in names))
     if args.get("optimizer_cpu_offload"):
         source = args.source("optimizer_cpu_offload")
         why = "Adam's moments are in host memory; main weights and the update stay on the GPU."
-        translation.put("optim.offload", True, source)
+        args.put(translation, "optim.offload")
         translation.remark(source, "different", why)
     start, end = args.get("start_weight_decay"), args.get("end_weight_decay")
     if start is not None and end is not None:

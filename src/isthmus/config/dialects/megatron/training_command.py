@@ -14,7 +14,7 @@ _WORLD = {
     "num_gpus": "nproc_per_node",
     "nnodes": "nnodes",
     "num_nodes": "nnodes",
-    "nodes": "nnodes",  # of srun, as the next
+    "nodes": "nnodes",  # of srun
     "ntasks_per_node": "nproc_per_node",
     "node_rank": "node_rank",
     "master_addr": "master_addr",
@@ -29,6 +29,8 @@ class TrainingCommand:
     flags: tuple[str, ...]
     world: World
     environment: Mapping[str, str] = field(default_factory=dict)
+    not_run: tuple[str, ...] = ()
+    """Other commands of the script that may train, but have none of Megatron-LM's training arguments."""
 
 
 def read_command(words: Sequence[str]) -> TrainingCommand:

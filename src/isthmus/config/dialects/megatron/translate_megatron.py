@@ -48,6 +48,9 @@ def translate_command(
         variables = " ".join(f"{name}={value}" for name, value in command.environment.items())
         why = "Isthmus sets the environment variables that its platform needs, and keeps those that you set."
         translated.translation.remark(f"export {variables}", "different", why)
+    for other in command.not_run:
+        why = "It was not run: it may be another training run, without --num-layers, --micro-batch-size and --lr."
+        translated.translation.remark(other, "unsupported", why)
     return translated
 
 

@@ -10,23 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.dialects.megatron.arguments import Arguments
-from isthmus.config.dialects.megatron.known_args import name_of, near
-from isthmus.config.dialects.megatron.model_args import ARGUMENTS
+from isthmus.config.dialects.megatron.known_args import ARGUMENTS, name_of, near
 from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_arguments
 from isthmus.config.dialects.primus.primus_files import CHECKOUT, PrimusFile, find_file, read_file
-from isthmus.config.dialects.primus.primus_keys import (
-    CONFIG_KEYS,
-    DEFAULTS,
-    DIFFERENT,
-    INEXACT,
-    PLACES,
-    PRESETS,
-    REFUSED,
-    UNSUPPORTED,
-)
 from isthmus.config.dialects.translation import OptionRemark, Translation, World
+from isthmus.config.yaml_text import read_value
 from isthmus.errors import UsageError
 
+_KEYS: Mapping[str, Any] = read_value(Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8"))
+_PRESETS = {name.lower(): name.lower().replace("_", "-") for name in _KEYS["presets"].split()}
+_RUN_FOLDER = ("work_group", "user_name", "exp_name", "workspace")
+"""Keys of the run folder, which Primus requires."""
+_CARRIED = {*_RUN_FOLDER, *"auto_continue_train disable_last_saving sft_dataset_name sft_dataset_split hf_path".split()}
+"""Keys that are translated in this file, not with Megatron-LM's."""
 _MODULE_KEYS = ("framework", "config", "model", "overrides", "name")
 _SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "max_position_embeddings", "vocab_size")
 
@@ -75,7 +71,7 @@ def _module(file: PrimusFile) -> tuple[dict[str, Any], str]:
     modules = file.values.get("modules")
     if modules is None:
         # A file with one module's keys; read_file has applied its overrides.
-        return {key: value for key, value in file.values.items() if key not in (*PLACES, "platform")}, ""
+        return {key: value for key, value in file.values.items() if key not in (*_RUN_FOLDER, "platform")}, ""
     trainers = {name: part for name, part in modules.items() if "trainer" in name} if isinstance(modules, dict) else {}
     if len(trainers) != 1:
         raise UsageError(
@@ -104,7 +100,7 @@ def _add_defaults(
     else:
         stem = Path(config).stem
         values, where = (
-            DEFAULTS.get(stem, DEFAULTS["sft_trainer" if sft else "pre_trainer"]),
+            _KEYS["defaults"].get(stem, _KEYS["defaults"]["sft_trainer" if sft else "pre_trainer"]),
             f"{stem}, default of Primus",
         )
     given.update(values)
@@ -119,9 +115,9 @@ def _model(file: PrimusFile, module: Mapping[str, Any], models: Path | None) -> 
     if (found := find_file(str(named), "models", file.path, models)) is not None:
         return read_file(found), None
     name = str(named).removesuffix(".yaml").lower()
-    if name in PRESETS:
+    if name in _PRESETS:
         return None, Path(str(named)).stem if str(named).endswith((".yaml", ".yml")) else str(named)
-    near_names = difflib.get_close_matches(name, PRESETS, n=1)
+    near_names = difflib.get_close_matches(name, _PRESETS, n=1)
     guess = f" Did you mean {near_names[0]}?" if near_names else ""
     raise UsageError(
         f"{file.path}  model: {named}  was not found beside the experiment. Give its folder with --models, or a "
@@ -170,21 +166,17 @@ def _line(key: str, value: Any) -> str:
     return f"{key}: {json.dumps(value) if value is None or isinstance(value, bool | list | dict) else value}"
 
 
-_CARRIED = (*PLACES, "auto_continue_train", "disable_last_saving", "sft_dataset_name", "sft_dataset_split", "hf_path")
-"""Keys that are translated in this file, not with Megatron-LM's."""
-
-
 def _primus_key(key: str) -> tuple[Any, str] | None:
     """Status (or ``refused``) and reason of a key that only Primus has."""
-    for status, table in (("different", DIFFERENT), ("unsupported", UNSUPPORTED), ("refused", REFUSED)):
-        for why, patterns in table.items():
+    for status in ("different", "unsupported", "refused"):
+        for why, patterns in _KEYS[status].items():
             if any(fnmatchcase(key, pattern) for pattern in patterns.split()) and key not in ARGUMENTS:
                 return status, why
     return None
 
 
 def _primus_keys() -> list[str]:
-    tables = (DIFFERENT, UNSUPPORTED, REFUSED)
+    tables = (_KEYS["different"], _KEYS["unsupported"], _KEYS["refused"])
     return [key for table in tables for keys in table.values() for key in keys.split() if "*" not in key]
 
 
@@ -224,14 +216,14 @@ def _put_preset(translation: Translation, preset: str, args: Arguments, override
     translation.settings.clear()
     if "out" in rest:
         translation.put("out", rest.pop("out"), translation.origins["out"])
-    translation.put("model.path", f"preset:{PRESETS[preset]}", words)
+    translation.put("model.path", f"preset:{_PRESETS[preset]}", words)
     changed: dict[str, Any] = {}
     for key in overrides:
         name, _ = name_of(key)
         if name is None or not args.given(name) or name not in (*ARGUMENTS, *_SIZES):
             continue
-        if name in CONFIG_KEYS:
-            changed[CONFIG_KEYS[name]] = args.get(name)
+        if name in _KEYS["config_keys"]:
+            changed[_KEYS["config_keys"][name]] = args.get(name)
         elif name != "moe_router_load_balancing_type":
             why = "It cannot override a preset. Give the folder of Primus' model files with --models."
             translation.remark(args.source(name), "unsupported", why)
@@ -239,7 +231,7 @@ def _put_preset(translation: Translation, preset: str, args: Arguments, override
         translation.put("model.config", changed, "overrides of the model")
     translation.put("model.init", "random", words)
     translation.settings.update(rest)
-    prefix = max((start for start in INEXACT if preset.startswith(start)), key=len, default=None)
-    exact = f" {INEXACT[prefix]}." if prefix else ""
+    prefix = max((start for start in _KEYS["inexact"] if preset.startswith(start)), key=len, default=None)
+    exact = f" {_KEYS['inexact'][prefix]}." if prefix else ""
     why = f"The file was not found: the preset is the model of its Hugging Face config.json.{exact}"
     translation.remark(words, "different", why)
