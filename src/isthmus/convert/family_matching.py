@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from isthmus.convert.coverage import first_few
@@ -20,37 +20,28 @@ LAST_RESORT = "isthmus"
 """Expresses nearly any model, with its own modeling files."""
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyMatch:
-    family: Family
-    arch: Architecture
-    others: tuple[str, ...]
+def match_family(arch: Architecture, first: str | None = None) -> tuple[Family, Architecture, list[str]]:
+    """The family that expresses this architecture exactly, the architecture in it, and other families that do.
 
-
-def match_family(arch: Architecture, first: str | None = None) -> FamilyMatch:
-    """The family that expresses this architecture exactly; ``first`` has the highest priority.
-
-    Raises:
-        UsageError: no family matches; the message names the nearest and its differences.
+    ``first`` has the highest priority. A UsageError names the nearest family and its differences.
     """
     families = all_families()
     order = [name for name in dict.fromkeys((first, *PREFERRED)) if name in families]
-    order += [name for name in families if name not in (*order, LAST_RESORT)]
-    order += [LAST_RESORT] if LAST_RESORT in families else []
-    fitting: list[tuple[Family, Architecture]] = []
+    order += [name for name in families if name not in (*order, LAST_RESORT)] + [LAST_RESORT]
+    matching: list[tuple[Family, Architecture]] = []
     nearest: tuple[str, list[str]] | None = None
     for name in order:
         if (expressed := _expressed_by(families[name], arch)) is None:
             continue
         if not (differences := _differences(arch, expressed)):
-            fitting.append((families[name], replace(expressed, init_std=arch.init_std)))
+            matching.append((families[name], replace(expressed, init_std=arch.init_std)))
         elif nearest is None or len(differences) < len(nearest[1]):
             nearest = (name, differences)
-    if not fitting:
+    if not matching:
         close = "" if nearest is None else f" The nearest is {nearest[0]}, except for {first_few(nearest[1])}."
         raise UsageError(f"no family can express the model that Megatron-LM's args describe.{close}")
-    (family, expressed), *others = fitting
-    return FamilyMatch(family, expressed, tuple(other.name for other, _ in others))
+    (family, expressed), *others = matching
+    return family, expressed, [other.name for other, _ in others]
 
 
 def _expressed_by(family: Family, arch: Architecture) -> Architecture | None:

@@ -38,11 +38,11 @@ def learn(path: Path, log: Log = lambda line: None) -> Family:
         UsageError: the model type has a family or is unknown to transformers, or no mapping gives its logits.
     """
     if path.is_dir() and checkpoint_folder(path) is not None:
-        raise UsageError(f"{path} is a Megatron checkpoint; --learn is for Hugging Face folders. Leave it out.")
+        raise UsageError(f"{path} is a Megatron checkpoint; --learn is for Hugging Face folders. Omit it.")
     folder = ModelFolder.open(path)
     model_type = folder.config.get("model_type")
     if model_type in all_families():
-        raise UsageError(f"{path}: model_type {model_type!r} has a family. Leave --learn out.")
+        raise UsageError(f"{path}: model_type {model_type!r} has a family. Omit --learn.")
     try:
         return prove(folder.config, log)
     except UsageError as error:

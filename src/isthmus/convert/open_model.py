@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -42,26 +43,34 @@ class OpenedModel:
     """Decisions made while opening the model, for the user."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceOptions:
-    """How to open a model; see :func:`isthmus.convert.transfer.convert`."""
-
-    hf_like: Path | None = None
-    bin: bool = False
-    vocab_size: int | None = None
-    family: Family | None = None
-
-
-def open_model(path: Path, options: SourceOptions | None = None, *, alike: OpenedModel | None = None) -> OpenedModel:
+def open_model(
+    path: Path,
+    *,
+    hf_like: Path | None = None,
+    bin: bool = False,
+    vocab_size: int | None = None,
+    family: Family | None = None,
+    alike: OpenedModel | None = None,
+) -> OpenedModel:
     """Open a Hugging Face folder or a Megatron checkpoint, and check that its tensors match its config.
 
-    ``alike`` is the model to compare with; it supplies what the args of a checkpoint without config leave open.
+    ``alike`` is the model to compare with; it supplies what the args of a checkpoint without config leave open. The
+    other options are those of :func:`isthmus.convert.transfer.convert`.
     """
-    options = options or SourceOptions()
     if not path.exists():
         raise MissingInput(f"{path} does not exist. Give a Hugging Face folder or a Megatron checkpoint.")
-    checkpoint = checkpoint_folder(path)
-    return _open_hf(path, options) if checkpoint is None else _open_checkpoint(path, checkpoint, options, alike)
+    if (checkpoint := checkpoint_folder(path)) is not None:
+        if bin:
+            raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders. Omit it.")
+        return _open_checkpoint(path, checkpoint, hf_like, vocab_size, alike)
+    for option, value in (("--hf-like", hf_like), ("--vocab-size", vocab_size)):
+        if value is not None:
+            raise UsageError(f"{path} is a Hugging Face folder with its own config. Omit {option}.")
+    folder = ModelFolder.open(path)
+    family = family or family_for(folder.config)
+    opened = open_weights(folder, family, bin=bin)
+    weights = HfWeights(opened.source, family, opened.arch)
+    return OpenedModel(path, "hf", family, opened.arch, weights, folder, opened.notes)
 
 
 def checkpoint_folder(path: Path) -> Path | None:
@@ -72,53 +81,37 @@ def checkpoint_folder(path: Path) -> Path | None:
     if not tracker.is_file():
         return None
     word = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    folder = path / (f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else "release")
-    if (word != "release" and not word.isdigit()) or not folder.is_dir():
+    is_step = re.fullmatch("[0-9]{1,18}", word) is not None
+    folder = path / (f"iter_{int(word):07d}" if is_step else "release")
+    if not (is_step or word == "release") or not folder.is_dir():
         raise DataError(f"{tracker} names {word!r}, which is not a checkpoint in {path}. Give the checkpoint itself.")
     return folder
 
 
-def _open_hf(path: Path, options: SourceOptions) -> OpenedModel:
-    for option, value in (("--hf-like", options.hf_like), ("--vocab-size", options.vocab_size)):
-        if value is not None:
-            raise UsageError(f"{path} is a Hugging Face folder with its own config. Leave {option} out.")
-    folder = ModelFolder.open(path)
-    family = options.family or family_for(folder.config)
-    opened = open_weights(folder, family, bin=options.bin)
-    weights = HfWeights(opened.source, family, opened.arch)
-    return OpenedModel(path, "hf", family, opened.arch, weights, folder, opened.notes)
-
-
-def _open_checkpoint(path: Path, checkpoint: Path, options: SourceOptions, alike: OpenedModel | None) -> OpenedModel:
-    if options.bin:
-        raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders. Leave it out.")
+def _open_checkpoint(
+    path: Path, checkpoint: Path, hf_like: Path | None, vocab_size: int | None, alike: OpenedModel | None
+) -> OpenedModel:
     legacy = any(checkpoint.glob("mp_rank_*"))
     folder = LegacyFolder(checkpoint) if legacy else TorchDistFolder(checkpoint)
     around = (path, checkpoint, checkpoint.parent)
-    config = options.hf_like or next(
+    config = hf_like or next(
         (at / HF_SUBFOLDER for at in around if (at / HF_SUBFOLDER / "config.json").is_file()), None
     )
     notes: tuple[str, ...] = ()
     if config is None:
         hf_folder = None
-        family, arch, notes = _from_args(folder, options.vocab_size, alike)
+        family, arch, notes = _from_args(folder, vocab_size, alike)
     else:
-        hf_folder = _open_config(config)
-        if options.vocab_size is not None:
-            raise UsageError(f"{hf_folder} sets the vocabulary size. Leave --vocab-size out.")
+        preset = is_model_file(str(config))  # has no tokenizer
+        hf_folder = ModelFolder.from_config(config, read_model(str(config))) if preset else ModelFolder.open(config)
+        if vocab_size is not None:
+            raise UsageError(f"{hf_folder} sets the vocabulary size. Omit --vocab-size.")
         family_file = next((at / FAMILY_FILE for at in around if (at / FAMILY_FILE).is_file()), None)
         family = family_for(hf_folder.config, family_file)
         arch = family.to_architecture(hf_folder.config)
     if isinstance(folder, LegacyFolder):
         return OpenedModel(path, "torch", family, arch, LegacyWeights(folder, family, arch), hf_folder, notes)
     return OpenedModel(path, "torch_dist", family, arch, TorchDistWeights(folder, family, arch), hf_folder, notes)
-
-
-def _open_config(path: Path) -> ModelFolder:
-    """A model folder or a preset; a preset has no tokenizer."""
-    if is_model_file(str(path)):
-        return ModelFolder.from_config(path, read_model(str(path)))
-    return ModelFolder.open(path)
 
 
 def _from_args(
@@ -131,20 +124,16 @@ def _from_args(
         arch, notes = architecture_from_args(args, vocab_size)
         if alike is not None and notes:
             arch = replace(arch, vocab_size=min(arch.vocab_size, alike.arch.vocab_size))
-        found = match_family(arch, first=alike.family.name if alike is not None else None)
+        family, arch, others = match_family(arch, first=alike.family.name if alike is not None else None)
     except (DataError, UsageError) as error:
         raise type(error)(
             f"{folder}: {error} If the model has a Hugging Face config, give it: --hf-like DIR."
         ) from error
-    others = f"; {', '.join(found.others)} would also fit" if found.others else ""
+    also = f"; {', '.join(others)} would also fit" if others else ""
     tokenizer = args.get("tokenizer_model") or args.get("tokenizer_type") or "of the training"
-    return (
-        found.family,
-        found.arch,
-        (
-            f"the checkpoint has no config: by its args it is a {found.family.name} model{others}. "
-            "Choose another with --hf-like DIR.",
-            *notes,
-            f"the checkpoint has no tokenizer: copy the one it was trained with ({tokenizer}).",
-        ),
-    )
+    return family, arch, (
+        f"the checkpoint has no config: by its args it is a {family.name} model{also}. "
+        "Choose another with --hf-like DIR.",
+        *notes,
+        f"the checkpoint has no tokenizer: copy the one it was trained with ({tokenizer}).",
+    )  # fmt: skip

@@ -21,17 +21,6 @@ from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.registry import all_families
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DestinationOptions:
-    """What to write; see :func:`isthmus.convert.transfer.convert`."""
-
-    format: Format | None = None
-    dtype: torch.dtype | None = None
-    hf_family: str | None = None
-    layout: LegacyLayout | None = None
-    spelling: LiveSpelling | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
     model: OpenedModel
@@ -66,35 +55,38 @@ class ConversionPlan:
         return LegacyWriter(inner, family, arch, dtypes, common, self.layout, self.spelling)
 
 
-def plan_conversion(model: OpenedModel, options: DestinationOptions) -> ConversionPlan:
+def plan_conversion(
+    model: OpenedModel,
+    to: Format | None,
+    *,
+    dtype: torch.dtype | None,
+    hf_family: str | None,
+    layout: LegacyLayout | None,
+    spelling: LiveSpelling | None,
+) -> ConversionPlan:
     """A UsageError if the options do not fit the format or the model."""
-    target = options.format or ("torch_dist" if model.format == "hf" else "hf")
-    if target != "torch" and (options.layout is not None or options.spelling is not None):
+    target = to or ("torch_dist" if model.format == "hf" else "hf")
+    if target != "torch" and (layout is not None or spelling is not None):
         raise UsageError(
             f"{target} has no layout and no spelling: any layout can read it. "
-            "Leave --tp, --pp, --vpp, --ep, --etp and --spelling out, or use --to torch."
+            "Omit --tp, --pp, --vpp, --ep, --etp and --spelling, or use --to torch."
         )
-    if options.hf_family is not None:
+    if hf_family is not None:
         if target != "hf":
             raise UsageError(
-                f"--hf-family is for Hugging Face folders, and this writes {target}. Leave it out, or use --to hf."
+                f"--hf-family is for Hugging Face folders, and this writes {target}. Omit it, or use --to hf."
             )
-        model = _as_family(model, options.hf_family)
-    layout = options.layout or LegacyLayout()
+        if (family := all_families().get(hf_family)) is None:
+            raise UsageError(f"--hf-family {hf_family} is not known. Known are {', '.join(all_families())}.")
+        model = replace(model, family=family, arch=transfer_architecture(model.arch, model.family, family))
+    layout = layout or LegacyLayout()
     layout.check(model.arch)
     tensors = {
         name: TensorSpec(
-            options.dtype if options.dtype is not None and placed.rule.dtype is None else model.weights.dtype(name),
+            dtype if dtype is not None and placed.rule.dtype is None else model.weights.dtype(name),
             placed.rule.canonical_shape(model.arch),
         )
         for name, placed in unique_placements(model.family, model.arch).items()
     }
     unsupported = unsupported_features(model.arch) if target != "hf" else []
-    return ConversionPlan(model, target, tensors, layout, options.spelling or "te", unsupported)
-
-
-def _as_family(model: OpenedModel, name: str) -> OpenedModel:
-    families = all_families()
-    if name not in families:
-        raise UsageError(f"--hf-family {name} is not known. Known are {', '.join(families)}.")
-    return replace(model, family=families[name], arch=transfer_architecture(model.arch, model.family, families[name]))
+    return ConversionPlan(model, target, tensors, layout, spelling or "te", unsupported)

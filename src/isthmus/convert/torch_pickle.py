@@ -172,24 +172,15 @@ class _TensorUnpickler(pickle.Unpickler):
     ) -> TensorInfo | StridedTensor:
         dtype, key, numel = storage
         start = self._storage_offset(key, numel * dtype.itemsize) + at * dtype.itemsize
-        contiguous = _is_contiguous(shape, strides)
-        if not contiguous and not self._strided:
+        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")  # refuses negative sizes and strides
+        if not meta.is_contiguous() and not self._strided:
             raise DataError(f"tensor {key} is not contiguous (strides {tuple(strides)} for {tuple(shape)})")
-        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
-        if at < 0 or min(strides, default=0) < 0 or at + reach > numel:
+        reach = meta.untyped_storage().nbytes() // dtype.itemsize
+        if at < 0 or at + reach > numel:
             raise DataError(f"tensor {key} has {numel} elements, {at + reach} are needed")
-        if contiguous:
+        if meta.is_contiguous():
             return TensorInfo(dtype, tuple(shape), self._path, start)
         return StridedTensor(TensorInfo(dtype, (reach,), self._path, start), tuple(shape), tuple(strides))
-
-
-def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= max(size, 1)
-    return True
 
 
 def _latin1(text: str, encoding: str) -> bytes:

@@ -13,8 +13,8 @@ import torch
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.legacy.megatron_support import required_flags
 from isthmus.convert.legacy.to_legacy import LiveSpelling
-from isthmus.convert.open_model import HF_SUBFOLDER, Format, SourceOptions, open_model
-from isthmus.convert.plan import ConversionPlan, DestinationOptions, plan_conversion
+from isthmus.convert.open_model import HF_SUBFOLDER, Format, open_model
+from isthmus.convert.plan import ConversionPlan, plan_conversion
 from isthmus.convert.stream import Progress, stream
 from isthmus.convert.verify.checksums import TensorChecksums, write_checksums
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
@@ -91,9 +91,8 @@ def convert(
         NoSpace, IOFailure: the destination exists or cannot be written; partial output is removed.
     """
     start_s = time.monotonic()
-    origin = SourceOptions(hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family)
-    wanted = DestinationOptions(format=to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
-    plan = plan_conversion(open_model(Path(source), origin), wanted)
+    opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family)
+    plan = plan_conversion(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
     with StagedFolder(destination) as staged:
         checksums, num_bytes = _transfer(plan, staged.path, progress)
         with disk_errors(staged.path):

@@ -13,33 +13,23 @@ from torch import Tensor
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.rules.rule import Init
-
-
-class TensorMeta(Protocol):
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape."""
-
-
-class WeightSource(Protocol):
-    """Tensors by Hugging Face name, read slice by slice; ``str`` of it names the source."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorMeta]:
-        """All tensors by name."""
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """One slice; copied into ``into`` if given."""
+from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+class WeightSource(Protocol):
+    """Tensors by Hugging Face name, read slice by slice; ``str`` of it names the source."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec | TensorInfo]: ...
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+        """One slice; copied into ``into`` if given."""
 
 
 class RandomWeights:
@@ -69,15 +59,9 @@ class RandomWeights:
         return part.clone() if into is None else into.detach().copy_(part)
 
     def _draw(self, name: str) -> Tensor:
-        meta = self.tensors[name]
-        tensor = torch.empty(meta.shape, dtype=torch.float32)
-        match self._init[name]:
-            case "ones":
-                tensor.fill_(self._gain_of_one)
-            case "zeros":
-                tensor.zero_()
-            case "normal":
-                digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-                tensor.normal_(0.0, self._std, generator=generator)
-        return tensor.to(meta.dtype)
+        meta, init = self.tensors[name], self._init[name]
+        if init != "normal":
+            return torch.full(meta.shape, self._gain_of_one if init == "ones" else 0.0, dtype=meta.dtype)
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+        return torch.empty(meta.shape).normal_(0.0, self._std, generator=generator).to(meta.dtype)

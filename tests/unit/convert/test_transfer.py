@@ -176,6 +176,22 @@ def test_verify_detects_another_config(key: str, value: Any, told: str, qwen3: P
         compare_models(qwen3, converted)
 
 
+def test_nan_is_a_difference_of_nan(qwen3: Path, converted: Path) -> None:
+    change(qwen3, "model.norm.weight", lambda w: w.index_fill(0, torch.tensor([3]), torch.nan))
+    with pytest.raises(CheckFailed, match=r"model\.norm\.weight in 1 of \d+ elements, by nan at most"):
+        compare_models(qwen3, converted)
+
+
+def test_parts_in_float16_and_bfloat16_do_not_overflow(qwen3: Path, tmp_path: Path) -> None:
+    names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkv"]
+    for name in names[:2]:
+        change(qwen3, name, torch.Tensor.half)
+    change(qwen3, names[2], lambda w: torch.full_like(w, 1e6).bfloat16())
+    convert(qwen3, tmp_path / "out", "hf", dtype=torch.float32)
+    wanted, found = content(qwen3), content(tmp_path / "out")
+    assert all(torch.equal(found[name], wanted[name].float()) for name in names)
+
+
 def test_minus_zero_is_not_zero(qwen3: Path, converted: Path, tmp_path: Path) -> None:
     change(qwen3, "model.norm.weight", torch.zeros_like)
     convert(qwen3, tmp_path / "zero")
@@ -222,9 +238,10 @@ def test_missing_or_empty_source_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "empty", tmp_path / "out")
 
 
-def test_tracker_of_a_missing_checkpoint_is_refused(converted: Path) -> None:
-    (converted / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(DataError, match="names '7'"):
+@pytest.mark.parametrize("text", ["7", "\u0667", "1" * 5000, ""], ids=["7", "arabic digit", "5000 digits", "empty"])
+def test_tracker_of_a_missing_checkpoint_is_refused(text: str, converted: Path) -> None:
+    (converted / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=f"names '{text}', which is not a checkpoint"):
         checkpoint_folder(converted)
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.coverage import describe_problems
-from isthmus.convert.weight_source import TensorMeta, TensorSpec, WeightSource
+from isthmus.convert.weight_source import TensorSpec, WeightSource
 from isthmus.errors import DataError
 from isthmus.hf.tensors.quantization import Quantization
-from isthmus.hf.tensors.safetensors_format import Bounds, bounds_of, steps_of
+from isthmus.hf.tensors.safetensors_format import Bounds, TensorInfo, bounds_of, steps_of
 
 _TILE_VALUES = 1 << 18
 """Values dequantized at a time, to bound memory."""
@@ -25,7 +25,7 @@ class DequantizedWeights:
         """Match codes with scales, both of which must be complete; values have ``dtype``."""
         self._source, self._quantization = source, quantization
         self._codes: dict[str, str] = {}
-        self.tensors: dict[str, TensorMeta] = {}
+        self.tensors: dict[str, TensorSpec | TensorInfo] = {}
         scales: set[str] = set()
         missing, misshapen = [], []
         for stored, meta in source.tensors.items():
@@ -44,7 +44,7 @@ class DequantizedWeights:
                 self.tensors[name] = TensorSpec(dtype, quantization.shape(meta.shape))
                 scales.add(scale_name)
         if problems := describe_problems(missing=missing, misshapen=misshapen):
-            raise DataError(f"{source} is not {quantization}, as config.json says: {problems}. Fetch the whole model.")
+            raise DataError(f"{source} is not {quantization} as in config.json: {problems}. Fetch the whole model.")
         for name in scales:
             del self.tensors[name]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -28,16 +30,15 @@ class HfWeights:
         found = {name: self.source.tensors[name].dtype for name in self._placements[canonical].hf}
         if len(set(found.values())) > 1:
             dtypes = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in found.items())
-            raise UsageError(f"{self}: {dtypes}, and they become one tensor. Choose its type with --dtype.")
+            raise UsageError(f"{self}: {dtypes}, and they become one tensor. Convert the model with --dtype.")
         return next(iter(found.values()))
 
     def read(self, canonical: str, rows: slice) -> Tensor:
-        """In the widest dtype of its parts."""
+        """In a dtype that has all values of its parts."""
         placed = self._placements[canonical]
         height = rows.stop - rows.start
-        dtypes = [self.source.tensors[name].dtype for name in placed.hf]
-        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        found = torch.empty((height, *placed.rule.canonical_shape(self._arch)[1:]), dtype=widest)
+        dtype = functools.reduce(torch.promote_types, (self.source.tensors[name].dtype for name in placed.hf))
+        found = torch.empty((height, *placed.rule.canonical_shape(self._arch)[1:]), dtype=dtype)
         for piece in hf_slices(placed.rule, self._arch, (rows,), (slice(0, height),), placed.expert):
             self.source.read(placed.hf[piece.part], piece.hf, into=piece.view(found))
         return found

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from isthmus.convert.hf.dequantize import DequantizedWeights
 from isthmus.convert.hf.pytorch_bin import BinWeights
-from isthmus.convert.weight_source import TensorMeta, WeightSource
+from isthmus.convert.weight_source import TensorSpec, WeightSource
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.tensors.quantization import parse_quantization
+from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -50,7 +51,7 @@ class PrefixedWeights:
         """Add the prefix to tensors whose name with prefix is in ``names``."""
         self._source, self._names = source, names
         self.prefix = prefix
-        self.tensors: dict[str, TensorMeta] = {
+        self.tensors: dict[str, TensorSpec | TensorInfo] = {
             prefix + name if prefix + name in names else name: meta for name, meta in source.tensors.items()
         }
 

@@ -29,7 +29,7 @@ class BinWeights:
         self._folder = folder
         self._reader = TensorReader()
         if not has_bin(folder):
-            raise MissingInput(f"{folder} has no {SINGLE_FILE}. Leave --bin out, or give the folder that has it.")
+            raise MissingInput(f"{folder} has no {SINGLE_FILE}. Omit --bin, or give the folder that has it.")
         single = (folder / SINGLE_FILE).is_file()
         self._found = _open(folder / SINGLE_FILE) if single else {}
         weight_map = {} if single else read_weight_map(folder / INDEX_FILE)

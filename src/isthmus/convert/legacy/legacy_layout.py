@@ -48,7 +48,7 @@ class LegacyLayout:
         """Raise a UsageError if the sizes do not divide the model's tensors and layers."""
         self.check_sizes(arch)
         if arch.moe is None and self.etp is not None:
-            raise UsageError(f"etp={self.etp} is for experts, and {arch.family} has none. Leave --etp out.")
+            raise UsageError(f"etp={self.etp} is for experts, and {arch.family} has none. Omit --etp.")
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(f"vpp={self.vpp} needs more than one pipeline stage. Give --pp, or leave --vpp out.")
         if arch.num_layers % (self.pp * self.vpp):

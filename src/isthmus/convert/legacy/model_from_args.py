@@ -18,9 +18,8 @@ from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
 
 def config_from_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """The ``config.json`` of the family that expresses the args exactly."""
-    arch, _ = architecture_from_args(args)
-    found = match_family(arch)
-    return found.family.to_hf_config(found.arch)
+    family, arch, _ = match_family(architecture_from_args(args)[0])
+    return family.to_hf_config(arch)
 
 
 def architecture_from_args(args: Mapping[str, Any], vocab_size: int | None = None) -> tuple[Architecture, list[str]]:

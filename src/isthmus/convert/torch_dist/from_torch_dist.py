@@ -142,7 +142,7 @@ class TorchDistFolder:
         if (cells != 1).any():
             stored = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
             raise DataError(
-                f"{self.path / dcp.METADATA_FILE}: the chunks of {key} hold {stored} elements of "
+                f"{self.path / dcp.METADATA_FILE}: the chunks of {key} have {stored} elements of "
                 f"{math.prod(meta.size)}, with gaps or overlaps. Fetch it again."
             )
 

@@ -12,7 +12,6 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,12 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_buffer = io.BytesIO()
+torch.save([None], _buffer)
+_EMPTY_OBJECT = _buffer.getvalue()
+"""A list, since Megatron-Core reads its first element."""
 NUM_FILES = 2
 """More than one, because the kernel lets one thread at a time write into a file."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """The bytes of ``torch.save`` before and after those of a tensor."""
-
-    before: bytes
-    after: bytes
 
 
 class TorchDistWriter(Destination):
@@ -59,7 +54,7 @@ class TorchDistWriter(Destination):
         common: Mapping[str, Any],
     ) -> None:
         """``common`` is the content that is not a tensor: ``args``, ``iteration`` etc."""
-        self._frames: dict[tuple[torch.dtype, tuple[int, ...]], _Frame] = {}
+        self._frames: dict[tuple[torch.dtype, tuple[int, ...]], tuple[bytes, bytes]] = {}
         self._folder = folder
         self._metadata = dcp.Metadata({}, {})
         self._infos: dict[str, list[TensorInfo]] = {}
@@ -99,20 +94,16 @@ class TorchDistWriter(Destination):
     def _add_tensor(self, place: CheckpointSlot, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
         """Reserve space in the smallest file, and add the tensor to the metadata."""
         stored = (*(1 for _ in place.index), *shape)
-        frame = self._frame(dtype, stored)
+        before, after = self._frame(dtype, stored)
         file = min(range(NUM_FILES), key=self._sizes.__getitem__)
         start = self._sizes[file]
-        data = start + len(frame.before)
+        data = start + len(before)
         info = TensorInfo(dtype, stored, Path(_file_name(file)), data)
-        self._around += [(file, start, frame.before), (file, data + info.nbytes, frame.after)]
-        self._sizes[file] = data + info.nbytes + len(frame.after)
-        chunk = dcp.ChunkStorageMetadata(
-            offsets=torch.Size((*place.index, *(0 for _ in shape))), sizes=torch.Size(stored)
-        )
-        size = torch.Size((*place.sizes, *shape))
-        entry = self._metadata.state_dict_metadata.setdefault(
-            place.key, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), size, [])
-        )
+        self._around += [(file, start, before), (file, data + info.nbytes, after)]
+        self._sizes[file] = data + info.nbytes + len(after)
+        chunk = dcp.ChunkStorageMetadata(torch.Size((*place.index, *(0 for _ in shape))), torch.Size(stored))
+        whole = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size((*place.sizes, *shape)), [])
+        entry = self._metadata.state_dict_metadata.setdefault(place.key, whole)
         assert isinstance(entry, dcp.TensorStorageMetadata)
         entry.chunks.append(chunk)
         self._add_storage(dcp.MetadataIndex(place.key, chunk.offsets), file, start)
@@ -128,7 +119,8 @@ class TorchDistWriter(Destination):
     def _add_storage(self, index: dcp.MetadataIndex, file: int, start: int) -> None:
         self._metadata.storage_data[index] = dcp.StorageInfo(_file_name(file), start, self._sizes[file] - start)
 
-    def _frame(self, dtype: torch.dtype, shape: tuple[int, ...]) -> _Frame:
+    def _frame(self, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+        """The bytes of ``torch.save`` before and after those of a tensor."""
         if (dtype, shape) not in self._frames:
             path = self._folder / "frame.pt"
             save_without_data(torch.empty(shape, dtype=dtype), path)
@@ -136,23 +128,13 @@ class TorchDistWriter(Destination):
             with path.open("rb") as file:
                 before = file.read(info.offset)
                 file.seek(info.offset + math.prod(shape) * dtype.itemsize)
-                self._frames[dtype, shape] = _Frame(before, file.read())
+                self._frames[dtype, shape] = before, file.read()
             path.unlink()
         return self._frames[dtype, shape]
 
 
 def _file_name(number: int) -> str:
     return f"__0_{number}.distcp"
-
-
-def _saved(content: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
-_EMPTY_OBJECT = _saved([None])
-"""A list, since Megatron-Core reads its first element."""
 
 
 def common_content(args: Namespace) -> dict[str, Any]:

@@ -14,19 +14,21 @@ from torch import Tensor
 
 from isthmus.convert.open_model import OpenedModel
 from isthmus.convert.stream import Progress
-from isthmus.convert.verify.layerwise import run_layers
-from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, open_network, runner_names
-from isthmus.convert.verify.probe_tokens import random_samples, sample_lengths
+from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, open_network, run_layers, runner_names
 from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
 
 TOLERANCE = 1e-4
+TOKENS = 64
+_CHEAP_MULTIPLICATIONS = 10**12
+_CHEAP_BYTES = 1 << 28
 _KL_ROWS = 64
 """Rows converted to float64 at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsCheck:
-    """``tokens`` is the length of a sample (None: 64); ``by_layer`` loads weights layer by layer even if all fit."""
+    """``tokens`` is the length of a sample; ``by_layer`` loads weights layer by layer even if all fit."""
 
     tolerance: float = TOLERANCE
     tokens: int | None = None
@@ -67,8 +69,7 @@ def compare_logits(
     """
     if a.arch.vocab_size != b.arch.vocab_size:
         raise UsageError(
-            f"vocabularies of {a.arch.vocab_size} and {b.arch.vocab_size} tokens cannot be compared. "
-            "Leave --logits out."
+            f"vocabularies of {a.arch.vocab_size} and {b.arch.vocab_size} tokens cannot be compared. Omit --logits."
         )
     by_layer, why = memory_plan(a, b, by_layer=check.by_layer)
     nbytes = [sum(float32_bytes(side).values()) for side in (a, b)]
@@ -93,7 +94,7 @@ def compare_logits(
                 found.append(run_layers(network, sample, seen, by_layer=by_layer))
         return found
 
-    def keep(key: tuple[int, int], hidden: Tensor) -> None:
+    def store(key: tuple[int, int], hidden: Tensor) -> None:
         states[key] = hidden.clone()
 
     def compare(key: tuple[int, int], hidden: Tensor) -> None:
@@ -101,13 +102,50 @@ def compare_logits(
         if before is None or _differ(before, hidden, check.tolerance):
             differing.append(key[1])
 
-    pairs = list(zip(run(a, nbytes[0], keep), run(b, nbytes[1], compare), strict=True))
+    pairs = list(zip(run(a, nbytes[0], store), run(b, nbytes[1], compare), strict=True))
     max_abs = torch.stack([(one - other).abs().max() for one, other in pairs]).max().item()
     kl = sum(_kl(one, other) for one, other in pairs) / sum(sample.numel() for sample in samples)
     tokens = " and ".join(str(length) for length in dict.fromkeys(lengths))
     how = f"fp32, {runner_names(a, b)}, 2 samples of {tokens} tokens, {why}{not_reached}"
     where = "" if max_abs <= check.tolerance else _first_difference(differing, a.arch.num_layers)
     return LogitsDifference(max_abs, kl, check.tolerance, where, how)
+
+
+def sample_lengths(
+    a: Architecture, b: Architecture, parameters: int, tokens: int | None
+) -> tuple[tuple[int, int], str]:
+    """Lengths of two samples that both models can run, and a note if they are too short.
+
+    The second is longer than any attention window or original context, if that is cheap with so many ``parameters``.
+    ``tokens`` is the requested length; None is 64.
+    """
+    limits = [arch.max_position_embeddings for arch in (a, b) if arch.position == "learned"]
+    if limits and tokens is not None and tokens > min(limits):
+        raise UsageError(f"--tokens {tokens}: there are {min(limits)} positions. Use {min(limits)} or fewer.")
+    short = min([tokens or TOKENS, *limits])
+    span = max(_span(arch) for arch in (a, b))
+    long = min([span + short, *limits])
+    if short > span or long == short:
+        return (short, short), ""
+    scores = long * max(arch.num_attention_heads for arch in (a, b))
+    if parameters * long <= _CHEAP_MULTIPLICATIONS and 4 * long * max(a.vocab_size, scores) <= _CHEAP_BYTES:
+        return (short, long), ""
+    return (short, short), f"; --tokens {long} would reach beyond the window or original context of {span}"
+
+
+def _span(arch: Architecture) -> int:
+    """The largest attention window or original context."""
+    windows = [window for layer in range(arch.num_layers) if (window := arch.window(layer)) is not None]
+    scaling = arch.rope_scaling
+    contexts = [scaling.original_max_position_embeddings] if scaling is not None and scaling.kind != "linear" else []
+    return max([*windows, *contexts], default=0)
+
+
+def random_samples(vocab_size: int, lengths: tuple[int, int]) -> list[Tensor]:
+    """int64 [B, S]; samples of equal length form one batch."""
+    generator = torch.Generator().manual_seed(0)
+    samples = [torch.randint(0, vocab_size, (1, length), generator=generator) for length in lengths]
+    return [torch.cat(samples)] if lengths[0] == lengths[1] else samples
 
 
 def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:

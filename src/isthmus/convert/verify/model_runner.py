@@ -1,26 +1,34 @@
-"""Runs an opened model: a Hugging Face folder in transformers, a checkpoint in Megatron-Core."""
+"""Runs an opened model in float32: a Hugging Face folder in transformers, a checkpoint in Megatron-Core."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isthmus.convert.canonical import row_slices, unique_placements
 from isthmus.convert.hf.from_hf import HfWeights
 from isthmus.convert.open_model import OpenedModel
-from isthmus.convert.verify.layerwise import Network
 from isthmus.engine.checkpoint.checkpoint_names import layer_of
 from isthmus.engine.meta_init import init_empty_weights
 from isthmus.errors import UsageError
-from isthmus.platforms.free_memory import free_bytes
+from isthmus.platforms.free_memory import free_bytes, trim_memory
+
+if TYPE_CHECKING:
+    from isthmus.engine.single_process_model import SingleProcessModel
+    from isthmus.hf.transformers_model import TransformersModel
+
+    DecoderRunner = TransformersModel | SingleProcessModel
+Seen = Callable[[int, Tensor], None]
+"""Called with the number of layers run and the hidden states [B * S, H] after them."""
 
 
 @contextmanager
-def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
+def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[DecoderRunner]:
     """The model in float32; ``by_layer`` leaves its weights on the meta device."""
     empty = init_empty_weights() if by_layer else nullcontext()
     if isinstance(side.weights, HfWeights) and side.hf_folder is not None:
@@ -44,6 +52,53 @@ def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[Network]:
         with empty:
             model = SingleProcessModel(side.arch, read, by_layer=by_layer)
         yield model
+
+
+def run_layers(network: DecoderRunner, input_ids: Tensor, seen: Seen, *, by_layer: bool) -> Tensor:
+    """Logits [B * S, V] of int64 [B, S]; ``seen`` gets the input of the first layer and the output of each layer.
+
+    ``by_layer`` loads parameters just before use and releases them after; it needs a network on the meta device.
+    """
+    parts = network.parts if by_layer else [[] for _ in range(len(network.layers) + 2)]
+    empty = dict(network.module.named_parameters(remove_duplicate=False))  # buffers are small and stay loaded
+
+    def fill(part: int) -> None:
+        if by_layer:
+            network.fill(parts[part])
+
+    def release(part: int) -> None:
+        for name in parts[part]:
+            if name in empty:
+                module, _, local = name.rpartition(".")
+                network.module.get_submodule(module).register_parameter(local, empty[name])
+        if by_layer:
+            trim_memory()
+
+    last = len(network.layers) - 1
+    handles = []
+    for number, layer in enumerate(network.layers):
+
+        def before(_module: nn.Module, args: Any, kwargs: Any, number: int = number) -> None:
+            if number == 0:
+                seen(0, network.hidden(args[0] if args else kwargs["hidden_states"]))
+                release(0)
+            fill(1 + number)
+
+        def after(_module: nn.Module, _args: Any, output: Any, number: int = number) -> None:
+            release(1 + number)
+            seen(1 + number, network.hidden(output))
+            if number == last:
+                fill(-1)
+
+        handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(layer.register_forward_hook(after))
+    try:
+        fill(0)
+        return network(input_ids)
+    finally:
+        release(-1)
+        for handle in handles:
+            handle.remove()
 
 
 def runner_names(a: OpenedModel, b: OpenedModel) -> str:

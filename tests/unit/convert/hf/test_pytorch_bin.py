@@ -86,7 +86,7 @@ def test_bin_files_convert_and_verify(model: Path, tmp_path: Path, shards: int) 
 
 def test_bin_is_read_only_on_request(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(model), str(tmp_path / "out"), "--bin"]) == 66
-    assert "has no pytorch_model.bin. Leave --bin out" in capsys.readouterr().err
+    assert "has no pytorch_model.bin. Omit --bin" in capsys.readouterr().err
     to_bin(model)
     assert main(["convert", str(model), str(tmp_path / "out")]) == 66
     assert "isthmus convert SRC DST --to hf --bin" in capsys.readouterr().err
@@ -152,7 +152,7 @@ def test_files_without_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a zip archive"):
         BinWeights(tmp_path)
     file.unlink()
-    with pytest.raises(MissingInput, match="Leave --bin out"):
+    with pytest.raises(MissingInput, match="Omit --bin"):
         BinWeights(tmp_path)
 
 

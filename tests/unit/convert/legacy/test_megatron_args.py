@@ -170,14 +170,14 @@ def test_family_is_recovered_from_args(family: str) -> None:
     if lacks := unsupported_features(arch):
         # What is left of it is another model, and is never taken for this one.
         try:
-            found = match_family(architecture_from_args(said(arch))[0])
+            _, found, _ = match_family(architecture_from_args(said(arch))[0])
         except UsageError:
             return
-        assert replace(found.arch, family=family) != arch, lacks
+        assert replace(found, family=family) != arch, lacks
         return
-    found = match_family(architecture_from_args(said(arch))[0])
-    assert family in (found.family.name, *found.others)
-    assert replace(found.arch, family=family) == arch
+    first, found, others = match_family(architecture_from_args(said(arch))[0])
+    assert family in (first.name, *others)
+    assert replace(found, family=family) == arch
 
 
 @pytest.mark.parametrize(
@@ -194,14 +194,14 @@ def test_family_is_recovered_from_args(family: str) -> None:
     ],
 )
 def test_preferred_family_is_chosen(settings: Mapping[str, Any], family: str, others: bool) -> None:
-    found = match_family(replace(PLAIN, **settings))
-    assert (found.family.name, bool(set(found.others) - {"isthmus"})) == (family, others)
-    assert found.arch.family == family
+    found, arch, also = match_family(replace(PLAIN, **settings))
+    assert (found.name, bool(set(also) - {"isthmus"})) == (family, others)
+    assert arch.family == family
 
 
 def test_first_family_is_preferred_if_it_fits() -> None:
-    assert match_family(PLAIN, first="mistral").family.name == "mistral"
-    assert match_family(PLAIN, first="qwen3").family.name == "llama"
+    assert match_family(PLAIN, first="mistral")[0].name == "mistral"
+    assert match_family(PLAIN, first="qwen3")[0].name == "llama"
 
 
 def test_no_family_fits() -> None:

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from isthmus.convert.open_model import OpenedModel, open_model
 from isthmus.convert.verify import model_runner
-from isthmus.convert.verify.layerwise import run_layers
-from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, open_network
+from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, open_network, run_layers
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.transformers_model import TransformersModel

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from isthmus.convert.verify.probe_tokens import random_samples, sample_lengths
+from isthmus.convert.verify.compare_logits import random_samples, sample_lengths
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, RopeScaling
 from isthmus.families.registry import all_families
