@@ -13,47 +13,47 @@ from isthmus.errors import IOFailure, IsthmusError, explain
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class ExitStatus:
     exit_code: int
     message: str = ""
     traceback: str = ""
 
 
-def ending_of(run: Callable[[], int | None]) -> Ending:
+def exit_status_of(run: Callable[[], int | None]) -> ExitStatus:
     """Call ``run``; success and plain exit codes have no message."""
     try:
-        return Ending(run() or 0)
+        return ExitStatus(run() or 0)
     except SystemExit as request:
         if isinstance(request.code, str):
-            return Ending(1, request.code)
-        return Ending(request.code or 0)
+            return ExitStatus(1, request.code)
+        return ExitStatus(request.code or 0)
     except BrokenPipeError:
         # The reader closed the pipe. Neither this code nor the interpreter may write to it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return Ending(IOFailure.exit_code)
+        return ExitStatus(IOFailure.exit_code)
     except BaseException as error:  # some errors of torch are not an Exception
         code, message = explain(error)
-        return Ending(code, message, traceback.format_exc())
+        return ExitStatus(code, message, traceback.format_exc())
 
 
-def say(ending: Ending, *, debug: bool) -> None:
+def print_error(status: ExitStatus, *, debug: bool) -> None:
     """Print the message to stderr, with ``debug`` the traceback first."""
-    if debug and ending.traceback:
-        print(ending.traceback, file=sys.stderr)
-    if ending.message:
-        print(f"isthmus: {ending.message}", file=sys.stderr, flush=True)
+    if debug and status.traceback:
+        print(status.traceback, file=sys.stderr)
+    if status.message:
+        print(f"isthmus: {status.message}", file=sys.stderr, flush=True)
 
 
-def keep_traceback(ending: Ending, run_folder: Path | None) -> Ending:
+def save_traceback(status: ExitStatus, run_folder: Path | None) -> ExitStatus:
     """Write the traceback of an unexpected error into the run folder, if any; the message names the file."""
-    if ending.exit_code != IsthmusError.exit_code or not ending.traceback:
-        return ending
+    if status.exit_code != IsthmusError.exit_code or not status.traceback:
+        return status
     if run_folder is None or not (run_folder / "config.yaml").is_file():
-        return ending
+        return status
     path = run_folder / "error.txt"
     try:
-        path.write_text(ending.traceback, encoding="utf-8")
+        path.write_text(status.traceback, encoding="utf-8")
     except OSError:
-        return ending
-    message = ending.message.replace("--debug shows the traceback", f"the traceback is in {path}")
-    return replace(ending, message=message)
+        return status
+    message = status.message.replace("--debug shows the traceback", f"the traceback is in {path}")
+    return replace(status, message=message)

@@ -14,8 +14,6 @@ from datetime import datetime
 from pathlib import Path
 
 from isthmus.cli.translate import start_command
-from isthmus.config.dialects.render import as_json as translation_as_json
-from isthmus.config.dialects.render import as_yaml, remark_line
 from isthmus.config.dialects.rocm_scripts.read_variables import (
     SCRIPTS,
     batch_names,
@@ -25,6 +23,8 @@ from isthmus.config.dialects.rocm_scripts.read_variables import (
 )
 from isthmus.config.dialects.rocm_scripts.rocm_log import summary
 from isthmus.config.dialects.rocm_scripts.script_run import NODE, ScriptRun
+from isthmus.config.dialects.translation import as_json as translation_as_json
+from isthmus.config.dialects.translation import as_yaml, remark_line
 from isthmus.config.load import load_config
 from isthmus.errors import DataError, MissingInput, UsageError
 
@@ -129,13 +129,15 @@ def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
     if run.translation.world.nnodes > 1:
         return _forwarding(_torchrun(run, nproc, command))
     from isthmus.cli import process
-    from isthmus.cli.exit import ending_of, keep_traceback, say
+    from isthmus.cli.exit import exit_status_of, print_error, save_traceback
     from isthmus.cli.train_verbs import train
 
     process.argv = command
-    ending = keep_traceback(ending_of(lambda: train("pretrain", command[1:2], {}, nproc=nproc)), process.run_folder)
-    say(ending, debug=False)
-    return ending.exit_code
+    status = save_traceback(
+        exit_status_of(lambda: train("pretrain", command[1:2], {}, nproc=nproc)), process.run_folder
+    )
+    print_error(status, debug=False)
+    return status.exit_code
 
 
 def _forwarding(command: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from isthmus.cli.exit import Ending, ending_of, keep_traceback, say
+from isthmus.cli.exit import ExitStatus, exit_status_of, print_error, save_traceback
 from isthmus.errors import Preempted, UsageError
 from isthmus.platforms import rank_env
 
@@ -24,24 +24,24 @@ def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     global argv
     argv = list(words)
     debug = "--debug" in words
-    ending = ending_of(lambda: run(words))
-    if ending.exit_code == 0:
+    status = exit_status_of(lambda: run(words))
+    if status.exit_code == 0:
         return 0
     try:
         is_rank = rank_env.world_size() > 1 and rank_env.rank() >= 0
     except UsageError:  # the variables of a rank are invalid
         is_rank = False
     if not is_rank:
-        say(keep_traceback(ending, run_folder), debug=debug)
-        return ending.exit_code
+        print_error(save_traceback(status, run_folder), debug=debug)
+        return status.exit_code
     from isthmus.launch.rendezvous import report
 
-    line = report(ending.exit_code, ending.message, ending.traceback)
+    line = report(status.exit_code, status.message, status.traceback)
     if line or debug:
-        say(keep_traceback(Ending(ending.exit_code, line, ending.traceback), run_folder), debug=debug)
+        print_error(save_traceback(ExitStatus(status.exit_code, line, status.traceback), run_folder), debug=debug)
     with suppress(OSError):
         sys.stdout.flush()
-    os._exit(ending.exit_code)  # the interpreter may wait for threads that wait for a rank that has ended
+    os._exit(status.exit_code)  # the interpreter may wait for threads that wait for a rank that has ended
 
 
 def run_rank(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
@@ -60,13 +60,13 @@ def run_rank(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     if stop_file.exists():
         stop.request()
     argv, started_by_isthmus = list(words), True
-    ending = ending_of(lambda: run(words))
-    if ending.exit_code == 0:
+    status = exit_status_of(lambda: run(words))
+    if status.exit_code == 0:
         return 0
-    Failure(exit_code=ending.exit_code, message=ending.message, traceback=ending.traceback).write()
+    Failure(exit_code=status.exit_code, message=status.message, traceback=status.traceback).write()
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     # Exit at once: the interpreter may wait for threads that wait for a rank that has ended. A rank that saved counts
     # as successful, or torch elastic would stop the others while they save.
-    os._exit(0 if ending.exit_code == Preempted.exit_code else ending.exit_code)
+    os._exit(0 if status.exit_code == Preempted.exit_code else status.exit_code)

@@ -82,7 +82,7 @@ def train(
     """
     from isthmus.cli import process
     from isthmus.cli.cli_args import config_and_overrides
-    from isthmus.cli.exit import Ending, keep_traceback, say
+    from isthmus.cli.exit import ExitStatus, print_error, save_traceback
     from isthmus.cli.terminal import show
     from isthmus.config.load import dump, load_config
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
@@ -105,10 +105,10 @@ def train(
         failure = launch(process.argv, nproc, debug=debug)
         if failure is None:
             return 0
-        ending = Ending(failure.exit_code, failure.message, failure.traceback)
-        ending = keep_traceback(ending, process.run_folder)
-        say(ending, debug=debug)
-        return ending.exit_code
+        status = ExitStatus(failure.exit_code, failure.message, failure.traceback)
+        status = save_traceback(status, process.run_folder)
+        print_error(status, debug=debug)
+        return status.exit_code
     if joined and not process.started_by_isthmus and nproc > 1:
         raise UsageError(
             f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Leave --nproc out."

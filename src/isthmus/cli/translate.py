@@ -14,8 +14,7 @@ from isthmus.config.dialects.megatron.record_script import record_script
 from isthmus.config.dialects.megatron.training_command import read_command
 from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_command
 from isthmus.config.dialects.primus.translate_primus import translate_experiment
-from isthmus.config.dialects.render import as_json, as_yaml
-from isthmus.config.dialects.translation import Translation, World
+from isthmus.config.dialects.translation import Translation, World, as_json, as_yaml
 from isthmus.config.load import load_config
 from isthmus.errors import IOFailure, MissingInput, UsageError
 

@@ -6,15 +6,15 @@ from typing import NoReturn
 
 import pytest
 
-from isthmus.cli.exit import Ending, ending_of, keep_traceback, say
+from isthmus.cli.exit import ExitStatus, exit_status_of, print_error, save_traceback
 from isthmus.errors import DataError, Preempted
 
 
-def raising(error: BaseException) -> Ending:
+def raising(error: BaseException) -> ExitStatus:
     def run() -> NoReturn:
         raise error
 
-    return ending_of(run)
+    return exit_status_of(run)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -38,29 +38,29 @@ class OutOfMemoryError(RuntimeError):
     ],
 )
 def test_every_end_has_a_code_and_a_line(error: BaseException, code: int, message: str) -> None:
-    ending = raising(error)
-    assert ending.exit_code == code and message in ending.message
-    assert "\n" not in ending.message
+    status = raising(error)
+    assert status.exit_code == code and message in status.message
+    assert "\n" not in status.message
 
 
 def test_results_pass() -> None:
-    assert ending_of(lambda: None) == ending_of(lambda: 0) == Ending(0)
-    assert ending_of(lambda: 75) == Ending(75)
+    assert exit_status_of(lambda: None) == exit_status_of(lambda: 0) == ExitStatus(0)
+    assert exit_status_of(lambda: 75) == ExitStatus(75)
 
 
 def test_traceback_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
-    ending = raising(DataError("bad file."))
-    say(ending, debug=False)
+    status = raising(DataError("bad file."))
+    print_error(status, debug=False)
     assert capsys.readouterr().err == "isthmus: bad file.\n"
-    say(ending, debug=True)
+    print_error(status, debug=True)
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_traceback_of_a_bug_is_kept_in_the_run_folder(tmp_path: Path) -> None:
     bug = raising(ValueError("x"))
-    assert keep_traceback(bug, tmp_path) == bug and not list(tmp_path.iterdir())  # not a run folder yet
+    assert save_traceback(bug, tmp_path) == bug and not list(tmp_path.iterdir())  # not a run folder yet
     (tmp_path / "config.yaml").touch()
-    kept = keep_traceback(bug, tmp_path)
+    kept = save_traceback(bug, tmp_path)
     assert "Traceback" in (tmp_path / "error.txt").read_text() and "error.txt" in kept.message
     known = raising(DataError("x"))
-    assert keep_traceback(known, tmp_path) == known
+    assert save_traceback(known, tmp_path) == known

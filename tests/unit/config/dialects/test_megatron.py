@@ -247,6 +247,20 @@ def test_all_errors_are_raised_at_once() -> None:
         assert sum(wanted in line for line in lines) == 1
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--num-attention-heads 0", "must be a whole number of 1 or more, got '0'"),
+        ("--num-layers-per-virtual-pipeline-stage 0", "must be a whole number of 1 or more, got '0'"),
+        ("--num-experts 2 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 2 3",
+         "must be one number for each type of loss"),
+    ],
+)  # fmt: skip
+def test_invalid_values_are_refused(more: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        translated([*ENOUGH, *more.split()])
+
+
 def test_each_argument_is_in_one_table() -> None:
     tables = [TABLES[name] for name in ("translated", "extra", "different", "unsupported", "refused")]
     names = [entry.split("=")[0] for table in tables for entries in table.values() for entry in entries.split()]

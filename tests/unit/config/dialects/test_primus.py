@@ -145,6 +145,7 @@ def test_fine_tuning_has_its_own_defaults_and_data(tmp_path: Path, models: Path)
         (experiment("mistral_900B"), "model: mistral_900B.yaml  was not found beside the experiment.*--models"),
         (experiment("llama3_8B").replace("framework: megatron", "framework: torchtitan"), "framework: torchtitan"),
         ("modules: {evaluator: {}}", "0 modules with trainer in their names"),
+        (experiment("llama3_8B", "\nclip_grad: {max: 1}"), "clip_grad: .*must be a number"),
         (experiment("llama3_8B", "\nseed: ${NOT_SET_ANYWHERE}"), "NOT_SET_ANYWHERE is not set"),
     ],
 )

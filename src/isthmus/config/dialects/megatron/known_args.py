@@ -18,6 +18,12 @@ ARGUMENTS: list[str] = TABLES["model"].split()
 """Arguments that define the model."""
 NEVER: Mapping[str, str] = TABLES["never"]
 """Flags that Megatron-LM never had, and what to use instead."""
+_EXPECTED = {
+    "int": "a whole number",
+    "size": "a whole number of 1 or more",
+    "float": "a number",
+    "bool": "true or false",
+}
 
 
 def name_of(word: str) -> tuple[str | None, bool | None]:
@@ -109,12 +115,20 @@ def typed(kind: str, value: Any) -> Any:
             return {"true": True, "1": True, "false": False, "0": False}[str(word).lower()]
         if isinstance(word, bool):
             raise ValueError
-        if kind == "int":
-            return int(word) if isinstance(word, str | int) else int(str(word).removesuffix(".0"))
+        if kind in ("int", "size"):
+            number = int(word) if isinstance(word, str | int) else int(str(word).removesuffix(".0"))
+            if kind == "size" and number < 1:
+                raise ValueError
+            return number
         if kind == "float":
             return float(word)
     except (KeyError, TypeError, ValueError):
-        wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
+        wanted = {
+            "int": "a whole number",
+            "size": "a whole number of 1 or more",
+            "float": "a number",
+            "bool": "true or false",
+        }[kind]
         raise ValueError(f"must be {wanted}, got {word!r}") from None
     return str(word)
 

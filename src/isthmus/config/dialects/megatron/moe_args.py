@@ -53,12 +53,11 @@ def _put_losses(args: Arguments, translation: Translation) -> None:
     source = args.source("moe_router_load_balancing_type", "moe_aux_loss_coeff")
     try:
         numbers = [float(weight) for weight in weights]
+        losses = list(zip(kinds, numbers * len(kinds) if len(numbers) == 1 else numbers, strict=True))
     except (TypeError, ValueError):
         args.errors.append(f"{source}  must be one number for each type of loss")
         return
-    if len(numbers) == 1:
-        numbers *= len(kinds)
-    for kind, weight in zip(kinds, numbers, strict=False):
+    for kind, weight in losses:
         if not weight or kind == "none":
             continue
         if kind in _LOSSES:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from isthmus.config.dialects.render import as_json, as_yaml
 from isthmus.config.dialects.rocm_scripts.read_variables import batch_names, read_script, remark_on_full_nodes, started
 from isthmus.config.dialects.rocm_scripts.script_run import ScriptRun
-from isthmus.config.dialects.translation import World
+from isthmus.config.dialects.translation import World, as_json, as_yaml
 from isthmus.config.load import load_config
 from isthmus.config.yaml_text import read_mapping
 from isthmus.errors import UsageError
