@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.data.chat.chat_records import Conversation, Document, PreferenceRecord, kinds_of, parse_record
+from isthmus.data.chat.chat_records import Conversation, PreferenceRecord, kinds_of, parse_record
 from isthmus.data.chat.preference_records import parse_preference
 from isthmus.data.readers.chunks import Record
 from unit.data.records import read_records
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/reference/data-formats.md"
 KINDS = {
-    "Text": ("text", Document),
+    "Text": ("text", str),
     "Chats": ("chat", Conversation),
     "Preference pairs": ("preference", PreferenceRecord),
 }
@@ -41,7 +41,7 @@ def test_every_example_is_of_the_kind_that_its_section_says(tmp_path: Path, sect
             assert isinstance(parsed(record), kind)
 
 
-def parsed(record: Record) -> Conversation | Document | PreferenceRecord:
+def parsed(record: Record) -> Conversation | str | PreferenceRecord:
     return parse_preference(record) if kinds_of(record)[0] == "preference" else parse_record(record)
 
 

@@ -17,7 +17,7 @@ import torch
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.batching.packing import Bins, check_fit
 from isthmus.data.store.mixture import MixtureSet, SequenceOrder
-from isthmus.data.store.samples import Samples
+from isthmus.data.store.sample_store import Samples
 from isthmus.errors import DataError, UsageError
 
 

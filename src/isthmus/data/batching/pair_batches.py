@@ -9,11 +9,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
+from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.store.samples import Samples
 from isthmus.errors import DataError
 
 
@@ -27,20 +25,10 @@ class PairBatches(Batches):
     reference: torch.Tensor | None = None
     """float64 [samples of the store], log-probabilities under the reference model."""
 
-    def __init__(
-        self,
-        store: Samples,
-        settings: BatchSettings,
-        shard: BatchShard | None = None,
-        *,
-        shares: Sequence[MixtureSet] = (),
-    ) -> None:
-        groups = store.groups if isinstance(store, SampleStore) else np.arange(len(store))
+    def _sequences(self, first: int, end: int) -> list[list[int]]:
+        groups = self.store.groups[first:end] if isinstance(self.store, SampleStore) else np.arange(end - first)
         if len(groups) % 2 or bool(np.any(groups[::2] != groups[1::2])):
             raise DataError("the samples are not pairs of answers, one after the other. Prepare them as preferences.")
-        super().__init__(store, settings, shard, shares=shares)
-
-    def _sequences(self, first: int, end: int) -> list[list[int]]:
         return [[chosen, chosen + 1] for chosen in range(first, end, 2)]
 
     def _distribute(self, sequences: list[list[int]]) -> list[PackedBatch]:

@@ -19,8 +19,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from isthmus.data.chat.message_normalization import Message as Message
-from isthmus.data.chat.message_normalization import check_characters, listed, message, optional_text, side, text, turns
-from isthmus.data.chat.tool_calls import normal_tools
+from isthmus.data.chat.message_normalization import (
+    check_characters,
+    listed,
+    message,
+    normal_tools,
+    optional_text,
+    side,
+    text,
+    turns,
+)  # fmt: skip
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
@@ -46,12 +54,6 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    text: str
-    where: str
-
-
-@dataclass(frozen=True, slots=True)
 class PreferenceRecord:
     prompt: list[Message]
     chosen: list[Message]
@@ -73,15 +75,15 @@ def kinds_of(record: Record) -> list[Kind]:
     return [*found, "text"] if isinstance(value.get("text"), str) else found
 
 
-def parse_document(record: Record) -> Document:
+def parse_document(record: Record) -> str:
     """The ``text`` of a record, which may have other keys."""
     value, where = present(record), record.where
     if not isinstance(value.get("text"), str):
         raise _unknown(value, where)
-    return Document(check_characters(value["text"], where), where)
+    return check_characters(value["text"], where)
 
 
-def parse_record(record: Record) -> Conversation | Document:
+def parse_record(record: Record) -> Conversation | str:
     """Parse a record that is not a preference pair; ``text`` is used only without turns.
 
     Raises DataError for an unknown format, a wrong type, or a conversation without an assistant turn.

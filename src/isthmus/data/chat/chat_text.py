@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from isthmus.data.chat.chat_records import Conversation, Message
+from isthmus.data.chat.chat_records import Conversation, Message, PreferenceRecord
 from isthmus.data.chat.loss_spans import Span, following, merged, shared_prefix, turn_end
 from isthmus.data.chat.template_capabilities import TemplateCapabilities, adapt
 from isthmus.errors import DataError
@@ -27,21 +27,13 @@ _SENTINELS = ("\ue000", "\ue001")  # private use characters: no template and no 
 class ChatTokenizer(Protocol):
     """The methods of ``isthmus.hf.tokenizer.tokenizer.Tokenizer`` that data preparation uses."""
 
-    @property
-    def eos_id(self) -> int | None:
-        """The end-of-sequence token."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """The token that the tokenizer adds before a text, if any."""
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Special tokens as text, the longest first."""
-
-    @property
-    def has_generation_marks(self) -> bool:
-        """Whether the chat template has ``{% generation %}`` marks."""
+    eos_id: int | None
+    bos_id: int | None
+    """The token that the tokenizer adds before a text, if any."""
+    special_tokens: tuple[str, ...]
+    """Special tokens as text, the longest first."""
+    has_generation_marks: bool
+    """Whether the chat template has ``{% generation %}`` marks."""
 
     def apply_chat_template(
         self,
@@ -82,21 +74,20 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: ChatTokenizer, *, loss_on: LossOn = "assistant") -> None:
         """Raises DataError if the template does not render the content of assistant turns."""
-        self._tokenizer = tokenizer
-        self._loss_on = loss_on
+        self._tokenizer, self._loss_on = tokenizer, loss_on
         self.capabilities = TemplateCapabilities.probe(tokenizer.apply_chat_template)
         self.turn_token = self._find_turn_token()
         self.without_end = 0
         """Number of texts so far whose last answer has no special token after it."""
 
     def __call__(self, conversation: Conversation) -> list[ChatText]:
-        """The texts of one conversation: one, or more if the template rewrites earlier turns.
+        """The texts of one conversation: one, none without loss, or more if the template rewrites earlier turns.
 
         Raises DataError if the template raises or does not render the content of an assistant turn.
         """
         try:
             messages, tools = adapt(conversation.messages, conversation.tools, self.capabilities)
-            texts = self._render(messages, tools)
+            texts = [chat for chat in self._render(messages, tools) if chat.loss_spans]
             for chat in texts:
                 chat.text.encode("utf-8")
                 self.without_end += not chat.text.endswith(self._tokenizer.special_tokens, 0, chat.loss_spans[-1][1])
@@ -250,3 +241,32 @@ class ChatRenderer:
             )
         rest = text[text.index(answers[0]) + len(answers[0]) :].lstrip()
         return next((special for special in self._tokenizer.special_tokens if rest.startswith(special)), None)
+
+
+class PairRenderer:
+    """Renders both conversations of a pair; the assistant turns after the prompt have loss."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._render = ChatRenderer(tokenizer)
+
+    @property
+    def without_end(self) -> int:
+        """Answers so far without a special token after them."""
+        return self._render.without_end
+
+    def __call__(self, pair: PreferenceRecord) -> tuple[ChatText, ChatText]:
+        """The chosen and the rejected conversation; DataError if an answer is not one text."""
+        # Assistant turns in the prompt have no loss.
+        prompt = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in pair.prompt]
+        return self._whole(pair, prompt, pair.chosen), self._whole(pair, prompt, pair.rejected)
+
+    def _whole(self, pair: PreferenceRecord, prompt: list[Message], answer: list[Message]) -> ChatText:
+        texts = self._render(Conversation([*prompt, *answer], pair.tools, pair.where))
+        if len(texts) == 1:
+            return texts[0]
+        why = "the chat template rewrites earlier turns of an answer when later ones follow"
+        raise DataError(
+            f"{pair.where}: {why}, so it has no single probability. Use answers of one turn."
+            if texts
+            else f"{pair.where}: an answer has no assistant turn with loss."
+        )

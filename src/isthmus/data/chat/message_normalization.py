@@ -1,11 +1,15 @@
-"""Normalizes turns to the keys and roles of chat templates."""
+"""Normalizes turns and tools to the keys and roles of chat templates.
+
+A tool is ``{"type": "function", "function": {"name", "description", "parameters"}}``; a call is ``{"type": "function",
+"function": {"name", "arguments": dict}}``. Arguments are objects, not JSON text: templates render them with ``tojson``,
+which would quote text again.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from isthmus.data.chat.tool_calls import call_from_text, normal_calls
 from isthmus.errors import DataError
 
 Message = dict[str, Any]
@@ -49,7 +53,8 @@ def _message_of(turn: dict[str, Any], number: int, where: str) -> Message:
         raise DataError(f"{where}: turn {number} has the unknown role {name!r}. Expected one of: {', '.join(_ROLES)}.")
     content = turn.get("content", turn.get("value"))
     if role == "function_call":
-        calls = call_from_text(text(content, f"turn {number}", where), where)
+        calls = _json(text(content, f"turn {number}", where), "the function_call turn", where)
+        calls = normal_calls(calls if isinstance(calls, list) else [calls], where)
         result: Message = {"role": "assistant", "content": "", "tool_calls": calls}
     else:
         result = message(role, "" if content is None and turn.get("tool_calls") else content, where)
@@ -140,3 +145,49 @@ def check_characters(string: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: the text contains the lone surrogate U+{ord(string[error.start]):04X}.") from error
     return string
+
+
+def normal_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
+    """The tools of a list, or of its JSON text; None if empty."""
+    if isinstance(tools, str):
+        tools = _json(tools, "tools", where) if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise DataError(f"{where}: tools must be a list, got {type(tools).__name__}.")
+    functions = [_function(tool, "a tool", where) for tool in tools]
+    return [
+        tool if "function" in tool else {"type": "function", "function": function}
+        for tool, function in zip(tools, functions, strict=True)
+    ]
+
+
+def normal_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """The ``tool_calls`` of one turn."""
+    if not isinstance(calls, list):
+        raise DataError(f"{where}: tool_calls must be a list, got {type(calls).__name__}.")
+    normal = []
+    for call in calls:
+        function = _function(call, "a tool call", where)
+        arguments = function.get("arguments", function.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = _json(arguments, f"the arguments of the call to {function['name']}", where)
+        entry: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        if isinstance(call.get("id"), str):
+            entry["id"] = call["id"]
+        normal.append(entry)
+    return normal
+
+
+def _function(value: Any, what: str, where: str) -> dict[str, Any]:
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: {what} must be an object with a name, got {value!r:.60}.")
+    return function
+
+
+def _json(text: str, name: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {name} is not JSON: {error}.") from error

@@ -17,8 +17,7 @@ import re
 from typing import Any
 
 from isthmus.data.chat.chat_records import PreferenceRecord, given_turns, present, question, with_system
-from isthmus.data.chat.message_normalization import Message, message, side, turns
-from isthmus.data.chat.tool_calls import normal_tools
+from isthmus.data.chat.message_normalization import Message, message, normal_tools, side, turns
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 

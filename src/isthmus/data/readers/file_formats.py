@@ -6,19 +6,22 @@ one document.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
-from isthmus.data.readers.arrow_reader import parquet_chunks
+from isthmus.data.chat.chat_records import FIELDS
+from isthmus.data.readers.arrow_reader import HUB, dataset_chunks, parquet_chunks
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.csv_reader import table_chunks
 from isthmus.data.readers.decompress import is_compressed, open_decompressed, uncompressed_name
-from isthmus.data.readers.field_mapping import Columns, rename_fields
 from isthmus.data.readers.file_sources import find_sources
-from isthmus.data.readers.hf_datasets import HUB, dataset_chunks
 from isthmus.data.readers.json_chunks import array_chunks, decode_utf8, line_chunks
-from isthmus.errors import DataError
+from isthmus.errors import DataError, UsageError
+
+Columns = Mapping[str, str]
+"""Known name -> name in the files."""
 
 
 def read_chunks(files: Sequence[Path | str]) -> Iterator[RecordChunk]:
@@ -97,3 +100,23 @@ def _file_chunks(path: str) -> Iterator[RecordChunk]:
             f"{path}:1: not JSON: begins with {first!r}. Expected a JSON array of objects, one JSON object per line, "
             "parquet, a table in a file that ends in .csv or .tsv, or plain text in a file that ends in .txt."
         )
+
+
+def check_columns(columns: Columns) -> None:
+    for known, source in columns.items():
+        if known not in FIELDS:
+            near = get_close_matches(known, FIELDS, n=1) or (source in FIELDS and [f"{source}: {known}"])
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UsageError(f"data.columns: {known} is not a known field.{hint} Known: {', '.join(FIELDS)}.")
+
+
+def rename_fields(record: Record, columns: Columns) -> Record:
+    """Other fields are unchanged; DataError if a field of ``columns`` is missing."""
+    for known, source in columns.items():
+        if source not in record.value:
+            near = get_close_matches(source, map(str, record.value), n=1)
+            fields = ", ".join(map(str, record.value)) or "none"
+            hint = f"Did you mean {known}: {near[0]}?" if near else f"Its fields: {fields}."
+            raise DataError(f"{record.where}: no field {source}, which data.columns names for {known}. {hint}")
+    rest = {name: cell for name, cell in record.value.items() if name not in columns.values()}
+    return Record(rest | {known: record.value[source] for known, source in columns.items()}, record.where)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from isthmus.data.readers.arrow_reader import HUB, METADATA, check_name, is_dataset
 from isthmus.data.readers.decompress import uncompressed_name
-from isthmus.data.readers.hf_datasets import HUB, METADATA, check_name, is_dataset
 from isthmus.data.store.manifest import PARTIAL, is_manifest
 from isthmus.errors import MissingInput, UsageError
 

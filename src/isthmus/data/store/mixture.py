@@ -38,7 +38,8 @@ class MixtureSchedule:
         """(set, index of its sequence over all epochs) at a position."""
         block, within = divmod(position, _BLOCK)
         if self._block is None or self._block[0] != block:
-            self._block = block, *self._block_from(block * _BLOCK)
+            sets, numbers, before = self._around(block * _BLOCK)
+            self._block = block, sets[before : before + _BLOCK], numbers[before : before + _BLOCK]
         return int(self._block[1][within]), int(self._block[2][within])
 
     def taken(self, positions: int) -> list[int]:
@@ -46,11 +47,6 @@ class MixtureSchedule:
         sets, _, before = self._around(positions)
         early = np.bincount(sets[:before], minlength=len(self.weights))
         return [self._first(k, positions - len(self.weights)) + int(count) for k, count in enumerate(early)]
-
-    def _block_from(self, first: int) -> tuple[Int64, Int64]:
-        """Sets and indices at ``_BLOCK`` positions from ``first``."""
-        sets, numbers, before = self._around(first)
-        return sets[before : before + _BLOCK], numbers[before : before + _BLOCK]
 
     def _around(self, first: int) -> tuple[Int64, Int64, int]:
         """(sets, indices) around ``first`` to ``first`` + ``_BLOCK``, and their number before ``first``."""

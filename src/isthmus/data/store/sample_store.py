@@ -1,23 +1,38 @@
-"""Samples as slices of token arrays in memory or in mapped files, without copies."""
+"""Samples as slices of token arrays in memory or in mapped files, without copies; validation and test splits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, scan_indexed
-from isthmus.errors import DataError
+from isthmus.errors import DataError, UsageError
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
+
+
+class Samples(Protocol):
+    """Token sequences: :class:`SampleStore` and ``MockSamples``."""
+
+    @property
+    def lengths(self) -> Int64:
+        """Tokens of each sample, [n]; one more than its labels."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Int32, UInt8]:
+        """(tokens, mask) of a sample; mask is 1 where a token has loss."""
+
+    def digest(self) -> str:
+        """Equal only for the same samples in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +167,34 @@ class SampleStore:
 
     def digest(self) -> str:
         """A hash of sources and slices: equal only for the same slices of the same sources in the same order."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
         hasher = xxhash.xxh3_128(" ".join(source.content for source in self.sources).encode())
         for array in (self.which.astype(np.int32), self.starts, self.lengths):
             hasher.update(np.ascontiguousarray(array).data)
         return hasher.hexdigest()
+
+
+def split(store: SampleStore, fractions: Sequence[float], *, seed: int = 0) -> tuple[SampleStore, list[SampleStore]]:
+    """Split off one part per fraction of the groups: (the rest, parts), in store order.
+
+    A group is one conversation or one window of text. Each part with a fraction above 0 gets at least one group, and
+    the rest keeps at least one.
+    """
+    if min(fractions, default=0.0) < 0.0 or sum(fractions) >= 1.0:
+        raise UsageError(f"fractions {list(fractions)} cannot be split off. Expected 0 or more, and a sum below 1.")
+    groups, group_of = np.unique(store.groups, return_inverse=True)
+    counts = [max(1, round(fraction * len(groups))) if fraction else 0 for fraction in fractions]
+    if sum(counts) >= len(groups):
+        raise UsageError(
+            f"cannot split off {' and '.join(map(str, counts))} of {len(groups)} samples: at least one must be left to "
+            "train on. Use more data, or set data.valid_fraction=0 and data.test_fraction=0."
+        )
+    # Raw bits of a counter-based generator, sorted: unlike numpy's shuffles they never change with its version.
+    bits = np.random.Philox(key=np.array([seed % 2**64, 1 << 63], dtype=np.uint64)).random_raw(len(groups))
+    drawn = np.argsort(bits, kind="stable")
+    part_of = np.full(len(groups), -1)
+    for part, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
+        part_of[drawn[end - count : end]] = part
+    parts = part_of[group_of]
+    return store.select(np.flatnonzero(parts < 0)), [
+        store.select(np.flatnonzero(parts == part)) for part in range(len(counts))
+    ]

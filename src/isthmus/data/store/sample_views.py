@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 
 from isthmus.data.store.indexed_dataset import IndexedDataset
 from isthmus.data.store.sample_store import SampleStore, TokenSource
+from isthmus.data.tokenize.stats import Overlong, TokenizeStats
 from isthmus.errors import DataError
 
 
-@dataclass(frozen=True, slots=True)
-class FitStats:
-    """How many sequences were cut or dropped to fit ``seq_length``."""
-
-    truncated: int = 0
-    dropped_overlong: int = 0
-    dropped_without_loss: int = 0
-
-    def __add__(self, other: FitStats) -> FitStats:
-        return FitStats(
-            self.truncated + other.truncated,
-            self.dropped_overlong + other.dropped_overlong,
-            self.dropped_without_loss + other.dropped_without_loss,
-        )
-
-    def summary(self) -> str:
-        """Empty if all counts are zero."""
-        counts = {
-            "cut to seq_length": self.truncated,
-            "dropped as too long": self.dropped_overlong,
-            "dropped without loss tokens": self.dropped_without_loss,
-        }
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-
-
-def text_samples(indexed: IndexedDataset, seq_length: int) -> tuple[SampleStore, FitStats]:
+def text_samples(indexed: IndexedDataset, seq_length: int) -> tuple[SampleStore, TokenizeStats]:
     """Windows over documents; adjacent windows share one token, so each token is a target exactly once.
 
     Each window is its own group: a document may be a whole file.
@@ -49,30 +22,30 @@ def text_samples(indexed: IndexedDataset, seq_length: int) -> tuple[SampleStore,
     within = (np.arange(len(first), dtype=np.int64) - first) * seq_length
     lengths = np.minimum(np.repeat(totals, counts) - within, seq_length + 1)
     store = SampleStore([TokenSource.from_indexed(indexed)], np.repeat(bounds[:-1], counts) + within, lengths)
-    return store, FitStats(dropped_without_loss=int(np.count_nonzero(totals < 2)))
+    return store, TokenizeStats(dropped_without_loss=int(np.count_nonzero(totals < 2)))
 
 
-def chat_samples(
-    indexed: IndexedDataset, seq_length: int, overlong: Literal["truncate", "drop"]
-) -> tuple[SampleStore, FitStats]:
+def chat_samples(indexed: IndexedDataset, seq_length: int, overlong: Overlong) -> tuple[SampleStore, TokenizeStats]:
     """The sequences of indexed files with a mask; only the masks of truncated sequences are read."""
     store = SampleStore.from_indexed(indexed)
     long = store.lengths > seq_length + 1
     kept = store.lengths >= 2
     without_loss = int(np.count_nonzero(~kept))
     if overlong == "drop":
-        return store.select(np.flatnonzero(kept & ~long)), FitStats(0, int(np.count_nonzero(long)), without_loss)
+        dropped = TokenizeStats(dropped_overlong=int(np.count_nonzero(long)), dropped_without_loss=without_loss)
+        return store.select(np.flatnonzero(kept & ~long)), dropped
     store = store.truncate(seq_length + 1)
     for index in np.flatnonzero(long):
         if not store[int(index)][1][1:].any():
             kept[index] = False
             without_loss += 1
-    return store.select(np.flatnonzero(kept)), FitStats(int(np.count_nonzero(long & kept)), 0, without_loss)
+    cut = TokenizeStats(truncated=int(np.count_nonzero(long & kept)), dropped_without_loss=without_loss)
+    return store.select(np.flatnonzero(kept)), cut
 
 
 def preference_samples(
-    indexed: IndexedDataset, seq_length: int, overlong: Literal["truncate", "drop"]
-) -> tuple[SampleStore, FitStats]:
+    indexed: IndexedDataset, seq_length: int, overlong: Overlong
+) -> tuple[SampleStore, TokenizeStats]:
     """:func:`chat_samples` for documents of two answers; a pair is kept or dropped as a whole.
 
     Dropped pairs count once, truncated answers each.
@@ -88,9 +61,9 @@ def preference_samples(
         (chosen, mask), (rejected, other) = store[2 * int(number)], store[2 * int(number) + 1]
         with_loss[number] = bool(mask[1:].any() and other[1:].any()) and not np.array_equal(chosen, rejected)
     kept = with_loss & ~too_long
-    fit = FitStats(
-        int(np.count_nonzero(long[kept])),
-        int(np.count_nonzero(too_long)),
-        int(np.count_nonzero(~with_loss & ~too_long)),
+    fit = TokenizeStats(
+        truncated=int(np.count_nonzero(long[kept])),
+        dropped_overlong=int(np.count_nonzero(too_long)),
+        dropped_without_loss=int(np.count_nonzero(~with_loss & ~too_long)),
     )
     return store.select(np.flatnonzero(np.repeat(kept, 2))), fit

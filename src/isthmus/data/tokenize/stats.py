@@ -60,8 +60,11 @@ class TokenizeStats:
 
     def summary(self) -> str:
         """One line; counts of zero are omitted."""
-        parts = [f"{self.records} records -> {self.samples} samples, {self.tokens} tokens"]
-        parts.append(f"{self.loss_tokens} with loss")
+        samples = f"{self.records} records -> {self.samples} samples"
+        return ", ".join([samples, f"{self.tokens} tokens", f"{self.loss_tokens} with loss", *self.changes()])
+
+    def changes(self) -> list[str]:
+        """The counts above zero of split, cut, dropped and skipped samples."""
         counts = {
             "conversations split by turn": self.split_records,
             "cut to seq_length": self.truncated,
@@ -69,7 +72,7 @@ class TokenizeStats:
             "dropped without loss tokens": self.dropped_without_loss,
             "bad records skipped": self.skipped.count,
         }
-        return ", ".join([*parts, *(f"{count} {what}" for what, count in counts.items() if count)])
+        return [f"{count} {what}" for what, count in counts.items() if count]
 
     def as_dict(self) -> dict[str, Any]:
         """All counts, for a manifest."""

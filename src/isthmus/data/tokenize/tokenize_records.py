@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeVar
@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.data.chat.chat_records import RECIPES, Conversation, Kind, kinds_of, parse_document, parse_record
-from isthmus.data.chat.chat_text import ChatRenderer, ChatText, ChatTokenizer, LossOn
-from isthmus.data.chat.preference_pairs import PairRenderer
+from isthmus.data.chat.chat_text import ChatRenderer, ChatText, ChatTokenizer, LossOn, PairRenderer
 from isthmus.data.chat.preference_records import parse_preference
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.file_formats import chunk_records
@@ -97,14 +96,9 @@ class RecordTokenizer:
         return TokenizedChunk(np.frombuffer(tokens, dtype=np.int32), None, sizes, np.ones_like(sizes), stats)
 
     def _texts(self, chunk: RecordChunk, stats: TokenizeStats) -> Iterator[str]:
-        for record in self._records(chunk, stats):
-            try:
-                document = parse_document(record)
-            except DataError as error:
-                stats.skipped.skip_or_raise(error, self.options.on_error)
-                continue
-            if document.text.strip():
-                yield document.text
+        for text in self._parsed(chunk, stats, parse_document):
+            if text.strip():
+                yield text
             else:
                 stats.dropped_without_loss += 1
 
@@ -124,12 +118,7 @@ class RecordTokenizer:
         return TokenizedChunk(np.concatenate(tokens), np.concatenate(masks), lengths, counts, stats)
 
     def _chat_texts(self, chunk: RecordChunk, stats: TokenizeStats) -> Iterator[tuple[str, tuple[int, ChatText]]]:
-        for record in self._records(chunk, stats):
-            try:
-                rendered = self._render(record)
-            except DataError as error:
-                stats.skipped.skip_or_raise(error, self.options.on_error)
-                continue
+        for rendered in self._parsed(chunk, stats, self._render):
             stats.split_records += self.options.kind == "chat" and len(rendered) > 1
             stats.dropped_without_loss += not rendered
             for chat in rendered:
@@ -177,20 +166,23 @@ class RecordTokenizer:
     def _without_end(self) -> int:
         return self._pair.without_end if self.options.kind == "preference" else self._chat.without_end
 
-    def _records(self, chunk: RecordChunk, stats: TokenizeStats) -> Iterator[Record]:
-        """The records of a chunk, counted; a record of another kind is an error."""
+    def _parsed(self, chunk: RecordChunk, stats: TokenizeStats, parse: Callable[[Record], T]) -> Iterator[T]:
+        """The parsed records of a chunk, counted; bad ones and those of another kind are skipped or raise."""
         options, unreadable = self.options, SkippedRecords()
         for record in chunk_records(chunk, on_error=options.on_error, skipped=unreadable, columns=options.columns):
             stats.records += 1
             kinds = kinds_of(record)
-            if kinds and options.kind not in kinds:
-                error = DataError(
-                    f"{record.where}: {_KIND_NAMES[kinds[0]]} among data of kind {options.kind}. Expected "
-                    f"{_KIND_NAMES[options.kind]}; {RECIPES[kinds[0]]} trains on {_KIND_NAMES[kinds[0]]}."
-                )
+            try:
+                if kinds and options.kind not in kinds:
+                    raise DataError(
+                        f"{record.where}: {_KIND_NAMES[kinds[0]]} among data of kind {options.kind}. Expected "
+                        f"{_KIND_NAMES[options.kind]}; {RECIPES[kinds[0]]} trains on {_KIND_NAMES[kinds[0]]}."
+                    )
+                parsed = parse(record)
+            except DataError as error:
                 stats.skipped.skip_or_raise(error, options.on_error)
-                continue
-            yield record
+            else:
+                yield parsed
         stats.records += unreadable.count
         stats.skipped.add(unreadable)
 

@@ -113,18 +113,21 @@ class Tokenizer:
         specials = {token.content for token in added if token.special} | set(inner.all_special_tokens)
         self.special_tokens: tuple[str, ...] = tuple(sorted(specials, key=lambda token: (-len(token), token)))
         first = inner.encode("", add_special_tokens=True) or inner.encode("0", add_special_tokens=True)[:1]
-        self.adds_bos = inner.bos_token_id is not None and first[:1] == [inner.bos_token_id]
+        self.eos_id: int | None = inner.eos_token_id
+        self.bos_id: int | None = inner.bos_token_id if first[:1] == [inner.bos_token_id] else None
+        """The token that this tokenizer adds before a text; None if it adds none."""
         self.template_source: TemplateSource = "tokenizer"
         template = inner.chat_template
         if isinstance(template, dict):  # several templates by name
             template = template.get("default")
         if template is None:
-            name, template = default_template(inner.get_vocab(), adds_bos=self.adds_bos)
+            name, template = default_template(inner.get_vocab(), adds_bos=self.bos_id is not None)
             if name == "plain" and inner.eos_token is None:
                 raise UsageError("the tokenizer has neither a chat template nor an eos_token to end turns with.")
             self.template_source = "chatml" if name == "chatml" else "plain"
             inner.chat_template = template
         self.chat_template: str = template
+        self.has_generation_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
         self.differs_from_files = differs_from_files or self.template_source != "tokenizer"
 
     @property
@@ -139,23 +142,6 @@ class Tokenizer:
             return None
         return f"the tokenizer has no chat template; the default one ({self.template_source}) is used"
 
-    @property
-    def eos_id(self) -> int | None:
-        return self._id(self.inner.eos_token_id)
-
-    @property
-    def bos_id(self) -> int | None:
-        """The token that this tokenizer adds before a text; None if it adds none."""
-        return self._id(self.inner.bos_token_id) if self.adds_bos else None
-
-    @property
-    def pad_id(self) -> int | None:
-        return self._id(self.inner.pad_token_id)
-
-    @staticmethod
-    def _id(value: Any) -> int | None:
-        return None if value is None else int(value)
-
     @cached_property
     def vocab_size(self) -> int:
         """The largest id plus one; a model's embedding needs at least as many rows."""
@@ -168,10 +154,6 @@ class Tokenizer:
     def __getstate__(self) -> dict[str, Any]:
         """Omit the compiled template, which cannot be pickled."""
         return {name: value for name, value in self.__dict__.items() if name != "_turns"}
-
-    @cached_property
-    def has_generation_marks(self) -> bool:
-        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.chat_template) is not None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text without added tokens; special tokens in the text are recognised."""

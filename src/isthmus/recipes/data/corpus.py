@@ -15,14 +15,12 @@ from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.pair_batches import PairBatches
-from isthmus.data.readers.field_mapping import check_columns
+from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.store.manifest import indexed_file
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.mock_data import MockSamples
-from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.store.samples import Samples
-from isthmus.data.store.split import split
+from isthmus.data.store.sample_store import Samples, SampleStore, split
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.engine.parallel.process_groups import Position, agree, on_rank_0
@@ -206,7 +204,7 @@ def _open_sources(
             lines = [stats.summary(), *stats.notes]
         elif source.prepared:
             counts = f"{len(source.files)} prepared -> {len(store)} samples, {store.num_tokens} tokens"
-            lines = [", ".join(filter(None, [counts, fit.summary()]))]
+            lines = [", ".join([counts, *fit.changes()])]
         for line in lines:
             report(f"{source.name}: {line}")
         if not len(store):

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.schema import RunConfig
+from isthmus.data.readers.arrow_reader import HUB
 from isthmus.data.readers.file_sources import find_sources
-from isthmus.data.readers.hf_datasets import HUB
 from isthmus.data.store.manifest import SUFFIXES, indexed_file
 from isthmus.errors import DataError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer

@@ -17,8 +17,7 @@ import isthmus
 from isthmus.data.chat.chat_records import Kind, kinds_of, parse_record
 from isthmus.data.chat.chat_text import LossOn
 from isthmus.data.readers.chunks import OnError
-from isthmus.data.readers.field_mapping import check_columns
-from isthmus.data.readers.file_formats import chunk_records, read_chunks
+from isthmus.data.readers.file_formats import check_columns, chunk_records, read_chunks
 from isthmus.data.readers.file_sources import DataFiles, find_sources
 from isthmus.data.store.indexed_dataset import token_dtype
 from isthmus.data.tokenize.stats import Overlong, TokenizeStats

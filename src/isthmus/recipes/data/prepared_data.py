@@ -9,7 +9,8 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.chat.chat_records import RECIPES, Kind
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.store.sample_views import FitStats, chat_samples, preference_samples, text_samples
+from isthmus.data.store.sample_views import chat_samples, preference_samples, text_samples
+from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.errors import DataError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_fingerprint import tokenizer_record
@@ -33,13 +34,13 @@ def write_missing_manifests(source: DataSource, folder: Path) -> bool:
 
 def open_source(
     source: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path
-) -> tuple[SampleStore, FitStats]:
+) -> tuple[SampleStore, TokenizeStats]:
     """(samples, counts of cut and dropped ones). Raw files are opened from ``folder``, after tokenization;
     prepared files need :func:`write_missing_manifests` first.
     """
     tokenizer_hashes = tokenizer_record(tokenizer)
     seq_length, overlong = config.data.seq_length, config.data.overlong
-    stores, total = [], FitStats()
+    stores, total = [], TokenizeStats()
     for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
         manifest = _own_manifest(source, number, folder)
         indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
@@ -51,7 +52,7 @@ def open_source(
         else:
             store, fit = preference_samples(indexed, seq_length, overlong)
         stores.append(store)
-        total += fit
+        total.add(fit)
     return SampleStore.concatenated(stores), total
 
 

@@ -11,8 +11,7 @@ import torch
 from isthmus.data.batching.batches import BatchSettings, BatchShard
 from isthmus.data.batching.pair_batches import PairBatches, balance
 from isthmus.data.store.mixture import MixtureSet
-from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.store.split import split
+from isthmus.data.store.sample_store import SampleStore, split
 from isthmus.errors import DataError
 
 

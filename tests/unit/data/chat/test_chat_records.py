@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from isthmus.data.chat.chat_records import Conversation, Document, parse_record
+from isthmus.data.chat.chat_records import Conversation, parse_record
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
@@ -15,7 +15,7 @@ A = {"role": "assistant", "content": "a"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
-def parse(value) -> Conversation | Document:
+def parse(value) -> Conversation | str:
     return parse_record(Record(value, "d.jsonl:3"))
 
 
@@ -93,7 +93,7 @@ def test_tools_as_list_and_as_json_text():
 
 
 def test_text_is_a_document():
-    assert parse({"text": "blue", "url": "x"}) == Document("blue", "d.jsonl:3")
+    assert parse({"text": "blue", "url": "x"}) == "blue"
 
 
 @pytest.mark.parametrize(

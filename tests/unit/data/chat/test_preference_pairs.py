@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isthmus.data.chat.chat_records import PreferenceRecord
-from isthmus.data.chat.preference_pairs import PairRenderer
+from isthmus.data.chat.chat_text import PairRenderer
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer

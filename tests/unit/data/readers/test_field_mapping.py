@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.data.readers.chunks import Record, SkippedRecords
-from isthmus.data.readers.field_mapping import rename_fields
+from isthmus.data.readers.file_formats import rename_fields
 from isthmus.errors import DataError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer

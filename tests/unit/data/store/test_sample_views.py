@@ -29,7 +29,7 @@ def test_windows_learn_every_token_of_a_document_once(tmp_path, seq_length):
     assert sum(int(store[k][1][1:].sum()) for k in range(len(store))) == sum(
         len(document) - 1 for document in whole if document
     )
-    assert left.summary() == "2 dropped without loss tokens"
+    assert left.changes() == ["2 dropped without loss tokens"]
     assert np.shares_memory(store[0][0], pair.tokens)
     assert len(set(store.groups.tolist())) == len(store)
 
@@ -51,10 +51,10 @@ def test_chats_are_cut_or_dropped_and_counted(tmp_path):
         ([8, 9, 1], [0, 0, 1]),
     ]
     assert cut.groups.tolist() == [0, 1]
-    assert left.summary() == "1 cut to seq_length, 2 dropped without loss tokens"
+    assert left.changes() == ["1 cut to seq_length", "2 dropped without loss tokens"]
     dropped, left = chat_samples(pair, 2, "drop")
     assert [dropped[k][0].tolist() for k in range(len(dropped))] == [[1, 2, 3]]
-    assert left.summary() == "2 dropped as too long, 1 dropped without loss tokens"
+    assert left.changes() == ["2 dropped as too long", "1 dropped without loss tokens"]
     assert len(chat_samples(pair, 3, "truncate")[0]) == 3
 
 
@@ -73,10 +73,10 @@ def test_answers_are_cut_or_dropped_with_their_pair(tmp_path):
     cut, left = preference_samples(pair, 2, "truncate")
     assert [cut[k][0].tolist() for k in range(len(cut))] == [[1, 5], [1, 2, 3], [1, 5], [1, 6, 7]]
     assert cut.groups[::2].tolist() == cut.groups[1::2].tolist()
-    assert left.summary() == "1 cut to seq_length, 2 dropped without loss tokens"
+    assert left.changes() == ["1 cut to seq_length", "2 dropped without loss tokens"]
     dropped, left = preference_samples(pair, 2, "drop")
     assert [dropped[k][0].tolist() for k in range(len(dropped))] == [[1, 5], [1, 6, 7]]
-    assert left.summary() == "3 dropped as too long"
+    assert left.changes() == ["3 dropped as too long"]
     with IndexedWriter(tmp_path / "q", np.uint16, masked=True) as writer:
         writer.add([1, 2], [0, 1])
         writer.end_document()

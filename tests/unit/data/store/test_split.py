@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.data.store.sample_store import SampleStore
-from isthmus.data.store.split import split
+from isthmus.data.store.sample_store import SampleStore, split
 from isthmus.errors import UsageError
 
 

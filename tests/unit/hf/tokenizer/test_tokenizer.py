@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 def test_what_a_folder_holds(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.special_tokens == (END_OF_TEXT, TURN_START, TURN_END)
-    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (2, 0, None)
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (2, None)
     assert tokenizer.vocab_size == len(tokenizer.inner)
     assert (tokenizer.template_source, tokenizer.differs_from_files, tokenizer.has_generation_marks) == (
         "tokenizer",

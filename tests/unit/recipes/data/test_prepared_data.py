@@ -88,12 +88,12 @@ def test_text_is_windows_and_chats_are_cut(tmp_path: Path) -> None:
     text, chat = only(pair(tmp_path / "t")), only(pair(tmp_path / "c", kind="chat", masked=True))
     store, left = open_source(text, config(files=["-"], seq_length=2), tokenizer(), tmp_path)
     assert [store[k][0].tolist() for k in range(len(store))] == [[1, 2, 3], [3, 4, 5], [6, 7, 8]]
-    assert left.summary() == ""
+    assert left.changes() == []
     store, left = open_source(chat, config("sft", files=["-"], seq_length=2), tokenizer(), tmp_path)
     assert [store[k][0].tolist() for k in range(len(store))] == [[1, 2, 3], [6, 7, 8]]
-    assert left.summary() == "1 cut to seq_length"
+    assert left.changes() == ["1 cut to seq_length"]
     store, left = open_source(chat, config("sft", files=["-"], seq_length=2, overlong="drop"), tokenizer(), tmp_path)
-    assert (len(store), left.summary()) == (1, "1 dropped as too long")
+    assert (len(store), left.changes()) == (1, ["1 dropped as too long"])
     both = only(pair(tmp_path / "t"), pair(tmp_path / "u"))
     assert len(open_source(both, config(files=["-"]), tokenizer(), tmp_path)[0]) == 4
 
