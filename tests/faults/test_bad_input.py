@@ -129,11 +129,11 @@ def test_data_cut_short_in_its_packing(refused: Run, tmp_path: Path) -> None:
     chat = json.dumps({"instruction": "Say it.", "output": "It is said."}) + "\n"
     data = tmp_path / "data.jsonl.gz"
     data.write_bytes(gzip.compress(chat.encode() * 50)[:-9])
-    assert f"{data}: cut short" in refused(code=65, data=data)
+    assert f"{data}: truncated" in refused(code=65, data=data)
     data = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(chat)] * 50), data)
     data.write_bytes(data.read_bytes()[:-9])
-    assert f"{data}: damaged or cut short" in refused(code=65, data=data)
+    assert f"{data}: damaged or truncated" in refused(code=65, data=data)
 
 
 def test_columns_and_folders_that_hold_nothing_known(refused: Run, tmp_path: Path) -> None:

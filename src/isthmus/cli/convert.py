@@ -69,7 +69,7 @@ def convert(
 
         print(f"kept as {save_family(family, keep)}", file=sys.stderr)
     if push is not None:
-        from isthmus.hf.hub_upload import push as upload
+        from isthmus.hf.hub import push as upload
 
         address = upload(destination, push, private=not public, report=lambda line: print(line, file=sys.stderr))
         print(f"pushed to {address}", file=sys.stderr)
@@ -91,7 +91,7 @@ def _push_target(to: str | None, push: str | None, *, public: bool) -> str | Non
         if public:
             raise UsageError("--public is for the repository that --push creates. Add --push REPO_ID, or leave it out.")
         return to
-    from isthmus.hf.hub_upload import check_name
+    from isthmus.hf.hub import check_name
 
     check_name(push)
     if to not in (None, "hf"):

@@ -9,7 +9,7 @@ from isthmus.convert.verify.probe_models import ProbeModel, logits_difference
 from isthmus.errors import IsthmusError, UsageError
 from isthmus.families.discover.candidates import Candidates, Choices, SearchStage
 from isthmus.families.discover.json_family import read_family
-from isthmus.hf.shrunken_model import zero_tensors
+from isthmus.hf.random_model import zero_tensors
 
 TOLERANCE = 1e-4
 """Largest difference of float32 logits; logits of a probe model are of order one."""

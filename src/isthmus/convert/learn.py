@@ -27,7 +27,7 @@ from isthmus.families.discover.tensor_matching import DecoderStructure, match_te
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.hf.shrunken_model import VERSION, architecture_of, effective_config, save_random_model, saved_model_logits
+from isthmus.hf.random_model import VERSION, architecture_of, effective_config, save_random_model, saved_model_logits
 from isthmus.platforms.detect import detect
 
 

@@ -63,17 +63,12 @@ class ModelFolder:
     @classmethod
     def from_config(cls, name: str | os.PathLike[str], config: Mapping[str, Any]) -> ModelFolder:
         """A model without weights: ``name`` is its folder, if it has one, or a name for messages."""
-        plain = {key: value for key, value in config.items() if key != "quantization_config"}
-        return cls(Path(name), plain, without_weights=True)
+        return cls(Path(name), {**config, "quantization_config": None}, without_weights=True)
 
     @property
     def has_weights(self) -> bool:
         """Whether there are safetensors weights; ``.bin`` files are not read."""
-        return not self._without_weights and self._has_files
-
-    @property
-    def _has_files(self) -> bool:
-        return (self.path / SINGLE_FILE).is_file() or (self.path / INDEX_FILE).is_file()
+        return not self._without_weights and any((self.path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -171,15 +166,14 @@ def write_model_files(
     copied = source.small_files() if source else []
     if tokenizer is not None:
         copied = [path for path in copied if not _matches(path.name, _TOKENIZER_FILES)] + [*tokenizer]
-    for path in [*copied, *(_modelling_files() if "auto_map" in hf_config else ())]:
+    if "auto_map" in hf_config:
+        modelling = (Path(__file__).parent / "shim").glob("*.py")
+        copied += sorted(path for path in modelling if path.name != "__init__.py")
+    for path in copied:
         shutil.copyfile(path, folder / path.name)
     if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):
         kept = {key: value for key, value in _read_json(folder / GENERATION_FILE).items() if key not in _GENERATION}
         _write_json(folder / GENERATION_FILE, kept | generation)
-
-
-def _modelling_files() -> list[Path]:
-    return sorted(path for path in (Path(__file__).parent / "shim").glob("*.py") if path.name != "__init__.py")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

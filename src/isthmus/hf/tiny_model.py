@@ -31,6 +31,10 @@ QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Qwen's tokenizer splits text before BPE: a word keeps the space, dot or other character before it."""
+_SIZES = {
+    **{"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 1024},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+}
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
@@ -80,23 +84,17 @@ def build_tiny_qwen3(
     texts: Iterable[str],
     *,
     vocab_size: int = 4096,
-    hidden_size: int = 192,
-    intermediate_size: int = 512,
-    num_hidden_layers: int = 4,
-    num_attention_heads: int = 6,
-    num_key_value_heads: int = 2,
-    head_dim: int = 32,
-    max_position_embeddings: int = 1024,
-    tie_word_embeddings: bool = True,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     pattern: str | None = None,
     scaled_init: bool = False,
+    **config_keys: Any,
 ) -> Path:
     """Write a complete model folder: tokenizer, chat template, config, generation config, random weights.
 
     The embedding has one row per token of the tokenizer, which can be fewer than ``vocab_size`` if the texts are short.
     ``scaled_init`` initializes weights by their fan-in, with small outputs of each layer, for short training.
+    ``config_keys`` override the sizes of the config.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -104,17 +102,10 @@ def build_tiny_qwen3(
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size, pattern=pattern)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tie_word_embeddings,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
+        **(_SIZES | config_keys),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -182,13 +173,16 @@ def logits(model_folder: Path | str, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers, which several ranks would print over each other."""
-    bars: Any = logging
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
+def no_progress_bars(*, warnings: bool = True) -> Iterator[None]:
+    """Disable the progress bars of transformers, which several ranks would print over each other, and its warnings."""
+    library: Any = logging
+    shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
+    library.disable_progress_bar()
+    if not warnings:
+        library.set_verbosity_error()
     try:
         yield
     finally:
+        library.set_verbosity(level)
         if shown:
-            bars.enable_progress_bar()
+            library.enable_progress_bar()

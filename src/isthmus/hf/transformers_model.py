@@ -6,16 +6,21 @@ knows which tensors are merged into one parameter, such as experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-from transformers.utils import logging
 
 from isthmus.errors import DataError, UsageError
+from isthmus.hf.tiny_model import no_progress_bars
+
+try:
+    from transformers import conversion_mapping, core_model_loading
+    from transformers.modeling_utils import LoadStateDictConfig
+except ImportError:  # an older transformers
+    core_model_loading = None  # type: ignore[assignment]
 
 _EXACT = {"dtype": torch.float32, "attn_implementation": "eager"}
 
@@ -51,7 +56,7 @@ class TransformersModel:
         if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UsageError(f"the installed transformers has no causal language model of type {kind}. Omit --logits.")
         settings = CONFIG_MAPPING[kind].from_dict(dict(config))
-        with _silence():
+        with no_progress_bars(warnings=False):  # missing and mismatched keys are checked here
             self.module = AutoModelForCausalLM.from_config(settings, **_EXACT) if by_layer else self._loaded(settings)
         self.module.eval()
         self._prefix = self._layers_name(settings.num_hidden_layers)
@@ -83,7 +88,7 @@ class TransformersModel:
         tied_to = {name: tied[name] for name in names if name in tied and name not in self._sources}
         wanted = dict.fromkeys([*names, *tied_to.values()])
         before = {name: self.module.get_parameter(name) for name in tied_to.values() if name not in names}
-        with _silence():
+        with no_progress_bars(warnings=False):
             self._load([file for name in wanted for file in self._sources.get(name, [])])
         tied_parameters = {name: self.module.get_parameter(target) for name, target in tied_to.items()}
         for name, parameter in {**tied_parameters, **before}.items():
@@ -133,17 +138,17 @@ class TransformersModel:
 
     def _map_tensors(self) -> None:
         """Find the tensors of each parameter, with the conversion table of transformers."""
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-        except ImportError:
-            raise _cannot_by_layer() from None
-        self._mapping: Any = get_model_conversion_mapping(self.module)
-        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
+        if core_model_loading is None:
+            raise UsageError(
+                "the installed transformers cannot load a model layer by layer, and the whole model does not fit into "
+                "memory. Use transformers 5 as in constraints/, or more memory."
+            )
+        self._mapping: Any = conversion_mapping.get_model_conversion_mapping(self.module)
+        renamings = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightRenaming)]
+        converters = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightConverter)]
         parameters, prefix = self.module.state_dict(), self.module.base_model_prefix
         for name in self._source.tensors:
-            target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
+            target, pattern = core_model_loading.rename_source_key(name, renamings, converters, prefix, parameters)
             self._sources.setdefault(target, []).append(name)
             made = next((entry.target_patterns for entry in converters if pattern in entry.source_patterns), [])
             for other in made[1:]:  # loaded together with the first
@@ -153,12 +158,7 @@ class TransformersModel:
         self._check_missing(absent)
 
     def _load(self, files: Sequence[str]) -> None:
-        try:
-            from transformers.core_model_loading import convert_and_load_state_dict_in_model
-            from transformers.modeling_utils import LoadStateDictConfig
-        except ImportError:
-            raise _cannot_by_layer() from None
-        info, _ = convert_and_load_state_dict_in_model(
+        info, _ = core_model_loading.convert_and_load_state_dict_in_model(
             model=self.module,
             state_dict={name: _LazyTensor(self._source, name) for name in files},
             load_config=LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping),
@@ -175,25 +175,3 @@ class _LazyTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._source.read(self._name)[index]
-
-
-def _cannot_by_layer() -> UsageError:
-    return UsageError(
-        "the installed transformers cannot load a model layer by layer, and the whole model does not fit into memory. "
-        "Use transformers 5 as in constraints/, or more memory."
-    )
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Disable progress bars and warnings; missing and mismatched keys are checked here."""
-    library: Any = logging
-    shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
-    library.disable_progress_bar()
-    library.set_verbosity_error()
-    try:
-        yield
-    finally:
-        library.set_verbosity(level)
-        if shown:
-            library.enable_progress_bar()

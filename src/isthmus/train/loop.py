@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from isthmus.config.schema import RunConfig
+from isthmus.data.batching.batches import prefetched
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.data.batching.prefetch import prefetched
 from isthmus.engine.parallel.process_groups import Position, sum_over_ranks
 from isthmus.engine.step import Stepper, StepResult
 from isthmus.engine.trace_region import trace_region

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from isthmus.errors import IOFailure, MissingInput
-from isthmus.hf.hub_download import fetch, looks_like_id
+from isthmus.hf.hub import fetch, looks_like_id
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -73,7 +73,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("isthmus.hf.hub_download.get_token", lambda: None)
+    monkeypatch.setattr("isthmus.hf.hub.get_token", lambda: None)
     yield found
     server.shutdown()
     server.server_close()
@@ -113,7 +113,7 @@ def test_a_refusal_says_what_to_do(asked: list[str], monkeypatch: pytest.MonkeyP
         fetch("org/gated", weights=True, report=print)
     with pytest.raises(MissingInput, match=r"no local folder org/none, and no repository org/none .* Check the name;"):
         fetch("org/none", weights=True, report=print)
-    monkeypatch.setattr("isthmus.hf.hub_download.get_token", lambda: "hf_x")
+    monkeypatch.setattr("isthmus.hf.hub.get_token", lambda: "hf_x")
     with pytest.raises(MissingInput, match=r"the token that is set gives no access\. Ask for it"):
         fetch("org/gated", weights=True, report=print)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
 from isthmus.cli.main import main
-from isthmus.hf import hub_upload
+from isthmus.hf import hub
 from ranks.tiny import build_model_folder
 
 
@@ -32,7 +32,7 @@ class Api:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> type[Api]:
     Api.calls, Api.error = [], None
-    monkeypatch.setattr(hub_upload, "HfApi", Api)
+    monkeypatch.setattr(hub, "HfApi", Api)
     return Api
 
 

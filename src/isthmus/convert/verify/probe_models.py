@@ -16,7 +16,7 @@ from isthmus.errors import UsageError
 from isthmus.families.family import Family
 from isthmus.families.rules.shard import unsharded
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.hf.shrunken_model import saved_model_logits
+from isthmus.hf.random_model import saved_model_logits
 from isthmus.platforms.detect import detect
 
 _LENGTHS = (37, 23)

@@ -8,8 +8,10 @@ ranks and any micro batch size, so a run resumes at any step in any layout.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from isthmus.data.batching.packing import Bins, check_fit
 from isthmus.data.store.mixture import MixtureSet, SequenceOrder
 from isthmus.data.store.sample_store import Samples
 from isthmus.errors import DataError, UsageError
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,3 +204,16 @@ def _check_sizes(settings: BatchSettings, dp_size: int) -> None:
             f"train.global_batch_size={size} is not a multiple of micro_batch_size={settings.micro_batch_size} x "
             f"data-parallel ranks={dp_size}. Use {hint}."
         )
+
+
+def prefetched(make: Callable[[int], Item], steps: range) -> Generator[Item, None, None]:
+    """Yield ``make(step)`` for each step; a thread computes the next one.
+
+    An error of ``make`` is raised where its result is used. Closing the generator waits for the current call.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="next-batch") as thread:
+        following = None
+        for step in steps:
+            item = (thread.submit(make, step) if following is None else following).result()
+            following = thread.submit(make, step + steps.step) if step != steps[-1] else None
+            yield item

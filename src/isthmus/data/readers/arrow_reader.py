@@ -53,7 +53,7 @@ def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
             raise IOFailure(f"{path}: cannot be read: {error.strerror or error}.") from error
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(
-            f"{path}: damaged or cut short, not a complete parquet file: {reason}. Download or create it again."
+            f"{path}: damaged or truncated, not a complete parquet file: {reason}. Download or create it again."
         ) from error
 
 

@@ -50,13 +50,15 @@ def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
         try:
             for row in reader:
                 begins, line = line, reader.line_num + 1
+                if not row:  # a blank line
+                    continue
                 if names is None:
-                    names = _names(row, path)
-                elif row:
-                    seen = True
-                    rows.append((begins, row))
-                    size += sum(map(len, row))
-                if names is not None and size >= CHUNK_BYTES:
+                    names = _names(row, path, begins)
+                    continue
+                seen = True
+                rows.append((begins, row))
+                size += sum(map(len, row))
+                if size >= CHUNK_BYTES:
                     yield CsvChunk(path, names, rows)
                     rows, size = [], 0
         except csv.Error as error:
@@ -69,10 +71,10 @@ def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
             yield CsvChunk(path, names, rows)
 
 
-def _names(row: list[str], path: str) -> list[str]:
+def _names(row: list[str], path: str, line: int) -> list[str]:
     names = [name.strip() for name in row]
     twice = {name for name in names if names.count(name) > 1}
     if twice or not all(names):
         wrong = f"{sorted(twice)[0]!r} occurs twice" if twice else "a name is empty"
-        raise DataError(f"{path}:1: the first row must contain the column names, but {wrong}.")
+        raise DataError(f"{path}:{line}: the first row must contain the column names, but {wrong}.")
     return names

@@ -51,7 +51,7 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
     except damaged as error:
         raise DataError(f"{path}: damaged: it does not decompress ({error}). Download or create it again.") from error
     except EOFError as error:
-        raise DataError(f"{path}: cut short: its compressed data has no end. Download or create it again.") from error
+        raise DataError(f"{path}: truncated: its compressed data has no end. Download or create it again.") from error
     except FileNotFoundError as error:
         raise MissingInput(f"{path}: no such data file.") from error
     except OSError as error:

@@ -26,8 +26,13 @@ class DataFiles:
     def notes(self) -> list[str]:
         if not self.ignored:
             return []
-        some = ", ".join(self.ignored[:3]) + (", ..." if len(self.ignored) > 3 else "")
+        some = first_names(self.ignored)
         return [f"{len(self.ignored)} files in the data folders are ignored, since their names are not of data: {some}"]
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Up to three names, for a message."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def find_sources(names: Sequence[Path | str]) -> DataFiles:

@@ -105,7 +105,7 @@ def array_chunks(path: str) -> Iterator[JsonArrayChunk]:
             if found not in ("]", ","):
                 got = f"got {found!r}" if found else "the file ends"
                 raise DataError(
-                    f"{path}:{text.line()}: not JSON: expected ',' or ']' after a record, {got}. Is the file cut short?"
+                    f"{path}:{text.line()}: not JSON: expected ',' or ']' after a record, {got}. Is the file truncated?"
                 )
             text.position += 1
             if found == "]":

@@ -19,7 +19,7 @@ SUFFIXES = (".bin", ".idx", ".mask.bin")
 """Of the indexed files; the last is optional."""
 PARTIAL = ".partial"
 """Suffix of the folder in which indexed files are prepared."""
-HINT = "Was it cut short or changed? Copy it again, or prepare it again."
+HINT = "Was it truncated or changed? Copy it again, or prepare it again."
 _CHUNK = 1 << 24
 
 

@@ -32,6 +32,7 @@ from isthmus.hf.tensors.safetensors_format import (
     row_chunks,
     steps_of,
 )
+from isthmus.hf.tensors.slice_reader import read_runs
 
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
 WRITEBACK_BYTES = 32 << 20
@@ -157,13 +158,8 @@ class TensorWriter:
 
     def _around(self, info: TensorInfo, bounds: Bounds) -> Tensor:
         found = torch.empty([stop - start for start, stop in bounds], dtype=info.dtype)
-        view, done = byte_view(found), 0
         with disk_errors(self.folder / info.file):
-            descriptor = self._descriptor(info.file)
-            for offset, length in byte_runs(info.shape, bounds, info.dtype.itemsize):
-                if os.preadv(descriptor, [view[done : done + length]], info.offset + offset) < length:
-                    raise OSError(errno.EIO, "the file was truncated while it was written")
-                done += length
+            read_runs(self._descriptor(info.file), info, bounds, found)
         return found
 
     def _descriptor(self, file: Path) -> int:

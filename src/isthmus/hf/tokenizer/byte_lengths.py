@@ -1,8 +1,8 @@
-"""Token positions from the byte length of each token, for tokenizers whose tokens concatenate to the text.
+"""Loss masks from the byte length of each token, or from the tokens at the edges of each span, without all offsets.
 
-Such a tokenizer need not return offsets, which saves a tenth of its time or more. Two kinds qualify: byte-level BPE
-(GPT-2, Llama 3, Qwen, DeepSeek), and sentencepiece BPE with byte fallback (Llama 2, Mistral, Gemma), which writes
-spaces as word marks and may add one before a text.
+Byte lengths suffice if the tokens concatenate to the text. Two kinds of tokenizers qualify: byte-level BPE (GPT-2,
+Llama 3, Qwen, DeepSeek), and sentencepiece BPE with byte fallback (Llama 2, Mistral, Gemma), which writes spaces as
+word marks and may add one before a text.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Encoding, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from isthmus.data.chat.loss_spans import Span
 
@@ -162,3 +162,25 @@ def _word_mark(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] 
 
 def _size_of_marked(token: str) -> int:
     return len(token.replace(_MARK, " ").encode())
+
+
+def tokens_of(encoding: Encoding, span: Span) -> slice | None:
+    """The tokens that overlap with ``span``, as in :func:`isthmus.data.chat.loss_spans.token_mask`.
+
+    Looks up one token at each edge and tries its neighbours, since several tokens may cover one character, or none.
+    None if no token covers the character at an edge.
+    """
+    first, last = encoding.char_to_token(span[0]), encoding.char_to_token(span[1] - 1)
+    if first is None or last is None:
+        return None
+
+    def chars(token: int) -> Span:
+        """A token without width counts as covering the next character."""
+        start, end = encoding.token_to_chars(token) or (0, 0)
+        return start, max(end, start + 1)
+
+    while first and chars(first - 1)[1] > span[0]:
+        first -= 1
+    while last < len(encoding) and chars(last)[0] < span[1]:
+        last += 1
+    return slice(first, last)

@@ -27,9 +27,8 @@ from isthmus.data.chat.default_templates import default_template
 from isthmus.data.chat.loss_spans import Span, token_mask
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
 from isthmus.hf.model_folder import tokenizer_files
-from isthmus.hf.tokenizer.byte_lengths import ByteLengths
+from isthmus.hf.tokenizer.byte_lengths import ByteLengths, tokens_of
 from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
-from isthmus.hf.tokenizer.token_spans import tokens_of
 from isthmus.hf.tokenizer.turn_template import TurnTemplate, turn_template
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
@@ -269,13 +268,6 @@ class Tokenizer:
         except _TEMPLATE_ERRORS as error:
             raise DataError(f"the chat template rejects these messages: {str(error).strip() or repr(error)}") from error
         return rendered[0], [(int(start), int(end)) for start, end in marks[0]] if marked else []
-
-    def save(self, folder: Path | str) -> list[str]:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; returns the names written.
-
-        Only for a tokenizer with ``differs_from_files``; other files are copied unchanged.
-        """
-        return save_tokenizer(self.inner, folder)
 
 
 def save_tokenizer(inner: PreTrainedTokenizerBase, folder: Path | str) -> list[str]:

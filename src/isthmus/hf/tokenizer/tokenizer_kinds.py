@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from transformers import GPT2Tokenizer
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
-from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from isthmus.hf.tokenizer.tokenizer import Span, Tokenizer, load_tokenizer
 
 _KINDS = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer")
 """Types that are read from files."""
 _SENTENCEPIECE = "tokenizer.model"
+_NULL_END = "<eod>"
 _MARKS: Mapping[str, tuple[str, ...]] = {
     "DeepSeekV2Tokenizer": ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     "GPT2BPETokenizer": ("<|endoftext|>",),
@@ -78,3 +82,38 @@ def _from_merges(path: Path) -> Tokenizer:
         raise
     except Exception as error:  # the tokenizers library raises bare exceptions
         raise DataError(f"{path}: vocab.json and merges.txt cannot be read: {' '.join(str(error).split())}") from error
+
+
+class NumberTokenizer(Tokenizer):
+    """Megatron-LM's NullTokenizer: the text is a list of numbers below ``vocab_size``, which is the id of ``<eod>``."""
+
+    def __init__(self, vocab_size: int) -> None:
+        backend = Backend(
+            models.WordLevel({str(number): number for number in range(vocab_size)} | {_NULL_END: vocab_size})
+        )
+        backend.normalizer = normalizers.Replace(Regex("(?<![0-9])0+(?=[0-9])"), "")  # 007 is 7
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        build: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast
+        super().__init__(build(tokenizer_object=backend, eos_token=_NULL_END), differs_from_files=True)
+        self.numbers = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        self._check([text])
+        return super().encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        self._check(texts)
+        return super().encode_batch(texts)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
+        self._check(texts)
+        return super().encode_with_offsets(texts)
+
+    def _check(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            for word in text.replace(_NULL_END, " ").split():
+                if not re.fullmatch("[0-9]{1,18}", word) or int(word) >= self.numbers:
+                    raise DataError(
+                        f"{word[:40]!r} is not a number below {self.numbers}. NullTokenizer reads numbers "
+                        "separated by spaces; for other text set tokenizer.path."
+                    )

@@ -16,7 +16,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.readers.file_formats import check_columns
-from isthmus.data.readers.file_sources import find_sources
+from isthmus.data.readers.file_sources import find_sources, first_names
 from isthmus.data.store.manifest import indexed_file
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.mock_data import MockSamples
@@ -208,7 +208,7 @@ def _open_sources(
         for line in lines:
             report(f"{source.name}: {line}")
         if not len(store):
-            raise DataError(f"{', '.join(source.files)}: no sample is left to train on. {'; '.join(lines)}.")
+            raise DataError(f"{first_names(source.files)}: no sample is left to train on. {'; '.join(lines)}.")
         if store.max_token_id >= vocab_size:
             raise UsageError(
                 f"the data contains token {store.max_token_id}, but the model's embedding has {vocab_size} rows. "

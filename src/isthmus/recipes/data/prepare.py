@@ -18,7 +18,7 @@ from isthmus.data.chat.chat_records import Kind, kinds_of, parse_record
 from isthmus.data.chat.chat_text import LossOn
 from isthmus.data.readers.chunks import OnError
 from isthmus.data.readers.file_formats import check_columns, chunk_records, read_chunks
-from isthmus.data.readers.file_sources import DataFiles, find_sources
+from isthmus.data.readers.file_sources import DataFiles, find_sources, first_names
 from isthmus.data.store.indexed_dataset import token_dtype
 from isthmus.data.tokenize.stats import Overlong, TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, template_notes
@@ -174,7 +174,7 @@ def _kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str
             if on_error == "stop":
                 parse_record(record)  # raises with the reason
                 raise DataError(f"{record.where}: unknown kind of record. Name the kind with --kind.")
-    raise DataError(f"{', '.join(names)}: no record of a known kind. Expected text, chats, or chosen and rejected.")
+    raise DataError(f"{first_names(names)}: no record of a known kind. Expected text, chats, or chosen and rejected.")
 
 
 def _inputs(
@@ -201,4 +201,4 @@ def _check_not_empty(stats: TokenizeStats, names: Sequence[str], seq_length: int
     if not stats.samples:
         reason = f" First: {stats.skipped.reasons[0]}" if stats.skipped.reasons else ""
         limit = "" if seq_length is None else f" (seq_length={seq_length})"
-        raise DataError(f"{', '.join(names)}: no sample is left to train on{limit}: {stats.summary()}.{reason}")
+        raise DataError(f"{first_names(names)}: no sample is left to train on{limit}: {stats.summary()}.{reason}")

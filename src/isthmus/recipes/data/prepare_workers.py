@@ -17,6 +17,8 @@ from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Literal
 
+import torch.distributed as dist
+
 from isthmus.data.readers.chunks import RecordChunk
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizedChunk
 from isthmus.errors import Hang, IsthmusError
@@ -30,8 +32,12 @@ _worker: list[RecordTokenizer] = []  # in a worker process: its tokenizer
 
 
 def start_method() -> StartMethod:
-    """``fork`` on Linux with one thread; else ``spawn``, since another thread's lock stays locked after a fork."""
-    return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
+    """``fork`` on Linux with one thread; else ``spawn``, since another thread's lock stays locked after a fork.
+
+    Process groups of torch.distributed have threads that Python does not count.
+    """
+    one_thread = threading.active_count() == 1 and not (dist.is_available() and dist.is_initialized())
+    return "fork" if sys.platform == "linux" and one_thread else "spawn"
 
 
 def tokenize_chunks(

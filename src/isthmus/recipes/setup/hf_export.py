@@ -15,7 +15,7 @@ from isthmus.engine.parallel.process_groups import agree, barrier
 from isthmus.errors import disk_errors
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.staged_folder import StagedFolder
-from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.hf.tokenizer.tokenizer import Tokenizer, save_tokenizer
 from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.rank_model import RankModel
 from isthmus.recipes.setup.run_tokenizer import with_tokens_of
@@ -114,4 +114,4 @@ def _write_model_files(plan: ModelPlan, folder: Path, tokenizer: Tokenizer, dtyp
     config = config if own else with_tokens_of(tokenizer, config)
     write_model_files(folder, plan.source, config, None if own else tokenizer.files)
     if tokenizer.differs_from_files:
-        tokenizer.save(folder)
+        save_tokenizer(tokenizer.inner, folder)

@@ -14,7 +14,7 @@ from isthmus.config.schema.model import ModelConfig
 from isthmus.errors import MissingInput, UsageError
 from isthmus.families.registry import family_for
 from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
-from isthmus.hf.hub_download import fetch, looks_like_id
+from isthmus.hf.hub import fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
 
 
@@ -56,7 +56,7 @@ def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
     family = family_for(config)
     known = keys_read(family, config) | {*IGNORED_KEYS}
     if not family.auto_map and family.data is None:  # transformers has the class
-        from isthmus.hf.shrunken_model import effective_config  # a slow import
+        from isthmus.hf.random_model import effective_config  # a slow import
 
         known |= {*effective_config({"model_type": family.name})}
     _check_keys(named, config, known, config)

@@ -7,9 +7,8 @@ from typing import Any
 from isthmus.config.schema import RunConfig
 from isthmus.errors import MissingInput, UsageError
 from isthmus.hf.model_folder import ModelFolder, tokenizer_files
-from isthmus.hf.tokenizer.null_tokenizer import NumberTokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.hf.tokenizer.tokenizer_kinds import open_tokenizer
+from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer, open_tokenizer
 from isthmus.recipes.setup.model_source import local_folder
 
 

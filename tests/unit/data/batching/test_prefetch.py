@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from isthmus.data.batching.prefetch import prefetched
+from isthmus.data.batching.batches import prefetched
 from isthmus.errors import DataError
 
 

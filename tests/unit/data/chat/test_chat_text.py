@@ -158,6 +158,11 @@ def test_all_learns_everything(build):
     assert run == [tokenizer.apply_chat_template(TALK)]
 
 
+def test_conversation_without_loss_gives_no_text(build):
+    template = "{%- for m in messages -%}{{- m.content + eos_token -}}{%- endfor -%}"
+    assert learned(build(template), [{"role": "assistant", "content": "Blue.", "weight": 0}], "all") == []
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_turns_of_weight_zero_are_not_learned(build, template):
     talk = [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]

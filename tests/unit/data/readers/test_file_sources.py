@@ -123,6 +123,10 @@ def test_table_cells(tmp_path: Path) -> None:
         ({"name": "", "text": "z"}, "5"),
     ]
     assert skipped.reasons == [f"{path}:6: 1 cells in a table of 2 columns."]
+    path.write_bytes(b"\n\nname,text\n\nx,y\n")
+    assert [(record.value, record.where) for record in read_records(path)] == [
+        ({"name": "x", "text": "y"}, f"{path}:5")
+    ]
     path = tmp_path / "a.tsv.gz"
     path.write_bytes(gzip.compress(b"text\tn\na, b\t" + b"x" * 200_000))
     assert values(path) == [{"text": "a, b", "n": "x" * 200_000}]
@@ -170,7 +174,7 @@ def test_file_cut_short(sources: dict[str, Path], kind: str, left: float) -> Non
     file = next(path.glob("*.arrow")) if path.is_dir() else path
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * left)])
-    with pytest.raises(DataError, match=r"cut short|damaged") as caught:
+    with pytest.raises(DataError, match=r"truncated|damaged") as caught:
         values(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
@@ -187,9 +191,9 @@ def test_damage_in_the_middle(sources: dict[str, Path], kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.parquet", b"", "a.parquet: damaged or cut short"),
-        ("a.parquet", b"PAR1", "a.parquet: damaged or cut short"),
-        ("a.parquet", LINES, "a.parquet: damaged or cut short"),
+        ("a.parquet", b"", "a.parquet: damaged or truncated"),
+        ("a.parquet", b"PAR1", "a.parquet: damaged or truncated"),
+        ("a.parquet", LINES, "a.parquet: damaged or truncated"),
         ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "Decompress it"),
         ("a.gz", gzip.compress(b"", mtime=0), "the file is empty"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a"\n', mtime=0), "a.jsonl.gz:2: not JSON"),

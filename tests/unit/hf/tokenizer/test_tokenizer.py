@@ -79,7 +79,11 @@ def test_bos_only_where_the_tokenizer_puts_it():
 def test_default_template_is_told_and_saved(tmp_path):
     tokenizer = Tokenizer(train_tokenizer(["a b"], vocab_size=270, chat_template=None))
     assert (tokenizer.template_source, tokenizer.differs_from_files) == ("chatml", True)
-    assert tokenizer.save(tmp_path) == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    assert save_tokenizer(tokenizer.inner, tmp_path) == [
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALK, tokenize=False).startswith("<|im_start|>")
     with pytest.raises(UsageError, match="neither a chat template nor an eos_token"):
         Tokenizer(train_tokenizer(["a"], vocab_size=260, special_tokens=("<x>",), eos_token="", pad_token="", chat_template=None))  # fmt: skip  # noqa: E501
@@ -141,7 +145,7 @@ def test_bare_sentencepiece_agrees_with_sentencepiece(shared_data, tmp_path):
     texts += ["  a   b\n\n   c\t d  ", " ", "", "日本 🙂 é", "    def f(x):\n        return x\n"]
     encoded = tokenizer.encode_batch(texts)
     assert [k for k, text in enumerate(texts) if encoded[k] != reference.encode(text)] == []
-    tokenizer.save(tmp_path)
+    save_tokenizer(tokenizer.inner, tmp_path)
     saved = AutoTokenizer.from_pretrained(tmp_path)
     assert saved.encode("a  b") == [1, *reference.encode("a  b")]
     assert load_tokenizer(tmp_path).encode_batch(texts) == encoded

@@ -10,9 +10,8 @@ from transformers import AutoTokenizer
 
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
-from isthmus.hf.tokenizer.null_tokenizer import NumberTokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
-from isthmus.hf.tokenizer.tokenizer_kinds import open_tokenizer
+from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer, open_tokenizer
 
 MARKS = ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 
@@ -45,7 +44,7 @@ def test_each_kind_reads_what_is_its_own(folders: Path, tmp_path: Path) -> None:
     gpt2 = open_tokenizer(folders / "gpt2", "GPT2BPETokenizer")
     assert gpt2.decode(gpt2.encode(text)) == text and gpt2.inner.convert_ids_to_tokens(gpt2.eos_id) == "<|endoftext|>"
     assert gpt2.files == []  # transformers does not read them by themselves
-    gpt2.save(tmp_path)
+    save_tokenizer(gpt2.inner, tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == gpt2.encode(text)
 
 
@@ -81,5 +80,5 @@ def test_numbers_are_tokens(tmp_path: Path) -> None:
     for text in ("1 100", "1 a", "-1", "1.5"):
         with pytest.raises(DataError, match="is not a number below 100"):
             tokenizer.encode_batch([text])
-    tokenizer.save(tmp_path)
+    save_tokenizer(tokenizer.inner, tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).encode("1 2 99") == [1, 2, 99]

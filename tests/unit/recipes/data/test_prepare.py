@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from isthmus.data.readers.file_formats import read_chunks
 from isthmus.data.store.indexed_dataset import open_indexed
@@ -194,6 +195,22 @@ def test_what_cannot_be_leaves_nothing(tmp_path, tokenizer, records, settings, e
     with pytest.raises(error, match=message):
         prepare([file], tmp_path / "out", tokenizer, workers=2, **settings)
     assert not list(tmp_path.glob("out*"))
+
+
+def test_message_without_samples_names_three_files(tmp_path, tokenizer):
+    for k in range(5):
+        write(tmp_path / f"{k}.jsonl", [{"text": " "}])
+    with pytest.raises(DataError, match=r"2\.jsonl, \.\.\.: no sample is left") as caught:
+        prepare([tmp_path], tmp_path / "out", tokenizer, workers=1)
+    assert "3.jsonl" not in str(caught.value)
+
+
+def test_no_fork_after_torch_distributed_is_initialized():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert prepare_workers.start_method() == "spawn"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_output_may_lie_among_the_data(tmp_path, tokenizer):

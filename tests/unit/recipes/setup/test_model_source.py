@@ -10,10 +10,10 @@ import pytest
 
 from isthmus.config.schema import RunConfig
 from isthmus.errors import MissingInput, UsageError
-from isthmus.hf import hub_download
+from isthmus.hf import hub
 from isthmus.hf.tiny_model import train_tokenizer
-from isthmus.hf.tokenizer.null_tokenizer import NumberTokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
+from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer
 from isthmus.recipes.setup.model_source import open_source
 from isthmus.recipes.setup.run_tokenizer import run_tokenizer, with_tokens_of
 from ranks.tiny import build_model_folder
@@ -82,8 +82,8 @@ def test_unused_key_is_refused(model: dict[str, Any], message: str) -> None:
 
 
 def test_missing_model_is_reported_with_both_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub_download.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub_download.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(MissingInput, match=r"no local folder models/llama, and .* hf download models/llama"):
         opened(path="models/llama")
     with pytest.raises(MissingInput, match=r"an id on the Hub \(org/name\), or for a model preset:NAME"):
