@@ -21,8 +21,8 @@ def model(tmp_path: Path) -> str:
 def test_convert_both_ways_and_verify(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     assert main(["convert", model, there, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["source_format"], told["destination_format"], told["family"]) == ("hf", "torch_dist", "qwen2")
+    result = json.loads(capsys.readouterr().out)
+    assert (result["source_format"], result["destination_format"], result["family"]) == ("hf", "torch_dist", "qwen2")
     assert main(["convert", there, back]) == 0
     assert "destination format  hf" in capsys.readouterr().out
     assert main(["verify", model, back, "--json"]) == 0
@@ -46,7 +46,7 @@ def test_dtype(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["--to", "gguf"], 2, "Use hf, torch_dist, torch"),
         (["--tp", "2"], 2, "torch_dist has no layout and no spelling"),
@@ -61,11 +61,11 @@ def test_dtype(model: str, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_options_are_refused(
-    words: list[str], code: int, told: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, message: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [model if word == "MODEL" else word for word in words]
     assert main(["convert", model, str(tmp_path / "out"), *words]) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

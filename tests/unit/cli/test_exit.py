@@ -18,7 +18,7 @@ def raising(error: BaseException) -> ExitStatus:
 
 
 class OutOfMemoryError(RuntimeError):
-    """Of the name torch gives it."""
+    """Named as in torch."""
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ class OutOfMemoryError(RuntimeError):
         (SystemExit(None), 0, ""),
     ],
 )
-def test_every_end_has_a_code_and_a_line(error: BaseException, code: int, message: str) -> None:
+def test_every_exception_has_an_exit_code_and_one_line(error: BaseException, code: int, message: str) -> None:
     status = raising(error)
     assert status.exit_code == code and message in status.message
     assert "\n" not in status.message
 
 
-def test_results_pass() -> None:
+def test_exit_codes_are_returned() -> None:
     assert exit_status_of(lambda: None) == exit_status_of(lambda: 0) == ExitStatus(0)
     assert exit_status_of(lambda: 75) == ExitStatus(75)
 
@@ -56,11 +56,11 @@ def test_traceback_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_traceback_of_a_bug_is_kept_in_the_run_folder(tmp_path: Path) -> None:
+def test_traceback_of_a_bug_is_saved_in_the_run_folder(tmp_path: Path) -> None:
     bug = raising(ValueError("x"))
     assert save_traceback(bug, tmp_path) == bug and not list(tmp_path.iterdir())  # not a run folder yet
     (tmp_path / "config.yaml").touch()
-    kept = save_traceback(bug, tmp_path)
-    assert "Traceback" in (tmp_path / "error.txt").read_text() and "error.txt" in kept.message
+    saved = save_traceback(bug, tmp_path)
+    assert "Traceback" in (tmp_path / "error.txt").read_text() and "error.txt" in saved.message
     known = raising(DataError("x"))
     assert save_traceback(known, tmp_path) == known

@@ -1,4 +1,4 @@
-"""ROCm's scripts, typed as their pages have it, on a machine without any GPU."""
+"""Command lines of ROCm's documentation on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def bash(line: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_shell(script: Path) -> None:
+def test_scripts_are_valid_shell(script: Path) -> None:
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr
     if script.name in ("train_llama2.sh", "train_llama3.sh"):
-        # ROCm's validation suite rewrites the one line that begins so.
+        # ROCm's validation suite rewrites the one line with this prefix.
         assert len(re.findall(r"^TRAIN_LOG=", script.read_text(), re.MULTILINE)) == 1
 
 
@@ -69,12 +69,12 @@ def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert values["train"]["global_batch_size"] == 64
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    found["config"]["out"] = values["out"]  # the time is in it
+    found["config"]["out"] = values["out"]  # contains the time
     assert found["config"] == values and found["origins"]["model.path"] == "MODEL_SIZE=8B"
-    for wrong, told in {"MODEL=8": "did you mean MODEL_SIZE?", "optim.lrr=1": "optim.lrr"}.items():
-        assert main([*words, wrong]) == 2 and told in capsys.readouterr().err
+    for wrong, message in {"MODEL=8": "did you mean MODEL_SIZE?", "optim.lrr=1": "optim.lrr"}.items():
+        assert main([*words, wrong]) == 2 and message in capsys.readouterr().err
     ranks = ["NNODES=2", "NODE_RANK=1", "MASTER_ADDR=n0", "NPROC=4", "NCCL_IB_HCA=mlx5", "HF_TOKEN=secret"]
-    assert main([*words, *ranks]) == 0  # no config has these, so the command does
+    assert main([*words, *ranks]) == 0  # ranks are in the command, not in the config
     text = capsys.readouterr().out
     at = "NCCL_IB_HCA=mlx5 HF_TOKEN=... torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr n0"
     assert at in text and "secret" not in text
@@ -84,10 +84,10 @@ def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 @pytest.mark.processes
-def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
+def test_a_documented_command_trains_on_a_cpu_and_writes_its_log(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # As the validation suite does it: its path in place of the script's own, and a later look at the log alone.
+    # As in the validation suite: its log path, and later only the summary of the log.
     script = Path("train_llama3.sh")
     text = (ROOT / "examples/llama/train_llama3.sh").read_text()
     script.write_text(re.sub(r"^TRAIN_LOG=.*$", "TRAIN_LOG=logs/node0/training.log", text, flags=re.MULTILINE))
@@ -104,7 +104,7 @@ def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
     ):  # fmt: skip
         assert re.search(pattern, tail), pattern
     rows = [json.loads(row) for row in Path("here/run/metrics.jsonl").read_text().splitlines()]
-    # 320000 steps of cosine have not moved it.
+    # The first steps of a cosine over 320000 steps.
     assert [row["lr"] for row in rows] == pytest.approx([1e-4] * 5, rel=1e-6)
     assert not Path("here/run/hf").exists() and not Path("here/run/checkpoints").exists()
     words = ["MBS=2", "BS=4", "TP=1", "SEQ_LENGTH=64", "NPROC=1", "NO_TRAINING=1", "TRAIN_LOG=logs/node0/training.log"]
@@ -116,7 +116,7 @@ def test_a_line_runs_on_a_cpu_and_leaves_the_log_that_is_looked_for(
 
 
 @pytest.mark.processes
-def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_does_not_fit_the_machine_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = Path("large")
     shutil.copytree(model, large)
     (large / "model.safetensors").unlink(missing_ok=True)
@@ -139,8 +139,8 @@ def test_what_the_machine_cannot_hold_is_refused_at_once(model: Path, capsys: py
 
 
 @pytest.mark.processes
-def test_data_is_prepared_as_the_scripts_name_it(tmp_path: Path) -> None:
-    (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$@" > words\n')  # what it would run
+def test_scripts_prepare_data_with_the_expected_names(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$@" > words\n')  # record the command
     (tmp_path / "python").chmod(0o755)
     script = f"PYTHON=./python bash {ROOT}/examples/llama/prepare_dataset.sh"
     assert bash(f"DATASET=wiki TOKENIZER_MODEL=tok {script}").returncode == 0
@@ -149,9 +149,9 @@ def test_data_is_prepared_as_the_scripts_name_it(tmp_path: Path) -> None:
     done = bash(f"{script} DATASET=/d/books.jsonl.gz TOKENIZER_MODEL=tok DATA_DIR=here")
     assert "prepare /d/books.jsonl.gz here/books_text_document " in Path("words").read_text()
     assert "DATA_PATH=here/books_text_document" in done.stdout
-    for line, told in {
+    for line, message in {
         "DATASET=bookcorpus TOKENIZER_MODEL=tok": "withdrawn by its authors",
         "DATASET=wiki": "TOKENIZER_MODEL is missing",
     }.items():
         refused = bash(f"{line} {script}")
-        assert refused.returncode == 2 and told in refused.stderr
+        assert refused.returncode == 2 and message in refused.stderr

@@ -54,7 +54,7 @@ def test_options_file_and_settings_reach_the_recipe(recipe: list[RunConfig], tmp
     assert config.optim.lr == 3e-5 and config.train.steps == 9
 
 
-def test_result_for_people_and_as_json(recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+def test_result_as_text_and_as_json(recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(RUN) == 0
     assert capsys.readouterr().out == "loss        1.25\nmodel       o/hf\n"
     assert main([*RUN, "--json"]) == 0
@@ -115,7 +115,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--hf-every" in capsys.readouterr().out
 
 
-def test_package_offers_its_functions_lazily() -> None:
+def test_package_imports_its_functions_lazily() -> None:
     assert {"sft", "pretrain", "load_model"} <= set(dir(isthmus))
     with pytest.raises(AttributeError):
         _ = isthmus.nothing  # type: ignore[attr-defined]
@@ -136,13 +136,13 @@ def seconds_of_cpu(*words: str) -> float:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["sft", "--help"]])
-def test_start_up_is_quick(words: list[str]) -> None:
+def test_startup_time(words: list[str]) -> None:
     """0.3 s where a bare Python starts in 0.01 s; as a ratio, so that a machine under load does not decide."""
     assert seconds_of_cpu("-m", "isthmus", *words) < 30 * seconds_of_cpu("-c", "pass")
 
 
 @pytest.mark.processes
-def test_no_torch_for_what_does_not_need_it() -> None:
+def test_commands_that_do_not_import_torch() -> None:
     call = f"main({[*RUN, '--dry-run']!r})"
     code = f"import sys; from isthmus.cli.main import main; {call}; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}

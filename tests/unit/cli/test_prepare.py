@@ -1,4 +1,4 @@
-"""``isthmus prepare``: what it prints, and options that cannot be."""
+"""The output of ``isthmus prepare``, and invalid options."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def files(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.processes
-def test_prepares_and_says_what_came_of_it(files, tokenizer, capsys):
+def test_prepare_prints_its_result(files, tokenizer, capsys):
     words = ["prepare", *files, "--tokenizer", tokenizer, "--columns", "text=body", "--on-error", "skip"]
     assert main([*words, "--workers", "1", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["kind"], told["records"], told["samples"], told["skipped"]) == ("text", 4, 1, 2)
-    assert "a.jsonl:2: no field body" in told["skipped_first_reasons"][0]
+    result = json.loads(capsys.readouterr().out)
+    assert (result["kind"], result["records"], result["samples"], result["skipped"]) == ("text", 4, 1, 2)
+    assert "a.jsonl:2: no field body" in result["skipped_first_reasons"][0]
     assert json.loads(Path(f"{files[-1]}.json").read_text())["kind"] == "text"
     assert main([*words, "--workers", "1"]) == 73
     assert f"{files[-1]}.bin exists already" in capsys.readouterr().err
@@ -54,13 +54,13 @@ def test_prepares_and_says_what_came_of_it(files, tokenizer, capsys):
         (["--columns", "txt=body"], 2, "Did you mean text"),
     ],
 )
-def test_what_cannot_be(files, tokenizer, capsys, words, code, message):
+def test_invalid_options_are_errors(files, tokenizer, capsys, words, code, message):
     assert main(["prepare", files[0], files[-1], "--tokenizer", tokenizer, *(words if words[0] != "--seq-length" else ["--columns", "text=body", *words])]) == code  # fmt: skip  # noqa: E501
     assert message in capsys.readouterr().err
     assert not list(Path(files[-1]).parent.glob("out*"))
 
 
-def test_an_absent_file_and_a_prefix_with_an_ending(files, tokenizer, capsys):
+def test_a_missing_file_and_a_prefix_with_an_extension(files, tokenizer, capsys):
     assert main(["prepare", "none.jsonl", files[-1], "--tokenizer", tokenizer]) == 66
     assert main(["prepare", files[0], f"{files[-1]}.bin", "--tokenizer", tokenizer]) == 2
     assert "must be a prefix" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``isthmus config from-megatron`` and ``from-primus`` print configs, whose models are those that were described."""
+"""``isthmus config from-megatron`` and ``from-primus`` print configs of the described models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parameters(file: Path) -> int:
         (GPT_345M, "gpt2", 354_823_168),
     ],
 )
-def test_a_file_of_arguments_becomes_a_config_of_its_model(
+def test_a_file_of_arguments_becomes_a_config(
     words: list[str], family: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "# of the launcher\n" + " \\\n  ".join(words) + "  # and ours"
@@ -69,7 +69,7 @@ def test_arguments_alone_and_as_json(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.processes
-def test_a_script_is_run_when_asked(
+def test_run_runs_the_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ def refusal(path: Path, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize("word", ["bases", "extends"])
-def test_later_bases_count_more_and_the_file_most(word: str, tmp_path: Path) -> None:
+def test_later_bases_win_over_earlier_ones_and_the_file_over_bases(word: str, tmp_path: Path) -> None:
     write(tmp_path / "deep/first.yaml", BASE + "train: {seed: 1, steps: 10}\n")
     write(tmp_path / "deep/second.yaml", "bases: first.yaml\ntrain: {seed: 2}\n")
     write(tmp_path / "third.yaml", "optim: {lr: 3e-5}\ntrain: {seed: 3}\n")
@@ -39,14 +39,14 @@ def test_later_bases_count_more_and_the_file_most(word: str, tmp_path: Path) -> 
     assert (config.optim.lr, config.optim.clip_grad) == (3e-5, 0.5)
 
 
-def test_overrides_are_laid_over_the_rest_of_the_file(tmp_path: Path) -> None:
+def test_overrides_win_over_the_rest_of_the_file(tmp_path: Path) -> None:
     text = "overrides:\n  optim: {lr: 4e-5}\n" + BASE
     assert load_config("sft", write(tmp_path / "mine.yaml", text)).optim.lr == 4e-5
     below = write(tmp_path / "below.yaml", "bases: [mine.yaml]\noptim: {lr: 5e-5}\n")
     assert load_config("sft", below).optim.lr == 5e-5
 
 
-def test_every_setting_knows_where_it_is_from(tmp_path: Path) -> None:
+def test_every_setting_has_its_origin(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", BASE)
     mine = write(tmp_path / "mine.yaml", "bases: [base.yaml]\noverrides:\n  train:\n    seed: 7\n")
     loaded = load_settings("sft", mine, ["parallel.tp=2"])
@@ -57,12 +57,12 @@ def test_every_setting_knows_where_it_is_from(tmp_path: Path) -> None:
     assert found["parallel.tp"] == (2, "command line") and found["parallel.pp"] == (1, "default")
 
 
-def test_a_mistake_in_a_base_is_told_with_its_place_there(tmp_path: Path) -> None:
+def test_errors_in_a_base_name_its_line(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", BASE + "trian: {seed: 1}\n")
     mine = write(tmp_path / "mine.yaml", "bases: [base.yaml]\nparallel: {tpp: 2}\n")
-    told = refusal(mine)
-    assert "base.yaml:5:1  trian  is not a setting (did you mean train?)" in told
-    assert "mine.yaml:2:12  parallel.tpp" in told
+    message = refusal(mine)
+    assert "base.yaml:5:1  trian  is not a setting (did you mean train?)" in message
+    assert "mine.yaml:2:12  parallel.tpp" in message
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_a_mistake_in_a_base_is_told_with_its_place_there(tmp_path: Path) -> Non
         ("overrides: 3\n", "mine.yaml:1:1  overrides  must be a mapping"),
     ],
 )
-def test_bases_that_cannot_be(text: str, part: str, tmp_path: Path) -> None:
+def test_invalid_bases(text: str, part: str, tmp_path: Path) -> None:
     write(tmp_path / "other.yaml", "bases: [mine.yaml]\n")
     assert part.format("") in refusal(write(tmp_path / "mine.yaml", text))
 
 
-def test_slips_of_form_are_told_with_the_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_syntax_errors_name_the_expected_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = refusal(write(tmp_path / "a.yaml", BASE + "train.seed: 3\n"))
     assert "train.seed  is not a key; in a file write `train: {seed: ...}`" in flat
     assert "in quotes" in refusal(write(tmp_path / "b.yaml", "optim: {lr: ${LR}}\n"))
@@ -92,12 +92,12 @@ def test_slips_of_form_are_told_with_the_form(tmp_path: Path, monkeypatch: pytes
     assert load_config("sft", named).optim.lr == 1e-5
 
 
-def test_an_absent_file_is_no_absent_base(tmp_path: Path) -> None:
+def test_missing_file_and_missing_base(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match=r"absent\.yaml: there is no such config file"):
         load_config("sft", tmp_path / "absent.yaml")
 
 
-def test_variables_become_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_variables_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = BASE + 'train:\n  steps: "${STEPS:30}"\n  seed: ${SEED}\nparallel:\n  sp: ${SP:null}\n'
     path = write(tmp_path / "mine.yaml", text.replace("path: m", 'path: "${HOME_OF_MODELS:models}/${MODEL:7}"'))
     monkeypatch.setenv("SEED", "5")
@@ -110,7 +110,7 @@ def test_variables_become_what_they_say(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_preset_runs_with_the_command_that_it_opens_with(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_command_of_a_preset_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = next(line for line in opening_lines(config_path(f"preset:{name}")) if line.startswith("isthmus "))
     words = command.split()[1:]
     assert f"preset:{name}" in words
@@ -118,7 +118,7 @@ def test_a_preset_runs_with_the_command_that_it_opens_with(name: str, capsys: py
     assert json.loads(capsys.readouterr().out)["recipe"] == words[0]
 
 
-def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["config", "ls"]) == 0
     found = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
@@ -135,12 +135,12 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert main(["config", "show", "mine.yaml", "--recipe", "sft"]) == 2
 
 
-def test_the_schema_knows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_schema_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert {"bases", "extends", "overrides", "model", "train"} <= schema["properties"].keys()
     optim = schema["$defs"]["OptimConfig"]
-    # What a file may say, it may say in an editor.
+    # The JSON schema accepts what a file may contain.
     variable = {"type": "string", "pattern": r"\$\{"}
     assert variable in optim["properties"]["lr"]["anyOf"] and optim["properties"]["lr"]["default"] == 2e-5
     assert {"type": "string"} in schema["$defs"]["DataConfig"]["properties"]["files"]["anyOf"]

@@ -1,4 +1,4 @@
-"""The config loader: what it takes, and how it words what it does not."""
+"""The config loader and its error messages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_flags_alone_are_enough() -> None:
     assert config.train.epochs == 1.0 and config.train.steps is None
 
 
-def test_a_section_may_be_overridden_as_a_whole_or_stand_empty(tmp_path: Path) -> None:
+def test_a_section_can_be_overridden_as_a_whole_or_be_empty(tmp_path: Path) -> None:
     config = load_config("sft", write(tmp_path, GOOD + "parallel:\n"), ["train={seed: 3, eval_every: 5}"])
     assert (config.train.steps, config.train.seed, config.train.eval_every) == (100, 3, 5)
     assert config.parallel.tp == 1
@@ -71,7 +71,7 @@ def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     assert load_config("sft", write(tmp_path, GOOD + "parallel: {tp: 0o10}")).parallel.tp == 8
 
 
-def test_an_override_of_a_path_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+def test_an_override_of_a_path_is_always_text(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     for text in ("2026-11-21", "007", "[odd", "null", "a: b"):
         assert load_config("sft", path, [f"out={text}"]).out == text
@@ -93,14 +93,14 @@ def test_dump_reads_back_equal(tmp_path: Path, extra: str) -> None:
     assert load_config("sft", write(tmp_path, dump(config))) == config
 
 
-def test_dump_means_the_same_to_readers_of_yaml_1_1() -> None:
+def test_yaml_1_1_reads_a_dump_as_the_same_values() -> None:
     reader = YAML(typ="safe", pure=True)
     reader.version = (1, 1)
     read: dict[str, Any] = reader.load(dump(load_config("sft", None, ["optim.lr=1e-05", "out='1e5'"], FLAGS)))
     assert read["optim"]["lr"] == 1e-5 and read["optim"]["eps"] == 1e-8 and read["out"] == "1e5"
 
 
-def test_an_unknown_key_says_where_it_stands_and_what_was_meant(tmp_path: Path) -> None:
+def test_an_unknown_key_is_reported_with_its_line_and_a_suggestion(tmp_path: Path) -> None:
     line = "sft.yaml:11:3  parallel.tpp  is not a setting (did you mean parallel.tp?)"
     assert refused(tmp_path, GOOD + "parallel:\n  tpp: 2\n") == [line]
 
@@ -118,16 +118,16 @@ def test_an_unknown_key_says_where_it_stands_and_what_was_meant(tmp_path: Path) 
         ("seed=1", "data.seed or train.seed"),
     ],
 )
-def test_a_setting_of_another_name_or_section_is_found(tmp_path: Path, written: str, meant: str) -> None:
+def test_a_setting_of_another_name_or_section_is_suggested(tmp_path: Path, written: str, meant: str) -> None:
     (line,) = refused(tmp_path, GOOD, written)
     assert line.startswith("command line  ") and line.endswith(f"is not a setting (did you mean {meant}?)")
 
 
-def test_nothing_is_suggested_for_what_resembles_nothing(tmp_path: Path) -> None:
+def test_no_suggestion_for_a_name_that_resembles_nothing(tmp_path: Path) -> None:
     assert refused(tmp_path, GOOD, "zzz.qqq=1") == ["command line  zzz  is not a setting"]
 
 
-def test_every_error_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_raised_together(tmp_path: Path) -> None:
     text = GOOD.replace("steps: 100", 'steps: "100"\n  threads: true\n  recompute: ful').replace("1e-5", "-1")
     lines = [line.strip() for line in refused(tmp_path, text, "data.packing=yes", "nonsense")]
     assert lines[0] == "the config has 6 errors:"
@@ -141,7 +141,7 @@ def test_every_error_at_once(tmp_path: Path) -> None:
     }
 
 
-def test_missing_settings_say_what_they_are_and_name_their_option(tmp_path: Path) -> None:
+def test_missing_settings_are_described_and_name_their_option(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_config("sft", None, ["model.init=random"])
     message = str(caught.value)
@@ -163,7 +163,7 @@ def test_missing_settings_say_what_they_are_and_name_their_option(tmp_path: Path
         ("out: &a {b: *a}\n", "sft.yaml:1:", "nested mappings"),
     ],
 )
-def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: str) -> None:
+def test_files_that_are_not_configs(tmp_path: Path, text: str, place: str, part: str) -> None:
     (line,) = refused(tmp_path, text)
     assert line.startswith(place) and part in line
 
@@ -221,12 +221,12 @@ def test_what_is_not_a_config_file(tmp_path: Path, text: str, place: str, part: 
         ("=3", "command line  =3", "not an override"),
     ],
 )
-def test_settings_that_cannot_be(tmp_path: Path, override: str, place: str, part: str) -> None:
+def test_invalid_settings(tmp_path: Path, override: str, place: str, part: str) -> None:
     (line,) = refused(tmp_path, GOOD, override)
     assert line.startswith(place) and part in line
 
 
-def test_text_that_yaml_takes_for_something_else(tmp_path: Path) -> None:
+def test_hints_for_text_in_place_of_numbers_and_booleans(tmp_path: Path) -> None:
     (line,) = refused(tmp_path, GOOD.replace("runs/a", "007"))
     assert line.startswith("sft.yaml:1:1  out  must be text, got 7")
     config = load_config("sft", write(tmp_path, GOOD.replace("runs/a", "2026-11-21")))  # YAML 1.2 has no dates
@@ -240,7 +240,7 @@ def test_chat_settings_are_refused_for_plain_text(tmp_path: Path) -> None:
     assert load_config("pretrain", write(tmp_path, dump(config))) == config
 
 
-def test_made_up_data_has_steps_and_no_files(tmp_path: Path) -> None:
+def test_mock_data_needs_steps_and_has_no_files(tmp_path: Path) -> None:
     flags = FLAGS | {"data": None}
     config = load_config("sft", None, ["data.mock=true", "train.steps=3", "data.length_buckets=[512, 2048]"], flags)
     assert load_config("sft", write(tmp_path, dump(config))) == config
@@ -250,7 +250,7 @@ def test_made_up_data_has_steps_and_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "mend"),
+    ("words", "hint"),
     [
         (["data.length_buckets=[64, 32, 64]"], "use [32, 64]"),
         (["data.length_buckets=[33, 64]", "parallel.tp=2", "data.seq_length=64"], "got 33; use 34"),
@@ -259,10 +259,10 @@ def test_made_up_data_has_steps_and_no_files(tmp_path: Path) -> None:
         (["data.length_buckets=[0, 2048]"], "greater than or equal to 1"),
     ],
 )
-def test_buckets_that_lines_do_not_fit(words: list[str], mend: str) -> None:
+def test_buckets_that_do_not_fit_packed_sequences(words: list[str], hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_config("sft", None, words, FLAGS)
-    assert "data.length_buckets" in str(caught.value) and mend in str(caught.value)
+    assert "data.length_buckets" in str(caught.value) and hint in str(caught.value)
 
 
 def test_settings_of_another_recipe_are_refused(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_the_config_is_frozen() -> None:
     assert isinstance(config, RunConfig)
 
 
-def test_all_that_is_wrong_is_told_at_once_and_nothing_that_follows_from_it(tmp_path: Path) -> None:
+def test_consequences_of_an_error_are_not_reported(tmp_path: Path) -> None:
     text = """
         out: run
         model: {init: hfs}

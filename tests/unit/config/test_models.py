@@ -1,4 +1,4 @@
-"""Models that come along: what their families make of them, and that nothing in them is without a meaning."""
+"""Model presets: their parameter counts, round trips through their families, and keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isthmus.hf.random_model import effective_config
 
 PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
-    "deepseek-v3": 684_489_845_504,  # with the layer that predicts ahead
+    "deepseek-v3": 684_489_845_504,  # with the MTP layer
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,
@@ -45,19 +45,20 @@ PUBLISHED = {
 """Parameters of the weights on the Hub."""
 
 
-def test_each_has_been_counted() -> None:
+def test_every_model_preset_has_a_parameter_count() -> None:
     assert preset_names("models") == sorted(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_model_means_the_same_there_and_back(name: str) -> None:
+def test_model_preset_round_trip(name: str) -> None:
     config = read_model(f"preset:{name}")
     family = family_for(config)
     arch = family.to_architecture(config)
     family.check_training(config)
     assert family.to_architecture(family.to_hf_config(arch, config)) == arch
     assert family.to_architecture(family.to_hf_config(arch)) == arch
-    if arch.num_layers * (arch.moe.num_experts if arch.moe else 1) < 10_000:  # else all layers say the same slowly
+    # Larger models are slow, and their layers are alike.
+    if arch.num_layers * (arch.moe.num_experts if arch.moe else 1) < 10_000:
         assert sum(map(math.prod, family.hf_shapes(arch).values())) == PUBLISHED[name]
     of_transformers = set() if family.auto_map else set(effective_config({"model_type": family.name}))
     known = keys_read(family, config) | of_transformers | {*IGNORED_KEYS}
@@ -70,7 +71,7 @@ def test_the_opening_comment_names_the_source(name: str) -> None:
     assert "/" in opening and ("config.json of " in opening or "databricks/megablocks" in opening)
 
 
-def test_facts_that_a_number_of_parameters_does_not_tell() -> None:
+def test_facts_beyond_the_parameter_count() -> None:
     def arch(name: str):  # type: ignore[no-untyped-def]
         config = read_model(f"preset:{name}")
         return family_for(config).to_architecture(config)
@@ -90,7 +91,7 @@ def test_facts_that_a_number_of_parameters_does_not_tell() -> None:
     assert (moe.position, moe.moe.top_k, moe.gated, moe.activation) == ("learned", 1, False, "gelu_tanh")
 
 
-def test_a_model_is_no_config_of_a_run_and_the_other_way_round() -> None:
+def test_model_presets_and_run_presets_are_not_interchangeable() -> None:
     with pytest.raises(UsageError, match=r"preset:llama3-8b is a model, expected a run config.*--model"):
         config_path("preset:llama3-8b")
     with pytest.raises(UsageError, match=r"llama3\.2-1b-sft is a run config, expected a model"):
@@ -99,14 +100,14 @@ def test_a_model_is_no_config_of_a_run_and_the_other_way_round() -> None:
         read_model("preset:llama31-8b")
 
 
-def test_keys_are_laid_over_one_by_one() -> None:
+def test_config_keys_are_merged() -> None:
     below = {"a": 1, "rope_scaling": {"factor": 8.0, "rope_type": "llama3"}, "list": [1, 2]}
     over = {"rope_scaling": {"factor": 4.0}, "list": [3]}
     assert merge_config(below, over) == {"a": 1, "rope_scaling": {"factor": 4.0, "rope_type": "llama3"}, "list": [3]}
     assert merge_config({"rope_scaling": None}, {"rope_scaling": {"factor": 2}}) == {"rope_scaling": {"factor": 2}}
 
 
-def test_the_model_of_a_run_is_plain_text_too(tmp_path: Path) -> None:
+def test_model_can_be_plain_text(tmp_path: Path) -> None:
     rest = "data: {files: [a]}\nout: o\n"
     (tmp_path / "base.yaml").write_text("model: {path: old, init: random}\n" + rest)
     (tmp_path / "mine.yaml").write_text("bases: [base.yaml]\nmodel: new\n")
@@ -122,7 +123,7 @@ def test_the_model_of_a_run_is_plain_text_too(tmp_path: Path) -> None:
         load_config("pretrain", None, ["model.config.vocab_size=9", "model.init=random", "data.files=[a]", "out=o"])
 
 
-def test_the_verb_knows_models(
+def test_config_commands_accept_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The schema itself: what every setting must have."""
+"""Requirements on every setting of the schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def sections() -> list[type[Section]]:
     return [RunConfig, *Section.__subclasses__()]
 
 
-def test_every_setting_says_what_it_is() -> None:
+def test_every_setting_has_a_description() -> None:
     bare = [
         f"{section.__name__}.{name}"
         for section in sections()
@@ -32,13 +32,13 @@ def test_only_the_inputs_and_the_output_must_be_given() -> None:
     assert required - by_command == {"RunConfig.out", "DataSet.files"}
 
 
-def test_names_that_are_pointed_to_exist() -> None:
+def test_suggested_names_exist() -> None:
     known = set(settings())
     assert set(GIVEN_BY.values()) <= known
     assert {tuple(meant.split(".")) for meant in _OTHER_NAMES.values()} <= known
 
 
-def test_names_that_people_script_against_exist() -> None:
+def test_documented_names_exist() -> None:
     known = {".".join(key) for key in settings()}
     assert known >= {
         *(f"parallel.{name}" for name in ("tp", "sp", "pp", "fsdp")),

@@ -1,4 +1,4 @@
-"""Training commands of Megatron-LM and experiments of Primus, as they are found in public scripts."""
+"""Training commands of Megatron-LM and experiments of Primus, as in public scripts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ tokenizer_type: NullTokenizer
 vocab_size: 99
 """,
 }
-"""Of Primus, by name."""
+"""Model files of Primus, by name."""
 OVERRIDES = """
 stderr_sink_level: DEBUG
 log_avg_skip_iterations: 2

@@ -1,4 +1,4 @@
-"""Primus' experiments mean exactly these settings, with their model files, and with presets where there are none."""
+"""Experiments of Primus become exactly these settings, with their model files or with presets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_an_experiment_with_its_model_files(tmp_path: Path, models: Path) -> None:
+def test_experiment_with_model_files(tmp_path: Path, models: Path) -> None:
     result = translate_experiment(written(tmp_path, experiment("llama3.1_8B")), models)
     assert result.translation.settings == SETTINGS | {
         "out": "./output/amd/me/first",
@@ -77,14 +77,14 @@ def test_an_experiment_with_its_model_files(tmp_path: Path, models: Path) -> Non
     ]
 
 
-def test_the_part_of_an_experiment_that_guides_show(tmp_path: Path, models: Path) -> None:
+def test_experiment_of_one_module(tmp_path: Path, models: Path) -> None:
     overrides = "\n".join(f"  {line}" for line in OVERRIDES.strip().splitlines())
     result = translate_experiment(written(tmp_path, f"model: llama3.1_8B.yaml\noverrides:\n{overrides}\n"), models)
     assert result.translation.settings == SETTINGS | {"out": "runs/first", "checkpoint.save_final": False}
     assert result.model["num_layers"] == 32
 
 
-def test_experts_of_a_model_that_builds_on_bases(tmp_path: Path, models: Path) -> None:
+def test_moe_model_with_bases(tmp_path: Path, models: Path) -> None:
     more = "\nmoe_token_dispatcher_type: flex\nuse_turbo_deepep: true\nexpert_model_parallel_size: 2"
     result = translate_experiment(written(tmp_path, experiment("mixtral_tiny", more)), models)
     found = result.translation.settings
@@ -98,7 +98,7 @@ def test_experts_of_a_model_that_builds_on_bases(tmp_path: Path, models: Path) -
     assert result.model["padded_vocab_size"] == 100
 
 
-def test_a_checkout_is_found_from_within_and_by_its_name(
+def test_a_checkout_is_found_from_within_and_by_primus_path(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkout = tmp_path / "Primus"
@@ -112,7 +112,7 @@ def test_a_checkout_is_found_from_within_and_by_its_name(
     assert translate_experiment(outside).model["num_layers"] == 32
 
 
-def test_without_its_file_a_known_model_is_a_preset_with_the_overrides(tmp_path: Path) -> None:
+def test_a_known_model_without_its_file_becomes_a_preset_with_overrides(tmp_path: Path) -> None:
     result = translate_experiment(written(tmp_path, experiment("llama3.1_8B", "\nrotary_base: 10000")))
     found = result.translation
     assert not result.model
@@ -120,12 +120,12 @@ def test_without_its_file_a_known_model_is_a_preset_with_the_overrides(tmp_path:
     assert found.settings["model.init"] == "random"
     wanted = {"max_position_embeddings": 8192, "initializer_range": 0.008, "rms_norm_eps": 1e-6}
     assert found.settings["model.config"] == wanted
-    said = {remark.option: remark for remark in found.remarks}
-    assert "no RoPE scaling" in said["model: llama3.1_8B.yaml"].reason
-    assert said["rotary_base: 10000"].status == "unsupported"
+    remarks = {remark.option: remark for remark in found.remarks}
+    assert "no RoPE scaling" in remarks["model: llama3.1_8B.yaml"].reason
+    assert remarks["rotary_base: 10000"].status == "unsupported"
 
 
-def test_fine_tuning_has_its_own_defaults_and_data(tmp_path: Path, models: Path) -> None:
+def test_sft_defaults_and_data(tmp_path: Path, models: Path) -> None:
     more = '\nsft_dataset_name: "someone/chats"\nlora: {enabled: false, dim: 32}'
     text = experiment("llama3_8B", more, "sft_trainer.yaml").replace("mock_data: true", "mock_data: false")
     found = translate_experiment(written(tmp_path, text), models).translation
@@ -149,12 +149,12 @@ def test_fine_tuning_has_its_own_defaults_and_data(tmp_path: Path, models: Path)
         (experiment("llama3_8B", "\nseed: ${NOT_SET_ANYWHERE}"), "NOT_SET_ANYWHERE is not set"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, models: Path, text: str, words: str) -> None:
+def test_invalid_input_is_refused(tmp_path: Path, models: Path, text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         translate_experiment(written(tmp_path, text), models)
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(MissingInput):
         translate_experiment(tmp_path / "none.yaml")
     with pytest.raises(UsageError, match="--models"):

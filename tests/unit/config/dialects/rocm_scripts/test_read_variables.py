@@ -1,4 +1,4 @@
-"""Every line that ROCm's pages tell people to type becomes exactly this."""
+"""The command lines in ROCm's documentation become exactly these settings."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def read(script: str, line: str, *arguments: str) -> ScriptRun:
     return run
 
 
-def said(run: ScriptRun) -> list[str]:
+def remark_options(run: ScriptRun) -> list[str]:
     return [remark.option for remark in run.translation.remarks]
 
 
@@ -101,9 +101,9 @@ def test_documented_lines(script: str, line: str, wanted: dict[str, Any], remark
     out = settings.pop("out")
     assert settings == (DEEPSEEK if script == "deepseek_v2" else LLAMA) | wanted
     assert out.startswith("experiment/") and "<" not in out + run.train_log and run.tee
-    assert sorted(said(run)) == sorted(remarks)
+    assert sorted(remark_options(run)) == sorted(remarks)
     assert set(run.translation.origins) == set(run.translation.settings)
-    # What is printed is a config, and says the same.
+    # The printed text is a config with the same values.
     text = as_yaml(run.translation, "A title.")
     values, _ = read_mapping(text)
     flat = as_json(run.translation)["config"]
@@ -111,7 +111,7 @@ def test_documented_lines(script: str, line: str, wanted: dict[str, Any], remark
     if "BS" not in remarks:
         config = load_config(None, None, [], {"recipe": "pretrain", **run.translation.settings})
         assert config.train.steps == run.translation.settings["train.steps"]
-    # As arguments the same words mean the same, whatever the environment says.
+    # The same variables as arguments win over the environment.
     again = read_script(script, {"MBS": "77", "TEE_OUTPUT": "0"}, shlex.split(line))
     assert {**again.translation.settings, "out": out} == {**settings, "out": out}
 
@@ -123,11 +123,11 @@ def test_both_nodes() -> None:
     for rank in (0, 1):
         run = read("llama3", f"{line}{rank}")
         assert run.translation.world == World(2, rank, None, "IP_NODE0", 6000)
-        assert "MASTER_ADDR=IP_NODE0" in said(run)  # a placeholder
+        assert "MASTER_ADDR=IP_NODE0" in remark_options(run)  # a placeholder
         assert run.train_log == (
             f"experiment/2nodes_rank{rank}_train_8B_mbs2_bs256_tp1_pp1_cp1_iter10/TE_FP8_1/<time>/output_perf.log"
         )
-        # The log is the node's own, the run is one.
+        # Each node has a log; the run folder is shared.
         assert run.setting("out") == "experiment/2nodes_train_8B_mbs2_bs256_tp1_pp1_cp1_iter10/TE_FP8_1/run"
     alone = read("llama2", "MODEL_SIZE=7 TP=1 MASTER_ADDR=node0")
     assert "NNODES is not given" in next(r.reason for r in alone.translation.remarks if r.option == "MASTER_ADDR=node0")
@@ -136,7 +136,7 @@ def test_both_nodes() -> None:
             read("llama2", line)
 
 
-def test_a_batch_that_cannot_be_dealt_out_names_sizes_that_can() -> None:
+def test_a_batch_size_that_does_not_divide_names_sizes_that_do() -> None:
     run = read("llama2", "MBS=3 BS=56 TP=1 MODEL_SIZE=70")
     assert run.misfit(8, batch_names("llama2")) == (
         "BS=56 is not a multiple of MBS=3 x 8 data-parallel ranks = 24 (8 ranks in all). Use BS=48 or BS=72, "
@@ -144,11 +144,11 @@ def test_a_batch_that_cannot_be_dealt_out_names_sizes_that_can() -> None:
     )
     assert run.misfit(1, ("MBS", "BS")) is not None and run.misfit(14, ("MBS", "BS")) is not None
     assert read("llama2", "MBS=7 BS=56 TP=1").misfit(8, ("MBS", "BS")) is None
-    assert read("llama2", "MBS=3 BS=56 TP=8").misfit(4, ("MBS", "BS")) is None  # the layout's own word is better
+    assert read("llama2", "MBS=3 BS=56 TP=8").misfit(4, ("MBS", "BS")) is None  # the layout's error is better
 
 
 @pytest.mark.parametrize(
-    ("script", "line", "arguments", "told"),
+    ("script", "line", "arguments", "message"),
     [
         ("llama3", "MODEL_SIZE=7", (), "MODEL_SIZE=7: must be 8 or 70"),
         ("llama3", "TOTAL_ITERS=five", (), "TOTAL_ITERS=five: must be a whole number"),
@@ -163,12 +163,12 @@ def test_a_batch_that_cannot_be_dealt_out_names_sizes_that_can() -> None:
         ("llama3", "MBS=0 BS=x", (), "2 errors"),
     ],
 )
-def test_what_cannot_be_is_refused(script: str, line: str, arguments: tuple[str, ...], told: str) -> None:
-    with pytest.raises(UsageError, match=told.replace("?", r"\?")):
+def test_invalid_variables_are_refused(script: str, line: str, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("?", r"\?")):
         read(script, line, *arguments)
 
 
-def test_arguments_win_and_may_be_settings_or_variables_of_libraries() -> None:
+def test_arguments_override_the_environment_and_can_be_settings_or_library_variables() -> None:
     run = read("llama3", "MBS=4 MODEL_SIZE=8", "MBS=2", "BS=32.0", "model.config.num_hidden_layers=2",
                "NCCL_IB_HCA=a,b", "train.precision=fp32", "data.mock=false", "data.files=[a.txt]")  # fmt: skip
     settings = run.translation.settings
@@ -181,7 +181,7 @@ def test_arguments_win_and_may_be_settings_or_variables_of_libraries() -> None:
     assert values["model"]["config"] == {"num_hidden_layers": 2} and values["data"]["mock"] is False
 
 
-def test_real_data_checkpoints_and_what_else_scripts_know() -> None:
+def test_data_checkpoints_and_logs() -> None:
     run = read("llama2", "MODEL_SIZE=13 MOCK_DATA=0 DATA_PATH=/d/books TOKENIZER_TYPE=Llama2Tokenizer "
                          "TOKENIZER_MODEL=/t/tok SAVE_CKPT_PATH=/c LOAD_CKPT_PATH=/old SAVE_INTERVAL=100 EVAL_ITERS=5 "
                          "ENABLE_PROFILING=1 LOG_DIR=/l EXP_NAME=mine TEE_OUTPUT=0 TP=8 "
@@ -200,14 +200,14 @@ def test_real_data_checkpoints_and_what_else_scripts_know() -> None:
     assert mixed.translation.settings["data.sets.set2.weight"] == 0.7
     assert any("2026" in remark.reason for remark in mixed.translation.remarks)
     mock = read("llama3", "MODEL_SIZE=8 MOCK_DATA=1 DATA_PATH=/d/a TOKENIZER_MODEL=meta-llama/Llama-3.1-70B TE_BF16=1")
-    assert {"DATA_PATH=/d/a", "TOKENIZER_MODEL=meta-llama/Llama-3.1-70B", "TE_BF16=1"} <= set(said(mock))
+    assert {"DATA_PATH=/d/a", "TOKENIZER_MODEL=meta-llama/Llama-3.1-70B", "TE_BF16=1"} <= set(remark_options(mock))
     deep = read("deepseek_v2", "MOCK_DATA=0 DATA_DIR=/d TRAIN_ITERS=60 AC=sel EP=4 PR=fp8")
     assert deep.translation.settings["data.files"] == ["/d/mmap_deepseekv2_datasets_text_document"]
     assert deep.translation.settings["train.recompute"] == "selective"
-    assert {"TRAIN_ITERS=60", "EP=4", "PR=fp8"} <= set(said(deep))
+    assert {"TRAIN_ITERS=60", "EP=4", "PR=fp8"} <= set(remark_options(deep))
 
 
-def test_what_says_nothing_beside_the_others_is_told() -> None:
+def test_variables_without_effect_are_reported() -> None:
     given = ["EVAL_INTERVAL=3", "SAVE_INTERVAL=4", "TE_FP8_RECIPE=tensorwise", "FP4_BF16_START=2", "SEQ_PARALLEL=1"]
     mock = ["DATA_DIR=/d", "TOKENIZER_TYPE=HuggingFaceTokenizer"]
     run = read_script("llama3", {}, ["MODEL_SIZE=8", "TP=1", *given, *mock])
@@ -217,7 +217,7 @@ def test_what_says_nothing_beside_the_others_is_told() -> None:
     assert str(refused.value) == "train_llama3.sh: FSDP=yes: must be 0 or 1."
 
 
-def test_variables_of_the_environment_that_are_near_ones() -> None:
-    found = said(read("llama3", "MODEL_SIZE=8 GBS=64 TOTAL_ITER=5 HOME=/h SEQ_LENGTH=4096"))
+def test_similar_environment_variables_are_reported() -> None:
+    found = remark_options(read("llama3", "MODEL_SIZE=8 GBS=64 TOTAL_ITER=5 HOME=/h SEQ_LENGTH=4096"))
     assert "GBS" in found and "TOTAL_ITER" in found and "HOME" not in found
-    assert "BS" in said(read("deepseek_v2", "BS=64"))
+    assert "BS" in remark_options(read("deepseek_v2", "BS=64"))

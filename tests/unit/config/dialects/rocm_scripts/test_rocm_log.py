@@ -18,7 +18,7 @@ READ_BY_CVS = {
     "memory": r"mem usages:\s+([0-9\.]+)",
     "elapsed": r"elapsed time per iteration \(ms\):\s+([0-9\.]+)",
 }
-"""What it looks for in the last 15 lines, as facts."""
+"""Patterns that it searches in the last 15 lines."""
 
 
 def step(number: int, seconds: float) -> StepMetrics:
@@ -29,7 +29,7 @@ def step(number: int, seconds: float) -> StepMetrics:
     )  # fmt: skip
 
 
-def test_a_line_is_that_of_megatron_lm_with_rocm_s_memory_in_it() -> None:
+def test_log_line_is_megatron_lms_with_rocms_memory() -> None:
     now = datetime(2025, 8, 13, 3, 42, 28)
     assert megatron_line(step(50, 10.2358), 50, now) == (
         " [2025-08-13 03:42:28] iteration       50/      50 | consumed samples:        12800 | elapsed time per "
@@ -40,12 +40,12 @@ def test_a_line_is_that_of_megatron_lm_with_rocm_s_memory_in_it() -> None:
     )
 
 
-def test_what_else_a_loss_tells_stands_behind_it() -> None:
+def test_other_loss_metrics_follow_the_loss() -> None:
     line = megatron_line(replace(step(1, 1.0), objective={"mtp_loss": 2.0, "rewards/margins": -0.5}), 2)
     assert "| lm loss: 7.272264E+00 | mtp_1 loss: 2.000000E+00 | rewards/margins: -5.000000E-01 | loss scale" in line
 
 
-def test_the_means_leave_out_the_first_two_and_the_last() -> None:
+def test_means_exclude_the_first_two_and_the_last_iteration() -> None:
     lines = [
         "layout: tp=1",
         *(megatron_line(step(n, 9.0 if n in (1, 2, 6) else 2.0), 6) for n in range(1, 7)),
@@ -66,7 +66,7 @@ def test_the_means_leave_out_the_first_two_and_the_last() -> None:
     )
 
 
-def test_deepseek_has_no_throughput_and_short_runs_are_said_to_be() -> None:
+def test_summary_of_deepseek_and_of_a_short_run() -> None:
     log = "\n".join(megatron_line(step(n, 3.0), 2) for n in (1, 2))
     end = summary(log, tokens_per_step=3, ranks=1, skip=1, with_throughput=False)
     assert end[0] == "means over 2 of 2 iterations:" and not any("throughput" in line for line in end)
