@@ -14,7 +14,8 @@ from rounds import turn_files
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.engine.parallel.process_groups import close_groups
-from isthmus.platforms.detect import apply_env, detect
+from isthmus.platforms.detect import detect
+from isthmus.platforms.environment import apply_env
 from isthmus.recipes.setup.model_plan import plan_model
 from isthmus.recipes.setup.rank_model import join_and_build
 from isthmus.train.flops import flops_per_batch

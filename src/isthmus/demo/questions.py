@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from isthmus.demo.python_docs import DocEntry, stable_hash
 
-_HELD_OUT_ONE_IN = 10
+_VALIDATION_ONE_IN = 10
 _METHOD_QUESTIONS_ONE_IN = 3
 """Share of the methods with a "kind" question; most entries are methods."""
 
@@ -27,9 +27,9 @@ class Question:
 
 def split_entries(entries: Sequence[DocEntry]) -> tuple[list[DocEntry], list[DocEntry]]:
     """Split into training and validation entries; no training entry mentions a validation name."""
-    held_out = [entry for entry in entries if stable_hash(entry.unit) % _HELD_OUT_ONE_IN == 0]
-    names = {entry.name for entry in held_out}
-    return [entry for entry in entries if not mentions(entry.document, names)], held_out
+    validation = [entry for entry in entries if stable_hash(entry.unit) % _VALIDATION_ONE_IN == 0]
+    names = {entry.name for entry in validation}
+    return [entry for entry in entries if not mentions(entry.document, names)], validation
 
 
 def mentions(text: str, names: Collection[str]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -16,6 +17,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from isthmus.demo.python_docs import python_documentation
 from isthmus.demo.questions import Question, chance_level, exact_match, make_questions, split_entries
@@ -62,7 +66,7 @@ def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> 
     started_s = time.monotonic()
     out = Path(out).absolute()
     log("1. Data: the documentation of this Python's standard library")
-    training, held_out = _make_data(out, log)
+    training, validation = _make_data(out, log)
     common = ["--nproc", str(nproc), f"parallel.tp={nproc}", "data.seq_length=256", "train.precision=fp32"]
     common += ["optim.warmup_steps=10", "optim.lr=4e-3"]
 
@@ -75,29 +79,26 @@ def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> 
     half = SFT_STEPS // 2
     log(f"3. Fine-tune: {SFT_STEPS} steps on the questions; after step {half} the run gets SIGTERM")
     arguments = ["sft", "--model", str(pretrained / "hf"), "--data", str(out / "chats.jsonl"), *common]
-    arguments += [f"data.valid_files={out / 'held-out-chats.jsonl'}", f"train.steps={SFT_STEPS}"]
+    arguments += [f"data.valid_files={out / 'valid-chats.jsonl'}", f"train.steps={SFT_STEPS}"]
     arguments += ["train.global_batch_size=3", "train.micro_batch_size=3"]
     _command(arguments, tuned, log, debug=debug, stop_after=half)
     resumed_at = max(int(path.name.removeprefix("iter_")) for path in (tuned / "checkpoints").glob("iter_*"))
     log("4. The same command again: it resumes from the checkpoint and exports a Hugging Face model")
     _command(arguments, tuned, log, debug=debug)
 
-    log("5. The exported model in transformers: logits, and answers to held-out questions")
-    difference = logits_difference(tuned / "hf", out / "held-out-chats.jsonl")
+    log("5. The exported model in transformers: logits, and answers to validation questions")
+    difference = logits_difference(tuned / "hf", out / "valid-chats.jsonl")
     if difference > TOLERANCE:
         raise CheckFailed(f"logits of {tuned / 'hf'} in transformers and Megatron-Core differ by {difference:.2e}.")
-    answers = _answers(tuned / "hf", held_out)
-    shown = [[q for q in held_out if q.topic == topic][7 * i] for i, topic in enumerate({q.topic: 0 for q in held_out})]
-    losses, pretrain_losses, speeds = (
-        _metrics(run_dir, key)
-        for run_dir, key in ((tuned, "valid_loss"), (pretrained, "valid_loss"), (tuned, "tokens_per_s"))
-    )
+    answers = _answers(tuned / "hf", validation)
+    shown = [questions[7 * i] for i, questions in enumerate(_by_topic(validation).values())]
+    losses, pretrain_losses = _metrics(tuned, "valid_loss"), _metrics(pretrained, "valid_loss")
     return DemoResult(
         pretrain_loss=(pretrain_losses[0], pretrain_losses[-1]),
         sft_loss=(losses[0], losses[-1]),
-        exact_match=_scores(training, held_out, _answers(pretrained / "hf", held_out), answers),
+        exact_match=_scores(training, validation, _answers(pretrained / "hf", validation), answers),
         examples=[(question.text, answers[question], question.answer) for question in shown],
-        tokens_per_s=sorted(speeds)[len(speeds) // 2],
+        tokens_per_s=statistics.median_high(_metrics(tuned, "tokens_per_s")),
         resumed_at_step=resumed_at,
         logits_difference=difference,
         model=str(tuned / "hf"),
@@ -113,20 +114,23 @@ def _make_data(out: Path, log: Log) -> tuple[list[Question], list[Question]]:
     if out.exists():
         raise NoSpace(f"{out} exists already. Remove it or choose another folder with --out.")
     out.mkdir(parents=True)
-    training, held_out = split_entries(python_documentation())
-    questions, unseen = make_questions(training), make_questions(held_out)
-    by_topic = {topic: [q for q in unseen if q.topic == topic] for topic in sorted({q.topic for q in unseen})}
-    evaluated = [question for some in by_topic.values() for question in some[:EVALUATED_PER_TOPIC]]
+    training, validation = split_entries(python_documentation())
+    questions, unseen = make_questions(training), make_questions(validation)
+    evaluated = [question for some in _by_topic(unseen).values() for question in some[:EVALUATED_PER_TOPIC]]
     _write(out / "documents.jsonl", ({"text": entry.document} for entry in training))
     _write(out / "chats.jsonl", map(_chat, questions))
-    _write(out / "held-out-chats.jsonl", map(_chat, evaluated))
-    log(f"   {len(training)} documents, {len(questions)} questions; {len(held_out)} held-out names are in none of them")
+    _write(out / "valid-chats.jsonl", map(_chat, evaluated))
+    log(f"   {len(training)} documents, {len(questions)} questions; none has one of {len(validation)} validation names")
     texts = [entry.document for entry in training] + [question.text for question in questions]
     sizes: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 4, "head_dim": 64}
     model = build_tiny_qwen3(out / "model", texts, **sizes, pattern=QWEN_PATTERN, scaled_init=True)
     log(f"   {model}: a Qwen3 model with random weights, and a tokenizer trained on the documents")
     return questions, evaluated
+
+
+def _by_topic(questions: list[Question]) -> dict[str, list[Question]]:
+    return {topic: [q for q in questions if q.topic == topic] for topic in sorted({q.topic for q in questions})}
 
 
 def _chat(question: Question) -> dict[str, object]:
@@ -145,25 +149,22 @@ def _answers(model_folder: Path, questions: list[Question]) -> dict[Question, st
 
 
 def _scores(
-    training: list[Question], held_out: list[Question], before: dict[Question, str], after: dict[Question, str]
+    training: list[Question], validation: list[Question], before: dict[Question, str], after: dict[Question, str]
 ) -> dict[str, dict[str, float]]:
-    topics = {topic: [q for q in held_out if q.topic == topic] for topic in sorted({q.topic for q in held_out})}
     return {
         topic: {
             "before": exact_match(questions, [before[question] for question in questions]),
             "after": exact_match(questions, [after[question] for question in questions]),
             "chance": chance_level(questions, training),
         }
-        for topic, questions in (topics | {"all": held_out}).items()
+        for topic, questions in (_by_topic(validation) | {"all": validation}).items()
     }
 
 
 def _command(arguments: list[str], run_dir: Path, log: Log, *, debug: bool, stop_after: int | None = None) -> None:
     """Run one isthmus command. With ``stop_after``, send SIGTERM at that step and expect exit code 75."""
-    command, log_file = (
-        [sys.executable, "-m", "isthmus", *arguments, "--out", str(run_dir)],
-        run_dir.with_suffix(".log"),
-    )
+    command = [sys.executable, "-m", "isthmus", *arguments, "--out", str(run_dir)]
+    log_file = run_dir.with_suffix(".log")
     with ExitStack() as stack:
         output = None if debug else stack.enter_context(log_file.open("a", encoding="utf-8"))
         process = subprocess.Popen(command, stdout=output, stderr=output and subprocess.STDOUT)
@@ -215,3 +216,26 @@ def logits_difference(model_folder: Path, text_file: Path, *, max_tokens: int = 
         return float((model_logits(load_model(model_folder), ids) - expected).abs().max())
     finally:
         close_groups()
+
+
+def print_summary(result: DemoResult) -> None:
+    table = Table(title="Results")
+    for column in ("", "before", "after", "chance"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("pretraining: validation loss", *(f"{loss:.3f}" for loss in result.pretrain_loss), "")
+    table.add_row("fine-tuning: validation loss", *(f"{loss:.3f}" for loss in result.sft_loss), "")
+    for topic, scores in result.exact_match.items():
+        table.add_row(f"exact match: {topic}", *(f"{score:.0%}" for score in scores.values()))
+    console = Console(highlight=False)
+    console.print(table)
+    for question, answer, expected in result.examples:
+        mark = "correct" if answer == expected else f"expected: {expected}"
+        console.print(f"  Q: {question}\n  A: {answer}   ({mark})", markup=False)
+    console.print(
+        f"\nLogits of the export, transformers against Megatron-Core: largest difference {result.logits_difference:.1e}"
+        f"\nStopped and resumed at step {result.resumed_at_step}; {result.tokens_per_s:,.0f} tokens/s; "
+        f"{result.time_s:.0f} s in total\nModel: {result.model}\nRun:   {result.run}"
+        f"\nNext:  isthmus sft --model {result.model} --data YOUR.jsonl --out runs/first --nproc 2 parallel.tp=2",
+        markup=False,
+        soft_wrap=True,
+    )

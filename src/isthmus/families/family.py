@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +50,7 @@ class Key:
         if value is None:
             raise DataError(f"config.json: {self.hf} is missing.")
         if self.choices is not None:
-            if value not in self.choices:
+            if not isinstance(value, Hashable) or value not in self.choices:
                 raise UsageError(
                     f"config.json: {self.hf}={_short(value)} is not supported; {_either(self.choices)} is."
                 )

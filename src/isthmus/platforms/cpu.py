@@ -61,7 +61,8 @@ class CpuPlatform(Platform):
         return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
     def memory_used(self) -> float:
-        return 1.0 - free_bytes() / int(psutil.virtual_memory().total)
+        memory = psutil.virtual_memory()
+        return 1.0 - float(memory.available) / float(memory.total)
 
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
         return free_bytes() // ranks_here

@@ -14,8 +14,6 @@ from isthmus.platforms.cuda import CudaPlatform
 from isthmus.platforms.environment import apply_env
 from isthmus.platforms.rocm import RocmPlatform
 
-__all__ = ["apply_env", "detect"]
-
 _TITLES = {"cuda": "CUDA", "rocm": "ROCm"}
 
 

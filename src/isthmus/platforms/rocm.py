@@ -9,12 +9,9 @@ import torch
 from isthmus.platforms.base import EnvDefaults, RunShape
 from isthmus.platforms.gpu import GpuPlatform
 
-_MATRIX_CORES = {
-    # CDNA 1, 2, 3, 4; RDNA 3, 3.5 and 4.
-    "bf16": ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12"),
-    "fp16": ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12"),
-    "fp8": ("gfx942", "gfx950", "gfx12"),
-}
+_16_BIT = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
+"""CDNA 1, 2, 3, 4; RDNA 3, 3.5 and 4."""
+_MATRIX_CORES = {"bf16": _16_BIT, "fp16": _16_BIT, "fp8": ("gfx942", "gfx950", "gfx12")}
 
 
 class RocmPlatform(GpuPlatform):

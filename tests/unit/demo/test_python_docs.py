@@ -40,15 +40,15 @@ def test_entries(entries: list[DocEntry]) -> None:
     assert by_name["shutil.copyfile"].document.startswith(text)
 
 
-def test_no_training_text_mentions_a_held_out_name(entries: list[DocEntry]) -> None:
-    training, held_out = split_entries(entries)
-    names = {entry.name for entry in held_out}
-    assert len(held_out) > 300 and len(training) > 0.8 * len(entries)
+def test_no_training_text_mentions_a_validation_name(entries: list[DocEntry]) -> None:
+    training, validation = split_entries(entries)
+    names = {entry.name for entry in validation}
+    assert len(validation) > 300 and len(training) > 0.8 * len(entries)
     assert not names & {entry.name for entry in training}
     texts = [entry.document for entry in training]
     texts += [text for question in make_questions(training) for text in (question.text, question.answer)]
     assert not any(mentions(text, names) for text in texts)
-    assert not any(name in text.split() for text in texts for name in (held_out[0].name, held_out[-1].name))
+    assert not any(name in text.split() for text in texts for name in (validation[0].name, validation[-1].name))
 
 
 def test_mentions() -> None:

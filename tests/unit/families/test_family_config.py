@@ -272,6 +272,7 @@ def test_unknown_family_lists_the_known_ones() -> None:
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, "chunked_attention is not supported"),
         ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"model_type": "starcoder2", "hidden_act": "relu"}, "hidden_act=relu is not supported; gelu"),
+        ({"model_type": "starcoder2", "hidden_act": ["gelu"]}, "hidden_act=.'gelu'. is not supported; gelu"),
         ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm=True"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "only causal attention"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 9.0}, "does not cap"),
@@ -317,6 +318,13 @@ def test_unsupported_settings_are_rejected(change: dict[str, Any], message: str)
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling must not be 0"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must list all 3 layers"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types must list the kind of each of 3"),
+        ({"model_type": "gemma2", "sliding_window_pattern": "6"}, "sliding_window_pattern must be a positive integer"),
+        ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window must be a positive integer or null"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be a positive integer or null, got 0"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None},
+            "max_window_layers must be an integer, got None",
+        ),
     ],
 )
 def test_invalid_numbers_are_named(change: dict[str, Any], message: str) -> None:

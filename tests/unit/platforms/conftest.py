@@ -25,7 +25,7 @@ def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the variables that platforms read or set, before and after each test."""
     ours = {*CudaPlatform(reason="").env_defaults(), *RocmPlatform(reason="").env_defaults(), *OF_RUNS}
     for variable in (*RANK_VARIABLES, *MASKS, *ours):
-        monkeypatch.setenv(variable, "")  # so that it is put back as it was, also where it is absent now
+        monkeypatch.setenv(variable, "")  # so that monkeypatch restores it, also if it is absent now
         monkeypatch.delenv(variable)
     monkeypatch.setattr(environment, "_set_here", {})
 

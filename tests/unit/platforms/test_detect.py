@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from isthmus.errors import UsageError
-from isthmus.platforms.detect import apply_env, detect
+from isthmus.platforms.detect import detect
+from isthmus.platforms.environment import apply_env
 
 
 @pytest.mark.usefixtures("mi300x")
@@ -111,7 +112,8 @@ import torch
 torch.version.hip = "6.4"
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
-from isthmus.platforms.detect import apply_env, detect
+from isthmus.platforms.detect import detect
+from isthmus.platforms.environment import apply_env
 platform = detect()
 apply_env(platform)
 print(platform.name, [name for name in sys.modules if name.split(".")[0] in ("megatron", "transformers")])

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from isthmus.platforms.base import RunShape
-from isthmus.platforms.detect import apply_env, detect
-from isthmus.platforms.environment import remarks_on
+from isthmus.platforms.detect import detect
+from isthmus.platforms.environment import apply_env, remarks_on
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,8 @@ class Candidates:
         }
         if layer_norm:
             found["norm_bias"] = structure.norm_bias
-        if structure.qk_norm is not None:
-            over = "head" if structure.qk_norm_symbols == ("D", "D") else "projection"
+        if structure.qk_norms:
+            over = "head" if structure.qk_norms[0][1] == "D" else "projection"
             found |= {"qk_norm": True, "qk_norm_over": over}
         if structure.sinks is not None:
             found["attention_sinks"] = True

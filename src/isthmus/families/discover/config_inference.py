@@ -52,18 +52,23 @@ _MULTIPLIERS: Mapping[str, tuple[str, str | None]] = {
 }
 """Fields of the Architecture, and the conversions to and from the settings."""
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
-_FORMULAS = {"num_query_groups": "{num_attention_heads}", "kv_channels": "{hidden_size}/{num_attention_heads}"}
+_FORMULAS = {
+    "num_query_groups": "{num_attention_heads}",
+    "kv_channels": "{hidden_size}/{num_attention_heads}",
+    "ffn_hidden_size": "4*{hidden_size}",
+}
+"""Sizes whose setting may be absent or null."""
 METADATA = re.compile(
     r"architectures|model_type|torch_dtype|dtype|transformers_version|auto_map|_.*|use_cache|.*_token_id|id2label|"
-    r"label2id|return_dict|output_(?:attentions|hidden_states|router_logits|scores)|problem_type|tokenizer_class|chunk_size_feed_forward|task_specific_params|"
-    r"is_encoder_decoder|max_length|summary_.*"
+    r"label2id|return_dict|output_(?:attentions|hidden_states|router_logits|scores)|problem_type|tokenizer_class|"
+    r"chunk_size_feed_forward|task_specific_params|is_encoder_decoder|max_length|summary_.*"
 )
 """Settings without effect on tensors and logits."""
 _DROPOUT = re.compile(r".*drop.*")
 WINDOW = ("sliding_window", "layer_types")
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 _INIT = ("initializer_range", "init_std")
-_KINDS = {"full_attention", "sliding_attention"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _MIN_LAYERS, _MAX_LAYERS = 4, 16
 
 
@@ -79,6 +84,7 @@ class ConfigInference:
         self.sizes = {name: found for name, words in _SIZES.items() if (found := self._first(words)) is not None}
         self.one_group = False
         self.shared: str | None = None
+        """Key of the number of shared experts, if the config does not have their width."""
         if self.effective.get(self._first(_EXPERT_SIZES["moe.num_experts"]) or ""):
             self._find_experts()
         self.epsilon = self._first(_EPSILON)
@@ -86,7 +92,7 @@ class ConfigInference:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
             if name not in self.sizes:
                 raise UsageError(f"config.json has no known key for {name}: {' or '.join(_SIZES[name])}.")
-        if unknown := {str(kind) for kind in self.layer_types} - _KINDS:
+        if unknown := {str(kind) for kind in self.layer_types} - {_FULL, _SLIDING}:
             raise UsageError(f"config.json: layer_types has {', '.join(sorted(unknown))}, which is not supported.")
         for name in self._layer_lists():
             if name != "layer_types" and len({str(each) for each in effective[name]}) > 1:
@@ -126,10 +132,8 @@ class ConfigInference:
         for name, key in self.sizes.items():
             if name == "num_layers":
                 config[key] = layers
-            elif name in probe.experts:
-                config[key] = probe.experts[name]
             elif config[key] is not None or name in ("ffn_hidden_size", "kv_channels"):
-                config[key] = getattr(probe, name)
+                config[key] = probe.sizes[name]
         if self.shared is not None:
             config[self.shared] = NUM_SHARED_EXPERTS
         if self.epsilon is not None:
@@ -166,9 +170,7 @@ class ConfigInference:
 
     def keys(self, live: Container[str]) -> dict[str, Any]:
         """The ``keys`` of the family file: fields of the Architecture that correspond to one setting."""
-        found: dict[str, Any] = {}
-        for name, key in self.sizes.items():
-            found[name] = {"hf": key} | self._absence(name, key)
+        found: dict[str, Any] = {name: {"hf": key} | self._absence(name, key) for name, key in self.sizes.items()}
         if "moe.num_experts" in self.sizes and "moe.ffn_hidden_size" not in self.sizes:
             found["moe.ffn_hidden_size"] = found["ffn_hidden_size"]
         if "moe.dense_layers" in self.sizes:
@@ -201,28 +203,28 @@ class ConfigInference:
         """Sizes of a probe by symbol, see :func:`isthmus.families.rules.rule.symbol_sizes`."""
         config = self.probe_config(probe)
         configured = {name: config.get(key) for name, key in self.sizes.items()}
-        heads, hidden = probe.num_attention_heads, probe.hidden_size
+        heads, hidden = probe.sizes["num_attention_heads"], probe.sizes["hidden_size"]
         found = {
-            "V": probe.vocab_size,
+            "V": probe.sizes["vocab_size"],
             "H": hidden,
             "F": configured.get("ffn_hidden_size") or 4 * hidden,
-            "P": probe.max_position_embeddings,
+            "P": probe.sizes["max_position_embeddings"],
             "N": heads,
             "G": configured.get("num_query_groups") or heads,
             "D": configured.get("kv_channels") or hidden // heads,
         }
         if (number := configured.get("moe.num_experts")) is not None:
             width = configured.get("moe.ffn_hidden_size") or found["F"]
-            shared = configured.get("moe.shared_ffn_hidden_size") or (
-                NUM_SHARED_EXPERTS * width if self.shared is not None else 0
-            )
-            found |= {"E": number, "X": width} | ({"S": shared} if shared else {})
+            found |= {"E": number, "X": width}
+            if self.shared is not None:
+                found["S"] = NUM_SHARED_EXPERTS * width
+            elif shared := configured.get("moe.shared_ffn_hidden_size"):
+                found["S"] = shared
         return found
 
     def derived(self) -> dict[str, str]:
         """Formulas of the sizes without a setting."""
-        formulas = _FORMULAS | {"ffn_hidden_size": "4*{hidden_size}"}
-        found = {name: text.format(**self.sizes) for name, text in formulas.items() if name not in self.sizes}
+        found = {name: text.format(**self.sizes) for name, text in _FORMULAS.items() if name not in self.sizes}
         return found | {"num_query_groups": "1"} if self.one_group else found
 
     def fixed(self, live: Container[str]) -> dict[str, Any]:
@@ -236,8 +238,7 @@ class ConfigInference:
             absent = self.defaults.get(name)
             if name in self._layer_lists():
                 found[name] = {"each": value[0], "absent": absent}
-                continue
-            if not _DROPOUT.fullmatch(name):
+            elif not _DROPOUT.fullmatch(name):
                 found[name] = {"is": value, "absent": absent}
             elif isinstance(value, int | float):
                 found[name] = {"is": 0.0, "absent": absent, "training": True}
@@ -247,14 +248,15 @@ class ConfigInference:
         return sorted(name for name in self.numbers() if name not in live)
 
     def window(self, style: str) -> dict[str, Any]:
-        every = next((n for n in range(1, self.num_layers + 2) if self.layer_types == _every(n, self.num_layers)), None)
-        default = self.defaults.get("sliding_window")
-        return {"style": style, "default": default, "every": every}
+        layers = range(1, self.num_layers + 1)
+        patterns = {n: [_SLIDING if layer % n else _FULL for layer in layers] for n in range(1, self.num_layers + 2)}
+        every = next((n for n, kinds in patterns.items() if self.layer_types == kinds), None)
+        return {"style": style, "default": self.defaults.get("sliding_window"), "every": every}
 
     def rope_defaults(self) -> dict[str, Any]:
         defaults = self.defaults.get("rope_parameters") or {}
         if any(isinstance(value, Mapping) for value in defaults.values()):
-            full, windowed = defaults.get("full_attention") or {}, defaults.get("sliding_attention") or {}
+            full, windowed = (defaults.get(kind) or {} for kind in (_FULL, _SLIDING))
             return {"rope_theta": full.get("rope_theta"), "rope_local_base_freq": windowed.get("rope_theta")}
         found = {"rope_theta": defaults.get("rope_theta", 10000.0)}
         if defaults.get("rope_type", "default") != "default":
@@ -265,12 +267,11 @@ class ConfigInference:
 
     def _absence(self, name: str, key: str) -> dict[str, Any]:
         """The value of a size if its key is absent or null."""
-        text = _FORMULAS.get(name) or ("4*{hidden_size}" if name == "ffn_hidden_size" else None)
-        if text is not None:
-            meant = text.format(**self.sizes)
-            default = self.defaults.get(key)
+        default = self.defaults.get(key)
+        if name in _FORMULAS:
+            meant = _FORMULAS[name].format(**self.sizes)
             return {"default": None if default == parse_formula(meant, {})(self.defaults) else default, "null": meant}
-        return {"default": self.defaults[key]} if self.defaults.get(key) is not None else {}
+        return {} if default is None else {"default": default}
 
     def _first(self, names: tuple[str, ...]) -> str | None:
         """The first of these keys that the config has; keys of the transformers class have precedence."""
@@ -297,7 +298,3 @@ def check_known_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> 
     known |= {*ROPE, *WINDOW, "sliding_window_pattern"}
     if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
         raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")
-
-
-def _every(number: int, layers: int) -> list[str]:
-    return ["sliding_attention" if (layer + 1) % number else "full_attention" for layer in range(layers)]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from isthmus.errors import UsageError
-from isthmus.families.discover.matrix_matching import GATED, MatrixRoles, assignments, ends_in, module_of
+from isthmus.families.discover.matrix_matching import GATED, NUMBERED, MatrixRoles, assignments, module_of
 from isthmus.families.rules.rule import Shape
-
-_EXPERT = re.compile(r"(.+?\.)(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ def select_expert_tensors(layer: Mapping[str, Shape], sizes: Mapping[str, int]) 
     found = {
         name: shape
         for name, shape in layer.items()
-        if (len(shape) == 3 and shape[0] == number) or (_EXPERT.fullmatch(name) and "norm" not in name)
+        if (len(shape) == 3 and shape[0] == number) or (NUMBERED.fullmatch(name) and "norm" not in name)
     }
     if not found:
         return {}
@@ -50,15 +47,13 @@ def select_expert_tensors(layer: Mapping[str, Shape], sizes: Mapping[str, int]) 
 def match_experts(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> ExpertTensors:
     """Match the tensors that :func:`select_expert_tensors` returns."""
     number, hidden = sizes["E"], sizes["H"]
-    gated = tuple((roles,) for roles in GATED)
-    one = {**sizes, "F": sizes["X"]}
     stacked = {name: shape[1:] for name, shape in tensors.items() if len(shape) == 3}
     single = {}
     for name, shape in tensors.items():
-        if (match := _EXPERT.fullmatch(name)) is not None and len(shape) < 3:
+        if (match := NUMBERED.fullmatch(name)) is not None and len(shape) < 3:
             single[f"{match[1]}{{expert}}.{match[3]}"] = shape
     if bool(stacked) == bool(single):
-        raise UsageError("some tensors hold one expert and others all of them, which is not supported.")
+        raise UsageError("some tensors have one expert and others all experts, which is not supported.")
     routers = [name for name, shape in tensors.items() if shape == (number, hidden)]
     vectors = [name for name, shape in tensors.items() if shape in ((number,), (1, number))]
     corrections = [name for name in vectors if "correction" in name or "expert_bias" in name]
@@ -67,13 +62,13 @@ def match_experts(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Exp
     if len(routers) != 1 or max(map(len, (corrections, biases, gates))) > 1:
         names = ", ".join([*routers, *vectors, *gates])
         raise UsageError(f"this router is not supported: {names or 'it has no weight'}.")
-    known = {*routers, *vectors, *gates, *stacked} | {name for name in tensors if _EXPERT.fullmatch(name)}
-    wide = {module_of(name): shape for name, shape in tensors.items() if name not in known and ends_in(name, "weight")}
-    shared = tuple(assignments(wide, {}, {**sizes, "F": sizes.get("S", 0)}, gated))
+    known = {*routers, *vectors, *gates, *stacked} | {name for name in tensors if NUMBERED.fullmatch(name)}
+    wide = {module_of(name): tensors[name] for name in tensors if name not in known and name.endswith(".weight")}
+    shared = assignments(wide, {}, {**sizes, "F": sizes.get("S", 0)}, GATED)
     if wide and not shared:
         raise UsageError(f"these shared experts are not supported: {', '.join(wide)}.")
     each = stacked or single
-    found = tuple(assignments(each, {}, one, gated))
+    found = assignments(each, {}, {**sizes, "F": sizes["X"]}, GATED)
     if not found:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in each.items())
         raise UsageError(f"these experts are not supported: {shapes}")

@@ -28,28 +28,23 @@ _FORMULA = re.compile(r"(\w+)(?:([*/])(\w+))?(\*\*0\.5)?")
 _NAME = re.compile(r"(?:[\w.-]|\{layer\}|\{expert\})+")
 _SYMBOLS = re.compile(r"[VHFPNGDWEXS12](?:\*[VHFPNGDWEXS12])*")
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool}
-_DECODE: Mapping[str, Callable[[Any], float]] = {
-    "inverse": lambda value: 1 / value,
-    "inverse_root": lambda value: value**-0.5,
+_CONVERSIONS: Mapping[str, tuple[Callable[[Any], float], Callable[[Any], float]]] = {
+    "inverse": (lambda value: 1 / value, lambda value: 1 / value),
+    "inverse_root": (lambda value: value**-0.5, lambda value: value**-2),
 }
-_ENCODE: Mapping[str, Callable[[Any], float]] = {
-    "inverse": lambda value: 1 / value,
-    "inverse_root": lambda value: value**-2,
-}
+"""From a setting to the field of the Architecture, and back."""
 _RULE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "shard": get_args(Shard),
     "init": get_args(Init),
     "layers": get_args(Layers),
     "dtype": ("float32",),
     "strands": ("1", "G", "N"),
-    "interleaved": (True, False),
-    "transposed": (True, False),
-    "stacked": (True, False),
-    "alias": (True, False),
     "when": ("tie_embeddings", "moe.shared_ffn_hidden_size"),
     "unless": ("tie_embeddings",),
+    **dict.fromkeys(("interleaved", "transposed", "stacked", "alias"), (True, False)),
 }
-_FIELDS = {field.name for field in fields(Architecture)} | {f"moe.{field.name}" for field in fields(Moe)}
+_FIELDS = (*(field.name for field in fields(Architecture)), *(f"moe.{field.name}" for field in fields(Moe)))
+_NO_SETTINGS: Mapping[str, Any] = {}
 WHY = "the family was inferred from a config with another value; infer it for this model (isthmus convert --learn)"
 
 
@@ -92,30 +87,26 @@ def read_family(data: Mapping[str, Any]) -> Family:
         if data["format"] != FORMAT:
             raise DataError(f"format {data['format']!r} is not supported, only {FORMAT}.")
         known = {"format", "name", "hf_architecture", "keys", "derived", "traits", "fixed", "window", "rope", "rules"}
-        known |= {"without_bearing"}
-        if unknown := sorted(data.keys() - known - {"ignorable", "proof"}):
-            raise DataError(f"unknown fields: {', '.join(unknown)}.")
+        _check_fields(data, known | {"without_bearing", "ignorable", "proof"}, "a family")
         window = dict(data["window"])
         for name in data["without_bearing"]:
             _text(name)
         style = _one_of(window.get("style"), get_args(Window))
         absent = {key["hf"]: key.get("default") for key in data["keys"].values()}
-        derived = {
-            _field(name): Derived(parse_formula(text, absent), lambda _value, _arch: {})
-            for name, text in data["derived"].items()
-        }
+        formulas = {name: parse_formula(text, absent) for name, text in data["derived"].items()}
         if window.get("unrotated") == "full_attention":
             layers = parse_formula(data["keys"]["num_layers"]["hf"], absent)
-            derived["unrotated_layers"] = Derived(_without_window(style, window, layers), lambda _layers, _arch: {})
+            formulas["unrotated_layers"] = _without_window(style, window, layers)
         return Family(
             name=_text(data["name"]),
             hf_architecture=_text(data["hf_architecture"]),
-            keys={_field(name): _key(key, absent) for name, key in data["keys"].items()},
+            keys={_one_of(name, _FIELDS): _key(key, absent) for name, key in data["keys"].items()},
             rules=tuple(map(_rule, data["rules"])),
             fixed={name: _fixed(fixed) for name, fixed in data["fixed"].items()},
-            traits={_field(name): tuple(value) if isinstance(value, list) else value
+            traits={_one_of(name, _FIELDS): tuple(value) if isinstance(value, list) else value
                     for name, value in data["traits"].items()},
-            derived=derived,
+            derived={_one_of(name, _FIELDS): Derived(formula, lambda _value, _arch: _NO_SETTINGS)
+                     for name, formula in formulas.items()},
             sliding_window=style,
             sliding_window_default=window.get("default"),
             sliding_window_pattern=window.get("every"),
@@ -156,8 +147,7 @@ def parse_formula(text: str, absent: Mapping[str, Any]) -> Callable[[Mapping[str
 
 
 def _key(entry: Mapping[str, Any], absent: Mapping[str, Any]) -> Key:
-    if unknown := sorted(entry.keys() - {"hf", "kind", "default", "null", "optional", "as", "of"}):
-        raise DataError(f"{', '.join(unknown)} is not a field of a key.")
+    _check_fields(entry, {"hf", "kind", "default", "null", "optional", "as", "of"}, "a key")
     given = {name: entry[name] for name in ("default", "optional") if name in entry}
     meaning = entry.get("as")
     if meaning == "first_dense":
@@ -169,9 +159,9 @@ def _key(entry: Mapping[str, Any], absent: Mapping[str, Any]) -> Key:
         shared = expert_tensors.shared_width(_text(entry["hf"]), default=entry.get("default", 0))
         return replace(shared, decode=lambda number, hf: number * width(hf))
     if meaning is not None:
-        _one_of(meaning, tuple(_DECODE))
-        given["decode"] = lambda value, _hf: _DECODE[meaning](value)
-        given["encode"] = lambda value, _arch: _ENCODE[meaning](value)
+        decode, encode = _CONVERSIONS[_one_of(meaning, tuple(_CONVERSIONS))]
+        given["decode"] = lambda value, _hf: decode(value)
+        given["encode"] = lambda value, _arch: encode(value)
     if "null" in entry:
         given["null"] = parse_formula(entry["null"], absent)
     return Key(_text(entry["hf"]), kind=_KINDS[entry.get("kind", "int")], **given)
@@ -191,8 +181,7 @@ class _Each(tuple[Any, ...]):
 
 
 def _fixed(entry: Mapping[str, Any]) -> Fixed:
-    if unknown := sorted(entry.keys() - {"is", "each", "absent", "training"}):
-        raise DataError(f"{', '.join(unknown)} is not a field of a fixed setting.")
+    _check_fields(entry, {"is", "each", "absent", "training"}, "a fixed setting")
     if "each" in entry:
         return Fixed(_Each((entry["each"],)), WHY, absent=entry["absent"], strict=True)
     if entry.get("training", False):
@@ -204,26 +193,22 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
     options = {name: value for name, value in entry.items() if name not in ("canonical", "parts")}
     for name, value in options.items():
         _one_of(value, _RULE_VALUES[name])
-    parts = tuple(HfPart(_name(name), tuple(map(_symbol, symbols))) for name, *symbols in entry["parts"])
-    return Rule(canonical=_name(entry["canonical"]), parts=parts, **options)
+    parts = tuple(
+        HfPart(_match(_NAME, name, "tensor name"), tuple(_match(_SYMBOLS, symbol, "size") for symbol in symbols))
+        for name, *symbols in entry["parts"]
+    )
+    return Rule(canonical=_match(_NAME, entry["canonical"], "tensor name"), parts=parts, **options)
 
 
-def _name(text: str) -> str:
-    if not _NAME.fullmatch(text):
-        raise DataError(f"{text!r} is not a tensor name.")
+def _check_fields(entry: Mapping[str, Any], known: set[str], of: str) -> None:
+    if unknown := sorted(entry.keys() - known):
+        raise DataError(f"{', '.join(unknown)} is not a field of {of}.")
+
+
+def _match(pattern: re.Pattern[str], text: str, what: str) -> str:
+    if not pattern.fullmatch(text):
+        raise DataError(f"{text!r} is not a {what}.")
     return text
-
-
-def _symbol(text: str) -> str:
-    if not _SYMBOLS.fullmatch(text):
-        raise DataError(f"{text!r} is not a size.")
-    return text
-
-
-def _field(name: str) -> str:
-    if name not in _FIELDS:
-        raise DataError(f"{name!r} is not a field of the Architecture.")
-    return name
 
 
 def _text(value: Any) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from isthmus.families.rules.rule import Shape, symbol_size
 
+NUMBERED = re.compile(r"(.+?\.)(\d+)\.(.+)")
+"""The name of a layer's or expert's tensor: prefix, number, rest."""
 Role = Literal["q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "fc1", "fc2"]
 _SHAPES: Mapping[Role, tuple[str, str]] = {
     "q": ("N*D", "H"),
@@ -25,7 +27,7 @@ _SHAPES: Mapping[Role, tuple[str, str]] = {
 }
 ATTENTION: tuple[tuple[Role, ...], ...] = (("q", "k", "v", "o"), ("qkv", "o"))
 FEED_FORWARD: tuple[tuple[Role, ...], ...] = (("gate", "up", "fc2"), ("gate_up", "fc2"), ("fc1", "fc2"))
-GATED = FEED_FORWARD[:2]
+GATED = tuple((roles,) for roles in FEED_FORWARD[:2])
 _NAMES: Mapping[Role, str] = {
     "q": r"\bq_|\bq\b|query|\bwq\b",
     "k": r"\bk_|\bk\b|key\b|\bwk\b",
@@ -53,38 +55,28 @@ def assignments(
     biases: Mapping[str, Shape],
     sizes: Mapping[str, int],
     role_sets: Sequence[tuple[tuple[Role, ...], ...]],
-) -> Iterator[MatrixRoles]:
+) -> tuple[MatrixRoles, ...]:
     """All assignments that fit the shapes of the matrices and their biases, the likeliest names first."""
     found: list[tuple[int, MatrixRoles]] = []
     for transposed, role_set in itertools.product((False, True), role_sets):
         roles = tuple(itertools.chain(*role_set))
         if len(roles) != len(matrices):
             continue
-        fits = [
-            [module for module, shape in matrices.items() if _fits(role, shape, biases.get(module), sizes, transposed)]
-            for role in roles
-        ]
+        fits = []
+        for role in roles:
+            wanted = tuple(symbol_size(symbol, sizes) for symbol in _SHAPES[role])
+            stored = wanted[::-1] if transposed else wanted
+            of_shape = [module for module, shape in matrices.items() if shape == stored]
+            fits.append([module for module in of_shape if biases.get(module) in (None, wanted[:1])])
         for modules in itertools.product(*fits):
             if len(set(modules)) == len(modules):
-                given = dict(zip(roles, modules, strict=True))
-                mismatches = sum(not re.search(_NAMES[role], _last(module)) for role, module in given.items())
-                found.append((mismatches, MatrixRoles(given, transposed)))
-    yield from (matrices for _, matrices in sorted(found, key=lambda pair: pair[0]))
-
-
-def _fits(role: Role, shape: Shape, bias: Shape | None, sizes: Mapping[str, int], transposed: bool) -> bool:
-    wanted = tuple(symbol_size(symbol, sizes) for symbol in _SHAPES[role])
-    return shape == (wanted[::-1] if transposed else wanted) and bias in (None, wanted[:1])
-
-
-def _last(module: str) -> str:
-    return module.removesuffix(".weight").rpartition(".")[2]
+                last_names = [module.removesuffix(".weight").rpartition(".")[2] for module in modules]
+                hints = zip(roles, last_names, strict=True)
+                mismatches = sum(not re.search(_NAMES[role], name) for role, name in hints)
+                found.append((mismatches, MatrixRoles(dict(zip(roles, modules, strict=True)), transposed)))
+    return tuple(matrices for _, matrices in sorted(found, key=lambda pair: pair[0]))
 
 
 def module_of(name: str) -> str:
     """``mlp.up_proj.weight`` -> ``mlp.up_proj``."""
     return name.rpartition(".")[0]
-
-
-def ends_in(name: str, end: str) -> bool:
-    return name.rpartition(".")[2] == end

@@ -17,14 +17,13 @@ from isthmus.families.discover.expert_matching import ExpertTensors, match_exper
 from isthmus.families.discover.matrix_matching import (
     ATTENTION,
     FEED_FORWARD,
+    NUMBERED,
     MatrixRoles,
     assignments,
-    ends_in,
     module_of,
 )
 from isthmus.families.rules.rule import Shape, symbol_size
 
-_LAYER_NUMBER = re.compile(r"(.+?\.)(\d+)\.(.+)")
 _OF_QUERIES, _OF_KEYS = re.compile(r"(?:^|[._])q(?:uery)?(?:[._]|$)"), re.compile(r"(?:^|[._])k(?:ey)?(?:[._]|$)")
 NORM_ROLES = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 _FORMS: Mapping[int, tuple[tuple[Form, tuple[str, ...]], ...]] = {
@@ -70,8 +69,8 @@ class DecoderStructure:
     """Modules of a layer."""
     matrices: tuple[MatrixRoles, ...]
     norms: tuple[NormPlacement, ...]
-    qk_norm: tuple[str, str] | None
-    qk_norm_symbols: tuple[str, str]
+    qk_norms: tuple[tuple[str, str], ...]
+    """Modules and symbols of the lengths of the QK norms: of queries, then of keys."""
     sinks: str | None
     experts: ExpertTensors | None
     dense_layers: tuple[int, ...]
@@ -103,10 +102,9 @@ def match_tensors(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Dec
     with_bias = {module in found.biases for module in found.norms} | {f"{final_norm}.bias" in outer}
     if len(with_bias) > 1:
         raise UsageError("some norms have a bias and others have none, which is not supported.")
-    qk_norm, symbols = _match_qk_norm(found.qk_norms, sizes)
     has_dense_block = experts is None or bool(dense)
     blocks = tuple(itertools.product(ATTENTION, FEED_FORWARD if has_dense_block else ((),)))
-    matrices = tuple(assignments(found.matrices, found.biases, sizes, blocks))
+    matrices = assignments(found.matrices, found.biases, sizes, blocks)
     if not matrices:
         shapes = ", ".join(f"{module} {list(shape)}" for module, shape in found.matrices.items())
         raise UsageError(f"the matrices of a layer are not those of attention and a feed-forward block: {shapes}.")
@@ -120,8 +118,7 @@ def match_tensors(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Dec
         biases=frozenset(module for module in found.biases if module in found.matrices),
         matrices=matrices,
         norms=tuple(_norm_placements(sorted(found.norms))),
-        qk_norm=qk_norm,
-        qk_norm_symbols=symbols,
+        qk_norms=_match_qk_norms(found.qk_norms, sizes),
         sinks=found.sinks,
         experts=experts,
         dense_layers=dense,
@@ -132,26 +129,24 @@ def _merge_layers(
     layers: Mapping[int, Mapping[str, Shape]], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Shape], ExpertTensors | None, tuple[int, ...]]:
     """The tensors that all layers have, those of the experts, and the layers without experts if others have some."""
-    of_experts = {number: select_expert_tensors(layer, sizes) for number, layer in sorted(layers.items())}
-    others = {
-        number: {name: shape for name, shape in layer.items() if name not in of_experts[number]}
-        for number, layer in layers.items()
-    }
-    dense = [number for number, experts in of_experts.items() if not experts]
-    with_experts = [number for number, experts in of_experts.items() if experts]
-    _check_alike(of_experts, with_experts)
-    _check_alike(others, dense)
-    _check_alike(others, with_experts)
-    layer = others[(dense or with_experts)[0]]
-    if not with_experts:
-        return layer, None, ()
-    return layer, match_experts(of_experts[with_experts[0]], sizes), tuple(dense)
+    experts = {number: select_expert_tensors(layer, sizes) for number, layer in sorted(layers.items())}
+    dense = [number for number in experts if not experts[number]]
+    moe = [number for number in experts if experts[number]]
+    for first, *others in filter(None, (dense, moe)):
+        for number in others:
+            if different := dict(layers[number].items() ^ layers[first].items()):
+                raise UsageError(
+                    f"layers {first} and {number} differ in their tensors ({min(different)}), which is not supported."
+                )
+    of_experts = experts[(dense or moe)[0]]
+    layer = {name: shape for name, shape in layers[(dense or moe)[0]].items() if name not in of_experts}
+    return (layer, match_experts(experts[moe[0]], sizes), tuple(dense)) if moe else (layer, None, ())
 
 
 def _classify(layer: Mapping[str, Shape], prefix: str, sizes: Mapping[str, int]) -> _LayerTensors:
     vectors, matrices, biases = (
-        {module_of(name): shape for name, shape in layer.items() if len(shape) == axes and ends_in(name, end)}
-        for axes, end in ((1, "weight"), (2, "weight"), (1, "bias"))
+        {module_of(name): shape for name, shape in layer.items() if len(shape) == axes and name.endswith(end)}
+        for axes, end in ((1, ".weight"), (2, ".weight"), (1, ".bias"))
     )
     sinks = [name for name, shape in layer.items() if name.endswith("sinks") and shape == (sizes["N"],)]
     known = {f"{module}.weight" for module in vectors | matrices} | set(sinks)
@@ -173,7 +168,7 @@ def _split(tensors: Mapping[str, Shape]) -> tuple[str, dict[int, dict[str, Shape
     outer: dict[str, Shape] = {}
     prefixes: set[str] = set()
     for name, shape in tensors.items():
-        found = _LAYER_NUMBER.fullmatch(name)
+        found = NUMBERED.fullmatch(name)
         if found is None:
             outer[name] = shape
             continue
@@ -184,21 +179,12 @@ def _split(tensors: Mapping[str, Shape]) -> tuple[str, dict[int, dict[str, Shape
     return prefixes.pop(), layers, outer
 
 
-def _check_alike(layers: Mapping[int, Mapping[str, Shape]], numbers: Sequence[int]) -> None:
-    for number in numbers:
-        if layers[number] != layers[numbers[0]]:
-            other = sorted(dict(layers[number].items() ^ layers[numbers[0]].items()))[0]
-            raise UsageError(
-                f"layers {numbers[0]} and {number} differ in their tensors ({other}), which is not supported."
-            )
-
-
 def _match_outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[str, str | None, str | None, str]:
     wide = [name for name, shape in outer.items() if shape == (sizes["V"], sizes["H"])]
     heads = [name for name in wide if re.search(r"head|out", name)] if len(wide) > 1 else []
     embeddings = [name for name in wide if name not in heads]
     positions = [name for name, shape in outer.items() if shape == (sizes["P"], sizes["H"])]
-    norms = [module_of(name) for name, shape in outer.items() if shape == (sizes["H"],) and ends_in(name, "weight")]
+    norms = [module_of(name) for name, shape in outer.items() if shape == (sizes["H"],) and name.endswith(".weight")]
     known = {*wide, *positions} | {f"{norm}.{end}" for norm in norms for end in ("weight", "bias")}
     if unknown := sorted(outer.keys() - known):
         raise UsageError(f"{unknown[0]} {list(outer[unknown[0]])} has no role in a supported decoder.")
@@ -210,18 +196,14 @@ def _match_outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[
     return embeddings[0], next(iter(heads), None), next(iter(positions), None), norms[0]
 
 
-def _match_qk_norm(
-    norms: Mapping[str, int], sizes: Mapping[str, int]
-) -> tuple[tuple[str, str] | None, tuple[str, str]]:
+def _match_qk_norms(norms: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
     if not norms:
-        return None, ("D", "D")
-    queries = [module for module in norms if _OF_QUERIES.search(module)]
-    keys = [module for module in norms if _OF_KEYS.search(module)]
+        return ()
+    queries, keys = ([module for module in norms if pattern.search(module)] for pattern in (_OF_QUERIES, _OF_KEYS))
     if len(queries) == len(keys) == 1 and len(norms) == 2:
-        found = (norms[queries[0]], norms[keys[0]])
         for symbols in (("D", "D"), ("N*D", "G*D")):
-            if found == tuple(symbol_size(symbol, sizes) for symbol in symbols):
-                return (queries[0], keys[0]), symbols
+            if [norms[queries[0]], norms[keys[0]]] == [symbol_size(symbol, sizes) for symbol in symbols]:
+                return (queries[0], symbols[0]), (keys[0], symbols[1])
     shapes = ", ".join(f"{module} [{size}]" for module, size in norms.items())
     raise UsageError(f"these QK norms are not supported: {shapes}.")
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder, expert_tensors
-from isthmus.families.rules.decoder import flag, in_layer, number
+from isthmus.families.rules.decoder import flag, number
+from isthmus.families.rules.rule import renamed
 
 FAMILY = Family(
     name="ernie4_5_moe",
@@ -25,24 +26,16 @@ FAMILY = Family(
     traits={"rotary_interleaved": True, "moe.normalize": True, "moe.expert_bias": True, "moe.router_float32": True},
     derived={"moe.dense_layers": expert_tensors.INTERVAL},
     rope_defaults={"rope_theta": 500000.0},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.MLP_NORM,
-        *expert_tensors.DENSE,
-        replace(expert_tensors.ROUTER[0], dtype="float32"),
-        in_layer(
-            "mlp.router.expert_bias",
-            "mlp.moe_statics.e_score_correction_bias",
-            "E",
-            layers="moe",
-            stacked=True,
-            init="zeros",
-            dtype="float32",
-        ),
-        *expert_tensors.EXPERTS,
-        *expert_tensors.SHARED_EXPERTS,
-        *decoder.HEAD,
+    rules=decoder.pre_norm_rules(
+        mlp=(
+            *expert_tensors.DENSE,
+            replace(expert_tensors.ROUTER[0], dtype="float32"),
+            *(
+                replace(rule, when=None, stacked=True)
+                for rule in renamed(expert_tensors.EXPERT_BIAS, {"mlp.gate.": "mlp.moe_statics."})
+            ),
+            *expert_tensors.EXPERTS,
+            *expert_tensors.SHARED_EXPERTS,
+        )
     ),
 )

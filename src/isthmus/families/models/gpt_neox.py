@@ -15,17 +15,12 @@ _NAMES = {
     "model.norm": "gpt_neox.final_layer_norm",
     "lm_head": "embed_out",
 }
-_RULES = (
-    *decoder.EMBEDDING,
-    *decoder.INPUT_NORM,
+_ATTENTION = (
     # As in Megatron-Core, the rows of query, key and value are grouped by head.
     in_layer(_QKV + "weight", _HF_QKV + "weight", "W", "H", shard="heads"),
     in_layer(_QKV + "bias", _HF_QKV + "bias", "W", shard="heads", init="zeros", when="qkv_bias"),
     decoder.PROJECTION,
     decoder.PROJECTION_BIAS,
-    *decoder.MLP_NORM,
-    *decoder.MLP,
-    *decoder.HEAD,
 )
 
 FAMILY = Family(
@@ -48,6 +43,6 @@ FAMILY = Family(
     fixed=decoder.PLAIN_FIXED | {"hidden_dropout": decoder.NO_DROPOUT},
     rope_defaults={"partial_rotary_factor": 0.25},
     rope_names={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-    rules=renamed(_RULES, _NAMES),
+    rules=renamed(decoder.pre_norm_rules(attention=_ATTENTION), _NAMES),
     ignorable=(*IGNORABLE, "attention.bias", "attention.masked_bias"),
 )

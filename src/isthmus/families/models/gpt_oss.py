@@ -1,38 +1,21 @@
 """gpt-oss: attention sinks, alternating sliding window, experts stacked in one tensor, transposed, with biases."""
 
+from typing import Any
+
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import flag, number
+from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import copy, gate_up
 
-_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
-_EXPERT, _HF_EXPERTS = _LAYER + "mlp.experts.local_experts.{expert}.", _HF_LAYER + "mlp.experts."
-_GATE_UP = _HF_EXPERTS + "gate_up_proj"
-_DOWN = _HF_EXPERTS + "down_proj"
-
+_FC1, _FC2 = (f"{decoder.LAYER}mlp.experts.local_experts.{{expert}}.linear_{name}." for name in ("fc1", "fc2"))
+_GATE_UP, _DOWN = (f"{decoder.HF_LAYER}mlp.experts.{name}_proj" for name in ("gate_up", "down"))
 # The rows of gate and up projection alternate.
+_ROWS: dict[str, Any] = {"width": "X", "interleaved": True, "stacked": True}
 EXPERTS = (
-    gate_up(
-        _EXPERT + "linear_fc1.weight",
-        _GATE_UP,
-        _GATE_UP,
-        "H",
-        width="X",
-        interleaved=True,
-        transposed=True,
-        stacked=True,
-    ),
-    gate_up(
-        _EXPERT + "linear_fc1.bias",
-        _GATE_UP + "_bias",
-        _GATE_UP + "_bias",
-        width="X",
-        interleaved=True,
-        stacked=True,
-        init="zeros",
-    ),
-    copy(_EXPERT + "linear_fc2.weight", _DOWN, "H", "X", shard="cols", transposed=True, stacked=True),
-    copy(_EXPERT + "linear_fc2.bias", _DOWN + "_bias", "H", stacked=True, init="zeros"),
+    gate_up(_FC1 + "weight", _GATE_UP, _GATE_UP, "H", transposed=True, **_ROWS),
+    gate_up(_FC1 + "bias", _GATE_UP + "_bias", _GATE_UP + "_bias", init="zeros", **_ROWS),
+    copy(_FC2 + "weight", _DOWN, "H", "X", shard="cols", transposed=True, stacked=True),
+    copy(_FC2 + "bias", _DOWN + "_bias", "H", stacked=True, init="zeros"),
 )
 
 FAMILY = Family(
@@ -76,15 +59,15 @@ FAMILY = Family(
             "original_max_position_embeddings": 4096,
         },
     },
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        copy(_LAYER + "self_attention.core_attention.softmax_offset", _HF_LAYER + "self_attn.sinks", "N", shard="rows"),
-        *decoder.MLP_NORM,
-        copy(_LAYER + "mlp.router.weight", _HF_LAYER + "mlp.router.weight", "E", "H"),
-        copy(_LAYER + "mlp.router.bias", _HF_LAYER + "mlp.router.bias", "E", init="zeros"),
-        *EXPERTS,
-        *decoder.HEAD,
+    rules=decoder.pre_norm_rules(
+        attention=(
+            *decoder.ATTENTION,
+            in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", "N", shard="rows"),
+        ),
+        mlp=(
+            in_layer("mlp.router.weight", "mlp.router.weight", "E", "H"),
+            in_layer("mlp.router.bias", "mlp.router.bias", "E", init="zeros"),
+            *EXPERTS,
+        ),
     ),
 )

@@ -24,12 +24,5 @@ FAMILY = Family(
     traits={"moe.normalize": True},
     sliding_window="always",
     rope_defaults={"rope_theta": 1e6},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.MLP_NORM,
-        *renamed((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), _NAMES),
-        *decoder.HEAD,
-    ),
+    rules=decoder.pre_norm_rules(mlp=renamed((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), _NAMES)),
 )

@@ -19,13 +19,8 @@ FAMILY = Family(
     sliding_window="always",
     # The config has the original length twice; the one outside the rotary settings has precedence.
     rope_defaults={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        qkv("decoder.layers.{layer}.self_attention.linear_qkv.weight", _QKV, _QKV, _QKV, "H"),
-        decoder.PROJECTION,
-        *decoder.MLP_NORM,
-        *decoder.FUSED_MLP,
-        *decoder.HEAD,
+    rules=decoder.pre_norm_rules(
+        attention=(qkv(decoder.LAYER + "self_attention.linear_qkv.weight", *(_QKV,) * 3, "H"), decoder.PROJECTION),
+        mlp=decoder.FUSED_MLP,
     ),
 )

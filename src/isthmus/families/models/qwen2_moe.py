@@ -22,16 +22,13 @@ FAMILY = Family(
     fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "sliding windows are not supported for this family")},
     traits={"moe.shared_gate": True},
     derived={"moe.dense_layers": expert_tensors.SPARSE_STEP},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *decoder.MLP_NORM,
-        *expert_tensors.DENSE,
-        *expert_tensors.ROUTER,
-        *expert_tensors.EXPERTS,
-        *renamed(expert_tensors.SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
-        expert_tensors.SHARED_GATE,
-        *decoder.HEAD,
+    rules=decoder.pre_norm_rules(
+        mlp=(
+            *expert_tensors.DENSE,
+            *expert_tensors.ROUTER,
+            *expert_tensors.EXPERTS,
+            *renamed(expert_tensors.SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
+            expert_tensors.SHARED_GATE,
+        )
     ),
 )

@@ -93,7 +93,14 @@ HEAD = (
         "output_layer.weight", "model.embed_tokens.weight", "V", "H", shard="vocab", when="tie_embeddings", alias=True
     ),
 )
-RULES = (*EMBEDDING, *INPUT_NORM, *ATTENTION, *MLP_NORM, *MLP, *HEAD)
+
+
+def pre_norm_rules(*, attention: tuple[Rule, ...] = ATTENTION, mlp: tuple[Rule, ...] = MLP) -> tuple[Rule, ...]:
+    """All rules of a model with one norm before attention and one before the feed-forward block."""
+    return (*EMBEDDING, *INPUT_NORM, *attention, *MLP_NORM, *mlp, *HEAD)
+
+
+RULES = pre_norm_rules()
 
 
 def kv_heads(default: int | None) -> Key:

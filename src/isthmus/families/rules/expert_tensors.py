@@ -45,8 +45,9 @@ SHARED_GATE = in_layer(
     layers="moe",
     when="moe.shared_ffn_hidden_size and moe.shared_gate",
 )
-MLP = (*decoder.MLP_NORM, *DENSE, *ROUTER, *EXPERT_BIAS, *EXPERTS, *SHARED_EXPERTS)
-RULES = (*decoder.EMBEDDING, *decoder.INPUT_NORM, *decoder.ATTENTION, *MLP, *decoder.HEAD)
+_MLP = (*DENSE, *ROUTER, *EXPERT_BIAS, *EXPERTS, *SHARED_EXPERTS)
+MLP = (*decoder.MLP_NORM, *_MLP)
+RULES = decoder.pre_norm_rules(mlp=_MLP)
 
 
 def _num_shared(total: int, arch: Architecture) -> int:

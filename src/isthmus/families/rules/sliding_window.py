@@ -20,11 +20,10 @@ def read_window(
     Returns (None, ()) if all layers have full attention. With ``pattern``, every ``every``-th layer has full attention,
     unless the config has ``layer_types``.
     """
-    window = hf.get("sliding_window", default)
+    has_none = style == "never" or (style == "by_layer" and not hf.get("use_sliding_window", False))
+    window = None if has_none else _positive(hf, "sliding_window", default)
     if style == "always":
-        return (None, ()) if window is None else (int(window), ())
-    if style == "never" or (style == "by_layer" and not hf.get("use_sliding_window", False)):
-        window = None
+        return window, ()
     kinds = hf.get("layer_types")
     if kinds is None:
         kinds = _default_kinds(style, hf, window, num_layers, every)
@@ -39,17 +38,27 @@ def read_window(
             f"layer_types: {list(kinds).count(_SLIDING)} of {num_layers} layers have {_SLIDING}, but sliding_window is "
             f"not set. Set it, or make them {_FULL}."
         )
-    return int(window), tuple(layer for layer, kind in enumerate(kinds) if kind == _FULL)
+    return window, tuple(layer for layer, kind in enumerate(kinds) if kind == _FULL)
 
 
 def _default_kinds(
     style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, every: int | None
 ) -> list[str]:
     if style == "pattern":
-        period = hf.get("sliding_window_pattern") or every or 1
+        period = _positive(hf, "sliding_window_pattern", every) or every or 1
         return [_SLIDING if (layer + 1) % period else _FULL for layer in range(num_layers)]
-    full = num_layers if window is None else min(hf.get("max_window_layers", 28), num_layers)
+    full = hf.get("max_window_layers", 28) if window is not None else num_layers
+    if not isinstance(full, int):
+        raise DataError(f"config.json: max_window_layers must be an integer, got {full!r}.")
+    full = min(full, num_layers)
     return [_FULL] * full + [_SLIDING] * (num_layers - full)
+
+
+def _positive(hf: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    value = hf.get(key, default)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise DataError(f"config.json: {key} must be a positive integer or null, got {value!r}.")
+    return value
 
 
 def write_window(style: Window, window: int | None, full: tuple[int, ...], num_layers: int) -> dict[str, Any]:

@@ -105,12 +105,12 @@ def test_file_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [({"hidden_act": "gelu"}, "hidden_act=gelu"), ({"use_something": 8.0}, "use_something=8.0")],
 )
-def test_other_values_of_fixed_settings_are_rejected(changes: dict[str, Any], told: str) -> None:
+def test_other_values_of_fixed_settings_are_rejected(changes: dict[str, Any], message: str) -> None:
     family = read_family(_data())
-    with pytest.raises(UsageError, match=f"{told} is not supported for strange: the family was inferred"):
+    with pytest.raises(UsageError, match=f"{message} is not supported for strange: the family was inferred"):
         family.to_architecture(CONFIG | changes)
     larger = family.to_architecture(CONFIG | {"hidden_size": 128, "num_hidden_layers": 3, "rms_norm_eps": 1e-3})
     assert (larger.kv_channels, larger.num_layers, larger.norm_epsilon) == (32, 3, 1e-3)
@@ -161,7 +161,7 @@ def test_formulas(text: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"blocks.0.mixer.decay": (64,), "blocks.1.mixer.decay": (64,)}, "mixer.decay .64. has no role"),
         ({"blocks.1.ffn.w4.weight": (88, 64)}, "layers 0 and 1 differ in their tensors"),
@@ -169,13 +169,13 @@ def test_formulas(text: str, value: float) -> None:
         ({"blocks.0.third_norm.weight": (64,), "blocks.1.third_norm.weight": (64,)}, "a layer has 3 norms"),
     ],
 )
-def test_unknown_tensors_are_rejected(change: dict[str, tuple[int, ...]], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_unknown_tensors_are_rejected(change: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         _candidates(TENSORS | change)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
         ({"depths": [1, 2]}, "depths differs by layer"),
@@ -183,8 +183,8 @@ def test_unknown_tensors_are_rejected(change: dict[str, tuple[int, ...]], told: 
         ({"is_encoder_decoder": True}, "the model has an encoder"),
     ],
 )
-def test_unsupported_configs_are_rejected(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_unsupported_configs_are_rejected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         ConfigInference(CONFIG | changes, CONFIG)
 
 
