@@ -50,15 +50,15 @@ def test_table_adds_up_and_names_the_largest(hosts: Hosts, small: list[str], tmp
     for rank in range(size):
         assert {"step 2", "step 3", "optimizer", "data", "aten::addmm_"} <= trace(out, rank)
         costs = table(out, rank)
-        total_ms, _ = costs.pop("together")
+        total_ms, _ = costs.pop("total")
         measured_ms = 1e3 * sum(row["step_time_s"] for row in rows(out) if row["step"] in (2, 3) and "loss" in row) / 2
         assert sum(ms for ms, _ in costs.values()) == pytest.approx(total_ms, rel=0.01)
         assert total_ms == pytest.approx(measured_ms, rel=0.25)
         # Four weights a layer, and of each the output and both gradients; with tp=2 qkv and fc2 have one shape.
-        ours = re.compile("matrix products of .*(attention|feed)")
+        ours = re.compile("matmuls of .*(attention|feed)")
         products = {what: calls for what, (_, calls) in costs.items() if ours.match(what)}
         assert sum(products.values()) == 4 * 3 * LAYERS * MICRO_BATCHES
-        assert size == 2 or products["matrix products of the feed-forward block"] == 2 * 3 * LAYERS * MICRO_BATCHES
+        assert size == 2 or products["matmuls of the feed-forward block"] == 2 * 3 * LAYERS * MICRO_BATCHES
         assert costs["attention"][1] == 2 * LAYERS * MICRO_BATCHES and costs["optimizer"][1] == 1
         assert size == 1 or costs["communication between ranks"][1] > 10 * LAYERS
         largest = sorted(costs, key=lambda what: -costs[what][0])[:3]

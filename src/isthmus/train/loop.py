@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import prefetched
+from isthmus.data.batching.batches import Batches, prefetched
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.parallel.process_groups import Position, sum_over_ranks
 from isthmus.engine.step import Stepper, StepResult
@@ -23,20 +23,6 @@ from isthmus.train.metrics import StepMetrics
 from isthmus.train.reporter import Reporter
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
-
-
-class BatchSource(Protocol):
-    """The micro batches of each step, see :class:`isthmus.data.batching.batches.Batches`."""
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences of a step, over all ranks."""
-
-    def step(self, step_index: int) -> Sequence[PackedBatch]:
-        """This rank's micro batches of step ``step_index``, counted from 0."""
-
-    def eval_batches(self) -> Iterator[Sequence[PackedBatch]]:
-        """One pass over the data, the same number of batches on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +39,9 @@ class Loop:
     """The steps of one rank."""
 
     stepper: Stepper
-    train: BatchSource
-    valid: BatchSource | None
-    test: BatchSource | None
+    train: Batches
+    valid: Batches | None
+    test: Batches | None
     config: RunConfig
     architecture: Architecture
     platform: Platform
@@ -106,7 +92,7 @@ class Loop:
                 self._between_steps(step + 1, stop_requested)
                 if stop_requested:
                     raise Preempted(
-                        f"stopped after step {step + 1} of {steps} as asked; the state is saved. "
+                        f"stopped after step {step + 1} of {steps} as requested; the state is saved. "
                         "The same command resumes from there."
                     )
         valid_loss, test_loss = self.evaluate(steps), self.evaluate(steps, "test")

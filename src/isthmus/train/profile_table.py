@@ -1,7 +1,4 @@
-"""The time of profiled steps by kind of operation, from torch.profiler's events.
-
-``key_averages()`` has neither the caller of an operation nor its step (docs/decisions/0025).
-"""
+"""The time of profiled steps by kind of operation, from torch.profiler's events (docs/decisions/0025)."""
 
 from __future__ import annotations
 
@@ -95,13 +92,14 @@ def costs_of(events: Sequence[Any], uses: Mapping[Shape, str]) -> Costs:
         waited_s = 0.0
         if communication and not event.name.startswith("aten::"):
             # A Python function may wait for other ranks between its operations.
-            waited_s = length(overlap(_own_spans(event), communication)) / 1e6
+            children = union(map(_span, event.cpu_children))
+            waited_s = (overlap([_span(event)], communication) - overlap(children, communication)) / 1e6
             rows[COMMUNICATION].seconds += waited_s
         rows[row].seconds += event.self_cpu_time_total / 1e6 - waited_s
         rows[row].calls += row not in (HOST, ancestors and _row(ancestors[-1], ancestors[:-1], uses))
         rows[row].allocated_bytes += max(0, event.self_cpu_memory_usage)
     if kernels:
-        rows[IDLE].seconds = max(0.0, costs.wall_s - length(overlap(union(kernels), step_spans)) / 1e6)
+        rows[IDLE].seconds = max(0.0, costs.wall_s - overlap(union(kernels), step_spans) / 1e6)
     costs.rows = dict(sorted(rows.items(), key=lambda item: -item[1].seconds))
     return costs
 
@@ -153,7 +151,7 @@ def _row(event: Any, ancestors: Sequence[Any], uses: Mapping[Shape, str]) -> str
     if any(_ATTENTION.search(name) for name in names):
         return "attention"
     if _MATMULS.search(event.name):
-        return f"matrix products of {_use(event, ancestors, uses)}"
+        return f"matmuls of {_use(event, ancestors, uses)}"
     for name in reversed(names):
         for pattern, row in _ROWS:
             if pattern.search(name):
@@ -194,15 +192,6 @@ def _span(event: Any) -> Span:
     return event.time_range.start, event.time_range.end
 
 
-def _own_spans(event: Any) -> list[Span]:
-    """The parts of an event outside its children."""
-    start, end = _span(event)
-    children = union(map(_span, event.cpu_children))
-    starts = [start, *(child_end for _, child_end in children)]
-    ends = [*(child_start for child_start, _ in children), end]
-    return [(a, b) for a, b in zip(starts, ends, strict=True) if a < b]
-
-
 def union(spans: Iterable[Span]) -> list[Span]:
     """Sorted and without overlaps."""
     joined: list[Span] = []
@@ -214,18 +203,9 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def overlap(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """The intersection; both are sorted and without overlaps."""
-    common, i, j = [], 0, 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if start < end:
-            common.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
+def overlap(left: Sequence[Span], right: Sequence[Span]) -> float:
+    """Length of the intersection; both are without overlaps."""
+    return length(left) + length(right) - length(union([*left, *right]))
 
 
 def length(spans: Iterable[Span]) -> float:

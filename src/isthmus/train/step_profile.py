@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,13 +34,10 @@ class StepProfile:
     log: Callable[[str], None]
     _profiler: torch.profiler.profile | None = field(default=None, init=False)
 
-    def around(self, step: int) -> AbstractContextManager[None]:
-        """The context of step ``step``, counted from 1."""
-        return self._profiled(step) if step in self.steps else nullcontext()
-
     @contextmanager
-    def _profiled(self, step: int) -> Iterator[None]:
-        if self._profiler is None:
+    def around(self, step: int) -> Iterator[None]:
+        """The context of step ``step``, counted from 1."""
+        if step in self.steps and self._profiler is None:
             on_device = self.device.type == "cuda"
             self._profiler = torch.profiler.profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])],
@@ -49,7 +46,7 @@ class StepProfile:
             )
             self._profiler.start()
         yield
-        if step == self.steps[-1]:
+        if self.steps and step == self.steps[-1]:
             self.finish()
 
     def finish(self) -> None:
@@ -109,7 +106,7 @@ class StepProfile:
             "| what | ms a step | share | calls a step | allocates GiB a step |",
             "| --- | ---: | ---: | ---: | ---: |",
             *rows,
-            f"| together | {1e3 * total_s / count:.3f} | {total_s / costs.wall_s:.1%} | | |",
+            f"| total | {1e3 * total_s / count:.3f} | {total_s / costs.wall_s:.1%} | | |",
             "",
             "| memory | GiB |",
             "| --- | ---: |",

@@ -10,9 +10,8 @@ import pytest
 
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
-from isthmus.train.console import Console
 from isthmus.train.metrics import StepMetrics, duration
-from isthmus.train.reporter import Reporter, cut_after
+from isthmus.train.reporter import Console, Reporter, cut_after
 
 
 def metrics(step: int, **more: Any) -> StepMetrics:

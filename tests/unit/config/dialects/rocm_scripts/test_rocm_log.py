@@ -9,8 +9,7 @@ from datetime import datetime
 import pytest
 
 from isthmus.config.dialects.rocm_scripts.rocm_log import summary
-from isthmus.train.megatron_log import megatron_line
-from isthmus.train.metrics import StepMetrics
+from isthmus.train.metrics import StepMetrics, megatron_line
 
 READ_BY_CVS = {
     "throughput": r"throughput per GPU(?:\s*\([^)]*\))?\s*:\s+([0-9\.]+)",
