@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -13,24 +13,18 @@ import torch
 
 from isthmus.atomic_write import atomic_file
 from isthmus.config.schema import RunConfig
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.batching.pair_batches import PairBatches
+from isthmus.engine.objective import NEXT_TOKEN, Objective
 from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ranks
+from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted
+from isthmus.train.preference_loss import LogProbRecorder, PreferenceObjective
 from isthmus.train.stop import StopFlag
-
-if TYPE_CHECKING:
-    from isthmus.data.batching.packed_batch import PackedBatch
-    from isthmus.engine.objective import Objective
-    from isthmus.engine.step import Stepper
 
 
 def objective_of(config: RunConfig) -> Objective:
-    from isthmus.engine.objective import NEXT_TOKEN
-    from isthmus.train.preference_loss import PreferenceObjective
-
-    if config.recipe != "dpo":
-        return NEXT_TOKEN
-    return PreferenceObjective(config.dpo)
+    return PreferenceObjective(config.dpo) if config.recipe == "dpo" else NEXT_TOKEN
 
 
 def compute_reference(
@@ -60,7 +54,9 @@ def compute_reference(
 
     def write() -> None:
         if position.rank == 0 and set(digests.values()) != cache.keys():
-            _write(path, {digest: logps[name] for name, digest in digests.items()})
+            with atomic_file(path) as temporary, temporary.open("wb") as file:
+                arrays: dict[str, Any] = {digest: logps[name] for name, digest in digests.items()}
+                np.savez(file, **arrays)
 
     agree(write)
 
@@ -74,17 +70,10 @@ def _read(path: Path) -> dict[str, npt.NDArray[np.float64]]:
         return {}
 
 
-def _write(path: Path, arrays: dict[str, Any]) -> None:
-    with atomic_file(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, **arrays)
-
-
 def _reference_logps(
     stepper: Stepper, part: PairBatches, position: Position, stop: StopFlag
 ) -> npt.NDArray[np.float64]:
     """Summed log-probability of each answer, float64 [samples]."""
-    from isthmus.train.preference_loss import LogProbRecorder
-
     recorder = LogProbRecorder(len(part.store))
     stepper.evaluate(_until_stopped(stop, part.eval_batches(), stepper.device), recorder)
     # Tensor and context parallel ranks have the same values.
@@ -98,5 +87,5 @@ def _until_stopped(
     for micro_batches in batches:
         (stops,) = sum_over_ranks([float(stop.requested)], device)
         if stops:
-            raise Preempted("stopped before the first step, as asked. The same command starts again.")
+            raise Preempted("stopped before the first step, as requested. The same command starts again.")
         yield micro_batches

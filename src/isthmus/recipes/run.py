@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,7 +16,12 @@ from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.pair_batches import PairBatches
+from isthmus.engine.checkpoint import save_load
+from isthmus.engine.megatron_model import live_tensors
+from isthmus.engine.memory_stats import memory_stats
+from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
 from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups
+from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted, UsageError
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
@@ -32,10 +37,6 @@ from isthmus.train.loop import Loop
 from isthmus.train.reporter import Reporter
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
-
-if TYPE_CHECKING:
-    from isthmus.engine.step import Stepper
-
 
 _logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def _prepare_process(context: RunContext) -> list[str]:
         torch.set_num_threads(threads)
         messages.append(f"{threads} threads a rank (train.threads)")
     elif platform.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
+        cores = rank_env.cores()
         threads = max(1, cores // local_ranks)
         torch.set_num_threads(threads)
         messages.append(f"{threads} threads a rank ({local_ranks} ranks on this machine's {cores} cores)")
@@ -123,8 +124,7 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
     ) as reporter:
         for message in messages:
             reporter.log(message)
-        training = _set_up(context, position, reporter, stop)
-        return _train(training, stop)
+        return _train(_set_up(context, position, reporter, stop), stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,6 @@ class _Training:
 
     def save(self, step: int) -> None:
         """Write a checkpoint; a collective."""
-        from isthmus.engine.checkpoint import save_load
-
         context = self.context
         path = save_load.save(
             context.run_dir.checkpoints,
@@ -188,7 +186,9 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
         model = build_rank_model(config, context.plan, context.platform, position, context.precision)
         for message in model.messages:
             reporter.log(message)
-        stepper = _build_stepper(config, model, data.steps)
+        optimizer = build_optimizer(model.stages, config.optim, config.train)
+        schedule = build_schedule(optimizer, config.optim, data.steps)
+        stepper = Stepper(model.stages, optimizer, schedule, objective_of(config))
         if config.recipe == "dpo":
             parts = {"train": data.train, "valid": data.valid, "test": data.test}
             pairs = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
@@ -219,19 +219,8 @@ def _load_data(context: RunContext, position: Position, reporter: Reporter, stop
     return _RunData(train, valid, test, steps, corpus.fingerprint(config))
 
 
-def _build_stepper(config: RunConfig, model: RankModel, steps: int) -> Stepper:
-    from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
-    from isthmus.engine.step import Stepper
-
-    optimizer = build_optimizer(model.stages, config.optim, config.train)
-    schedule = build_schedule(optimizer, config.optim, steps)
-    return Stepper(model.stages, optimizer, schedule, objective_of(config))
-
-
 def _resume(context: RunContext, stepper: Stepper, data: _RunData, reporter: Reporter) -> int:
     """Returns the step of the loaded checkpoint, or 0."""
-    from isthmus.engine.checkpoint import save_load
-
     if context.resume is None:
         return 0
     progress = save_load.load(context.resume, stepper, context.plan.parallel)
@@ -271,9 +260,6 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
 
 
 def _build_loop(training: _Training) -> Loop:
-    from isthmus.engine.megatron_model import live_tensors
-    from isthmus.engine.memory_stats import memory_stats
-
     context, data, stages = training.context, training.data, training.model.stages
     return Loop(
         stepper=training.stepper,

@@ -5,47 +5,29 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.atomic_write import TEMPORARY, write_atomic
 from isthmus.data.store.manifest import PARTIAL
 from isthmus.errors import Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
 
-CONFIG, METRICS, CHECKPOINTS, EXPORT, DATA = "config.yaml", "metrics.jsonl", "checkpoints", "hf", "data"
-REFERENCE = "reference.npz"
 
-
-@dataclass(frozen=True, slots=True)
 class RunDir:
-    """Files: ``config.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``data/``, ``reference.npz`` (dpo), ``profile/``,
-    ``checkpoints/``, ``hf/``.
-    """
+    """Also contains ``metrics.jsonl``, ``tensorboard/`` and ``profile/``."""
 
-    root: Path
-
-    @property
-    def config(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
         """All settings; a folder with this file is a run folder."""
-        return self.root / CONFIG
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / CHECKPOINTS
-
-    @property
-    def data(self) -> Path:
+        self.checkpoints = root / "checkpoints"
+        self.data = root / "data"
         """The tokenized data."""
-        return self.root / DATA
-
-    @property
-    def reference(self) -> Path:
-        """Log-probabilities of the answers under the reference model."""
-        return self.root / REFERENCE
+        self.reference = root / "reference.npz"
+        """dpo: log-probabilities of the answers under the reference model."""
 
     def export(self, step: int | None = None) -> Path:
         """The exported Hugging Face model: ``hf``, or ``hf-step-0000100`` during the run."""
-        return self.root / (EXPORT if step is None else f"{EXPORT}-step-{step:07d}")
+        return self.root / ("hf" if step is None else f"hf-step-{step:07d}")
 
     def checkpoint_to_resume(self, resume: str) -> Path | None:
         """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``.
@@ -65,12 +47,12 @@ class RunDir:
         newest = latest(self.checkpoints) if occupied else None
         if occupied and newest is None and self.export().exists() and resume in ("auto", "never"):
             raise NoSpace(
-                f"{self.root} holds the finished export of a run without checkpoints, which a new run would replace. "
+                f"{self.root} contains the finished export of a run without checkpoints, which a new run replaces. "
                 "Remove it or choose another folder with --out."
             )
         if newest is not None and resume == "never":
             raise NoSpace(
-                f"{self.root} holds a run with checkpoints and checkpoint.resume is 'never'. Choose another folder "
+                f"{self.root} contains a run with checkpoints and checkpoint.resume is 'never'. Choose another folder "
                 "with --out, or checkpoint.resume=auto to resume it."
             )
         if resume in ("auto", "never"):
@@ -82,7 +64,7 @@ class RunDir:
             return chosen
         below = latest(chosen)
         if below is None:
-            raise MissingInput(f"checkpoint.resume={resume} holds no checkpoint. Name an iter_NNNNNNN folder.")
+            raise MissingInput(f"checkpoint.resume={resume} has no checkpoint. Name an iter_NNNNNNN folder.")
         return below
 
     @contextmanager
@@ -124,6 +106,6 @@ class RunDir:
                 else:
                     leftover.unlink()
             if fresh:
-                (self.root / METRICS).unlink(missing_ok=True)
+                (self.root / "metrics.jsonl").unlink(missing_ok=True)
                 for name in ("tensorboard", "profile"):
                     shutil.rmtree(self.root / name, ignore_errors=True)

@@ -132,7 +132,7 @@ def test_a_layout_that_does_not_fit_the_machine_is_refused(model: Path, capsys: 
     words = [word for word in line.split() if word not in ("bash", f"{ROOT}/examples/llama/train_llama3.sh")]
     assert main(["config", "from-env", "llama3", "--run", "DRY_RUN=1", *words]) == 0
     shown = capsys.readouterr().out
-    assert "# would be refused here: the model (qwen3) has" in shown and "# command: isthmus pretrain" in shown
+    assert "# this run would fail here: the model (qwen3) has" in shown and "# command: isthmus pretrain" in shown
     assert YAML(typ="safe").load(shown)["model"]["path"] == "large" and not Path("experiment").exists()
     refused = bash(line)
     assert refused.returncode == 2 and "GiB: weights" in refused.stdout and "fsdp" in refused.stdout

@@ -17,7 +17,7 @@ from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources, first_names
-from isthmus.data.store.manifest import indexed_file
+from isthmus.data.store.manifest import PARTIAL, indexed_file
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.mock_data import MockSamples
 from isthmus.data.store.sample_store import Samples, SampleStore, split
@@ -152,6 +152,8 @@ def _tokenize_sources(
                 report(f"{source.name}: read once, since it has no manifest")
         elif not indexed_file(folder / source.key, ".json").is_file():
             tokenized[source.key] = _tokenize_source(config, source, folder, tokenizer, stop, digests)
+        else:  # an interrupted run may have left the parts
+            shutil.rmtree(indexed_file(folder / source.key, PARTIAL), ignore_errors=True)
     if same and not tokenized:
         report(f"data: {folder} has the tokenized data of the same files; it is reused")
     return tokenized

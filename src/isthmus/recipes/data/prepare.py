@@ -100,6 +100,7 @@ def prepare(
     check_columns(columns)
     files = find_sources(data)
     _check_prefix(Path(out))
+    _check_new(PartialOutput(Path(out).absolute()))
     opened = named_tokenizer(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
     kind = kind or _kind_of_first(files.names, on_error, columns)
     if kind == "text" and seq_length is not None:
@@ -132,8 +133,7 @@ def tokenize_files(
     call in ``PREFIX.partial`` are reused; an exception of ``on_progress`` keeps them.
     """
     output = PartialOutput(prefix)
-    if not output.folder.exists():  # with a folder, an interrupted call may have renamed some of the files
-        output.refuse_existing()
+    _check_new(output)
     record_tokenizer = RecordTokenizer(tokenizer, options)
     inputs = _inputs(options, tokenizer, files.names, known_digests or {})
     with output.opened(inputs) as complete:
@@ -153,6 +153,11 @@ def tokenize_files(
     if options.kind != "text" and tokenizer.note is not None:
         stats.notes.append(tokenizer.note)
     return stats
+
+
+def _check_new(output: PartialOutput) -> None:
+    if not output.folder.exists():  # with a folder, an interrupted call may have renamed some of the files
+        output.refuse_existing()
 
 
 def _check_prefix(out: Path) -> None:

@@ -48,6 +48,7 @@ class PartialOutput:
         self._written_s = time.monotonic()
 
     def refuse_existing(self) -> None:
+        """Raises NoSpace if a file of the output exists."""
         for suffix in _PUBLISHED:
             if (path := indexed_file(self.prefix, suffix)).exists():
                 raise NoSpace(f"{path} exists already. Remove it or name another output.")
@@ -61,10 +62,6 @@ class PartialOutput:
         """
         inputs = json.loads(json.dumps(inputs | {"chunk_bytes": CHUNK_BYTES}))  # parts are counted in chunks
         with disk_errors(self.folder):
-            same = _read_json(self.folder / "inputs.json") == inputs
-            complete = same and self._staged(".json").exists()
-            if not complete:
-                self.refuse_existing()
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / "lock").open("w")
         with lock:
@@ -73,6 +70,14 @@ class PartialOutput:
             except BlockingIOError:
                 raise NoSpace(f"{self.folder}: another process is preparing the same output. Wait for it.") from None
             with disk_errors(self.folder):
+                same, assembled = _read_json(self.folder / "inputs.json") == inputs, self._staged(".json").exists()
+                complete = same and assembled
+                if assembled and not same:
+                    for suffix in _PUBLISHED:  # the interrupted call has renamed the files that are missing here
+                        if not self._staged(suffix).exists():
+                            indexed_file(self.prefix, suffix).unlink(missing_ok=True)
+                if not complete:
+                    self.refuse_existing()
                 if same:
                     self._load_parts()
                 else:

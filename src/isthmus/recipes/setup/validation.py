@@ -74,5 +74,5 @@ def dry_run(config: RunConfig, *, world_size: int, ranks_here: int) -> str:
     try:
         context = validate(config, world_size=world_size, ranks_here=ranks_here)
     except IsthmusError as error:
-        return f"would be refused here: {error}"
-    return "\n".join([*context.messages, "nothing has been started (DRY_RUN=1)"])
+        return f"this run would fail here: {error}"
+    return "\n".join([*context.messages, "no run was started (DRY_RUN=1)"])

@@ -1,4 +1,4 @@
-"""Prepared files: the same whatever the number of processes, and however often the work was ended."""
+"""Prepared files do not depend on the number of processes or on interruptions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def outputs(prefix: Path) -> dict[str, bytes]:
     return {path.name[len(prefix.name) :]: path.read_bytes() for path in prefix.parent.glob(f"{prefix.name}.*")}
 
 
-def test_any_number_of_workers_makes_the_same(tmp_path, tokenizer, small_chunks, monkeypatch):
+def test_output_does_not_depend_on_workers(tmp_path, tokenizer, small_chunks, monkeypatch):
     monkeypatch.setattr(prepare_workers, "CHUNKS_BEFORE_SPAWN", 3)
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
     assert sum(1 for _ in read_chunks([file])) > 10
@@ -70,7 +70,7 @@ def test_any_number_of_workers_makes_the_same(tmp_path, tokenizer, small_chunks,
     assert sum(report["lengths"].values()) == 60
 
 
-def test_text_is_whole_documents_that_end(tmp_path, tokenizer):
+def test_texts_are_documents_that_end_with_eos(tmp_path, tokenizer):
     texts = ["the sea", "", "x" * 5000]
     file = write(tmp_path / "a.jsonl", [{"body": text} for text in texts])
     done = prepare([file], tmp_path / "out", tokenizer, workers=1, columns={"text": "body"})
@@ -82,7 +82,7 @@ def test_text_is_whole_documents_that_end(tmp_path, tokenizer):
     assert (done.stats.dropped_without_loss, done.stats.loss_tokens) == (1, sum(map(len, wanted)) - 2)
 
 
-def test_pairs_are_documents_of_two(tmp_path, tokenizer):
+def test_preference_pairs_are_documents_of_two_samples(tmp_path, tokenizer):
     records = [{"prompt": "q", "chosen": f"good {k}", "rejected": "bad"} for k in range(3)]
     records += [{"prompt": "q", "chosen": "same", "rejected": "same"}]
     records += [{"prompt": "q", "chosen": "y" * 200, "rejected": "bad"}]
@@ -98,8 +98,8 @@ def test_pairs_are_documents_of_two(tmp_path, tokenizer):
     assert (done.stats.dropped_overlong, done.stats.dropped_without_loss) == (1, 1)
 
 
-@pytest.mark.parametrize("damage", [None, "cut", "away"])
-def test_an_ended_run_is_taken_up(tmp_path, tokenizer, small_chunks, monkeypatch, damage):
+@pytest.mark.parametrize("damage", [None, "truncated", "removed"])
+def test_interrupted_call_is_resumed(tmp_path, tokenizer, small_chunks, monkeypatch, damage):
     monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
     prepare([file], tmp_path / "whole", tokenizer, workers=2)
@@ -115,9 +115,9 @@ def test_an_ended_run_is_taken_up(tmp_path, tokenizer, small_chunks, monkeypatch
         prepare([file], out, tokenizer, workers=2, on_progress=ended)
     parts = sorted(Path(f"{out}.partial").glob("*.npz"))
     assert len(parts) > 3 and not list(tmp_path.glob("out.[!p]*"))
-    if damage == "cut":
+    if damage == "truncated":
         parts[1].write_bytes(parts[1].read_bytes()[:-40])
-    elif damage == "away":
+    elif damage == "removed":
         parts[1].unlink()
     again: list[int] = []
     prepare([file], out, tokenizer, workers=3, on_progress=lambda stats: again.append(stats.records))
@@ -126,7 +126,7 @@ def test_an_ended_run_is_taken_up(tmp_path, tokenizer, small_chunks, monkeypatch
     assert (again[0] > 20) == (damage is None)
 
 
-def test_other_data_begins_anew_and_a_kept_output_is_refused(tmp_path, tokenizer, small_chunks, monkeypatch):
+def test_other_data_starts_again_and_existing_output_is_an_error(tmp_path, tokenizer, small_chunks, monkeypatch):
     monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
     file, out = write(tmp_path / "a.jsonl", [chat(k) for k in range(30)]), tmp_path / "out"
 
@@ -138,14 +138,15 @@ def test_other_data_begins_anew_and_a_kept_output_is_refused(tmp_path, tokenizer
     write(file, [chat(k) for k in range(90, 94)])
     assert prepare([file], out, tokenizer, workers=1).stats.records == 4
     before = outputs(out)
-    with pytest.raises(NoSpace, match=r"out\.mask\.bin exists already"):
-        prepare([file], out, tokenizer, workers=1)
+    for given in (tokenizer, tmp_path / "no tokenizer"):  # checked before the tokenizer is loaded
+        with pytest.raises(NoSpace, match=r"out\.mask\.bin exists already"):
+            prepare([file], out, given, workers=1)
     assert outputs(out) == before
     assert not Path(f"{out}.partial").exists()
 
 
-def test_parts_of_other_chunks_are_not_taken_up(tmp_path, tokenizer, small_chunks, monkeypatch):
-    """Parts say how many chunks they hold, which is no number of records where chunks are larger or smaller."""
+def test_parts_with_another_chunk_size_are_not_reused(tmp_path, tokenizer, small_chunks, monkeypatch):
+    """Parts count chunks."""
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
     monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
     with monkeypatch.context() as ended, pytest.raises(KeyboardInterrupt):
@@ -157,9 +158,9 @@ def test_parts_of_other_chunks_are_not_taken_up(tmp_path, tokenizer, small_chunk
     assert prepare([file], tmp_path / "out", tokenizer, workers=1).stats.records == 60
 
 
-def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatch):
+@pytest.mark.parametrize("changed", [False, True])
+def test_call_that_was_killed_between_renames(tmp_path, tokenizer, monkeypatch, changed):
     file, out = write(tmp_path / "a.jsonl", [chat(1)]), tmp_path / "out"
-    prepare([file], tmp_path / "whole", tokenizer, workers=1)
     real = prepare_resume.rename
 
     def fails(source: Path, target: Path) -> None:
@@ -171,8 +172,11 @@ def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         prepare([file], out, tokenizer, workers=1)
     monkeypatch.undo()
-    assert not Path(f"{out}.json").exists()
+    assert Path(f"{out}.bin").exists() and not Path(f"{out}.json").exists()
+    if changed:
+        write(file, [chat(2), chat(3)])
     prepare([file], out, tokenizer, workers=1)
+    prepare([file], tmp_path / "whole", tokenizer, workers=1)
     assert outputs(out) == outputs(tmp_path / "whole")
 
 
@@ -190,7 +194,7 @@ def test_names_that_were_not_given_yet_are_given(tmp_path, tokenizer, monkeypatc
         ([chat(1)], {"tokenizer_type": "NullTokenizer"}, UsageError, "is not read from files. Use HuggingFaceTok"),
     ],
 )
-def test_what_cannot_be_leaves_nothing(tmp_path, tokenizer, records, settings, error, message):
+def test_invalid_data_or_settings_leave_no_output(tmp_path, tokenizer, records, settings, error, message):
     file = write(tmp_path / "a.jsonl", records)
     with pytest.raises(error, match=message):
         prepare([file], tmp_path / "out", tokenizer, workers=2, **settings)
@@ -213,7 +217,7 @@ def test_no_fork_after_torch_distributed_is_initialized():
         dist.destroy_process_group()
 
 
-def test_the_output_may_lie_among_the_data(tmp_path, tokenizer):
+def test_output_may_be_in_the_data_folder(tmp_path, tokenizer):
     folder, records = tmp_path / "data", [{"text": f"the sea {k}"} for k in range(3)]
     folder.mkdir()
     write(folder / "a.jsonl", records)
@@ -235,7 +239,7 @@ def test_the_output_may_lie_among_the_data(tmp_path, tokenizer):
             prepare([folder], out, tokenizer, workers=1)
 
 
-def test_the_kind_that_was_told_wins(tmp_path, tokenizer):
+def test_given_kind_is_used(tmp_path, tokenizer):
     """Rows of UltraFeedback are pairs and, by their turns, chats; those of LLaMA-Factory have no answer but the two."""
     asked = {"role": "user", "content": "q"}
     good, bad = [asked, {"role": "assistant", "content": "yes"}], [asked, {"role": "assistant", "content": "no"}]
@@ -250,14 +254,14 @@ def test_the_kind_that_was_told_wins(tmp_path, tokenizer):
         prepare([file], tmp_path / "b", tokenizer, kind="chat", workers=1)
 
 
-def test_what_cannot_be_read_is_a_record_too(tmp_path, tokenizer):
+def test_unreadable_records_are_counted(tmp_path, tokenizer):
     file = write(tmp_path / "a.jsonl", [{"text": "t"}, {"text": "u"}])
     file.write_text(file.read_text() + "{\n[1]\n")
     stats = prepare([file], tmp_path / "out", tokenizer, on_error="skip", workers=1).stats
     assert (stats.records, stats.samples, stats.skipped.count) == (4, 2, 2)
 
 
-def test_few_chunks_are_under_way(tmp_path, tokenizer, small_chunks):
+def test_few_chunks_are_in_flight(tmp_path, tokenizer, small_chunks):
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(200)])
     taken = given = most = 0
 

@@ -48,7 +48,7 @@ def test_a_user_sees_errors_in_the_documented_order(tmp_path: Path) -> None:
         config = RunConfig.model_validate(sections)
         with pytest.raises(kind, match=message) as caught:
             validate(config, world_size=1, ranks_here=1)
-        assert dry_run(config, world_size=1, ranks_here=1) == f"would be refused here: {caught.value}"
+        assert dry_run(config, world_size=1, ranks_here=1) == f"this run would fail here: {caught.value}"
         sections |= change
     config = RunConfig.model_validate(sections)
     context = validate(config, world_size=1, ranks_here=1)
