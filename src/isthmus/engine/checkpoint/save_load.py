@@ -6,7 +6,6 @@ written to a temporary folder and renamed when all ranks are done and all files 
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -192,8 +191,10 @@ def _publish(staging: Path, final: Path, step: int, keep: int) -> None:
     shutil.rmtree(final, ignore_errors=True)
     rename(staging, final)
     write_atomic(final.parent / TRACKER, str(step))
-    # A run resumed from an earlier step leaves folders with higher numbers; they must not displace newer checkpoints.
-    others = sorted(path for path in final.parent.glob("iter_*") if path != final)
+    # A run resumed from an earlier step leaves folders with higher numbers, which are older: they are removed first.
+    others = sorted(
+        (path for path in final.parent.glob("iter_*") if path != final), key=lambda path: (path < final, path)
+    )
     for old in others[: max(0, len(others) + 1 - keep)]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -220,7 +221,7 @@ def check_files(folder: Path) -> None:
         raise DataError(f"{folder / 'common.pt'} is missing. Resume from another checkpoint.")
     try:
         storage = dcp.FileSystemReader(folder).read_metadata().storage_data
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+    except Exception as error:  # a damaged pickle raises almost any
         raise DataError(f"{index} cannot be read ({error}). Resume from another checkpoint.") from error
     ends: dict[str, int] = {}
     for entry in storage.values():
@@ -274,8 +275,7 @@ def _steps(saved: dict[Any, Any]) -> int:
 
 
 def _first(saved: dict[Any, Any]) -> dict[Any, Any]:
-    found: dict[Any, Any] = saved.get(0, saved)
-    return found
+    return saved.get(0, saved)
 
 
 def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:
