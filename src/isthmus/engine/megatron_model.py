@@ -78,13 +78,11 @@ class Decoder(GPTModel):
         """No-op: Megatron-Core sets TransformerEngine's environment variables and fails if they have other values."""
 
     def _choose_recomputed_blocks(self) -> None:
-        """Megatron-Core's layer does not know :class:`MoeBlock`, so it does not distinguish ``mlp`` from ``moe``."""
+        """The blocks recompute themselves: Megatron-Core's layer fails for an MLP with a bias."""
         chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
         for layer in self._layers():
-            experts = isinstance(layer.mlp, MoeBlock)
-            layer.recompute_mlp = not experts and "mlp" in chosen
-            if experts:
-                layer.mlp.recomputed = "moe" in chosen
+            layer.recompute_mlp = False
+            layer.mlp.recomputed = ("moe" if isinstance(layer.mlp, MoeBlock) else "mlp") in chosen
 
     def _layers(self) -> list[TransformerLayer]:
         return [module for module in self.modules() if isinstance(module, TransformerLayer)]
@@ -188,7 +186,7 @@ class Decoder(GPTModel):
         scale = None if weight is None else torch.tensor(weight, device=device)
         if not self.config.fp16 or loss_scale is None:
             return scale
-        return loss_scale(torch.ones((), device=device) if scale is None else scale).view(())  # type: ignore[no-any-return]
+        return loss_scale(torch.ones((), device=device) if scale is None else scale).view(())
 
     def _logits(self, hidden: Tensor) -> Tensor:
         hidden = self._scaled(hidden)

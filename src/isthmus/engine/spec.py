@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+from torch.nn import functional as F
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import FUSED_NORMS, LATENT_NORMS
-from isthmus.engine.layers.activation import GELU, ClampedSwiGLU, GeGLU, SiLU, SwiGLU
+from isthmus.engine.layers.activation import Activation, clamped_swiglu, geglu, swiglu
 from isthmus.engine.layers.attention import PackedSelfAttention, VarlenAttention
-from isthmus.engine.layers.decoder_layer import FlexibleNormLayer, LayerSubmodules
+from isthmus.engine.layers.decoder_layer import DenseMlp, FlexibleNormLayer, LayerSubmodules
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
@@ -49,7 +52,7 @@ def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig) ->
         "self_attention": attention_spec(architecture),
         "self_attn_bda": get_bias_dropout_add,
         "mlp": ModuleSpec(
-            module=MoeBlock if moe else MLP,
+            module=MoeBlock if moe else DenseMlp,
             params={"moe": architecture.moe, "settings": settings} if moe else {},
             submodules=mlp_modules(architecture, moe=moe),
         ),
@@ -94,14 +97,14 @@ def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
     return MLPSubmodules(
         linear_fc1=fc1,
         linear_fc2=fc2,
-        activation_func=activation_spec(architecture),
+        activation_func=ModuleSpec(module=Activation, params={"function": _activation(architecture)}),
     )
 
 
-def activation_spec(architecture: Architecture) -> ModuleSpec | type:
+def _activation(architecture: Architecture) -> Callable[[Tensor], Tensor]:
     if architecture.activation == "silu":
-        return SwiGLU if architecture.gated else SiLU
+        return swiglu if architecture.gated else F.silu
     if architecture.activation == "clamped_swiglu":
-        return ClampedSwiGLU
-    tanh = {"approximate": "tanh" if architecture.activation == "gelu_tanh" else "none"}
-    return ModuleSpec(module=GeGLU if architecture.gated else GELU, params=tanh)
+        return clamped_swiglu
+    tanh = "tanh" if architecture.activation == "gelu_tanh" else "none"
+    return partial(geglu if architecture.gated else F.gelu, approximate=tanh)

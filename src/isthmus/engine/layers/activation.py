@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,52 +30,32 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x
 
 
-class _Activation(nn.Module):
-    def __init__(self, config: TransformerConfig) -> None:
+def swiglu(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
+    return _SwiGLU.apply(x)
+
+
+def clamped_swiglu(x: Tensor) -> Tensor:
+    """``min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)`` (gpt-oss, arXiv 2508.10925)."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def geglu(x: Tensor, *, approximate: str) -> Tensor:
+    """``gelu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+
+class Activation(nn.Module):
+    def __init__(self, config: TransformerConfig, *, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """Megatron-Core's MLP calls it on each submodule."""
         return {}
-
-
-class SwiGLU(_Activation):
-    """``silu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _SwiGLU.apply(x)
-
-
-class ClampedSwiGLU(_Activation):
-    """``min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)`` (gpt-oss, arXiv 2508.10925)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
-class SiLU(_Activation):
-    """``x * sigmoid(x)`` (arXiv 1702.03118)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.silu(x)
-
-
-class GELU(_Activation):
-    """``x * Phi(x)``, or its tanh approximation (arXiv 1606.08415)."""
-
-    def __init__(self, config: TransformerConfig, *, approximate: Literal["none", "tanh"]) -> None:
-        super().__init__(config)
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(x, approximate=self.approximate)
-
-
-class GeGLU(GELU):
-    """``gelu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return super().forward(gate) * up

@@ -1,4 +1,4 @@
-"""A decoder layer for any :data:`~isthmus.families.architecture.Form`."""
+"""A decoder layer for any :data:`~isthmus.families.architecture.Form`, and its feed-forward block."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -14,6 +15,19 @@ from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.families.architecture import Form
+
+
+class DenseMlp(MLP):
+    """Megatron-Core's MLP, which recomputes its activations itself."""
+
+    recomputed = False
+
+    def forward(self, hidden_states: Tensor, **_unused: Any) -> tuple[Tensor, Tensor | None]:
+        if not (self.recomputed and self.training):
+            return super().forward(hidden_states)
+        # A recomputed region must not return the bias: its gradient would run the region's backward pass without end.
+        run = super().forward
+        return tensor_parallel.checkpoint(lambda x: run(x)[0], False, hidden_states), self.linear_fc2.bias
 
 
 @dataclass
@@ -57,11 +71,7 @@ class FlexibleNormLayer(TransformerLayer):
         parallel = self.form in ("parallel", "parallel_two_norms")
         stream = hidden_states if parallel else hidden_states + attended
         mlp_input = normed if self.form == "parallel" else self.pre_mlp_layernorm(stream)
-        if self.recompute_mlp and self.training:
-            mlp_output = tensor_parallel.checkpoint(self.mlp, False, mlp_input)
-        else:
-            mlp_output = self.mlp(mlp_input)
-        output = self._residual(mlp_output, self.post_mlp_layernorm)
+        output = self._residual(self.mlp(mlp_input), self.post_mlp_layernorm)
         return stream + (attended + output if parallel else output), None
 
     def _residual(self, output_with_bias: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
