@@ -94,8 +94,7 @@ def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:
     sums = -torch.stack([part.sum() for part in losses.double().split(list(counts))])
     if batch.spans is None:
         return sums
-    whole: Tensor = reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())
-    return whole
+    return reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())
 
 
 def counts_batch() -> bool:

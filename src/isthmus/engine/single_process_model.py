@@ -75,8 +75,7 @@ class SingleProcessModel:
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Logits [B * S, V] of int64 [B, S]."""
-        logits: Tensor = self.module(PackedBatch.for_inference(list(input_ids)))
-        return logits
+        return self.module(PackedBatch.for_inference(list(input_ids)))
 
     @staticmethod
     def hidden(states: Any) -> Tensor:

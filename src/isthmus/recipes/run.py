@@ -18,8 +18,7 @@ from isthmus.data.batching.batches import Batches
 from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
-from isthmus.engine.memory_stats import memory_stats
-from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
+from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, memory_stats
 from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups
 from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted, UsageError

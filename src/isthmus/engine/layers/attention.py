@@ -117,7 +117,7 @@ class VarlenAttention(nn.Module):
         """
         if self.recomputed and self.training:
             attended = tensor_parallel.checkpoint(lambda q, k, v: self.attend(q, k, v, batch), False, q, k, v)
-            return attended  # type: ignore[no-any-return]
+            return attended
         return self.attend(q, k, v, batch)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
@@ -138,8 +138,7 @@ class VarlenAttention(nn.Module):
         """The attention sinks, sharded by heads."""
         own = self.state_dict(prefix="", keep_vars=True)
         axes = {"softmax_offset": 0}
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
-        return found
+        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
 
 
 class PackedSelfAttention(SelfAttention):

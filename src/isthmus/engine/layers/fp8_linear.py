@@ -166,5 +166,4 @@ def fp8_linear(
     input's gradient over ``group``; ``sequence_parallel`` gathers ``x`` on dim 0 and reduce-scatters its gradient.
     """
     function: Any = _Fp8Linear
-    out: Tensor = function.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)
-    return out
+    return function.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)

@@ -44,8 +44,7 @@ def _fused_linear(x: Tensor, weight: Tensor, kwargs: Mapping[str, Any] = Mapping
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.dtype != torch.float32:
         return None
-    out: Tensor = _LinearIntoMainGrad.apply(x, weight)
-    return out
+    return _LinearIntoMainGrad.apply(x, weight)
 
 
 class _FusedForward:
@@ -60,7 +59,7 @@ class _FusedForward:
             out = fp8_linear(input, weight, self.fp8, group=kwargs["tp_group"], **exchanges)
             return out if kwargs["bias"] is None else out + kwargs["bias"]
         fused = _fused_linear(input, weight, kwargs)
-        return super()._forward_impl(input, weight, **kwargs) if fused is None else fused  # type: ignore[misc,no-any-return]
+        return super()._forward_impl(input, weight, **kwargs) if fused is None else fused  # type: ignore[misc]
 
 
 class ColumnParallelLinear(_FusedForward, mcore.ColumnParallelLinear):

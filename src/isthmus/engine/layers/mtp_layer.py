@@ -41,11 +41,10 @@ class MtpLayer(MultiTokenPredictionLayer):
             found, _ = self.transformer_layer(
                 hidden_states=joined, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=batch
             )
-            normed: Tensor = self.final_layernorm(found)
-            return normed
+            return self.final_layernorm(found)
 
         if self.config.recompute_granularity == "full" and self.training:
-            return tensor_parallel.checkpoint(run, False, hidden, embedded)  # type: ignore[no-any-return]
+            return tensor_parallel.checkpoint(run, False, hidden, embedded)
         return run(hidden, embedded)
 
 

@@ -61,7 +61,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            return _RMSNormFunction.apply(x, self.gain(), self.eps)  # type: ignore[no-any-return]
+            return _RMSNormFunction.apply(x, self.gain(), self.eps)
         if self.zero_centered:
             return torch.rms_norm(x.float(), self.shape, self.gain(), self.eps).to(x.dtype)
         return torch.rms_norm(x, self.shape, self.weight, self.eps)

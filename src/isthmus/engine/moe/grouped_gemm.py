@@ -25,8 +25,7 @@ def grouped_linear(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tens
 
     ``counts`` int64 [G] are the rows of each group. Weight gradients are added to ``main_grad`` if there is one.
     """
-    out: Tensor = _GroupedLinear.apply(x, counts, *weights)
-    return out
+    return _GroupedLinear.apply(x, counts, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -56,8 +55,7 @@ def _grouped_matmul(x: Tensor, counts: Tensor, weights: Sequence[Tensor], *, tra
     if _has_kernel(x, weights[0]):
         stacked = stack_tensors(weights)
         offsets = counts.cumsum(0, dtype=torch.int32)
-        grouped: Tensor = _GROUPED_MM(x, stacked.mT if transposed else stacked, offs=offsets)
-        return grouped
+        return _GROUPED_MM(x, stacked.mT if transposed else stacked, offs=offsets)
     sizes = counts.tolist()
     out = x.new_empty(x.size(0), weights[0].size(0 if transposed else 1))
     for part, weight, into in zip(x.split(sizes), weights, out.split(sizes), strict=True):

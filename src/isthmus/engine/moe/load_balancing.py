@@ -140,7 +140,7 @@ def reduce_load(
     counts = table[:, :num_experts]
     means = counts.mean(1)
     used = means > 0
-    ratios = torch.where(used, counts.amax(1) / means.clamp(min=1), 0.0)
+    ratios = torch.where(used, counts.amax(1) / means, 0.0)
     per_token = table[:, num_experts:].sum(0) / (used.sum().clamp(min=1) * max(1, count))
     largest, *found = torch.cat([ratios.max()[None], per_token]).tolist()
     values = dict(zip(ROUTER_LOSSES, found, strict=True))

@@ -106,8 +106,7 @@ class _RoutedTokens:
 
     def combine(self, rows: Tensor) -> Tensor:
         """[n, H] -> [T, H]."""
-        summed: Tensor = _Combine.apply(rows, self.tokens, self.rows_of_token, self.num_tokens)
-        return summed
+        return _Combine.apply(rows, self.tokens, self.rows_of_token, self.num_tokens)
 
 
 def _run_local(
@@ -136,7 +135,7 @@ class _TensorParallelDispatcher:
             return _reduce_scatter(out, self.group)
         hidden, weights = (copy_to_tensor_model_parallel_region(each, self.group) for each in (hidden, weights))
         out = _run_local(hidden, weights, chosen, experts, self.local, complete=self.dropless)
-        return reduce_from_tensor_model_parallel_region(out, self.group)  # type: ignore[no-any-return]
+        return reduce_from_tensor_model_parallel_region(out, self.group)
 
 
 class _AllGatherDispatcher:
@@ -202,11 +201,11 @@ class _AllToAllDispatcher:
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate over the ranks; gradients are reduce-scattered."""
-    return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)  # type: ignore[no-any-return]
+    return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return reduce_scatter_to_sequence_parallel_region(x, group=group)  # type: ignore[no-any-return]
+    return reduce_scatter_to_sequence_parallel_region(x, group=group)
 
 
 def _padded(x: Tensor, length: int, value: float = 0) -> Tensor:

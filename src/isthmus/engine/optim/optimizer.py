@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +12,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
@@ -143,3 +146,29 @@ def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps
         wsd_decay_steps=optim.decay_steps,
         lr_wsd_decay_style="linear" if optim.schedule == "wsd" else None,
     )
+
+
+def memory_stats(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
+    """Bytes that a rank keeps between steps. Shared memory counts once, in the first category that has it."""
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    groups = [group["params"] for one in inner if one is not None for group in one.param_groups]
+    entries = [value for one in inner if one is not None for entry in one.state.values() for value in entry.values()]
+    states = [value for value in entries if isinstance(value, Tensor)]
+    seen: set[int] = set()
+    gradients = (getattr(parameter, "main_grad", parameter.grad) for parameter in parameters)
+    return {
+        "weights": _bytes(parameters, seen),
+        "gradients": _bytes((gradient for gradient in gradients if gradient is not None), seen),
+        "optimizer state": _bytes([*itertools.chain(*groups), *states], seen),
+    }
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

@@ -104,4 +104,4 @@ class _GatherSequence(torch.autograd.Function):
 
 def gather_sequence(part: Tensor) -> Tensor:
     """All-gather [T / cp, G, W] over cp ranks to [T, G, W] in sequence order, with G outermost in memory."""
-    return _GatherSequence.apply(part, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]
+    return _GatherSequence.apply(part, parallel_state.get_context_parallel_group())

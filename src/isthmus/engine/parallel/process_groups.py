@@ -112,8 +112,7 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """In float64."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
-    summed: list[float] = total.tolist()
-    return summed
+    return total.tolist()
 
 
 def barrier() -> None:

@@ -1,13 +1,15 @@
-"""DTensors sharded by rows with ``torch.distributed.fsdp.fully_shard``."""
+"""Parameters on the meta device, and DTensors sharded by rows with ``torch.distributed.fsdp.fully_shard``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int]:
@@ -33,3 +35,20 @@ def full_to_shard(tensor: Tensor) -> Iterator[Tensor]:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather all rows; collective over the ranks of the mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def init_empty_weights() -> Iterator[None]:
+    """Modules built in the block have parameters on the meta device; buffers are created as usual."""
+    hook: Any = _to_meta  # torch's type for such hooks has no return value
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if parameter is None:
+        return None
+    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)

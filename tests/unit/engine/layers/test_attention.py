@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers import attention_blocks
+from isthmus.engine.layers import packed_attention_cpu
 from isthmus.engine.layers.attention import VarlenAttention, sdpa_attention
-from isthmus.engine.layers.attention_blocks import plan_stacks
-from isthmus.engine.layers.packed_attention_cpu import packed_attention
+from isthmus.engine.layers.packed_attention_cpu import packed_attention, plan_stacks
 from unit.engine.recorder import Recorder
 
 HEADS, CHANNELS = 4, 16
@@ -34,7 +33,7 @@ SIZES = {
 @pytest.fixture(params=range(3), ids=["small-blocks", "nothing-filled-up", "blocks"])
 def block_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, values in SIZES.items():
-        monkeypatch.setattr(attention_blocks, name, values[request.param])
+        monkeypatch.setattr(packed_attention_cpu, name, values[request.param])
     plan_stacks.cache_clear()
     yield
     plan_stacks.cache_clear()

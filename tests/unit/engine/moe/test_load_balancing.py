@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.moe.load_balancing import aux_loss, balance_scores, token_groups, updated_bias, z_loss
-from isthmus.engine.moe.routing import route, within_capacity
+from isthmus.engine.moe.load_balancing import (
+    RouterStats,
+    aux_loss,
+    balance_scores,
+    reduce_load,
+    token_groups,
+    updated_bias,
+    z_loss,
+)
+from isthmus.engine.moe.router import route, within_capacity
 from isthmus.families.architecture import Moe
 
 E, K = 6, 2
@@ -102,3 +110,15 @@ def test_capacity_keeps_the_largest_weights(factor: float) -> None:
         assert sorted(weights[kept == expert].tolist(), reverse=True) == mine[:capacity]
     assert ((kept == chosen) | (kept == E)).all()
     assert ((kept == E).any()) == (factor < 2)
+
+
+def test_load_of_a_batch_with_fewer_tokens_than_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _tensor: None)
+    stats = RouterStats(8)
+    _, whole = token_groups(batch((2,), 0, (2,)), 0, 1, device=torch.device("cpu"))
+    stats.add(torch.tensor([[3], [3]]), whole, {})
+    load, counts = reduce_load(
+        [(1, stats)], num_layers=2, num_experts=8, count=2, losses=(), device=torch.device("cpu")
+    )
+    assert load.max_over_mean == 8  # 2 tokens on one expert, 1/4 on average
+    assert counts.tolist() == [[0] * 8, [0, 0, 0, 2, 0, 0, 0, 0]]

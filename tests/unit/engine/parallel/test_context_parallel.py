@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers import attention_blocks
+from isthmus.engine.layers import packed_attention_cpu
 from isthmus.engine.layers.attention import sdpa_attention
-from isthmus.engine.layers.attention_blocks import plan_stacks
-from isthmus.engine.layers.packed_attention_cpu import packed_attention
+from isthmus.engine.layers.packed_attention_cpu import packed_attention, plan_stacks
 from isthmus.engine.layers.rope import frequency_sets, rotary_tables
 from isthmus.engine.parallel import context_parallel
 from isthmus.engine.parallel.context_parallel import local_tokens, partition
@@ -34,8 +33,8 @@ PACKINGS: dict[str, tuple[int, ...]] = {
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(context_parallel, "MIN_CHUNK", 2)
-    monkeypatch.setattr(attention_blocks, "BLOCK_QUERIES", 6)
-    monkeypatch.setattr(attention_blocks, "KEYS_MULTIPLE", 4)
+    monkeypatch.setattr(packed_attention_cpu, "BLOCK_QUERIES", 6)
+    monkeypatch.setattr(packed_attention_cpu, "KEYS_MULTIPLE", 4)
     for cached in (partition, plan_stacks):
         cached.cache_clear()
     yield

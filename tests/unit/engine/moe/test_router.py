@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.engine.moe.routing import route
+from isthmus.engine.moe.router import route
 from isthmus.families.architecture import Moe
 
 SIZES: dict[str, Any] = {"num_experts": 12, "top_k": 3, "ffn_hidden_size": 4}
