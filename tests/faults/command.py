@@ -67,47 +67,6 @@ def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-class ForkServer:
-    """Commands in one process each, forked where all imports are done; see :mod:`faults.fork_server`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._runs = 0
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
-            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
-        )  # fmt: skip
-
-    def __call__(self, *words: str | Path, cwd: Path | None = None, largest_file_bytes: int | None = None) -> Ended:
-        """Run ``isthmus <words>`` to its end.
-
-        Args:
-            words: of the command line.
-            cwd: where.
-            largest_file_bytes: the system refuses to let a file grow beyond it.
-        """
-        self._runs += 1
-        out, err = self._folder / f"{self._runs}.out", self._folder / f"{self._runs}.err"
-        request = {
-            "argv": [str(word) for word in words],
-            "cwd": str(cwd or self._folder),
-            "stdout": str(out),
-            "stderr": str(err),
-            "largest_file_bytes": largest_file_bytes,
-        }
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        assert "pid" in json.loads(self._process.stdout.readline())
-        code = json.loads(self._process.stdout.readline())["returncode"]
-        return Ended(code, out.read_text(), err.read_text())
-
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.communicate()
-
-
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file and folder below ``folder`` with its size and time of change in ns."""
     found = {}

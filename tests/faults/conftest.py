@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import ForkServer
-from faults.hosts import Hosts
+from faults.fork_server import ForkServer
 
 CHATS = [
     {"instruction": f"Say the number {number}.", "input": "", "output": f"The number is {number}."}
@@ -50,10 +49,3 @@ def small(model: Path, chats: Path, tmp_path: Path) -> list[str]:
     """The words of a fine-tuning run of a second, into ``tmp_path / "out"``."""
     words = ["sft", "--model", str(model), "--data", str(chats), "--out", str(tmp_path / "out"), "--json"]
     return [*words, "data.seq_length=64", "train.global_batch_size=4", "train.steps=4", "optim.lr=1e-3"]
-
-
-@pytest.fixture(scope="session")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    hosts = Hosts(tmp_path_factory.mktemp("hosts"))
-    yield hosts
-    hosts.close()

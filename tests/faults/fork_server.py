@@ -1,19 +1,174 @@
-"""A process that has imported all that a run needs and forks a child a command: imports cost seconds, forks none.
+"""Runs the command line in processes forked from one that has done all imports, with real exit codes and streams.
 
-Each child is a process of its own with the real entry point, real exit code and real streams; it only did not start
-from nothing. Reads one JSON request a line from stdin and answers with one line once the child has ended.
+Imports cost seconds, a fork costs none. As a script it is the server: each line of stdin is a JSON request with a list
+of hosts, each with the network namespace to enter and its ranks. The server answers with the pids, then with the exit
+codes. Each host has a process that is the parent of its ranks, as the daemon of a batch system is.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
 import os
 import resource
+import select
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from faults.command import Ended, environment
+
+Rank = tuple[Sequence[str], dict[str, str]]
+"""The arguments after ``isthmus``, and environment variables."""
+
+
+class Started:
+    """Ranks that run."""
+
+    def __init__(self, server: subprocess.Popen[str], files: list[Path]) -> None:
+        self._server = server
+        self._files = files
+        self.pids: list[int] = self._read(timeout_s=60.0)
+
+    def _read(self, timeout_s: float) -> Any:
+        assert self._server.stdout
+        if not select.select([self._server.stdout], [], [], timeout_s)[0]:
+            for pid in self.pids:
+                os.kill(pid, signal.SIGKILL)
+            self._server.stdout.readline()
+            raise AssertionError(f"still running after {timeout_s} s: {self._texts()}")
+        return json.loads(self._server.stdout.readline())
+
+    def _texts(self) -> list[list[str]]:
+        return [[file.with_suffix(end).read_text() for end in (".out", ".err")] for file in self._files]
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.pids[rank], number)
+
+    def running(self, rank: int = 0) -> bool:
+        try:
+            return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
+    def ended(self, timeout_s: float = 120.0) -> list[Ended]:
+        """Wait for all ranks."""
+        codes = self._read(timeout_s)
+        return [Ended(code, *texts) for code, texts in zip(codes, self._texts(), strict=True)]
+
+    def result(self) -> Ended:
+        """Wait for the only rank."""
+        (ended,) = self.ended()
+        return ended
+
+
+class ForkServer:
+    """Starts commands; one request at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ranks = 0
+        self._server = subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
+        )  # fmt: skip
+
+    def __call__(self, *words: str | Path, cwd: Path | None = None, largest_file_bytes: int | None = None) -> Ended:
+        """Run ``isthmus <words>`` to its end; the system refuses to let a file grow beyond ``largest_file_bytes``."""
+        return self.start(*words, cwd=cwd, largest_file_bytes=largest_file_bytes).result()
+
+    def start(
+        self, *words: str | Path, cwd: Path | None = None, largest_file_bytes: int | None = None, **variables: str
+    ) -> Started:
+        """Start ``isthmus <words>`` with ``variables`` in its environment."""
+        rank = ([str(word) for word in words], variables)
+        return self.start_ranks([[rank]], cwd=cwd, largest_file_bytes=largest_file_bytes)
+
+    def start_ranks(
+        self,
+        hosts: Sequence[Sequence[Rank]],
+        namespaces: tuple[str, ...] = (),
+        *,
+        cwd: Path | None = None,
+        largest_file_bytes: int | None = None,
+    ) -> Started:
+        """Start ranks, given by host."""
+        files, request = [], []
+        for number, ranks in enumerate(hosts):
+            host: dict[str, Any] = {"namespace": namespaces[number] if namespaces else None, "ranks": []}
+            for words, variables in ranks:
+                self._ranks += 1
+                files.append(self._folder / f"rank-{self._ranks}")
+                rank = {"argv": words, "variables": variables, "file": str(files[-1]), "cwd": str(cwd or self._folder)}
+                host["ranks"].append(rank | {"largest_file_bytes": largest_file_bytes})
+            request.append(host)
+        assert self._server.stdin
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return Started(self._server, files)
+
+    def close(self) -> None:
+        self._server.kill()
+        self._server.communicate()
+
+
+def _enter(namespace: str) -> None:
+    """As `ip netns exec` does; Python has os.setns from 3.12."""
+    handle = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(handle, 0x40000000):  # CLONE_NEWNET
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _run_host(request: dict[str, Any], report: int) -> None:
+    """Start the ranks of a host, write their pids, then their exit codes; does not return."""
+    if request["namespace"]:
+        _enter(request["namespace"])
+    pids = []
+    for rank in request["ranks"]:
+        pid = os.fork()
+        if not pid:
+            os.close(report)
+            _run_rank(rank)
+        pids.append(pid)
+    os.write(report, json.dumps(pids).encode() + b"\n")
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os.write(report, json.dumps(codes).encode() + b"\n")
+    os._exit(0)
+
+
+def _run_rank(request: dict[str, Any]) -> None:
+    """Be the command; does not return."""
+    code = 255
+    try:
+        os.chdir(request["cwd"])
+        # As pytest sets it in the parent; the file descriptors are what the interpreter starts with.
+        for number, end in enumerate((None, ".out", ".err")):
+            path = "/dev/null" if end is None else request["file"] + end
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), number)
+        if request["largest_file_bytes"]:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python itself does; write() then fails with EFBIG
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file_bytes"],) * 2)
+        os.environ.update(request["variables"])
+        if fault := os.environ.get("FAULT"):
+            from faults.hosts import inject
+
+            inject(fault)
+        from isthmus.cli.main import main as isthmus
+
+        code = isthmus(request["argv"])
+    except SystemExit as exit_request:
+        code = exit_request.code if isinstance(exit_request.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def main() -> None:
@@ -25,40 +180,26 @@ def main() -> None:
         "engine.optim.optimizer",
         "engine.step",
         "engine.checkpoint.save_load",
+        "launch.local_launcher",
     )
     for name in ("cli.main", "cli.process", *names):
         importlib.import_module(f"isthmus.{name}")
-    gc.freeze()  # what was imported stays out of the collections of every command
+    importlib.import_module("torch.distributed.launcher.api")
+    gc.freeze()  # garbage collection in the commands skips what was imported
     for line in sys.stdin:
-        request = json.loads(line)
-        child = os.fork()
-        if not child:
-            run(request)
-        print(json.dumps({"pid": child}), flush=True)
-        _, status = os.waitpid(child, 0)
-        print(json.dumps({"returncode": os.waitstatus_to_exitcode(status)}), flush=True)
-
-
-def run(request: dict[str, Any]) -> None:
-    """Be the command; does not return."""
-    code = 255
-    try:
-        os.chdir(request["cwd"])
-        # As pytest sets it in the parent; the file descriptors are what the interpreter starts with.
-        for number, name in enumerate(("/dev/null", request["stdout"], request["stderr"])):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
-        if request.get("largest_file_bytes"):
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python itself does; write() then says EFBIG
-            resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file_bytes"],) * 2)
-        from isthmus.cli.main import main as isthmus
-
-        code = isthmus(request["argv"])
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        reports, hosts = [], []
+        for request in json.loads(line):
+            read, write = os.pipe()
+            if not (host := os.fork()):
+                _run_host(request, write)
+            os.close(write)
+            hosts.append(host)
+            reports.append(os.fdopen(read))
+        for _ in ("pids", "codes"):
+            print(json.dumps([value for report in reports for value in json.loads(report.readline())]), flush=True)
+        for host, report in zip(hosts, reports, strict=True):
+            os.waitpid(host, 0)
+            report.close()
 
 
 if __name__ == "__main__":

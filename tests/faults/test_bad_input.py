@@ -14,7 +14,8 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
-from faults.command import Ended, ForkServer, listing
+from faults.command import Ended, listing
+from faults.fork_server import ForkServer
 
 Run = Callable[..., Ended]
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from faults.command import ForkServer, environment
+from faults.command import environment
+from faults.fork_server import ForkServer
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import ForkServer, rows
+from faults.command import rows
+from faults.fork_server import ForkServer
 
 REWARDS = {
     "rewards/chosen",

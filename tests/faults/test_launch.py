@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from faults.command import Ended
+from faults.fork_server import ForkServer
+
 SOURCE = Path(__file__).parents[2] / "src"
 
 # Stands in for the real recipe in every process that has this folder on its path: no torch in the ranks.
@@ -31,7 +34,7 @@ def run(config):
     print("hello from", rank, "of", os.environ.get("WORLD_SIZE"), "threads", os.environ.get("OMP_NUM_THREADS"),
           file=sys.stderr, flush=True)
     if mode == "data" and rank == 1:
-        raise DataError("train.jsonl:3: not JSON. Mend the line.")
+        raise DataError("train.jsonl:3: not JSON. Fix the line.")
     if mode == "data":
         time.sleep(0.5)
         raise RuntimeError("Connection reset by peer")
@@ -88,6 +91,12 @@ def finished(folder: Path, mode: str, *more: str, nproc: int = 2) -> subprocess.
     )  # fmt: skip
 
 
+def forked(isthmus: ForkServer, folder: Path, mode: str, *more: str) -> Ended:
+    """The same with two ranks, without the imports of the launcher."""
+    variables = {name: value for name, value in environment(folder, mode).items() if name in ("STUB", "PYTHONPATH")}
+    return isthmus.start(*command(*more)[3:], cwd=folder, **variables).result()
+
+
 @contextmanager
 def running(folder: Path, mode: str, *, nproc: int = 2) -> Iterator[subprocess.Popen[str]]:
     """The command, with all its ranks up."""
@@ -126,47 +135,47 @@ def test_success_prints_one_result_and_shares_the_cores(stubbed: Path) -> None:
     assert done.stderr.splitlines() == [f"hello from 0 of 2 threads {threads}"]
 
 
-def test_error_of_one_rank_reaches_the_user_once_with_its_code(stubbed: Path) -> None:
-    done = finished(stubbed, "data")
+def test_error_of_one_rank_reaches_the_user_once_with_its_code(isthmus: ForkServer, stubbed: Path) -> None:
+    done = forked(isthmus, stubbed, "data")
     assert done.returncode == 65
-    assert ours(done.stderr) == ["isthmus: train.jsonl:3: not JSON. Mend the line."]
+    assert ours(done.stderr) == ["isthmus: train.jsonl:3: not JSON. Fix the line."]
     assert "Traceback" not in done.stderr and "elastic" not in done.stderr
 
 
-def test_error_of_all_ranks_is_told_once(stubbed: Path) -> None:
-    done = finished(stubbed, "all")
+def test_error_of_all_ranks_is_reported_once(isthmus: ForkServer, stubbed: Path) -> None:
+    done = forked(isthmus, stubbed, "all")
     assert done.returncode == 65
     assert ours(done.stderr) == ["isthmus: the same on every rank."]
 
 
-def test_bug_in_one_rank(stubbed: Path) -> None:
-    done = finished(stubbed, "bug")
+def test_bug_in_one_rank(isthmus: ForkServer, stubbed: Path) -> None:
+    done = forked(isthmus, stubbed, "bug")
     assert done.returncode == 70
     assert ours(done.stderr) == [
         "isthmus: ZeroDivisionError: division by zero (unexpected; --debug shows the traceback)"
     ]
-    debug = finished(stubbed, "bug", "--debug")
+    debug = forked(isthmus, stubbed, "bug", "--debug")
     assert debug.returncode == 70 and debug.stderr.count('raise ZeroDivisionError("division by zero")') == 1
 
 
-def test_killed_rank_is_named(stubbed: Path) -> None:
-    done = finished(stubbed, "kill")
+def test_killed_rank_is_named(isthmus: ForkServer, stubbed: Path) -> None:
+    done = forked(isthmus, stubbed, "kill")
     assert done.returncode == 137
     (line,) = ours(done.stderr)
     assert "rank 1 was ended by SIGKILL" in line and "memory" in line and line.endswith("last words")
 
 
-def test_rank_that_hangs_after_the_failure_of_a_peer_is_not_waited_for(stubbed: Path) -> None:
+def test_rank_that_hangs_after_the_failure_of_a_peer_is_not_waited_for(isthmus: ForkServer, stubbed: Path) -> None:
     started_s = time.monotonic()
-    done = finished(stubbed, "hang")
+    done = forked(isthmus, stubbed, "hang")
     assert done.returncode == 65 and ours(done.stderr) == ["isthmus: only rank 1 has seen it."]
     assert time.monotonic() - started_s < 20 and not any(alive(pid) for pid in pids(stubbed))
 
 
-def test_dollars_in_arguments_stay(stubbed: Path) -> None:
+def test_dollars_in_arguments_stay(isthmus: ForkServer, stubbed: Path) -> None:
     name = "out-$x-${local_rank}-$$"
     (stubbed / name).mkdir()
-    done = finished(stubbed, "ok", "--out", name)
+    done = forked(isthmus, stubbed, "ok", "--out", name)
     assert done.returncode == 0, done.stderr
     assert len(list((stubbed / name).glob("pid-*"))) == 2
 
@@ -204,7 +213,7 @@ def test_signal_before_the_ranks_are_up(stubbed: Path) -> None:
     process = subprocess.Popen(
         command(), cwd=stubbed, env=environment(stubbed, "wait"), stderr=subprocess.PIPE, text=True
     )
-    while not catches(process.pid, signal.SIGTERM):  # before that it is Python that starts, not we
+    while not catches(process.pid, signal.SIGTERM):  # before that, the interpreter starts
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGTERM)
@@ -242,7 +251,7 @@ def test_alone_second_ctrl_c(stubbed: Path) -> None:
     assert process.returncode == 130 and "Traceback" not in err
 
 
-def test_under_another_launcher_one_rank_speaks(stubbed: Path) -> None:
+def test_under_another_launcher_one_rank_reports(stubbed: Path) -> None:
     """As torchrun or srun do it: the parent sets the ranks, and every rank has the terminal."""
     base = environment(stubbed, "all") | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     ranks = [

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from faults.command import rows
-from faults.hosts import ADDRESSES, DEAD_ADDRESSES, Hosts, two_hosts
+from faults.fork_server import ForkServer
+from faults.hosts import ADDRESSES, DEAD_ADDRESSES, two_hosts
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +35,19 @@ def as_slurm_does(rank: int) -> dict[str, str]:
 
 
 def test_two_hosts_train_what_one_process_trains(
-    hosts: Hosts, namespaces: tuple[str, str], small: list[str], tmp_path: Path
+    isthmus: ForkServer, namespaces: tuple[str, str], small: list[str], tmp_path: Path
 ) -> None:
     """tp inside a host, dp across; by Slurm's variables, with no interface named."""
     words = [*small, "parallel.tp=2", "train.steps=6"]
     ranks = [[(words, as_slurm_does(2 * host + local)) for local in (0, 1)] for host in (0, 1)]
-    ended = hosts.start(ranks, namespaces).ended()
+    ended = isthmus.start_ranks(ranks, namespaces).ended()
     assert [one.returncode for one in ended] == [0, 0, 0, 0], ended
     for host, address in enumerate(ADDRESSES):
         assert f"ranks {2 * host}-{2 * host + 1} on " in ended[0].stderr and f"({address})" in ended[0].stderr
     spread = [row for row in rows(tmp_path / "out") if "loss" in row]
 
     alone = tmp_path / "alone"
-    (one,) = hosts.start([[([*small, "--out", str(alone), "train.steps=6"], {})]]).ended()
+    (one,) = isthmus.start_ranks([[([*small, "--out", str(alone), "train.steps=6"], {})]]).ended()
     assert one.returncode == 0, one
     single = [row for row in rows(alone) if "loss" in row]
     assert len(spread) == len(single) == 6
@@ -54,11 +55,11 @@ def test_two_hosts_train_what_one_process_trains(
         assert [row[name] for row in spread] == pytest.approx([row[name] for row in single], rel=1e-5)
 
 
-def test_interface_that_leads_nowhere(hosts: Hosts, namespaces: tuple[str, str], small: list[str]) -> None:
+def test_interface_that_leads_nowhere(isthmus: ForkServer, namespaces: tuple[str, str], small: list[str]) -> None:
     ranks = [[(small, as_slurm_does(2 * host + local)) for local in (0, 1)] for host in (0, 1)]
     for _, variables in ranks[1]:
         variables["GLOO_SOCKET_IFNAME"] = "dead0"
-    ended = hosts.start(ranks, namespaces).ended()
+    ended = isthmus.start_ranks(ranks, namespaces).ended()
     assert [one.returncode for one in ended] == [76, 76, 76, 76], ended
     told = [line for one in ended for line in one.errors]
     assert len(told) == 2  # one a host

@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 
 from faults.command import Ended, rows
-from faults.hosts import Hosts, Ranks, world
+from faults.fork_server import ForkServer, Started
+from faults.hosts import world
 
 LAYERS, MICRO_BATCHES = 2, 4
 
 
-def started(hosts: Hosts, words: list[str], size: int) -> Ranks:
-    return hosts.start([[(words, one) for one in (world(size) if size > 1 else [{}])]])
+def started(isthmus: ForkServer, words: list[str], size: int) -> Started:
+    return isthmus.start_ranks([[(words, one) for one in (world(size) if size > 1 else [{}])]])
 
 
-def ended(hosts: Hosts, words: list[str], size: int = 1) -> list[Ended]:
-    done = started(hosts, words, size).ended()
+def ended(isthmus: ForkServer, words: list[str], size: int = 1) -> list[Ended]:
+    done = started(isthmus, words, size).ended()
     assert [one.returncode for one in done] == [0] * size, done
     return done
 
@@ -41,8 +42,8 @@ def trace(out: Path, rank: int = 0) -> set[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_table_adds_up_and_names_the_largest(hosts: Hosts, small: list[str], tmp_path: Path, size: int) -> None:
-    done = ended(hosts, [*small, f"parallel.tp={size}", "train.profile=2-3"], size)
+def test_table_adds_up_and_names_the_largest(isthmus: ForkServer, small: list[str], tmp_path: Path, size: int) -> None:
+    done = ended(isthmus, [*small, f"parallel.tp={size}", "train.profile=2-3"], size)
     out = tmp_path / "out"
     assert {path.name for path in (out / "profile").iterdir()} == {
         f"rank{rank}.{end}" for rank in range(size) for end in ("md", "json.gz")
@@ -70,10 +71,10 @@ def test_table_adds_up_and_names_the_largest(hosts: Hosts, small: list[str], tmp
 
 
 def test_profile_cut_short_by_a_signal_is_written_and_the_rest_comes_later(
-    hosts: Hosts, small: list[str], tmp_path: Path
+    isthmus: ForkServer, small: list[str], tmp_path: Path
 ) -> None:
     out, words = tmp_path / "out", [*small, "train.steps=2000", "train.profile=3-1999"]
-    ranks = started(hosts, words, 1)
+    ranks = started(isthmus, words, 1)
     while not (out / "metrics.jsonl").exists() or all(row.get("step", 0) < 5 for row in rows(out)):
         time.sleep(0.02)
     ranks.send(0, signal.SIGINT)
@@ -83,15 +84,15 @@ def test_profile_cut_short_by_a_signal_is_written_and_the_rest_comes_later(
     assert f"profile of steps 3-{last}" in one.stderr and f"step {last}" in trace(out)
     assert f"step {last + 1}" not in trace(out)
 
-    (again,) = ended(hosts, [*small, f"train.steps={last + 2}", f"train.profile=3-{last + 1}"])
+    (again,) = ended(isthmus, [*small, f"train.steps={last + 2}", f"train.profile=3-{last + 1}"])
     assert f"profile of step {last + 1}: " in again.stderr and trace(out).isdisjoint({"step 3", f"step {last + 2}"})
-    (over,) = ended(hosts, [*small, f"train.steps={last + 3}", "train.profile=1-2"])
+    (over,) = ended(isthmus, [*small, f"train.steps={last + 3}", "train.profile=1-2"])
     assert "train.profile=1-2: these steps are done already" in over.stderr
 
 
-def test_steps_that_the_run_does_not_have(hosts: Hosts, small: list[str], tmp_path: Path) -> None:
-    (one,) = started(hosts, [*small, "train.steps=4", "train.profile=3-5"], 1).ended()
+def test_steps_that_the_run_does_not_have(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
+    (one,) = started(isthmus, [*small, "train.steps=4", "train.profile=3-5"], 1).ended()
     assert "train.profile" in one.error(2) and "from 1 to 4" in one.error(2)
     by_epochs = [word for word in small if not word.startswith("train.steps")]
-    (one,) = started(hosts, [*by_epochs, "train.epochs=0.25", "train.profile=3-500"], 1).ended()
+    (one,) = started(isthmus, [*by_epochs, "train.epochs=0.25", "train.profile=3-500"], 1).ended()
     assert "goes beyond the" in one.error(2) and not (tmp_path / "out").exists()

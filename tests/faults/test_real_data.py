@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import ForkServer, rows
+from faults.command import rows
+from faults.fork_server import ForkServer
 
 
 @pytest.fixture(scope="module")

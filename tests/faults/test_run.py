@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import ForkServer, finished, listing, rows, start
+from faults.command import finished, listing, rows, start
+from faults.fork_server import ForkServer
 from isthmus.config.load import load_config
 from isthmus.convert.open_model import open_model
 from isthmus.convert.transfer import convert
@@ -266,7 +267,7 @@ def test_ranks_that_share_a_line_count_its_tokens_once(isthmus: ForkServer, smal
     assert isthmus(*small).returncode == 0
     shared = tmp_path / "shared"
     more = ["--nproc", "2", "parallel.cp=2", "data.length_buckets=[32, 64]", "--out", str(shared)]
-    assert finished(start(*small, *more, cwd=tmp_path)).returncode == 0
+    assert isthmus(*small, *more).returncode == 0
     alone, together = ([row for row in rows(out) if "loss" in row] for out in (tmp_path / "out", shared))
     for key in ("num_tokens", "learned_tokens", "consumed_sequences"):
         assert [row[key] for row in together] == [row[key] for row in alone]

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faults.command import ForkServer, rows
+from faults.command import rows
+from faults.fork_server import ForkServer
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 from isthmus.recipes.data.data_fingerprint import tokenizer_record

@@ -1,4 +1,4 @@
-"""Signals, deaths and divergence in real processes of the real recipe: what is saved, what is told, what goes on."""
+"""Signals, deaths and divergence of real runs: what is saved and reported, and that the run resumes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from faults.command import ForkServer, finished, rows, start
+from faults.command import finished, rows, start
+from faults.fork_server import ForkServer, Started
 
 pytestmark = pytest.mark.ranks
 STEPS = 60
 
 
-def wait_for_step(process: subprocess.Popen[str], run_folder: Path, step: int, timeout_s: float = 90.0) -> None:
+def wait_for_step(command: Started, run_folder: Path, step: int, timeout_s: float = 90.0) -> None:
     metrics = run_folder / "metrics.jsonl"
     deadline = time.monotonic() + timeout_s
     while not metrics.exists() or f'"step": {step}, "loss"' not in metrics.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, finished(process)
+        assert command.running() and time.monotonic() < deadline, command.result()
         time.sleep(0.02)
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Its ranks, in order."""
-    children = psutil.Process(process.pid).children(recursive=True)
+def ranks_of(command: Started) -> list[psutil.Process]:
+    """The ranks that the command has started, in order."""
+    children = psutil.Process(command.pids[0]).children(recursive=True)
     found = {rank: child for child in children if (rank := child.environ().get("RANK")) is not None}
     return [found[rank] for rank in sorted(found)]
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it runs no more; init may not have reaped it yet."""
+    """Whether the process runs no more; init may not have reaped it yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -54,10 +55,10 @@ def test_signal_saves_and_the_same_command_finishes(
     out = tmp_path / "out"
     small.append(f"train.steps={STEPS}")
     words = [*small, "--nproc", "2", "parallel.tp=2"]
-    process = start(*words, cwd=tmp_path)
+    process = isthmus.start(*words)
     wait_for_step(process, out, 5)
-    process.send_signal(number)
-    stopped = finished(process)
+    process.send(0, number)
+    stopped = process.result()
     assert stopped.returncode == 75, stopped
     (step,) = checkpoints(out)
     assert 5 <= step < STEPS
@@ -65,8 +66,8 @@ def test_signal_saves_and_the_same_command_finishes(
     assert len(stopped.errors) == 2 and number.name in stopped.errors[0]
     assert not (out / "hf").exists() and not list(out.rglob(".tmp*"))
 
-    # Once the same command, once the same without ranks: a checkpoint goes on under any layout.
-    again = finished(start(*words, cwd=tmp_path)) if number == signal.SIGTERM else isthmus(*small)
+    # Once with the same command, once on a single rank: a checkpoint resumes under any layout.
+    again = isthmus(*words) if number == signal.SIGTERM else isthmus(*small)
     assert again.result["steps"] == STEPS and f"at step {step}" in again.stderr
     assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, STEPS + 1))
     assert (out / "hf" / "model.safetensors").is_file()
@@ -74,11 +75,11 @@ def test_signal_saves_and_the_same_command_finishes(
 
 def test_signal_to_a_single_process(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = start(*small, f"train.steps={2000}", cwd=tmp_path)
+    process = isthmus.start(*small, "train.steps=2000")
     wait_for_step(process, out, 3)
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)  # as batch systems do
-    line = finished(process).error(75)
+    process.send(0, signal.SIGTERM)
+    process.send(0, signal.SIGTERM)  # as batch systems do
+    line = process.result().error(75)
     (step,) = checkpoints(out)
     assert f"after step {step} of" in line
     beyond = isthmus(*small, f"train.steps={step - 1}").error(2)
@@ -86,16 +87,18 @@ def test_signal_to_a_single_process(isthmus: ForkServer, small: list[str], tmp_p
     assert isthmus(*small, f"train.steps={step + 2}").result["steps"] == step + 2
 
 
-def test_killed_rank_ends_the_run_soon_and_it_goes_on(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run_soon_and_the_run_resumes(
+    isthmus: ForkServer, small: list[str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    process = start(*small, "--nproc", "2", "parallel.tp=2", "train.steps=5000", "checkpoint.every=4", cwd=tmp_path)
+    process = isthmus.start(*small, "--nproc", "2", "parallel.tp=2", "train.steps=5000", "checkpoint.every=4")
     wait_for_step(process, out, 13)
     first, second = ranks_of(process)
     second.suspend()
     time.sleep(0.5)  # by now the first waits for it in a collective
     second.kill()
     started_s = time.monotonic()
-    ended = finished(process)
+    ended = process.result()
     assert "rank 1 was ended by SIGKILL" in ended.error(137) and has_ended(first)
     assert time.monotonic() - started_s < 20
     saved = checkpoints(out)
@@ -104,12 +107,12 @@ def test_killed_rank_ends_the_run_soon_and_it_goes_on(isthmus: ForkServer, small
     assert f"at step {saved[-1]}" in again.stderr and again.result["steps"] == saved[-1] + 3
 
 
-def test_no_rank_outlives_a_killed_command(small: list[str], tmp_path: Path) -> None:
-    process = start(*small, "--nproc", "2", "parallel.tp=2", "train.steps=5000", cwd=tmp_path)
+def test_no_rank_outlives_a_killed_command(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
+    process = isthmus.start(*small, "--nproc", "2", "parallel.tp=2", "train.steps=5000")
     wait_for_step(process, tmp_path / "out", 3)
     ranks = ranks_of(process)
-    process.kill()
-    process.communicate()
+    process.send(0, signal.SIGKILL)
+    process.result()
     _, left = psutil.wait_procs(ranks, timeout=30)
     for rank in left:
         rank.kill()
@@ -117,17 +120,19 @@ def test_no_rank_outlives_a_killed_command(small: list[str], tmp_path: Path) -> 
     assert len(checkpoints(tmp_path / "out")) == 1 and not list((tmp_path / "out").rglob(".tmp*"))
 
 
-def test_bad_data_on_the_rank_that_reads_it_is_told_once(small: list[str], tmp_path: Path) -> None:
+def test_bad_data_on_the_rank_that_reads_it_is_reported_once(
+    isthmus: ForkServer, small: list[str], tmp_path: Path
+) -> None:
     data = tmp_path / "bad.json"
     data.write_text('[{"instruction": "a", "output": "b"}, 7]')
     started_s = time.monotonic()
-    line = finished(start(*small, "--nproc", "2", "--data", str(data), cwd=tmp_path)).error(65)
+    line = isthmus(*small, "--nproc", "2", "--data", data).error(65)
     assert str(data) in line and time.monotonic() - started_s < 60
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_data_under_another_launcher_is_told_once_and_ends_all_ranks(small: list[str], tmp_path: Path) -> None:
-    """As srun does it: rank 0 reads the data and holds the store, the others wait for it there."""
+def test_bad_data_under_another_launcher_is_reported_once_and_ends_all_ranks(small: list[str], tmp_path: Path) -> None:
+    """As srun does it: rank 0 reads the data and serves the store, the others wait."""
     data = tmp_path / "bad.json"
     data.write_text('[{"instruction": "a", "output": "b"}, 7]')
     with socket.socket() as free:
@@ -141,22 +146,22 @@ def test_bad_data_under_another_launcher_is_told_once_and_ends_all_ranks(small: 
     assert f"{data}:1" in line and not (tmp_path / "out").exists()
 
 
-def test_full_disk_of_one_rank_is_told_once(small: list[str], tmp_path: Path) -> None:
+def test_full_disk_of_one_rank_is_reported_once(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("no small file system: mount is not allowed; run as root to test a full disk")
     try:
-        ended = finished(start(*small, "--nproc", "2", "parallel.tp=2", "--out", str(disk / "out"), cwd=tmp_path))
+        ended = isthmus(*small, "--nproc", "2", "parallel.tp=2", "--out", disk / "out")
         assert "checkpoint" in ended.error(73)
         assert not list((disk / "out" / "checkpoints").iterdir())
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_divergence_on_two_ranks(small: list[str], tmp_path: Path) -> None:
+def test_divergence_on_two_ranks(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
     words = [*small, "--nproc", "2", "parallel.tp=2", "optim.lr=1e30", "optim.clip_grad=0"]
-    line = finished(start(*words, cwd=tmp_path)).error(79)
+    line = isthmus(*words).error(79)
     assert "optim.lr" in line and not (tmp_path / "out" / "hf").exists()
 
 
