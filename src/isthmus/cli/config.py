@@ -35,12 +35,12 @@ def show(
     """
     from isthmus.cli.cli_args import config_and_overrides
     from isthmus.config.load import load_settings, origins_of
-    from isthmus.config.presets import kind_of
+    from isthmus.config.presets import Kind, kind_of
     from isthmus.config.yaml_text import write_mapping
 
-    kind = kind_of(words[0]) if words else "train"
+    kind: Kind = "models" if any(kind_of(word) == "models" for word in words or []) else "train"
     if kind == "models" and resolved:
-        raise UsageError(f"--resolved is for run configs, got the model {(words or [''])[0]}. Leave it out.")
+        raise UsageError("--resolved is for run configs, got a model. Leave it out.")
     file, overrides = config_and_overrides(words or [], kind)
     if recipe is not None and not resolved:
         raise UsageError("--recipe needs --resolved, which validates the settings. Add --resolved, or leave it out.")

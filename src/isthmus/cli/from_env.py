@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -13,17 +12,15 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from isthmus.cli.translate import start_command
+from isthmus.cli.translate import print_translation, start_command
 from isthmus.config.dialects.rocm_scripts.read_variables import (
     SCRIPTS,
     batch_names,
     read_script,
     remark_on_full_nodes,
-    started,
+    with_start_time,
 )
-from isthmus.config.dialects.rocm_scripts.rocm_log import summary
-from isthmus.config.dialects.rocm_scripts.script_run import NODE, ScriptRun
-from isthmus.config.dialects.translation import as_json as translation_as_json
+from isthmus.config.dialects.rocm_scripts.script_run import NODE, ScriptRun, summary
 from isthmus.config.dialects.translation import as_yaml, remark_line
 from isthmus.config.load import load_config
 from isthmus.errors import DataError, MissingInput, UsageError
@@ -32,16 +29,10 @@ from isthmus.errors import DataError, MissingInput, UsageError
 def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
     run = _read(script, words)
     remark_on_full_nodes(script, run)
-    mbs, bs = run.setting("train.micro_batch_size"), run.setting("train.global_batch_size")
-    if bs % mbs:
-        misfit = run.misfit(NODE * run.translation.world.nnodes, batch_names(script))
-        raise UsageError(f"{run.script}: {misfit or f'{bs} is not a multiple of {mbs}'}.")
-    load_config(None, None, [], {"recipe": run.translation.recipe, **run.translation.settings})
-    if as_json:
-        print(json.dumps(translation_as_json(run.translation) | {"command": _start(run)}, indent=2))
-    else:
-        print(as_yaml(run.translation, _title(run)), end="")
-    return 0
+    batch_size_error = run.batch_size_error(NODE * run.translation.world.nnodes, batch_names(script))
+    if batch_size_error is not None and run.setting("train.global_batch_size") % run.setting("train.micro_batch_size"):
+        raise UsageError(f"{run.script}: {batch_size_error}.")
+    return print_translation(run.translation, json_wanted=as_json, command=_command(run), title=_title(run))
 
 
 def run_script(script: str, words: Sequence[str]) -> int:
@@ -54,7 +45,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
     log = Path(run.train_log)
     if run.no_training:
         return _summarise(run, log, ranks)
-    misfit = run.misfit(ranks, batch_names(script))
+    batch_size_error = run.batch_size_error(ranks, batch_names(script))
     file = log.with_suffix(".yaml")
     command = ["pretrain", str(file), *(["--nproc", str(nproc)] if nproc > 1 and world.nnodes == 1 else [])]
     shown = shlex.join(["isthmus", *command] if world.nnodes == 1 else _torchrun(run, nproc, command))
@@ -65,18 +56,18 @@ def run_script(script: str, words: Sequence[str]) -> int:
         from isthmus.recipes.setup.validation import dry_run
 
         print(as_yaml(run.translation, _title(run)), end="")
-        if misfit is not None:
-            verdict = f"would be refused: {misfit}."
+        if batch_size_error is not None:
+            verdict = f"would be refused: {batch_size_error}."
         else:
             verdict = dry_run(load_config(None, None, [], settings), world_size=ranks, ranks_here=nproc)
         print("\n".join(f"# {line}" for line in (*plan, *verdict.splitlines())))
         return 0
-    if misfit is not None:
-        raise UsageError(f"{run.script}: {misfit}.")
+    if batch_size_error is not None:
+        raise UsageError(f"{run.script}: {batch_size_error}.")
     load_config(None, None, [], settings)
     log.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(as_yaml(run.translation, _title(run)), encoding="utf-8")
-    with _into(log, on_screen=run.tee):
+    with _redirected_to(log, on_screen=run.tee):
         print("\n".join([*map(remark_line, run.translation.remarks), *plan]), file=sys.stderr, flush=True)
         code = _train(run, nproc, command)
     if code == 0:
@@ -89,14 +80,14 @@ def run_script(script: str, words: Sequence[str]) -> int:
 def _read(script: str, words: Sequence[str]) -> ScriptRun:
     if script not in SCRIPTS:
         raise UsageError(f"{script} is not a known script. Use {', '.join(SCRIPTS)}.")
-    return started(read_script(script, os.environ, words), datetime.now())
+    return with_start_time(read_script(script, os.environ, words), datetime.now())
 
 
 def _title(run: ScriptRun) -> str:
-    return f"{_start(run)}: the same run as {run.script}.\nLog of the script: {run.train_log}"
+    return f"{_command(run)}: the same run as {run.script}.\nLog of the script: {run.train_log}"
 
 
-def _start(run: ScriptRun) -> str:
+def _command(run: ScriptRun) -> str:
     """Ranks and library variables are not part of a config, so the command has them."""
     exports = [
         f"{name}=..." if "TOKEN" in name else f"{name}={shlex.quote(text)}" for name, text in run.exports.items()
@@ -127,7 +118,7 @@ def _torchrun(run: ScriptRun, nproc: int, command: Sequence[str]) -> list[str]:
 def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
     """Train with the config file, print the result and return the exit code."""
     if run.translation.world.nnodes > 1:
-        return _forwarding(_torchrun(run, nproc, command))
+        return _run_child(_torchrun(run, nproc, command))
     from isthmus.cli import process
     from isthmus.cli.exit import exit_status_of, print_error, save_traceback
     from isthmus.cli.train_verbs import train
@@ -140,7 +131,7 @@ def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
     return status.exit_code
 
 
-def _forwarding(command: Sequence[str]) -> int:
+def _run_child(command: Sequence[str]) -> int:
     """Run a program and forward SIGTERM and SIGHUP to it. The terminal sends Ctrl-C to both."""
     child = subprocess.Popen(command)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -150,7 +141,7 @@ def _forwarding(command: Sequence[str]) -> int:
 
 
 @contextmanager
-def _into(log: Path, *, on_screen: bool) -> Iterator[None]:
+def _redirected_to(log: Path, *, on_screen: bool) -> Iterator[None]:
     """Redirect the output of this process and its children to a file, with ``on_screen`` also to the terminal."""
     sys.stdout.flush()
     sys.stderr.flush()

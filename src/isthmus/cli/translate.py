@@ -53,14 +53,14 @@ def from_primus(experiment: Path, models: Path | None) -> Translation:
     return _with_model(translate_experiment(experiment, models))
 
 
-def print_translation(translation: Translation, *, json_wanted: bool, name: str = "run.yaml") -> int:
-    """Validate a translation and print it as a config file, or as JSON."""
+def print_translation(translation: Translation, *, json_wanted: bool, command: str = "", title: str = "") -> int:
+    """Validate a translation and print it as a config file, or as JSON; ``title`` is the first comment."""
     load_config(None, None, [], {"recipe": translation.recipe, **translation.settings})
-    command = start_command(translation.recipe, translation.world, name)
+    command = command or start_command(translation.recipe, translation.world, "run.yaml")
     if json_wanted:
         print(json.dumps(as_json(translation) | {"command": command}, indent=2))
     else:
-        print(as_yaml(translation, f"Start it with\n\n  {command}").rstrip("\n"))
+        print(as_yaml(translation, title or f"Start it with\n\n  {command}"), end="")
     return 0
 
 

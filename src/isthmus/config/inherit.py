@@ -42,30 +42,30 @@ class Setting:
     """``file:line:column``"""
 
 
-def read_settings(path: Path, complain: Callable[[str], None], kind: Kind = "train") -> Iterator[Setting]:
+def read_settings(path: Path, on_error: Callable[[str], None], kind: Kind = "train") -> Iterator[Setting]:
     """The settings of a config file and its bases; later ones replace earlier ones.
 
-    Errors about single values are passed to ``complain``.
+    Errors about single values are passed to ``on_error``.
     """
-    return _read(path, (), complain, kind)
+    return _read(path, (), on_error, kind)
 
 
-def _read(path: Path, chain: tuple[Path, ...], complain: Callable[[str], None], kind: Kind) -> Iterator[Setting]:
+def _read(path: Path, chain: tuple[Path, ...], on_error: Callable[[str], None], kind: Kind) -> Iterator[Setting]:
     if path.resolve() in [earlier.resolve() for earlier in chain]:
-        circle = " -> ".join(str(each) for each in (*chain, path))
-        raise UsageError(f"the bases of config files form a circle: {circle}. Remove one of the bases.")
+        cycle = " -> ".join(str(each) for each in (*chain, path))
+        raise UsageError(f"the bases of config files form a cycle: {cycle}. Remove one of the bases.")
     values, places = _load(path, chain)
     for base in _bases(values, path, kind):
-        yield from _read(base, (*chain, path), complain, kind)
+        yield from _read(base, (*chain, path), on_error, kind)
     overrides = values.pop(_OVERRIDES, None)
     for name in (*_BASES, _OVERRIDES):
         values.pop(name, None)
-    yield from _leaves(values, (), (), path, places, complain)
+    yield from _leaves(values, (), (), path, places, on_error)
     if overrides is None:
         return
     if not isinstance(overrides, dict):
         raise UsageError(f"{_place(path, places, (_OVERRIDES,))}  {_OVERRIDES}  must be a mapping of settings.")
-    yield from _leaves(overrides, (), (_OVERRIDES,), path, places, complain)
+    yield from _leaves(overrides, (), (_OVERRIDES,), path, places, on_error)
 
 
 def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
@@ -114,20 +114,20 @@ def _leaves(
     within: Key,
     path: Path,
     places: Mapping[Key, tuple[int, int]],
-    complain: Callable[[str], None],
+    on_error: Callable[[str], None],
 ) -> Iterator[Setting]:
     for name, value in values.items():
         key = (*prefix, str(name))
         origin = _place(path, places, (*within, *key))
         if isinstance(value, dict):
             yield Setting(key, {}, origin)
-            yield from _leaves(value, key, within, path, places, complain)
+            yield from _leaves(value, key, within, path, places, on_error)
             continue
         try:
             yield Setting(key, _filled(value), origin)
         except KeyError as unset:
             name = unset.args[0]
-            complain(f"{origin}  {'.'.join(key)}  {name} is not set; set it, or give a default: ${{{name}:...}}")
+            on_error(f"{origin}  {'.'.join(key)}  {name} is not set; set it, or give a default: ${{{name}:...}}")
 
 
 def _place(path: Path, places: Mapping[Key, tuple[int, int]], key: Key) -> str:

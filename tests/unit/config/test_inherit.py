@@ -68,7 +68,7 @@ def test_errors_in_a_base_name_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("bases: [other.yaml]\n", "circle: {0}mine.yaml -> {0}other.yaml -> {0}mine.yaml"),
+        ("bases: [other.yaml]\n", "cycle: {0}mine.yaml -> {0}other.yaml -> {0}mine.yaml"),
         ("bases: [absent.yaml]\n", "no such base file ({0}mine.yaml -> {0}absent.yaml)"),
         ("bases: {a: 1}\n", "must be a list of files"),
         ("bases: [a.yaml]\nextends: [b.yaml]\n", "both bases and extends"),

@@ -135,6 +135,8 @@ def test_config_commands_accept_models(
     where = {row[0]: Path(row[2]).name.partition(":")[0] for row in rows if len(row) == 3}
     assert (where["hidden_size"], where["rms_norm_eps"]) == ("llama3.1-70b.yaml", "llama3-8b.yaml")
     assert ["vocab_size", "9", "command", "line"] in rows
+    assert main(["config", "show", "vocab_size=9", "preset:llama3.1-70b"]) == 0
+    assert "vocab_size: 9" in capsys.readouterr().out
     assert main(["config", "show", "preset:llama3.1-70b", "--resolved"]) == 2
     assert main(["config", "cp", "llama3.1-70b", "mine.yaml"]) == 0
     assert read_model("mine.yaml") == read_model("preset:llama3.1-70b")

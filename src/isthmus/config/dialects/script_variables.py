@@ -34,12 +34,12 @@ class Variables:
         """By dotted name, in YAML."""
         self.exports: dict[str, str] = {}
         """Environment variables given as arguments."""
-        self.wrong: list[str] = []
+        self.errors: list[str] = []
         self._read: set[str] = set()
         for word in arguments:
             name, equals, value = word.partition("=")
             if not equals:
-                self.wrong.append(f"{word}: expected NAME=VALUE")
+                self.errors.append(f"{word}: expected NAME=VALUE")
             elif _SETTING.fullmatch(name):
                 self.settings[name] = value
             elif name in self.known:
@@ -49,9 +49,9 @@ class Variables:
             elif any(name == one or (one.endswith("_") and name.startswith(one)) for one in exported):
                 self.exports[name] = value
             else:
-                self.wrong.append(f"{word}: the script has no variable {name}{self._guess(name)}")
+                self.errors.append(f"{word}: the script has no variable {name}{self._guess(name)}")
 
-    def near_misses(self, environment: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
+    def similar_variables(self, environment: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
         """Unknown variables and the similar variable of the script; ``others`` has names in related scripts."""
         found = {name: meant for name, meant in others.items() if environment.get(name) and name not in self.known}
         for name in sorted(environment):
@@ -78,7 +78,7 @@ class Variables:
         if value is None:
             return default
         if not re.fullmatch(r"-?[0-9]+(\.0+)?", value) or int(float(value)) < least:
-            self.wrong.append(f"{name}={value}: must be a whole number of {least} or more")
+            self.errors.append(f"{name}={value}: must be a whole number of {least} or more")
             return default
         return int(float(value))
 
@@ -86,13 +86,13 @@ class Variables:
         """True for 1, False for 0."""
         value = self._value(name)
         if value not in (None, "0", "1"):
-            self.wrong.append(f"{name}={value}: must be 0 or 1")
+            self.errors.append(f"{name}={value}: must be 0 or 1")
         return default if value is None else value == "1"
 
     def one_of(self, name: str, choices: Sequence[str], default: str) -> str:
         value = self.text(name, default)
         if value not in choices:
-            self.wrong.append(f"{name}={value}: must be {' or '.join(choices)}")
+            self.errors.append(f"{name}={value}: must be {' or '.join(choices)}")
             return default
         return value
 
@@ -101,15 +101,15 @@ class Variables:
         return [self.origin(name) for name in sorted(self.given.keys() - self._read)]
 
     def refuse(self, name: str, why: str) -> None:
-        self.wrong.append(f"{name}={self.given.get(name, '')}: {why}")
+        self.errors.append(f"{name}={self.given.get(name, '')}: {why}")
 
     def check(self, script: str) -> None:
         """Raise all errors in one UsageError."""
-        wrong = list(dict.fromkeys(self.wrong))
-        if len(wrong) == 1:
-            raise UsageError(f"{script}: {wrong[0]}{'' if wrong[0].endswith('?') else '.'}")
-        if wrong:
-            raise UsageError("\n  ".join([f"{script}: {len(wrong)} errors:", *wrong]))
+        errors = list(dict.fromkeys(self.errors))
+        if len(errors) == 1:
+            raise UsageError(f"{script}: {errors[0]}{'' if errors[0].endswith('?') else '.'}")
+        if errors:
+            raise UsageError("\n  ".join([f"{script}: {len(errors)} errors:", *errors]))
 
     def _value(self, name: str) -> str | None:
         self._read.add(name)

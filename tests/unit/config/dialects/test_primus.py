@@ -144,6 +144,8 @@ def test_sft_defaults_and_data(tmp_path: Path, models: Path) -> None:
         (experiment("llama3_8B", "\nuse_turbo: [1]\nlora: {enabled: true}"), "adapters"),
         (experiment("mistral_900B"), "model: mistral_900B.yaml  was not found beside the experiment.*--models"),
         (experiment("llama3_8B").replace("framework: megatron", "framework: torchtitan"), "framework: torchtitan"),
+        ("model: llama3_8B.yaml\noverrides: 3", "overrides  must be a mapping"),
+        ("includes: 3", "includes  must be a list of files, got 3"),
         ("modules: {evaluator: {}}", "0 modules with trainer in their names"),
         (experiment("llama3_8B", "\nclip_grad: {max: 1}"), "clip_grad: .*must be a number"),
         (experiment("llama3_8B", "\nseed: ${NOT_SET_ANYWHERE}"), "NOT_SET_ANYWHERE is not set"),

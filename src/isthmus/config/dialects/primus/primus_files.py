@@ -46,8 +46,10 @@ def _settings(path: Path, errors: list[str], within: tuple[Path, ...]) -> Iterat
     found = list(read_settings(path, errors.append))
     for setting in found:
         if setting.key == ("includes",):
-            listed = [setting.value] if isinstance(setting.value, str) else setting.value
-            for name in listed or ():
+            listed = [setting.value] if isinstance(setting.value, str) else setting.value or []
+            if not isinstance(listed, list):
+                raise UsageError(f"{setting.origin}  includes  must be a list of files, got {listed!r}.")
+            for name in listed:
                 folder = Path(setting.origin.rsplit(":", 2)[0]).parent
                 yield from _settings(folder / str(name), errors, (*within, path))
     yield from (setting for setting in found if setting.key != ("includes",))

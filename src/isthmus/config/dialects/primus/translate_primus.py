@@ -71,7 +71,10 @@ def _module(file: PrimusFile) -> tuple[dict[str, Any], str]:
     modules = file.values.get("modules")
     if modules is None:
         # A file with one module's keys; read_file has applied its overrides.
-        return {key: value for key, value in file.values.items() if key not in (*_RUN_FOLDER, "platform")}, ""
+        part = {key: value for key, value in file.values.items() if key not in (*_RUN_FOLDER, "platform")}
+        if not isinstance(part.get("overrides") or {}, dict):
+            raise UsageError(f"{file.path}  overrides  must be a mapping.")
+        return part, ""
     trainers = {name: part for name, part in modules.items() if "trainer" in name} if isinstance(modules, dict) else {}
     if len(trainers) != 1:
         raise UsageError(

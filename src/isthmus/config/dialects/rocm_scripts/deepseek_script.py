@@ -4,44 +4,21 @@ from __future__ import annotations
 
 from isthmus.config.dialects.rocm_scripts.script_run import (
     CURRENT_SCALING,
-    NO_CACHE,
-    OWN,
-    TE_TUNING,
     TIME,
-    WORLD,
     ScriptRun,
-    of_all_nodes,
+    add_remarks,
+    name_of_all_nodes,
     put_data,
     put_null_tokenizer,
     put_settings,
+    put_whole,
     read_world,
-    remark_on,
 )
 from isthmus.config.dialects.script_variables import Variables
 from isthmus.config.dialects.translation import Translation
 
-VARIABLES = frozenset(
-    """MBS GBS SEQ_LEN PAD_LEN PR AC TRAIN_ITERS GEMM_TUNING MOCK_DATA DATA_DIR DATA_CACHE_PATH SAVE TP PP CP EP MP_VP
-    MP_DATASET_TYPE MP_AC_LAYERS MP_SFT_PACKING TOKENIZER_MODEL TEE_OUTPUT LOG_DIR NO_TRAINING""".split()
-).union(WORLD, OWN)
-ELSEWHERE = {"BS": "GBS", "SEQ_LENGTH": "SEQ_LEN", "TOTAL_ITERS": "TRAIN_ITERS", "RECOMPUTE": "AC", "TE_FP8": "PR"}
-"""Names of these variables in other scripts."""
 _TOKENIZER, _VOCAB = "deepseek-ai/DeepSeek-V2-Lite", 102400
 _DATA = "/root/deepseek-datasets"
-_FIXED = "the script always uses {}={}; Isthmus uses the given value"
-_REMARKS = (
-    ("GEMM_TUNING", "1", "unsupported", TE_TUNING),
-    ("PAD_LEN", None, "unsupported", "samples are not padded"),
-    ("DATA_CACHE_PATH", None, "unsupported", NO_CACHE),
-    ("MP_DATASET_TYPE", None, "unsupported", "the format is detected from the files"),
-    ("MP_AC_LAYERS", None, "unsupported", "the script does not use it; set train.recompute_layers"),
-    ("MP_SFT_PACKING", None, "unsupported", "the script pretrains and does not use it"),
-    ("TP", None, "different", _FIXED.format("TP", 1)),
-    ("PP", None, "different", _FIXED.format("PP", 1)),
-    ("CP", None, "different", _FIXED.format("CP", 1)),
-    ("EP", None, "different", _FIXED.format("EP", 8)),
-    ("NNODES", None, "different", "the script always runs on one node; Isthmus uses the given value"),
-)  # fmt: skip
 
 
 def read_deepseek(v: Variables) -> ScriptRun:
@@ -59,7 +36,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
     t.put("moe.aux_loss", 0.01, "--moe-aux-loss-coeff 1e-2")
     _put_tokens(t, v)
     t.put("data.valid_fraction", 0.0, "--eval-iters -1")
-    remark_on(t, v, _REMARKS)
+    add_remarks(t, v, "deepseek_v2")
     t.world = read_world(v, None, t)
     s = t.settings
     mbs, gbs = s["train.micro_batch_size"], s["train.global_batch_size"]
@@ -69,7 +46,7 @@ def read_deepseek(v: Variables) -> ScriptRun:
         f"-mbs{mbs}gbs{gbs}-ac_{recompute}-do_true-fa_true-sp_true-{TIME}"
     )
     log_folder = v.text("LOG_DIR", "experiment")
-    t.put("out", f"{log_folder}/{of_all_nodes(name, t.world)}", v.origin("LOG_DIR", "experiment"))
+    t.put("out", f"{log_folder}/{name_of_all_nodes(name, t.world)}", v.origin("LOG_DIR", "experiment"))
     save = v.switch("SAVE", False)
     if not save:
         t.put("checkpoint.save_final", False, v.origin("SAVE", 0))
@@ -84,16 +61,14 @@ def read_deepseek(v: Variables) -> ScriptRun:
 
 
 def _put_sizes(t: Translation, v: Variables) -> None:
-    t.put("train.steps", v.whole("TRAIN_ITERS", 50), v.origin("TRAIN_ITERS", 50))
+    put_whole(t, v, ("train.steps", "TRAIN_ITERS", 50))
     if t.settings["train.steps"] > 50:
         t.remark(
             v.origin("TRAIN_ITERS"), "different", "Isthmus trains all steps; --exit-interval ends the script at 50"
         )
-    t.put("train.micro_batch_size", v.whole("MBS", 4), v.origin("MBS", 4))
-    t.put("train.global_batch_size", v.whole("GBS", 256), v.origin("GBS", 256))
-    t.put("data.seq_length", v.whole("SEQ_LEN", 2048), v.origin("SEQ_LEN", 2048))
-    for name, default in (("TP", 1), ("PP", 1), ("CP", 1), ("EP", 8)):
-        t.put(f"parallel.{name.lower()}", v.whole(name, default), v.origin(name, default))
+    put_whole(t, v, ("train.micro_batch_size", "MBS", 4), ("train.global_batch_size", "GBS", 256))
+    put_whole(t, v, ("data.seq_length", "SEQ_LEN", 2048), ("parallel.tp", "TP", 1), ("parallel.pp", "PP", 1))
+    put_whole(t, v, ("parallel.cp", "CP", 1), ("parallel.ep", "EP", 8))
     if v.is_given("MP_VP"):
         if t.settings["parallel.pp"] == 1:
             v.refuse("MP_VP", "virtual pipeline stages need PP above 1. Leave it out")

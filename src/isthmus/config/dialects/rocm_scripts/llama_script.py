@@ -4,41 +4,19 @@ from __future__ import annotations
 
 from isthmus.config.dialects.rocm_scripts.script_run import (
     CURRENT_SCALING,
-    NO_CACHE,
-    OWN,
-    TE_TUNING,
     TIME,
-    WORLD,
     ScriptRun,
-    of_all_nodes,
+    add_remarks,
+    name_of_all_nodes,
     put_data,
     put_null_tokenizer,
     put_settings,
+    put_whole,
     read_world,
-    remark_on,
 )
 from isthmus.config.dialects.script_variables import Variables
 from isthmus.config.dialects.translation import Translation
 
-VARIABLES = frozenset(
-    """MODEL_SIZE TP PP CP MBS BS SEQ_LENGTH TOTAL_ITERS SEQ_PARALLEL CONTI_PARAMS TE_FP8 TE_FP8_RECIPE TE_FP4
-    TE_FP4_RECIPE FP4_SELECTIVE_BF16 FP4_BF16_START FP4_BF16_END FP4_PARAM_GATHER FP8_PARAM_GATHER
-    FP8_TRANSPOSE_CACHE GEMM_TUNING MCORE
-    OPTIMIZER FSDP MEGATRON_FSDP ENABLE_HSDP HSDP_NUM_REPLICAS RECOMPUTE ROPE_FUSION USE_FLASH_ATTN ENABLE_PROFILING
-    MOCK_DATA DATA_DIR DATA_PATH DATA_CACHE_PATH TOKENIZER_TYPE TOKENIZER_MODEL EXP_NAME LOG_DIR CHECKPOINT_PATH
-    SAVE_CKPT_PATH LOAD_CKPT_PATH SAVE_INTERVAL EVAL_INTERVAL EVAL_ITERS LOG_INTERVAL CKPT_FORMAT
-    GRADIENT_ACCUMULATION_FUSION DDP_AVERAGE_IN_COLLECTIVE CROSS_ENTROPY_LOSS_FUSION CROSS_ENTROPY_FUSION_IMPL
-    FUSED_SINGLE_QKV_ROPE GRAD_REDUCE_IN_BF16 WANDB_API_KEY NO_TRAINING TEE_OUTPUT NO_TORCH_COMPILE
-    TE_BF16 TE_F16 transformer-impl""".split()
-).union(WORLD, OWN)
-ELSEWHERE = {
-    "GBS": "BS",
-    "SEQ_LEN": "SEQ_LENGTH",
-    "TRAIN_ITERS": "TOTAL_ITERS",
-    "SEQLEN": "SEQ_LENGTH",
-    "TP_SIZE": "TP",
-}
-"""Names of these variables in other scripts."""
 _MODELS = {
     "llama2": {"7": "llama2-7b", "13": "llama2-13b", "70": "llama2-70b"},
     "llama3": {"8": "llama3.1-8b", "70": "llama3.1-70b"},
@@ -46,35 +24,6 @@ _MODELS = {
 _VOCAB = {"llama2": 32000, "llama3": 128256}
 _TOKENIZERS = {"llama2": "NousResearch/Llama-2-7b-chat-hf", "llama3": "meta-llama/Llama-3.1-8B"}
 _SEQ_LENGTH, _PORT = {"llama2": 4096, "llama3": 2048}, {"llama2": 6020, "llama3": 6000}
-_LOSS = "there is one implementation of the loss, which computes logits in chunks"
-_KERNELS = "PyTorch chooses the kernels; TransformerEngine is not used"
-_REMARKS = (
-    ("GEMM_TUNING", "1", "unsupported", TE_TUNING),
-    ("NO_TORCH_COMPILE", None, "unsupported", "a flag of the scripts of 2024; Isthmus compiles no whole model"),
-    ("USE_FLASH_ATTN", "1", "different", "scaled_dot_product_attention selects its flash kernel"),
-    ("USE_FLASH_ATTN", "0", "different", "scaled_dot_product_attention selects its kernel"),
-    ("transformer-impl", "local", "different", "Isthmus never uses TransformerEngine"),
-    ("transformer-impl", "transformer_engine", "unsupported", "TransformerEngine is not used"),
-    ("CONTI_PARAMS", "1", "different", "parameters and gradients are always in contiguous buffers"),
-    ("MCORE", "0", "unsupported", "Isthmus always uses Megatron-Core models"),
-    ("ROPE_FUSION", None, "different", "RoPE is one PyTorch operation in both cases"),
-    ("DATA_CACHE_PATH", None, "unsupported", NO_CACHE),
-    ("CHECKPOINT_PATH", None, "unsupported", "the scripts do not save there either; use SAVE_CKPT_PATH"),
-    ("TE_BF16", None, "different", "no script reads it: the precision is bf16 unless TE_FP8=1"),
-    ("TE_F16", None, "mistake", "no script reads it: the precision is bf16. For fp16 set train.precision=fp16"),
-    ("FP8_PARAM_GATHER", "1", "unsupported", "weights are gathered in bfloat16"),
-    ("FP8_TRANSPOSE_CACHE", "1", "unsupported", "Isthmus keeps no transposed FP8 weights"),
-    ("ENABLE_HSDP", "1", "unsupported", "FSDP shards over all data parallel ranks, without replicas"),
-    ("HSDP_NUM_REPLICAS", None, "unsupported", "FSDP shards over all data parallel ranks, without replicas"),
-    ("MEGATRON_FSDP", "1", "different", "Isthmus uses PyTorch's FSDP2, as with FSDP=1"),
-    ("GRADIENT_ACCUMULATION_FUSION", "1", "unsupported", _KERNELS),
-    ("DDP_AVERAGE_IN_COLLECTIVE", None, "different", "gradients are summed and divided at the end"),
-    ("CROSS_ENTROPY_LOSS_FUSION", None, "different", _LOSS),
-    ("CROSS_ENTROPY_FUSION_IMPL", None, "different", _LOSS),
-    ("FUSED_SINGLE_QKV_ROPE", "1", "unsupported", _KERNELS),
-    ("GRAD_REDUCE_IN_BF16", "1", "different", "gradients are summed over ranks in float32"),
-    ("CKPT_FORMAT", "torch", "different", "torch_dist; isthmus convert --to torch writes the legacy format"),
-)  # fmt: skip
 
 
 def read_llama(script: str, v: Variables) -> ScriptRun:
@@ -99,7 +48,14 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
             "the model is the published Llama 3.1, with RoPE base 500000 and RoPE scaling; the script keeps base "
             "10000, which does not fit the Hugging Face weights",
         )  # fmt: skip
-    _put_batch(script, t, v)
+    put_whole(
+        t,
+        v,
+        ("train.steps", "TOTAL_ITERS", 10),
+        ("train.micro_batch_size", "MBS", 2),
+        ("train.global_batch_size", "BS", 8),
+        ("data.seq_length", "SEQ_LENGTH", _SEQ_LENGTH[script]),
+    )
     _put_layout(t, v)
     _put_precision(t, v)
     _put_optimizer(script, t, v)
@@ -112,7 +68,7 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     if v.switch("ENABLE_PROFILING", False):
         last = min(steps, 12)
         t.put("train.profile", f"{max(1, last - 2)}-{last}", v.origin("ENABLE_PROFILING"))
-    remark_on(t, v, _REMARKS)
+    add_remarks(t, v, "llama")
     t.world = read_world(v, _PORT[script], t)
     s = t.settings
     name = (
@@ -121,7 +77,7 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
         f"/TE_FP8_{int(s['train.precision'] == 'fp8')}/{TIME}"
     )
     log_folder = v.text("LOG_DIR", f"experiment/{name}")
-    _put_output(t, v, v.text("LOG_DIR", f"experiment/{of_all_nodes(name, t.world)}"))
+    _put_output(t, v, v.text("LOG_DIR", f"experiment/{name_of_all_nodes(name, t.world)}"))
     put_settings(t, v)
     train_log = v.text("TRAIN_LOG", f"{log_folder}/output_{v.text('EXP_NAME', 'perf')}.log")
     return ScriptRun(
@@ -130,28 +86,20 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     )  # fmt: skip
 
 
-def _put_batch(script: str, t: Translation, v: Variables) -> None:
-    t.put("train.steps", v.whole("TOTAL_ITERS", 10), v.origin("TOTAL_ITERS", 10))
-    t.put("train.micro_batch_size", v.whole("MBS", 2), v.origin("MBS", 2))
-    t.put("train.global_batch_size", v.whole("BS", 8), v.origin("BS", 8))
-    length = _SEQ_LENGTH[script]
-    t.put("data.seq_length", v.whole("SEQ_LENGTH", length), v.origin("SEQ_LENGTH", length))
-
-
 def _put_layout(t: Translation, v: Variables) -> None:
     tp, fsdp = v.whole("TP", 8), v.switch("FSDP", False) or v.switch("MEGATRON_FSDP", False)
-    of_fsdp = v.origin("FSDP") if v.switch("FSDP", False) else v.origin("MEGATRON_FSDP")
+    fsdp_origin = v.origin("FSDP") if v.switch("FSDP", False) else v.origin("MEGATRON_FSDP")
     if fsdp and tp > 1:
         if v.is_given("TP"):
-            t.remark(v.origin("TP"), "different", f"{of_fsdp} sets it to 1, as in the script")
+            t.remark(v.origin("TP"), "different", f"{fsdp_origin} sets it to 1, as in the script")
         tp = 1
-    t.put("parallel.tp", tp, of_fsdp if fsdp else v.origin("TP", 8))
+    t.put("parallel.tp", tp, fsdp_origin if fsdp else v.origin("TP", 8))
     if tp > 1 and not v.switch("SEQ_PARALLEL", True):
         t.put("parallel.sp", False, v.origin("SEQ_PARALLEL"))
     t.put("parallel.pp", v.whole("PP", 1), v.origin("PP", 1))
     t.put("parallel.cp", v.whole("CP", 1), v.origin("CP", 1))
     if fsdp:
-        t.put("parallel.fsdp", True, of_fsdp)
+        t.put("parallel.fsdp", True, fsdp_origin)
     t.put("parallel.timeout_s", 7200.0, "--distributed-timeout-minutes 120")
     if v.switch("RECOMPUTE", False):
         t.put("train.recompute", "full", v.origin("RECOMPUTE"))
@@ -215,7 +163,7 @@ def _put_output(t: Translation, v: Variables, log_folder: str) -> None:
     save = v.text("SAVE_CKPT_PATH", "")
     t.put("out", save or f"{log_folder}/run", v.origin("SAVE_CKPT_PATH") if save else v.origin("LOG_DIR", log_folder))
     if save:
-        t.put("checkpoint.every", v.whole("SAVE_INTERVAL", 5000), v.origin("SAVE_INTERVAL", 5000))
+        put_whole(t, v, ("checkpoint.every", "SAVE_INTERVAL", 5000))
         t.remark(
             v.origin("SAVE_CKPT_PATH"), "different", "it is the run folder; checkpoints are in its folder checkpoints"
         )
@@ -229,11 +177,11 @@ def _put_output(t: Translation, v: Variables, log_folder: str) -> None:
                  "with isthmus convert, then set model.path and model.init=hf")  # fmt: skip
     evaluations = v.whole("EVAL_ITERS", -1, least=-1)
     if evaluations > 0:
-        t.put("train.eval_every", v.whole("EVAL_INTERVAL", 5000), v.origin("EVAL_INTERVAL", 5000))
+        put_whole(t, v, ("train.eval_every", "EVAL_INTERVAL", 5000))
         t.remark(v.origin("EVAL_ITERS"), "different", "each evaluation uses the whole validation set")
     else:
         t.put("data.valid_fraction", 0.0, "--eval-iters -1")
-    t.put("logging.every", v.whole("LOG_INTERVAL", 1), v.origin("LOG_INTERVAL", 1))
+    put_whole(t, v, ("logging.every", "LOG_INTERVAL", 1))
     t.put("logging.style", "megatron", "the log format of Megatron-LM")
     if v.is_given("WANDB_API_KEY"):
         t.remark("WANDB_API_KEY", "unsupported", "metrics are written to metrics.jsonl and TensorBoard files")

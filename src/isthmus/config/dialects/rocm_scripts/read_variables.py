@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from isthmus.config.dialects.rocm_scripts import deepseek_script, llama_script
-from isthmus.config.dialects.rocm_scripts.script_run import EXPORTED, NODE, TIME, ScriptRun
+from isthmus.config.dialects.rocm_scripts.script_run import NODE, TABLES, TIME, ScriptRun
 from isthmus.config.dialects.script_variables import Variables
 
 SCRIPTS = ("llama2", "llama3", "deepseek_v2")
@@ -18,13 +18,14 @@ def read_script(script: str, environment: Mapping[str, str], arguments: Sequence
     ``arguments`` are ``NAME=VALUE`` and win over the environment: variables of the script, dotted settings, or library
     variables such as ``NCCL_IB_HCA``.
     """
-    of = deepseek_script if script == "deepseek_v2" else llama_script
-    v = Variables(of.VARIABLES, environment, arguments, exported=EXPORTED)
+    table = TABLES["deepseek_v2" if script == "deepseek_v2" else "llama"]
+    known = [*table["variables"].split(), *TABLES["common"].split()]
+    v = Variables(known, environment, arguments, exported=TABLES["exported"].split())
     run = deepseek_script.read_deepseek(v) if script == "deepseek_v2" else llama_script.read_llama(script, v)
     v.check(run.script)
     for option in v.unused():
         run.translation.remark(option, "unsupported", "it has no effect with these values of the other variables")
-    for name, meant in v.near_misses(environment, of.ELSEWHERE).items():
+    for name, meant in v.similar_variables(environment, table["elsewhere"]).items():
         run.translation.remark(
             name, "mistake", f"it is set in the environment, but {run.script} does not read it; did you mean {meant}?"
         )
@@ -32,7 +33,7 @@ def read_script(script: str, environment: Mapping[str, str], arguments: Sequence
 
 
 def remark_on_full_nodes(script: str, run: ScriptRun) -> None:
-    why = run.misfit(NODE * run.translation.world.nnodes, batch_names(script))
+    why = run.batch_size_error(NODE * run.translation.world.nnodes, batch_names(script))
     if why is not None and run.translation.world.nproc_per_node is None:
         run.translation.remark(batch_names(script)[1], "mistake", f"on nodes of {NODE} GPUs, {why}")
 
@@ -42,7 +43,7 @@ def batch_names(script: str) -> tuple[str, str]:
     return "MBS", "GBS" if script == "deepseek_v2" else "BS"
 
 
-def started(run: ScriptRun, now: datetime) -> ScriptRun:
+def with_start_time(run: ScriptRun, now: datetime) -> ScriptRun:
     stamp = now.strftime("%Y%m%d_%H%M%S" if run.script == "train_deepseekv2.sh" else "%Y-%m-%d_%H-%M-%S")
     for name in ("log_folder", "train_log"):
         setattr(run, name, getattr(run, name).replace(TIME, stamp))

@@ -1,38 +1,33 @@
-"""The run of a ROCm Megatron-LM training script, and the variables that all scripts have."""
+"""The run of a ROCm Megatron-LM training script, the variables that all scripts have, and the summary of a log."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from isthmus.config.dialects.script_variables import Variables
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.config.yaml_text import Syntax, read_value
 
-OWN = ("DRY_RUN", "NPROC", "TRAIN_LOG")
-"""Variables of the scripts in examples/: print the run and exit, ranks on this machine, the log file."""
-WORLD = ("MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK")
-EXPORTED = (
-    *("NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_", "HSA_", "HIP_", "ROCR_", "GPU_", "NVTE_", "TE_HIPBLASLT_"),
-    *("HIPBLASLT_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"),
-    *("TOKENIZERS_PARALLELISM", "HF_TOKEN", "HF_HOME", "HF_ENDPOINT"),
-)
-"""Variables for libraries, which arguments can set too; a name that ends in _ is a prefix."""
+TABLES: Mapping[str, Any] = read_value(Path(__file__).with_name("scripts.yaml").read_text(encoding="utf-8"))
 TIME = "<time>"
 """Placeholder for the start time in file and folder names."""
 NODE = 8
 """GPUs per node that the scripts expect."""
-TE_TUNING = (
-    "it tunes the GEMMs of TransformerEngine, which Isthmus does not use. PYTORCH_TUNABLEOP_ENABLED=1 in the "
-    "environment tunes those of PyTorch, with slow first steps"
-)
 CURRENT_SCALING = (
     "delayed scaling (a history of 1024 amax values) is TransformerEngine's; Isthmus uses current scaling per tensor, "
     "with the same hybrid of e4m3 and e5m2"
 )
-NO_CACHE = "Isthmus has no index cache; prepared files are memory-mapped"
+_MEANS = {
+    "throughput per GPU": r"throughput per GPU \(TFLOP/s/GPU\): ([0-9.]+)",
+    "elapsed time per iteration": r"elapsed time per iteration \(ms\): ([0-9.]+)",
+    "mem usages": r"mem usages: ([0-9.]+)",
+}
 
 
 @dataclass(slots=True)
@@ -53,20 +48,17 @@ class ScriptRun:
     def setting(self, name: str, default: Any = None) -> Any:
         return self.translation.settings.get(name, default)
 
-    def misfit(self, ranks: int, names: tuple[str, str]) -> str | None:
-        """Why the ranks do not divide the global batch; None if they do, or if the layout does not fit the ranks.
+    def batch_size_error(self, ranks: int, names: tuple[str, str]) -> str | None:
+        """Why the ranks do not divide the global batch; None if they do, or if the layout is invalid or does not fit.
 
         ``names``: variables of micro batch size and global batch size.
         """
-        model_ranks = self.setting("parallel.tp", 1) * self.setting("parallel.pp", 1) * self.setting("parallel.cp", 1)
-        if ranks % model_ranks:
-            return None
-        mbs, bs, dp = (
-            self.setting("train.micro_batch_size"),
-            self.setting("train.global_batch_size"),
-            ranks // model_ranks,
-        )
-        if bs % (mbs * dp) == 0:
+        layout = [self.setting(f"parallel.{name}", 1) for name in ("tp", "pp", "cp")]
+        mbs, bs = self.setting("train.micro_batch_size"), self.setting("train.global_batch_size")
+        if any(type(size) is not int or size < 1 for size in (*layout, mbs, bs)):
+            return None  # an error of the config
+        dp, remainder = divmod(ranks, math.prod(layout))
+        if remainder or bs % (mbs * dp) == 0:
             return None
         below = bs // (mbs * dp) * mbs * dp
         sizes = " or ".join(f"{names[1]}={size}" for size in (below, below + mbs * dp) if size)
@@ -102,7 +94,7 @@ def read_world(v: Variables, port: int | None, translation: Translation) -> Worl
     return World(nnodes=nodes, node_rank=rank, nproc_per_node=nproc, master_addr=address, master_port=chosen)
 
 
-def of_all_nodes(name: str, world: World) -> str:
+def name_of_all_nodes(name: str, world: World) -> str:
     """Remove the parts that differ by node: the ranks of a run share one folder."""
     if world.nnodes == 1:
         return name
@@ -155,8 +147,41 @@ def put_null_tokenizer(t: Translation, v: Variables, vocab_size: int) -> None:
     t.put("tokenizer.vocab_size", int(chosen) - 1 if re.fullmatch("[1-9][0-9]+", chosen) else vocab_size - 1, why)
 
 
-def remark_on(t: Translation, v: Variables, remarks: Sequence[tuple[str, str | None, Any, str]]) -> None:
-    """``remarks``: (variable, its value or None for any, status, reason)."""
-    for name, value, status, why in remarks:
-        if v.is_given(name) and (value is None or v.given[name] == value):
-            t.remark(v.origin(name), status, why)
+def put_whole(t: Translation, v: Variables, *settings: tuple[str, str, int]) -> None:
+    """``settings``: (setting, variable, default)."""
+    for setting, name, default in settings:
+        t.put(setting, v.whole(name, default), v.origin(name, default))
+
+
+def add_remarks(t: Translation, v: Variables, scripts: str) -> None:
+    for remark in TABLES[scripts]["remarks"]:
+        name = remark["variable"]
+        if v.is_given(name) and v.given[name] == remark.get("value", v.given[name]):
+            t.remark(v.origin(name), remark["status"], remark["reason"])
+
+
+def summary(log: str, *, tokens_per_step: int, ranks: int, skip: int = 2, with_throughput: bool = True) -> list[str]:
+    """One line per mean over the iterations, without the first ``skip`` and the last; over all if the run is too short.
+
+    ROCm's validation suite and dashboards read these lines. ``tokens_per_step`` counts all ranks, ``ranks`` all nodes.
+    """
+    iterations = [line for line in log.splitlines() if re.search(r"\biteration +\d+/ *\d+ \|", line)]
+    counted = iterations[skip:-1] or iterations
+    means: dict[str, float] = {}
+    for name, pattern in _MEANS.items():
+        values = [float(found.group(1)) for line in counted if (found := re.search(pattern, line))]
+        if values:
+            means[name] = fmean(values)
+    if "elapsed time per iteration" not in means:
+        return []
+    elapsed_ms = means["elapsed time per iteration"]
+    lines = [f"means over {len(counted)} of {len(iterations)} iterations:"]
+    if with_throughput and "throughput per GPU" in means:
+        lines.append(f"throughput per GPU: {means['throughput per GPU']}")
+    lines += [
+        f"elapsed time per iteration: {elapsed_ms}",
+        f"tokens/GPU/s: {tokens_per_step * 1000 / (elapsed_ms * ranks):.6f}",
+    ]
+    if "mem usages" in means:
+        lines.append(f"mem usages: {means['mem usages']}")
+    return lines

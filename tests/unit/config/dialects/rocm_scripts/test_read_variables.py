@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from isthmus.config.dialects.rocm_scripts.read_variables import batch_names, read_script, remark_on_full_nodes, started
+from isthmus.config.dialects.rocm_scripts.read_variables import (
+    batch_names,
+    read_script,
+    remark_on_full_nodes,
+    with_start_time,
+)
 from isthmus.config.dialects.rocm_scripts.script_run import ScriptRun
 from isthmus.config.dialects.translation import World, as_json, as_yaml
 from isthmus.config.load import load_config
@@ -96,7 +101,7 @@ def remark_options(run: ScriptRun) -> list[str]:
 
 @pytest.mark.parametrize(("script", "line", "wanted", "remarks"), LINES)
 def test_documented_lines(script: str, line: str, wanted: dict[str, Any], remarks: list[str]) -> None:
-    run = started(read(script, line), datetime(2026, 11, 21, 19, 0, 5))
+    run = with_start_time(read(script, line), datetime(2026, 11, 21, 19, 0, 5))
     settings = dict(run.translation.settings)
     out = settings.pop("out")
     assert settings == (DEEPSEEK if script == "deepseek_v2" else LLAMA) | wanted
@@ -138,13 +143,15 @@ def test_both_nodes() -> None:
 
 def test_a_batch_size_that_does_not_divide_names_sizes_that_do() -> None:
     run = read("llama2", "MBS=3 BS=56 TP=1 MODEL_SIZE=70")
-    assert run.misfit(8, batch_names("llama2")) == (
+    assert run.batch_size_error(8, batch_names("llama2")) == (
         "BS=56 is not a multiple of MBS=3 x 8 data-parallel ranks = 24 (8 ranks in all). Use BS=48 or BS=72, "
         "or MBS=1 or MBS=7"
     )
-    assert run.misfit(1, ("MBS", "BS")) is not None and run.misfit(14, ("MBS", "BS")) is not None
-    assert read("llama2", "MBS=7 BS=56 TP=1").misfit(8, ("MBS", "BS")) is None
-    assert read("llama2", "MBS=3 BS=56 TP=8").misfit(4, ("MBS", "BS")) is None  # the layout's error is better
+    assert run.batch_size_error(1, ("MBS", "BS")) is not None and run.batch_size_error(14, ("MBS", "BS")) is not None
+    assert read("llama2", "MBS=7 BS=56 TP=1").batch_size_error(8, ("MBS", "BS")) is None
+    assert read("llama2", "MBS=3 BS=56 TP=8").batch_size_error(4, ("MBS", "BS")) is None  # the layout's error is better
+    for setting in ("train.micro_batch_size=0", "parallel.tp=x"):  # errors of the config
+        assert read("llama2", "MBS=3 BS=56 TP=8", setting).batch_size_error(4, ("MBS", "BS")) is None
 
 
 @pytest.mark.parametrize(

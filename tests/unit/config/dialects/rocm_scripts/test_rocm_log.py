@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from isthmus.config.dialects.rocm_scripts.rocm_log import summary
+from isthmus.config.dialects.rocm_scripts.script_run import summary
 from isthmus.train.metrics import StepMetrics, megatron_line
 
 READ_BY_CVS = {
