@@ -13,7 +13,7 @@ from faults.command import rows
 from faults.fork_server import ForkServer
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer
-from isthmus.recipes.data.data_fingerprint import tokenizer_record
+from isthmus.recipes.data.data_sources import tokenizer_record
 
 
 @pytest.fixture

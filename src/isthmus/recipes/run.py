@@ -138,7 +138,7 @@ class _RunData:
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """One rank's run, ready for the first step."""
+    """One rank, ready for the first step."""
 
     context: RunContext
     position: Position

@@ -74,27 +74,24 @@ class Loop:
             Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
             Diverged: the loss, the validation loss or the gradient norm is not finite.
         """
-        with self.profile, closing(prefetched(self.train.step, range(start, steps))) as batches:
-            return self._run(start, steps, batches, stop)
-
-    def _run(self, start: int, steps: int, batches: Iterator[Sequence[PackedBatch]], stop: StopFlag) -> Outcome:
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
-        for step in range(start, steps):
-            with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
-                metrics, stop_requested = self._step(step, batches, stop)
-            if stop_requested:
-                self.profile.finish()  # the checkpoint is not part of a step
-            loss = metrics.loss
-            if step > start:
-                tokens, seconds = tokens + metrics.num_tokens, seconds + metrics.step_time_s
-            if step + 1 < steps:
-                self._between_steps(step + 1, stop_requested)
+        with self.profile, closing(prefetched(self.train.step, range(start, steps))) as batches:
+            for step in range(start, steps):
+                with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
+                    metrics, stop_requested = self._step(step, batches, stop)
                 if stop_requested:
-                    raise Preempted(
-                        f"stopped after step {step + 1} of {steps} as requested; the state is saved. "
-                        "The same command resumes from there."
-                    )
+                    self.profile.finish()  # the checkpoint is not part of a step
+                loss = metrics.loss
+                if step > start:
+                    tokens, seconds = tokens + metrics.num_tokens, seconds + metrics.step_time_s
+                if step + 1 < steps:
+                    self._between_steps(step + 1, stop_requested)
+                    if stop_requested:
+                        raise Preempted(
+                            f"stopped after step {step + 1} of {steps} as requested; the state is saved. "
+                            "The same command resumes from there."
+                        )
         valid_loss, test_loss = self.evaluate(steps), self.evaluate(steps, "test")
         return Outcome(loss, valid_loss, test_loss, tokens / seconds if seconds else None)
 

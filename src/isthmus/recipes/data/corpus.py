@@ -15,21 +15,31 @@ from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.pair_batches import PairBatches
+from isthmus.data.chat.chat_records import RECIPES, Kind
 from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources, first_names
-from isthmus.data.store.manifest import PARTIAL, indexed_file
+from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
+from isthmus.data.store.manifest import PARTIAL
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.mock_data import MockSamples
 from isthmus.data.store.sample_store import Samples, SampleStore, split
+from isthmus.data.store.sample_views import chat_samples, preference_samples, text_samples
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.engine.parallel.process_groups import Position, agree, on_rank_0
 from isthmus.errors import DataError, Hang, Preempted, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.recipes.data.data_fingerprint import data_fingerprint, known_digests, read_fingerprint, same_data
-from isthmus.recipes.data.data_sources import DataSource, Use, find_data_sources
+from isthmus.recipes.data.data_sources import (
+    DataSource,
+    Use,
+    data_fingerprint,
+    find_data_sources,
+    known_digests,
+    read_fingerprint,
+    same_data,
+    tokenizer_record,
+)
 from isthmus.recipes.data.prepare import tokenize_files
-from isthmus.recipes.data.prepared_data import KINDS, open_source, write_missing_manifests
 from isthmus.train.stop import StopFlag
 
 Report = Callable[[str], None]
@@ -256,3 +266,73 @@ def _changed(checkpoint: Path) -> DataError:
         f"differ from those of {checkpoint}, so its step does not match a position in them. Restore them, or start a "
         "new run with --out."
     )
+
+
+KINDS: dict[str, Kind] = {recipe: kind for kind, recipe in RECIPES.items()}
+"""The kind of records for each recipe."""
+
+
+def write_missing_manifests(source: DataSource, folder: Path) -> bool:
+    """Write manifests of indexed files without one into ``folder``; returns whether there were any."""
+    missing = [
+        (path, file)
+        for number, file in enumerate(source.files)
+        if not indexed_file(file, ".json").is_file() and not (path := _own_manifest(source, number, folder)).is_file()
+    ]
+    for path, file in missing:
+        write_manifest(path.with_suffix(""), {"pair": scan_indexed(open_indexed(file))})
+    return bool(missing)
+
+
+def open_source(
+    source: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path
+) -> tuple[SampleStore, TokenizeStats]:
+    """(samples, counts of cut and dropped ones). Raw files are opened from ``folder``, after tokenization;
+    prepared files need :func:`write_missing_manifests` first.
+    """
+    tokenizer_hashes = tokenizer_record(tokenizer)
+    seq_length, overlong = config.data.seq_length, config.data.overlong
+    stores, total = [], TokenizeStats()
+    for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
+        manifest = _own_manifest(source, number, folder)
+        indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
+        _check(indexed, config, tokenizer_hashes)
+        if config.recipe == "pretrain":
+            store, fit = text_samples(indexed, seq_length)
+        elif config.recipe == "sft":
+            store, fit = chat_samples(indexed, seq_length, overlong)
+        else:
+            store, fit = preference_samples(indexed, seq_length, overlong)
+        stores.append(store)
+        total.add(fit)
+    return SampleStore.concatenated(stores), total
+
+
+def _own_manifest(source: DataSource, number: int, folder: Path) -> Path:
+    return folder / f"{source.key}-{number}.json"
+
+
+def _check(indexed: IndexedDataset, config: RunConfig, tokenizer_hashes: dict[str, str]) -> None:
+    record: dict[str, Any] = indexed.manifest or {}
+    expected = KINDS[config.recipe]
+    kind = record.get("kind", "text without a manifest" if indexed.mask is None else "masked without a manifest")
+    if kind.split()[0] != expected:
+        why = ", whose mask marks the loss tokens" if indexed.mask is None else ""
+        raise DataError(
+            f"{indexed.prefix}: prepared data of kind {kind}; {config.recipe} needs {expected}{why}. "
+            f"Prepare the records with --kind {expected}."
+        )
+    if "tokenizer" not in record:  # Megatron does not record the tokenizer
+        return
+    for name, what in (("vocabulary", "tokenizer"), ("template", "chat template")):
+        if (name == "vocabulary" or kind != "text") and record["tokenizer"].get(name) != tokenizer_hashes[name]:
+            raise DataError(
+                f"{indexed.prefix}: prepared with another {what} than this model's. Prepare the records with "
+                "the tokenizer of the model that is trained."
+            )
+    loss_on = record.get("loss_on", config.data.loss_on)
+    if kind == "chat" and loss_on != config.data.loss_on:
+        raise DataError(
+            f"{indexed.prefix}: prepared with loss_on={loss_on}, the run has data.loss_on={config.data.loss_on}. "
+            f"Prepare the records again, or set data.loss_on={loss_on}."
+        )

@@ -1,20 +1,27 @@
-"""The data sources of a run: training sets, and validation and test files."""
+"""The data sources of a run, and the fingerprint of tokenized data, with which a resumed run detects changes.
+
+Files are compared by content: on another machine, paths and times differ.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from isthmus.config.schema import RunConfig
+from isthmus.data.readers.arrow_reader import HUB
 from isthmus.data.readers.file_sources import find_sources, is_data_file
 from isthmus.data.store.indexed_dataset import find_prefix
-from isthmus.data.store.manifest import PARTIAL
-from isthmus.errors import MissingInput, UsageError
+from isthmus.data.store.manifest import PARTIAL, SUFFIXES, indexed_file
+from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.hf.tokenizer.tokenizer import Tokenizer
 
 Use = Literal["train", "valid", "test"]
 
@@ -86,3 +93,95 @@ def _expand(name: str) -> list[str]:
 
 def _is_partial(path: Path) -> bool:
     return path.parent.name.endswith(PARTIAL)
+
+
+# Paths; and splitting, mixing, packing and padding, which come after tokenization.
+_IRRELEVANT = {"files", "sets", "valid_files", "test_files", "valid_fraction", "test_fraction", "seed"}
+_IRRELEVANT |= {"packing", "length_buckets"}
+_FORMAT = 3
+"""Of the files in the run folder."""
+
+
+def data_fingerprint(
+    config: RunConfig, sources: Sequence[DataSource], tokenizer: Tokenizer, earlier: dict[str, Any]
+) -> dict[str, Any]:
+    """The fingerprint of the config's data; files with the same path, size and time as in ``earlier`` are not read."""
+    known = known_digests(earlier)
+    files = [[file_record(name, known) for name in _files_of(source)] for source in sources]
+    settings = config.data.model_dump(mode="json")
+    return {
+        "format": _FORMAT,
+        "sources": [[source.use, len(one), source.prepared] for source, one in zip(sources, files, strict=True)],
+        "files": [file for one in files for file in one],
+        "tokenizer": tokenizer_record(tokenizer),
+        "recipe": config.recipe,
+        "settings": {name: settings[name] for name in sorted(settings) if name not in _IRRELEVANT},
+    }
+
+
+def same_data(record: dict[str, Any], earlier: dict[str, Any]) -> bool:
+    """Ignores the paths of the files."""
+    return _content(record) == _content(earlier)
+
+
+def _content(record: dict[str, Any]) -> dict[str, Any]:
+    return record | {"files": [file["digest"] for file in record.get("files", [])]}
+
+
+def read_fingerprint(path: Path) -> dict[str, Any]:
+    """Empty if ``path`` does not exist; DataError if it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        _content(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} cannot be read. Remove the folder {path.parent} to tokenize again.") from error
+    return dict(record)
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """Hashes of the vocabulary with BOS and EOS, and of the chat template."""
+    parts = {
+        "vocabulary": [tokenizer.inner.get_vocab(), tokenizer.bos_id, tokenizer.eos_id],
+        "template": tokenizer.chat_template,
+    }
+    return {
+        name: hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=16).hexdigest()
+        for name, part in parts.items()
+    }
+
+
+def known_digests(record: dict[str, Any]) -> dict[str, str]:
+    """The digests of a fingerprint's files by path, size and time."""
+    return {json.dumps(file["stat"]): file["digest"] for file in record.get("files", [])}
+
+
+def file_record(name: str, known: Mapping[str, str]) -> dict[str, Any]:
+    """Path, size, time and digest of a file; digests in ``known`` are reused."""
+    if name.startswith(HUB):
+        return {"stat": [name], "digest": name}  # a resumed run needs no network and uses the cached data set
+    path = Path(name)
+    stat = path.stat()
+    seen = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+    digest = known.get(json.dumps(seen))
+    if digest is None:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return {"stat": seen, "digest": digest}
+
+
+def files_below(name: str) -> list[str]:
+    """The files of a folder, or the file or Hub dataset itself."""
+    return sorted(str(path) for path in Path(name).rglob("*") if path.is_file()) if os.path.isdir(name) else [name]
+
+
+def _files_of(source: DataSource) -> Iterator[str]:
+    """The files of a source; of prepared data only the manifest, if any, which contains the other hashes."""
+    for name in source.files if source.prepared else find_sources(source.files).names:
+        if not source.prepared:
+            yield from files_below(name)
+        elif (manifest := indexed_file(name, ".json")).is_file():
+            yield str(manifest)
+        else:
+            yield from (str(path) for path in (indexed_file(name, suffix) for suffix in SUFFIXES) if path.is_file())

@@ -25,10 +25,10 @@ from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOpti
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms import rank_env
-from isthmus.recipes.data.data_fingerprint import file_record, files_below, tokenizer_record
+from isthmus.recipes.data.data_sources import file_record, files_below, tokenizer_record
 from isthmus.recipes.data.prepare_resume import PartialOutput
 from isthmus.recipes.data.prepare_workers import StartMethod, tokenize_chunks
-from isthmus.recipes.setup.run_tokenizer import named_tokenizer
+from isthmus.recipes.setup.model_source import named_tokenizer
 
 OnProgress = Callable[[TokenizeStats], None]
 """Called after each chunk with the counts so far."""

@@ -17,8 +17,8 @@ from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.staged_folder import StagedFolder
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, save_tokenizer
 from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.recipes.setup.model_source import with_tokens_of
 from isthmus.recipes.setup.rank_model import RankModel
-from isthmus.recipes.setup.run_tokenizer import with_tokens_of
 
 
 def export_hf(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from isthmus.config.schema import ParallelConfig, RunConfig
@@ -56,19 +57,6 @@ class MemoryEstimate:
         return f"{self.parameters:,} parameters a rank, {_gib(self.total)} GiB: {listed}{host}"
 
 
-@dataclass(slots=True)
-class _ParameterCounts:
-    """Numbers of parameters of one pipeline rank."""
-
-    ordinary: int = 0
-    float32: int = 0
-    expert: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.ordinary + self.float32 + self.expert
-
-
 def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str) -> MemoryEstimate:
     """Estimate the memory of the rank that needs most.
 
@@ -87,27 +75,28 @@ def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str) -> Memor
     state = moments + (4 if element < 4 else 0)
     estimates: list[MemoryEstimate] = []
     for rank, count in enumerate(counts):
+        ordinary, float32, expert, total = count["ordinary"], count["float32"], count["expert"], count.total()
         activations = _activation_bytes(plan, config, element, rank)
         if parallel.fsdp:
-            shard = math.ceil(count.total / replicas)
+            shard = math.ceil(total / replicas)
             weights = 4 * shard + (gathered * element if replicas > 1 or element < 4 else 0)
-            estimates.append(MemoryEstimate(count.total, weights, 4 * shard, 8 * shard, activations))
+            estimates.append(MemoryEstimate(total, weights, 4 * shard, 8 * shard, activations))
             continue
-        optimizer = math.ceil((state * count.ordinary + moments * count.float32) / replicas)
-        optimizer += math.ceil(state * count.expert / expert_replicas)
-        weights = element * (count.ordinary + count.expert) + 4 * count.float32
+        optimizer = math.ceil((state * ordinary + moments * float32) / replicas)
+        optimizer += math.ceil(state * expert / expert_replicas)
+        weights = element * (ordinary + expert) + 4 * float32
         offloaded = 0
         if config.optim.offload:
-            offloaded = math.ceil(8 * (count.ordinary + count.float32) / replicas)
-            offloaded += math.ceil(8 * count.expert / expert_replicas)
-        estimates.append(MemoryEstimate(count.total, weights, 4 * count.total, optimizer, activations, offloaded))
+            offloaded = math.ceil(8 * (ordinary + float32) / replicas)
+            offloaded += math.ceil(8 * expert / expert_replicas)
+        estimates.append(MemoryEstimate(total, weights, 4 * total, optimizer, activations, offloaded))
     return max(estimates, key=lambda estimate: estimate.total)
 
 
 def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precision: str, *, ranks_here: int) -> str:
     """Check the estimate against the memory of a rank and the host; returns it for the log.
 
-    A run is refused if its persistent state exceeds the memory, or the whole estimate ``MARGIN`` times the memory.
+    Raises UsageError if the persistent state exceeds the memory, or the whole estimate ``MARGIN`` times the memory.
     """
     estimate = estimate_memory(plan, config, precision)
     memory = platform.memory_for_rank_bytes(ranks_here)
@@ -150,17 +139,15 @@ def _smaller_activations(config: RunConfig) -> list[str]:
     return [*hints, "raise parallel.cp or parallel.tp", "lower data.seq_length"]
 
 
-def _count_parameters(
-    family: Family, arch: Architecture, parallel: ParallelConfig
-) -> tuple[list[_ParameterCounts], int]:
-    """Parameters of each pipeline rank, and the number that fsdp gathers at once: a layer and those outside layers."""
+def _count_parameters(family: Family, arch: Architecture, parallel: ParallelConfig) -> tuple[list[Counter[str]], int]:
+    """Parameters of each pipeline rank by kind, and the number that fsdp gathers at once: a layer and the rest."""
     padded = math.ceil(arch.vocab_size / parallel.tp) * parallel.tp
     layout = Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=padded)
     rank_of: list[int] = []
     for stage, layers in enumerate(layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)):
         rank_of += [stage % parallel.pp] * layers
-    counts, numel_of_rule = [_ParameterCounts() for _ in range(parallel.pp)], dict[int, int]()
-    by_layer: dict[str, int] = {}
+    counts, by_layer = [Counter[str]() for _ in range(parallel.pp)], Counter[str]()
+    numel_of_rule: dict[int, int] = {}
     for name, placement in family.placements(arch).items():
         if not _is_own_parameter(name, placement, arch, parallel):
             continue
@@ -168,28 +155,20 @@ def _count_parameters(
         if id(rule) not in numel_of_rule:
             numel_of_rule[id(rule)] = math.prod(local_shape(rule, arch, layout))
         numel, count = numel_of_rule[id(rule)], counts[_pipeline_rank(name, rank_of, parallel.pp)]
-        if rule.is_expert:
-            count.expert += numel
-        elif name.endswith("router.weight") and arch.moe is not None and arch.moe.router_float32:
-            count.float32 += numel
-        else:
-            count.ordinary += numel
+        is_float32 = name.endswith("router.weight") and arch.moe is not None and arch.moe.router_float32
+        count["expert" if rule.is_expert else "float32" if is_float32 else "ordinary"] += numel
         layer = _LAYER_NUMBER.match(name)
-        key = layer[1] if layer else ""
-        by_layer[key] = by_layer.get(key, 0) + numel
+        by_layer[layer[1] if layer else ""] += numel
     outside = by_layer.pop("", 0)
     return counts, outside + max(by_layer.values(), default=0)
 
 
 def _is_own_parameter(name: str, placement: Placement, arch: Architecture, parallel: ParallelConfig) -> bool:
     """Whether a rank has this parameter: it may be tied, a buffer, or an expert of another rank."""
-    if placement.rule.alias and parallel.pp == 1:
+    if (placement.rule.alias and parallel.pp == 1) or name.endswith("expert_bias"):
         return False
-    if name.endswith("expert_bias"):
+    if re.match(r"mtp\.(?!.*\.transformer_layer\.).*(embed_tokens|output_layer)\.weight$", name):
         return False
-    if name.startswith("mtp.") and ".transformer_layer." not in name:
-        if name.endswith(("embed_tokens.weight", "output_layer.weight")):
-            return False
     return not (placement.rule.is_expert and arch.moe is not None
                 and placement.expert >= arch.moe.num_experts // parallel.ep)  # fmt: skip
 
@@ -210,19 +189,19 @@ def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: in
     micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * parallel.dp(plan.world_size)))
     chunks = layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)[rank :: parallel.pp]
     dense, extra = _as_dense(arch)
-    how = {"num_tokens": num_tokens, "bytes_per_element": element, "tp": parallel.tp, "sp": parallel.sequence_parallel}
+    args = {"num_tokens": num_tokens, "bytes_per_element": element, "tp": parallel.tp, "sp": parallel.sequence_parallel}
     modules = tuple(name for name in train.recompute_modules if name != "moe")
     each = 0
     for number, layers in enumerate(chunks):
         each += stage_bytes(
             dense, num_layers=layers, loss_tokens=num_tokens, first=rank == 0 and number == 0,
             last=rank == parallel.pp - 1 and number == len(chunks) - 1, recompute=train.recompute,
-            recompute_modules=modules, recompute_layers=train.recompute_layers, **how,  # type: ignore[arg-type]
+            recompute_modules=modules, recompute_layers=train.recompute_layers, **args,  # type: ignore[arg-type]
         )  # fmt: skip
         if train.recompute != "full":
             each += layers * extra * num_tokens * element
     # Full recomputation has one layer's activations at a time.
-    recomputed = layer_bytes(dense, **how) + extra * num_tokens * element if train.recompute == "full" else 0  # type: ignore[arg-type]
+    recomputed = layer_bytes(dense, **args) + extra * num_tokens * element if train.recompute == "full" else 0  # type: ignore[arg-type]
     return each * min(parallel.pp - rank, micro_batches) + recomputed
 
 

@@ -89,9 +89,8 @@ def build_rank_model(
     stages: list[Any] = (
         [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)
     )
-    messages: tuple[str, ...] = ()
-    if precision == "fp8":
-        messages = use_fp8(torch.nn.ModuleList(stages), fp8_recipe(config, platform))
+    modules = torch.nn.ModuleList(stages)
+    messages = use_fp8(modules, fp8_recipe(config, platform)) if precision == "fp8" else ()
     if training and not fsdp:
         stages = [wrap_data_parallel(stage, **_overlap(config, platform)) for stage in stages]
     model = RankModel(plan, position, dtype, stages, messages)

@@ -20,8 +20,12 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     _check_recompute(config, plan)
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
-    if config.recipe == "dpo":
-        _check_no_mtp(plan.architecture)
+    if config.recipe == "dpo" and plan.architecture.mtp_layers:
+        raise UsageError(
+            f"this model has {plan.architecture.mtp_layers} MTP layers (multi-token prediction, "
+            f"{plan.architecture.family}), and dpo has no loss for them. Remove them from the folder (their number in "
+            "config.json, and their tensors), or fine-tune with sft."
+        )
 
 
 def _check_positions(config: RunConfig, architecture: Architecture) -> None:
@@ -53,15 +57,6 @@ def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
                 f"train.recompute_modules names {name}, and this model has no {what} ({architecture.family}). "
                 "Leave it out."
             )
-
-
-def _check_no_mtp(architecture: Architecture) -> None:
-    if architecture.mtp_layers:
-        raise UsageError(
-            f"this model has {architecture.mtp_layers} MTP layers (multi-token prediction, {architecture.family}), and "
-            "dpo has no loss for them. Remove them from the folder (their number in config.json, and their tensors), "
-            "or fine-tune with sft."
-        )
 
 
 def check_precision(platform: Platform, precision: str) -> None:

@@ -14,8 +14,7 @@ from isthmus.hf import hub
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer
-from isthmus.recipes.setup.model_source import open_source
-from isthmus.recipes.setup.run_tokenizer import run_tokenizer, with_tokens_of
+from isthmus.recipes.setup.model_source import open_source, run_tokenizer, with_tokens_of
 from ranks.tiny import build_model_folder
 
 

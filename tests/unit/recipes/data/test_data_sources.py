@@ -12,8 +12,7 @@ import pytest
 from isthmus.config.schema import RunConfig
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.recipes.data.corpus import check_files
-from isthmus.recipes.data.data_fingerprint import data_fingerprint, read_fingerprint, same_data
-from isthmus.recipes.data.data_sources import find_data_sources
+from isthmus.recipes.data.data_sources import data_fingerprint, find_data_sources, read_fingerprint, same_data
 
 
 def tokenizer(template: str = "t", **vocabulary: int) -> Any:
@@ -53,7 +52,7 @@ def test_same_files_in_the_same_way(file: Path) -> None:
     assert not unchanged(config(file, file), tokenizer(), record)
 
 
-def test_held_out_file_is_no_training_file(file: Path) -> None:
+def test_validation_file_is_no_training_file(file: Path) -> None:
     record = fingerprint(config(file, file), tokenizer(), {})
     assert not unchanged(config(file, valid_files=[str(file)]), tokenizer(), record)
 
