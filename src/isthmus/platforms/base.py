@@ -37,6 +37,10 @@ class Platform(ABC):
     """``cuda`` for ROCm too."""
     collective_backend: ClassVar[Literal["gloo", "nccl"]]
     """``nccl`` for RCCL too."""
+    env_defaults: ClassVar[EnvDefaults]
+    """Environment variables that do not depend on the run."""
+    env_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Other names of the variables; a variable set under any of them is not changed."""
 
     @abstractmethod
     def supports(self, capability: str) -> tuple[bool, str]:
@@ -74,18 +78,9 @@ class Platform(ABC):
     def describe(self) -> str:
         """Name and size of the hardware, for the log."""
 
-    @abstractmethod
-    def env_defaults(self) -> EnvDefaults:
-        """Environment variables that do not depend on the run."""
-
     def env_of_run(self, run: RunShape) -> EnvDefaults:
         return {}
 
     def prepare_process(self) -> tuple[str, ...]:
         """Set up this process before a model is built; returns log lines."""
         return ()
-
-    @property
-    def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """Other names of the variables; a variable set under any of them is not changed."""
-        return {}

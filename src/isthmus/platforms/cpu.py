@@ -9,7 +9,7 @@ import platform
 import resource
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import psutil
 import torch
@@ -25,6 +25,13 @@ class CpuPlatform(Platform):
     name = "cpu"
     device_type = "cpu"
     collective_backend = "gloo"
+    # The number of threads depends on the ranks and is set elsewhere.
+    env_defaults: ClassVar[EnvDefaults] = {
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": (
+            "64",
+            "oneDNN keeps half a MiB for each shape of a bf16 matmul, and 1024 of them by default",
+        )
+    }
 
     def supports(self, capability: str) -> tuple[bool, str]:
         if capability == "fp32":
@@ -73,11 +80,6 @@ class CpuPlatform(Platform):
     def describe(self) -> str:
         name = _cpu_capabilities().get("cpu_name") or platform.machine()
         return f"{name}, {os.cpu_count()} logical cores"
-
-    def env_defaults(self) -> EnvDefaults:
-        """The size of the oneDNN cache; the number of threads depends on the ranks and is set elsewhere."""
-        why = "oneDNN keeps half a MiB for each shape of a bf16 matmul, and 1024 of them by default"
-        return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("64", why)}
 
     def prepare_process(self) -> tuple[str, ...]:
         matmuls = "fp32 matmuls: oneDNN if large and not in layers that ranks share; MKL has AVX-512 for Intel only"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from isthmus.platforms.base import EnvDefaults, RunShape
-from isthmus.platforms.gpu import GpuPlatform
+from isthmus.platforms.gpu import EXPANDABLE_SEGMENTS, GpuPlatform
 
 _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 """First compute capability with matrix cores, by precision."""
@@ -13,6 +14,8 @@ _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 
 class CudaPlatform(GpuPlatform):
     name = "cuda"
+    env_defaults: ClassVar[EnvDefaults] = {"PYTORCH_ALLOC_CONF": EXPANDABLE_SEGMENTS}
+    env_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}
     # NVIDIA's data sheets, dense (their headline numbers count 2:4 sparsity double); SXM where no form is named.
     peaks = (
         ("GB200", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "fp32": 80}),
@@ -35,14 +38,6 @@ class CudaPlatform(GpuPlatform):
         properties = self.properties()
         return capability in _SINCE and (properties.major, properties.minor) >= _SINCE[capability]
 
-    def env_defaults(self) -> EnvDefaults:
-        return {
-            "PYTORCH_ALLOC_CONF": (
-                "expandable_segments:True",
-                "packed micro batches differ in length, and expandable memory segments do not fragment",
-            ),
-        }
-
     def env_of_run(self, run: RunShape) -> EnvDefaults:
         if run.fsdp:
             return {}
@@ -53,7 +48,3 @@ class CudaPlatform(GpuPlatform):
                 "communication with matmuls requires",
             )
         }
-
-    @property
-    def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
-        return {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}

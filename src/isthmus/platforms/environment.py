@@ -20,7 +20,7 @@ def apply_env(platform: Platform, run: RunShape | None = None) -> dict[str, tupl
     this process has set.
     """
     applied: dict[str, tuple[str, str]] = {}
-    defaults = {**platform.env_defaults(), **(platform.env_of_run(run) if run is not None else {})}
+    defaults = {**platform.env_defaults, **(platform.env_of_run(run) if run is not None else {})}
     for variable, (value, why) in defaults.items():
         names = (variable, *platform.env_aliases.get(variable, ()))
         if all(name not in os.environ for name in names):

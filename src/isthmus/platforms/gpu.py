@@ -14,6 +14,11 @@ from isthmus.platforms.base import Platform
 
 Peaks = tuple[tuple[str, Mapping[str, float]], ...]
 """(Part of the device name, TFLOP/s by precision); the first match counts."""
+EXPANDABLE_SEGMENTS = (
+    "expandable_segments:True",
+    "packed micro batches differ in length, and expandable memory segments do not fragment",
+)
+"""Value of ``PYTORCH_ALLOC_CONF``, and the reason."""
 _SLICE = re.compile(r"\bMIG\b")
 """In the name of a partition; peaks are known for whole devices only."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
 from isthmus.platforms.base import EnvDefaults, RunShape
-from isthmus.platforms.gpu import GpuPlatform
+from isthmus.platforms.gpu import EXPANDABLE_SEGMENTS, GpuPlatform
 
 _16_BIT = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 """CDNA 1, 2, 3, 4; RDNA 3, 3.5 and 4."""
@@ -16,6 +17,21 @@ _MATRIX_CORES = {"bf16": _16_BIT, "fp16": _16_BIT, "fp8": ("gfx942", "gfx950", "
 
 class RocmPlatform(GpuPlatform):
     name = "rocm"
+    env_defaults: ClassVar[EnvDefaults] = {
+        "HSA_NO_SCRATCH_RECLAIM": (
+            "1",
+            "kernels keep their scratch memory, so that no step waits for its reallocation",
+        ),
+        "GPU_MAX_HW_QUEUES": (
+            "2",
+            "one queue for computation and one for communication overlap well; more queues contend",
+        ),
+        "HSA_ENABLE_SDMA": ("1", "copies use the copy engines and leave the compute units free"),
+        "TORCH_NCCL_HIGH_PRIORITY": ("1", "communication kernels are not queued behind matmuls"),
+    }
+    env_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    }
     # AMD's data sheets, dense; an MI250 is two devices for torch, each with half of its peak.
     peaks = (
         ("MI355X", {"bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2, "fp32": 157.3}),
@@ -39,28 +55,13 @@ class RocmPlatform(GpuPlatform):
             return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
         return super().fp8_types()
 
-    def env_defaults(self) -> EnvDefaults:
-        return {
-            "HSA_NO_SCRATCH_RECLAIM": (
-                "1",
-                "kernels keep their scratch memory, so that no step waits for its reallocation",
-            ),
-            "GPU_MAX_HW_QUEUES": (
-                "2",
-                "one queue for computation and one for communication overlap well; more queues contend",
-            ),
-            "HSA_ENABLE_SDMA": ("1", "copies use the copy engines and leave the compute units free"),
-            "TORCH_NCCL_HIGH_PRIORITY": ("1", "communication kernels are not queued behind matmuls"),
-        }
-
     def env_of_run(self, run: RunShape) -> EnvDefaults:
         chosen = {}
         if not run.fsdp:
             chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1", "Megatron-Core warns without it; HIP itself does not read it")
         arch = self.arch()
         if arch in ("gfx942", "gfx950"):
-            why = "packed micro batches differ in length, and expandable memory segments do not fragment"
-            chosen["PYTORCH_ALLOC_CONF"] = ("expandable_segments:True", why)
+            chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE_SEGMENTS
         if arch == "gfx950":
             chosen["RCCL_WARP_SPEED_AUTO"] = ("0", "AMD's setting for the MI350 series")
         if run.nodes > 1:
@@ -70,7 +71,3 @@ class RocmPlatform(GpuPlatform):
                 "NCCL_P2P_NET_CHUNKSIZE": ("524288", "larger chunks between nodes for pipelines; AMD's recommendation"),
             }
         return chosen
-
-    @property
-    def env_aliases(self) -> Mapping[str, tuple[str, ...]]:
-        return {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}

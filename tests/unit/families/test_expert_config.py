@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ BILLIONS = {
     "ernie-4.5-21b-a3b": 21.825,
     "gpt-oss-20b": 20.915,
 }
-"""Parameters of the published weights: layers ahead count, scales of quantised tensors do not."""
+"""Parameters of the published weights: including MTP layers, without the scales of quantized tensors."""
 
 
 def architecture(name: str, **changes: Any) -> Architecture:
@@ -400,6 +401,14 @@ def test_router_noise_is_rejected_for_training_only() -> None:
 def test_invalid_numbers_are_named(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         architecture(name, **change)
+
+
+def test_model_without_moe_layers_is_not_expressible() -> None:
+    arch = architecture("ernie-4.5-21b-a3b")
+    assert arch.moe is not None
+    all_dense = replace(arch, moe=replace(arch.moe, dense_layers=tuple(range(arch.num_layers))))
+    with pytest.raises(UsageError, match="cannot express these dense layers"):
+        family_for(CONFIGS["ernie-4.5-21b-a3b"]).to_hf_config(all_dense)
 
 
 def test_config_cannot_express_it() -> None:

@@ -79,7 +79,7 @@ NESTED = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0, 5.0, 6.0, 7.0]}
-# What each says of the architecture in a way of its own.
+# Settings with names or defaults of one family, and the fields that they set.
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama-biases": (
         {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -227,8 +227,8 @@ def test_new_config_reads_back(name: str, tmp_path: Path) -> None:
     assert hf.num_hidden_layers == arch.num_layers
     assert getattr(hf, "num_key_value_heads", hf.num_attention_heads) == arch.num_query_groups
     if arch.position == "rope":
-        said = meaning(tmp_path / "fresh", fresh)["rope_parameters"]
-        assert said.get("full_attention", said)["rope_theta"] == arch.rotary_base
+        rope = meaning(tmp_path / "fresh", fresh)["rope_parameters"]
+        assert rope.get("full_attention", rope)["rope_theta"] == arch.rotary_base
 
 
 def test_changed_numbers_replace_the_base() -> None:

@@ -1,4 +1,4 @@
-"""A model in the words of another family: all of it, or a refusal that says what is lost."""
+"""Exporting a model of one family as another family; models that it cannot express are rejected."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ LATENT = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=
 
 
 @pytest.mark.parametrize(
-    ("source", "changed", "target", "told"),
+    ("source", "changed", "target", "message"),
     [
         ("deepseek_v3", {"mla": LATENT, "moe": MOE}, "isthmus", "cannot express mla=Mla"),
         ("deepseek_v3", {"mtp_layers": 1, "moe": MOE}, "isthmus", "cannot express mtp_layers=1 .it would become 0."),
@@ -78,9 +78,11 @@ LATENT = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=
         ("isthmus", {}, "mixtral", "intermediate_size is missing"),
     ],
 )  # fmt: skip
-def test_inexpressible_architectures_are_rejected(source: str, changed: dict[str, Any], target: str, told: str) -> None:
+def test_inexpressible_architectures_are_rejected(
+    source: str, changed: dict[str, Any], target: str, message: str
+) -> None:
     arch = replace(PLAIN, family=source, **changed)
-    with pytest.raises(UsageError, match=f"this {source} model cannot be exported as {target}: .*{told}"):
+    with pytest.raises(UsageError, match=f"this {source} model cannot be exported as {target}: .*{message}"):
         transfer_architecture(arch, FAMILIES[source], FAMILIES[target])
 
 

@@ -38,8 +38,8 @@ MLA = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6, 
 def sized(family: Family, **sizes: Any) -> Architecture:
     """An architecture of this family, with everything in it that the family may have."""
     plain = {name: value for name, value in family.traits.items() if "." not in name}
-    said = {*family.keys, *family.traits, *family.derived}
-    inner = {name: made for name, made in (("moe", MOE), ("mla", MLA)) if any(path.startswith(name) for path in said)}
+    names = {*family.keys, *family.traits, *family.derived}
+    inner = {name: made for name, made in (("moe", MOE), ("mla", MLA)) if any(path.startswith(name) for path in names)}
     return dataclasses.replace(ARCH, family=family.name, **{**plain, **inner, **sizes})
 
 

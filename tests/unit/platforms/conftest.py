@@ -23,7 +23,7 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 @pytest.fixture(autouse=True)
 def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the variables that platforms read or set, before and after each test."""
-    ours = {*CudaPlatform(reason="").env_defaults(), *RocmPlatform(reason="").env_defaults(), *OF_RUNS}
+    ours = {*CudaPlatform(reason="").env_defaults, *RocmPlatform(reason="").env_defaults, *OF_RUNS}
     for variable in (*RANK_VARIABLES, *MASKS, *ours):
         monkeypatch.setenv(variable, "")  # so that monkeypatch restores it, also if it is absent now
         monkeypatch.delenv(variable)

@@ -203,7 +203,7 @@ def test_onednn_for_avx512_processors_not_from_intel(
 
 @pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: platform.name)
 def test_every_variable_has_a_value_and_a_reason(platform: Platform) -> None:
-    for variable, (value, why) in platform.env_defaults().items():
+    for variable, (value, why) in platform.env_defaults.items():
         assert variable.isupper() and value and len(why) > 20
 
 

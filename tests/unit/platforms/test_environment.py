@@ -65,7 +65,7 @@ def test_rocm_variables_depend_on_the_run(
 ) -> None:
     machine(hip="7.0", name="AMD Instinct", gcnArchName=arch)
     platform = detect()
-    always = {name: value for name, (value, _) in platform.env_defaults().items()}
+    always = {name: value for name, (value, _) in platform.env_defaults.items()}
     applied = apply_env(platform, run)
     assert {name: value for name, (value, _) in applied.items()} == always | wanted
     assert all(os.environ[name] == value and len(why) > 20 for name, (value, why) in applied.items())

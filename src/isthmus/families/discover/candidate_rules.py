@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from isthmus.families.discover.expert_matching import ExpertTensors
-from isthmus.families.discover.matrix_matching import MatrixRoles
+from isthmus.families.discover.matrix_matching import ExpertTensors, MatrixRoles
 from isthmus.families.discover.tensor_matching import DecoderStructure
 
 ALTERNATING = "alternating rows"

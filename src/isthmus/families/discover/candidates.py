@@ -14,9 +14,8 @@ from typing import Any
 
 from isthmus.families.discover.candidate_rules import ALTERNATING, FEED_FORWARD, QKV, candidate_rules, has_biases
 from isthmus.families.discover.config_inference import ConfigInference
-from isthmus.families.discover.expert_matching import ExpertTensors
 from isthmus.families.discover.json_family import FORMAT
-from isthmus.families.discover.matrix_matching import MatrixRoles, Role
+from isthmus.families.discover.matrix_matching import ExpertTensors, MatrixRoles, Role
 from isthmus.families.discover.tensor_matching import DecoderStructure, NormPlacement
 
 Choices = Mapping[str, Any]
@@ -147,16 +146,16 @@ class Candidates:
                 "queries, keys and values": ["by group", "concatenated"] if fused else [None],
                 "rotary pairs": rotary,
                 "scale of scores": [None] if "attention_scale" in self.settings.keys(self.live) else [None, 1.0],
-                "window": self._windows(),
+                "window": [self._window()],
                 "unrotated": [None, "full_attention"] if len(set(self.settings.layer_types)) > 1 else [None],
             }
             for found in _product(choices):
                 yield {"attention": matrices, **found}
 
-    def _windows(self) -> list[str]:
+    def _window(self) -> str:
         if "sliding_window" not in self.live:
-            return ["never"]
-        return ["pattern"] if "sliding_attention" in self.settings.layer_types else ["always"]
+            return "never"
+        return "pattern" if "sliding_attention" in self.settings.layer_types else "always"
 
     def _traits(self, chosen: Choices) -> dict[str, Any]:
         structure, norms = self.structure, chosen["norms"]
@@ -182,9 +181,8 @@ class Candidates:
             found["attention_sinks"] = True
         if structure.experts is not None:
             found |= {"moe.score": chosen["scores of experts"], "moe.normalize": chosen["weights are normalized"]}
-            found |= {"moe.expert_bias": structure.experts.expert_bias is not None}
-            found |= {"moe.router_bias": structure.experts.router_bias is not None}
-            found |= {"moe.shared_gate": structure.experts.shared_gate is not None}
+            for name in ("expert_bias", "router_bias", "shared_gate"):
+                found[f"moe.{name}"] = getattr(structure.experts, name) is not None
             if chosen["groups of experts"] is not None:
                 found["moe.group_score"] = chosen["groups of experts"]
         if structure.positions is not None:

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Form
-from isthmus.families.discover.expert_matching import ExpertTensors, match_experts, select_expert_tensors
 from isthmus.families.discover.matrix_matching import (
     ATTENTION,
     FEED_FORWARD,
     NUMBERED,
+    ExpertTensors,
     MatrixRoles,
     assignments,
+    match_experts,
     module_of,
+    select_expert_tensors,
 )
 from isthmus.families.rules.rule import Shape, symbol_size
 
@@ -36,13 +38,12 @@ _FORMS: Mapping[int, tuple[tuple[Form, tuple[str, ...]], ...]] = {
     4: (("sandwich", NORM_ROLES),),
 }
 
-_TWO_NORMS = (r"input|ln_?1|att|norm_?1", r"post_attention|ln_?2|mlp|feed|ff|norm_?2")
-_FOUR_NORMS = (
-    r"input|ln_?1|^pre_(self_)?att",
-    r"post_(self_)?att",
-    r"pre_(mlp|feed|ff)|ln_?2",
-    r"post_(mlp|feed|ff)",
-)
+_NORM_NAMES = {
+    1: ("",),
+    2: (r"input|ln_?1|att|norm_?1", r"post_attention|ln_?2|mlp|feed|ff|norm_?2"),
+    4: (r"input|ln_?1|^pre_(self_)?att", r"post_(self_)?att", r"pre_(mlp|feed|ff)|ln_?2", r"post_(mlp|feed|ff)"),
+}
+"""Usual names by number of norms, in the order of the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +214,10 @@ def _norm_placements(modules: Sequence[str]) -> Iterator[NormPlacement]:
     if len(modules) not in _FORMS:
         found = f"{len(modules)} norms ({', '.join(modules)})" if modules else "no norms with weights"
         raise UsageError(f"a layer has {found}; layers with 1, 2 or 4 norms are supported.")
-    for order in sorted(itertools.permutations(modules), key=_mismatches):
+
+    def mismatches(order: Sequence[str]) -> int:
+        return sum(not re.search(hint, name) for hint, name in zip(_NORM_NAMES[len(order)], order, strict=True))
+
+    for order in sorted(itertools.permutations(modules), key=mismatches):
         for form, roles in _FORMS[len(modules)]:
             yield NormPlacement(form, dict(zip(roles, order, strict=True)))
-
-
-def _mismatches(order: Sequence[str]) -> int:
-    """Number of names that do not match the usual name of their position."""
-    hints = _FOUR_NORMS if len(order) == len(NORM_ROLES) else _TWO_NORMS
-    return sum(not re.search(hint, name) for hint, name in zip(hints, order, strict=False))

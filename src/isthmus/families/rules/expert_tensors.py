@@ -115,6 +115,8 @@ def _read_interval(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _write_interval(dense: Sequence[int], arch: Architecture) -> dict[str, Any]:
     moe = [layer for layer in range(arch.num_layers) if layer not in dense]
+    if not moe:
+        raise _not_expressible(dense, arch)
     keys = {"num_hidden_layers": arch.num_layers, "moe_layer_start_index": moe[0], "moe_layer_end_index": moe[-1]}
     for step in range(1, arch.num_layers + 1):
         if _read_interval(keys | {"moe_layer_interval": step}) == tuple(dense):

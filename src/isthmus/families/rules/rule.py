@@ -174,12 +174,12 @@ def is_true(arch: Architecture, condition: str) -> bool:
     A field without values must be true; with values it must be one of them.
     """
 
-    def holds(term: str) -> bool:
+    def is_satisfied(term: str) -> bool:
         path, _, values = term.partition("=")
         value = field_of(arch, path)
         return value in values.split("|") if values else bool(value)
 
-    return all(map(holds, condition.split(" and ")))
+    return all(map(is_satisfied, condition.split(" and ")))
 
 
 def copy(canonical: str, hf: str, *symbols: str, **fields: Any) -> Rule:
