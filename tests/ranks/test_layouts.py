@@ -155,11 +155,12 @@ def test_bf16_follows_fp32(
         model=models["qwen3-tied"],
         samples=samples,
         micro_batch_size=2,
+        steps=8,
         precision="bf16",
         **layout,
     )
     truth = alone["qwen3-tied"]
-    differences = {curve: furthest(run[curve], truth[curve]) for curve in CURVES}
+    differences = {curve: furthest(run[curve], truth[curve][:8]) for curve in CURVES}
     print(differences)
     # 8 bits of mantissa; a gradient that was lost or counted twice differs by tenths.
     assert differences["loss"] < 0.003
