@@ -41,7 +41,7 @@ def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: 
 
 
 def test_running_means_on_the_host_give_the_same_weights_in_less_memory() -> None:
-    from isthmus.engine.optim.optimizer_offload import CpuOffloadAdamW
+    from isthmus.engine.optim.optimizer import CpuOffloadAdamW
     from isthmus.engine.upstream.compat import fill_adam_state
 
     made, used = [], []

@@ -13,8 +13,6 @@ from torch import Tensor
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.sharded_params import local_rows
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: bool) -> dict[str, Any]:
     """This rank's rows of weights and optimizer state, named as by Megatron-Core's ``DistributedOptimizer``."""
@@ -28,7 +26,7 @@ def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: boo
             weights |= {f"{name}.{n}": part for n, part in enumerate(_parts(whole, kept, rows))}
         if not parameter.requires_grad:
             continue
-        states = {"param": local} | {key: adam.state[parameter][key].to_local() for key in MOMENTS}
+        states = {"param": local} | {key: adam.state[parameter][key].to_local() for key in ("exp_avg", "exp_avg_sq")}
         for state, tensor in states.items():
             entry = replace(whole, key=f"optimizer.state.{state}.{whole.key}")
             moments |= {f"{state}.{name}.{n}": part for n, part in enumerate(_parts(entry, tensor, rows))}

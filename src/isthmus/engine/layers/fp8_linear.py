@@ -165,5 +165,4 @@ def fp8_linear(
     ``x`` is [..., n] with at least two dims, ``weight`` [N, n] passes :func:`fits`. ``allreduce_dgrad`` sums the
     input's gradient over ``group``; ``sequence_parallel`` gathers ``x`` on dim 0 and reduce-scatters its gradient.
     """
-    function: Any = _Fp8Linear
-    return function.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)
+    return _Fp8Linear.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)

@@ -228,11 +228,9 @@ def linear_cross_entropy(
     """
     # Check outside the Function, where autograd is off and needs_input_grad is true even under no_grad.
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    function: Any = _LinearCrossEntropy
-    return function.apply(hidden, weight, labels, shard, grad_scale if wants_grad else None, wants_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, shard, grad_scale if wants_grad else None, wants_grad)
 
 
 def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE) -> Tensor:
     """Per-token losses, float32 [n]; otherwise like :func:`linear_cross_entropy`."""
-    function: Any = _TokenCrossEntropy
-    return function.apply(hidden, weight, labels, shard)
+    return _TokenCrossEntropy.apply(hidden, weight, labels, shard)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class _Norm(nn.Module):
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, bias: bool) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, bias: bool = False) -> None:
         super().__init__()
         self.eps = eps
         self.shape = (hidden_size,)
@@ -56,9 +56,6 @@ class _RMSNormFunction(torch.autograd.Function):
 class RMSNorm(_Norm):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (arXiv 1910.07467)."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(config, hidden_size, eps, bias=False)
-
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
             return _RMSNormFunction.apply(x, self.gain(), self.eps)
@@ -69,9 +66,6 @@ class RMSNorm(_Norm):
 
 class LayerNorm(_Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim (arXiv 1607.06450)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, bias: bool = True) -> None:
-        super().__init__(config, hidden_size, eps, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.layer_norm(x, self.shape, self.gain().to(x.dtype), self.bias, self.eps)
@@ -87,7 +81,7 @@ class ProjectionNorm(_Norm):
     def __init__(
         self, config: TransformerConfig, num_heads: int, head_dim: int, eps: float, *, rank: int, ranks: int
     ) -> None:
-        super().__init__(config, num_heads * head_dim, eps, bias=False)
+        super().__init__(config, num_heads * head_dim, eps)
         self.copies = max(1, ranks // num_heads)
         width = num_heads * head_dim * self.copies // ranks
         self.ranks = ranks

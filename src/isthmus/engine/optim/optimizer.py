@@ -1,4 +1,4 @@
-"""AdamW on Megatron-Core's distributed optimizer, and the learning rate schedule."""
+"""AdamW on Megatron-Core's distributed optimizer, its offload to CPU memory, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adam import adam as update
 
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.megatron_model import Decoder
-from isthmus.engine.optim.optimizer_offload import CpuOffloadAdamW
 from isthmus.engine.parallel.ddp import OverlappingDataParallel
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.upstream.compat import clip_in_place, fill_adam_state
@@ -105,7 +104,7 @@ def build_optimizer(
         list(model),
         use_gloo_process_groups=False,
     )
-    for one in _with_parameters(optimizer):
+    for one in distributed_optimizers(optimizer):
         for group in one.optimizer.param_groups:
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
         fill_adam_state(one.optimizer)
@@ -114,18 +113,14 @@ def build_optimizer(
     return optimizer
 
 
-def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     """Optimizers of Megatron-Core's chain with parameters on this rank; experts may have their own optimizer."""
-    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if each.buffers]
+    # FSDP's optimizer has no buffers.
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if getattr(each, "buffers", True)]
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    return [each.optimizer for each in _with_parameters(optimizer)]
-
-
-def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Like :func:`distributed_optimizers`, also for FSDP, whose optimizer has no ``buffers``."""
-    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if getattr(each, "buffers", True)]
+    return [each.optimizer for each in distributed_optimizers(optimizer)]
 
 
 def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
@@ -172,3 +167,62 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
     return total
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class CpuOffloadAdamW(torch.optim.AdamW):
+    """AdamW with both moments on the host; saves 8 bytes per parameter on the device.
+
+    A step copies the moments of one parameter at a time to the device and back: 16 bytes of transfer per parameter.
+    Main weights stay on the device.
+    """
+
+    @classmethod
+    def from_adamw(cls, adam: torch.optim.AdamW) -> CpuOffloadAdamW:
+        """Take over the parameter groups and the initialized state of ``adam``."""
+        optimizer = cls([torch.empty(0)])
+        # Some parameters are views of the model's buffers, which torch's constructor rejects.
+        optimizer.param_groups = adam.param_groups
+        for parameter, state in adam.state.items():
+            pinned = parameter.is_cuda  # copies overlap with computation only from pinned memory
+            moments = {name: torch.empty_like(parameter, device="cpu", pin_memory=pinned) for name in _MOMENTS}
+            for name, moment in moments.items():
+                moment.copy_(state[name])
+            optimizer.state[parameter] = state | moments
+        return optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """``closure`` is ignored."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        if any(parameter.is_cuda for parameter in self.state):
+            torch.cuda.current_stream().synchronize()  # a checkpoint reads the host's copy without synchronizing
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        moments = {name: state[name].to(parameter.device, non_blocking=True) for name in _MOMENTS}
+        update(
+            [parameter],
+            [gradient],
+            [moments["exp_avg"]],
+            [moments["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            decoupled_weight_decay=True,
+        )
+        for name, moment in moments.items():
+            if moment is not state[name]:
+                state[name].copy_(moment, non_blocking=True)
