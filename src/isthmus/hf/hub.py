@@ -37,18 +37,8 @@ def fetch(repo_id: str, *, weights: bool, code: bool = False, report: Callable[[
     """The folder of a repository in the Hub's cache; downloads it if it is not complete there.
 
     One process of a machine downloads while the others wait. Files in the cache are not requested again, so that all
-    processes, and a run that is resumed, have the same files.
-
-    Args:
-        repo_id: ``org/name``, which is not a local folder.
-        weights: download the safetensors files too.
-        code: download Python files too, which may define a tokenizer.
-        report: called with a line for the user when a download begins.
-
-    Raises:
-        MissingInput: the repository does not exist or is not accessible, or the Hub is offline and it is not cached.
-        IOFailure: the Hub cannot be reached, or the download failed.
-        NoSpace: the disk of the cache is full.
+    processes, and a run that is resumed, have the same files. ``code`` includes Python files, which may define a
+    tokenizer; ``report`` gets a line for the user when a download begins.
     """
     patterns = ["config.json", *SMALL_FILES, *(_WEIGHTS if weights else ()), *(["*.py"] if code else [])]
     cache = Path(constants.HF_HUB_CACHE)
@@ -106,17 +96,7 @@ def check_name(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool, report: Callable[[str], None]) -> str:
-    """Upload a whole folder and return the URL; creates the repository if it does not exist.
-
-    Args:
-        folder: it is not changed.
-        repo_id: ``namespace/name``.
-        private: create a private repository; an existing one keeps its visibility.
-        report: called with a line for the user before the upload.
-
-    Raises:
-        IOFailure: no token, no network, no write access, or the upload failed.
-    """
+    """Upload a whole folder and return the URL; a new repository is ``private``, an existing one is unchanged."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     kind = "a private repository" if private else "a public repository"

@@ -47,12 +47,7 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ModelFolder:
-        """Open the folder at ``path``, with or without weights.
-
-        Raises:
-            MissingInput: the folder or its ``config.json`` does not exist.
-            DataError: ``config.json`` is not a JSON object.
-        """
+        """Open the folder at ``path``, with or without weights."""
         folder = Path(path)
         if not folder.is_dir():
             raise MissingInput(f"{folder} is not a folder. Give the folder of a Hugging Face model.")
@@ -72,12 +67,7 @@ class ModelFolder:
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """All tensors by name, in the order of the files; empty without weights.
-
-        Raises:
-            DataError: a file is truncated or malformed, or the index does not match the files.
-            UnsafeInput: the index names a file outside the folder.
-        """
+        """All tensors by name, in the order of the files; empty without weights."""
         if not self.has_weights:
             return {}
         # transformers also looks for the single file first.
@@ -122,12 +112,7 @@ class ModelFolder:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Map tensor names to the files next to an index.
-
-    Raises:
-        DataError: the index is malformed, or a file does not exist.
-        UnsafeInput: a file is outside the folder, by its path or by a link.
-    """
+    """Map tensor names to the files next to an index; UnsafeInput for a file outside the folder, also by a link."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise DataError(f"{index} has no weight_map of tensor names to file names. Download it again.")

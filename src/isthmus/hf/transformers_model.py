@@ -40,16 +40,9 @@ class TransformersModel:
     """A decoder in float32 on the CPU, with its layers accessible one by one."""
 
     def __init__(self, config: Mapping[str, Any], source: Source, *, by_layer: bool) -> None:
-        """Build the model, and load it unless ``by_layer``.
+        """Build the model, and load it unless ``by_layer``: ``fill`` does then, and parameters have no memory before.
 
-        Args:
-            config: the config, without the ``quantization_config`` of weights that ``source`` dequantizes.
-            source: the weights.
-            by_layer: read nothing before ``fill``; the caller creates the parameters without memory.
-
-        Raises:
-            UsageError: transformers does not have the model, or cannot load it layer by layer.
-            DataError: the weights do not match the model.
+        ``config`` has no ``quantization_config`` if ``source`` dequantizes.
         """
         self._source = source
         kind = str(config.get("model_type"))
@@ -79,11 +72,7 @@ class TransformersModel:
         return found
 
     def fill(self, names: Sequence[str]) -> None:
-        """Allocate these parameters and load their weights.
-
-        Raises:
-            DataError: transformers rejects the tensors.
-        """
+        """Allocate these parameters and load their weights."""
         tied = self.module.all_tied_weights_keys
         tied_to = {name: tied[name] for name in names if name in tied and name not in self._sources}
         wanted = dict.fromkeys([*names, *tied_to.values()])

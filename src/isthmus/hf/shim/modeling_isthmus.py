@@ -57,14 +57,9 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = Norm(config, width), Norm(config, width)
 
     def forward(self, x: Tensor, tables: list[Table], padding: Tensor | None, cache: Any, past: int) -> Tensor:
-        """Compute attention of ``x`` [B, S, H].
+        """Attention of ``x`` [B, S, H] and ``past`` earlier tokens; ``padding`` [B, past + S] is zero for padding.
 
-        Args:
-            x: hidden states.
-            tables: of layers with full attention, and of sliding-window layers.
-            padding: [B, past + S], zero for padding; None without padding.
-            cache: keys and values of earlier tokens, or None.
-            past: number of earlier tokens.
+        ``tables`` are of layers with full attention, and of sliding-window layers.
         """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.norm_over == "projection":

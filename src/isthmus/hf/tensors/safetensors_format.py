@@ -106,11 +106,7 @@ def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -
 
 
 def bounds_of(shape: tuple[int, ...], index: tuple[slice, ...] | None) -> Bounds:
-    """Resolve ``index`` (leading dimensions) within ``shape``; steps are ignored, see ``steps_of``.
-
-    Raises:
-        IndexError: more slices than dimensions, a negative step, or a slice out of range.
-    """
+    """Resolve ``index`` (leading dimensions) within ``shape``; steps are ignored, see ``steps_of``."""
     index = index or ()
     if len(index) > len(shape):
         raise IndexError(f"{len(index)} slices for a tensor of {len(shape)} dimensions")

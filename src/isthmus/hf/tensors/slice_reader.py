@@ -36,10 +36,6 @@ class TensorReader:
 
         With ``into`` (any dtype, device and strides; the shape of the slice) it is filled and returned, without an
         intermediate copy if it is a contiguous CPU tensor of the file's dtype.
-
-        Raises:
-            DataError: the file is shorter than expected.
-            IOFailure: the file cannot be read.
         """
         bounds = bounds_of(info.shape, index)
         shape = tuple(stop - start for start, stop in bounds)

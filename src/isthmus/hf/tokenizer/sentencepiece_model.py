@@ -23,12 +23,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def read_sentencepiece(file: Path) -> PreTrainedTokenizerBase | None:
-    """Read ``tokenizer.model`` and the ``tokenizer_config.json`` next to it; None if it is not such a BPE model.
-
-    Raises:
-        UsageError: the sentencepiece package is not installed.
-        DataError: the file is truncated.
-    """
+    """Read ``tokenizer.model`` and the ``tokenizer_config.json`` next to it; None if it is not such a BPE model."""
     proto = _parse(file)
     if proto is None:
         return None

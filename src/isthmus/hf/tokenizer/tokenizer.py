@@ -38,14 +38,7 @@ TemplateSource = Literal["tokenizer", "chatml", "plain"]
 
 
 def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Read the tokenizer of a local model folder.
-
-    Raises:
-        MissingInput: the folder does not exist or has no tokenizer files.
-        DataError: the files are damaged.
-        UnsafeInput: the tokenizer needs code of the folder, and ``trust_remote_code`` is false.
-        UsageError: it is not a fast tokenizer.
-    """
+    """Read the tokenizer of a local model folder."""
     path = Path(path)
     if not path.is_dir():
         raise MissingInput(f"{path}: no such model folder.")
@@ -88,12 +81,9 @@ class Tokenizer:
     def __init__(
         self, inner: PreTrainedTokenizerBase, folder: Path | None = None, *, differs_from_files: bool = False
     ) -> None:
-        """Wrap a fast tokenizer.
+        """Wrap a fast tokenizer; its chat template is set if it has none.
 
-        Args:
-            inner: the transformers tokenizer; its chat template is set if it has none.
-            folder: of its files, if it has any.
-            differs_from_files: transformers, with the files of the folder, would tokenize differently.
+        With ``differs_from_files``, transformers would tokenize differently with the files of the folder.
         """
         backend = getattr(inner, "backend_tokenizer", None)
         if not isinstance(backend, Backend):
@@ -222,12 +212,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation.
-
-        Raises:
-            DataError: the template rejects the conversation.
-            UnsafeInput: the template violates its sandbox.
-        """
+        """The text of a conversation; DataError if the template rejects it."""
         return self._render(messages, tools, add_generation_prompt, marked=False)[0]
 
     def apply_by_turn(self, messages: Sequence[dict[str, Any]]) -> tuple[list[str], str] | None:
@@ -271,12 +256,7 @@ class Tokenizer:
 
 
 def save_tokenizer(inner: PreTrainedTokenizerBase, folder: Path | str) -> list[str]:
-    """Write a tokenizer in a form that transformers 4 and 5 both read; returns the names of the files.
-
-    Raises:
-        NoSpace: the disk is full.
-        IOFailure: writing failed.
-    """
+    """Write a tokenizer in a form that transformers 4 and 5 both read; returns the names of the files."""
     config = Path(folder) / "tokenizer_config.json"
     try:
         written = {Path(name).name for name in inner.save_pretrained(folder)}

@@ -26,11 +26,7 @@ _MARKS: Mapping[str, tuple[str, ...]] = {
 
 
 def open_tokenizer(path: Path, kind: str | None = None, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Read a tokenizer, a folder or a sentencepiece file, and check its type; ``kind`` None accepts any.
-
-    Raises:
-        MissingInput, DataError, UnsafeInput, UsageError: see ``load_tokenizer``; or the tokenizer is of another type.
-    """
+    """Read a tokenizer, a folder or a sentencepiece file, and check its type; ``kind`` None accepts any."""
     if kind is not None and kind not in _KINDS:
         raise UsageError(
             f"a tokenizer of type {kind} is not read from files. Use {', '.join(_KINDS)}, or leave it out."
