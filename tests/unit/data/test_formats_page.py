@@ -27,7 +27,7 @@ def examples(section: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("section", KINDS)
-def test_every_example_is_of_the_kind_that_its_section_says(tmp_path: Path, section: str) -> None:
+def test_examples_have_the_kind_of_their_section(tmp_path: Path, section: str) -> None:
     name, kind = KINDS[section]
     found = examples(section)
     assert {ending for ending, _ in found} == {"jsonl", "csv"}
@@ -45,7 +45,7 @@ def parsed(record: Record) -> Conversation | str | PreferenceRecord:
     return parse_preference(record) if kinds_of(record)[0] == "preference" else parse_record(record)
 
 
-def test_all_pairs_of_the_page_say_the_same(tmp_path: Path) -> None:
+def test_pair_examples_are_equal(tmp_path: Path) -> None:
     said = set()
     for ending, text in examples("Preference pairs"):
         path = tmp_path / f"example.{ending}"

@@ -79,7 +79,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     server.server_close()
 
 
-def test_what_is_wanted_is_fetched_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_files_are_downloaded_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     folder = fetch("org/open", weights=False, report=said.append)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
@@ -93,7 +93,7 @@ def test_what_is_wanted_is_fetched_once(asked: list[str], monkeypatch: pytest.Mo
     assert fetch("org/open", weights=True, report=said.append) == folder
 
 
-def test_processes_of_a_machine_wait_for_the_one_that_downloads(asked: list[str]) -> None:
+def test_one_process_per_machine_downloads(asked: list[str]) -> None:
     said: list[str] = []
     found: list[Path] = []
     ranks = [
@@ -108,7 +108,7 @@ def test_processes_of_a_machine_wait_for_the_one_that_downloads(asked: list[str]
     assert len(said) == 1 and sum("/revision/" in path for path in asked) == 1
 
 
-def test_a_refusal_says_what_to_do(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_errors_have_hints(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingInput, match=r"no local folder org/gated, and .* is gated: HF_TOKEN, which is not set,"):
         fetch("org/gated", weights=True, report=print)
     with pytest.raises(MissingInput, match=r"no local folder org/none, and no repository org/none .* Check the name;"):
@@ -139,5 +139,5 @@ def test_a_refusal_says_what_to_do(asked: list[str], monkeypatch: pytest.MonkeyP
         ("models/llama/", False),
     ],
 )
-def test_what_an_id_looks_like(text: str, so: bool) -> None:
+def test_form_of_hub_ids(text: str, so: bool) -> None:
     assert looks_like_id(text) is so

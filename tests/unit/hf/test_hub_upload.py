@@ -41,13 +41,13 @@ def model(tmp_path: Path) -> str:
     return str(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1))
 
 
-def test_nothing_is_pushed_unless_asked(api: type[Api], model: str, tmp_path: Path) -> None:
+def test_no_push_without_the_option(api: type[Api], model: str, tmp_path: Path) -> None:
     assert main(["convert", model, str(tmp_path / "out"), "--to", "hf"]) == 0
     assert api.calls == []
 
 
 @pytest.mark.parametrize("public", [False, True], ids=["private", "public"])
-def test_the_whole_folder_goes_to_a_repository(
+def test_push_uploads_the_whole_folder(
     public: bool, api: type[Api], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -73,7 +73,7 @@ def test_the_whole_folder_goes_to_a_repository(
     ],
     ids=["no-token", "offline", "no-network", "no-rights"],
 )
-def test_what_goes_wrong_is_one_line_and_the_folder_stays(
+def test_push_error_is_one_line_and_keeps_the_folder(
     error: Exception, told: str, api: type[Api], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.error, out = error, tmp_path / "out"
@@ -94,7 +94,7 @@ def test_what_goes_wrong_is_one_line_and_the_folder_stays(
         ),
     ],
 )
-def test_what_cannot_be_pushed_is_refused_before_anything_is_written(
+def test_invalid_push_is_refused_before_writing(
     words: list[str], told: str, api: type[Api], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", model, str(tmp_path / "out"), *words]) == 2
@@ -102,7 +102,7 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists() and api.calls == []
 
 
-def test_the_real_library_without_a_network(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_push_without_a_network(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", model, str(tmp_path / "out"), "--push", "me/model"]) == 74
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
     assert (tmp_path / "out" / "model.safetensors").is_file()

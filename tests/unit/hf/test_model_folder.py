@@ -86,7 +86,7 @@ def test_shards_in_file_order(model: Path) -> None:
     assert torch.equal(opened.read("b.weight"), TENSORS["b.weight"])
 
 
-def test_no_folder_no_config_no_weights(tmp_path: Path) -> None:
+def test_missing_folder_config_and_weights(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="nowhere is not a folder"):
         ModelFolder.open(tmp_path / "nowhere")
     with pytest.raises(MissingInput, match=r"has no config\.json"):
@@ -98,14 +98,14 @@ def test_no_folder_no_config_no_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00\xff"])
-def test_config_that_is_no_object(tmp_path: Path, text: str) -> None:
+def test_config_must_be_an_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=r"config\.json"):
         ModelFolder.open(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [5, 8, 200, -1])
-def test_a_file_cut_short_is_named_with_its_sizes(model: Path, keep: int) -> None:
+def test_truncated_file_is_reported_with_its_sizes(model: Path, keep: int) -> None:
     file = model / "model.safetensors"
     raw = file.read_bytes()
     file.write_bytes(raw[:keep])
@@ -160,13 +160,13 @@ def test_malformed_headers(model: Path, raw: bytes) -> None:
         ({"a.weight": 3}, DataError, "weight_map"),
     ],
 )
-def test_an_index_that_lies(model: Path, weight_map: dict[str, str], error: type[Exception], message: str) -> None:
+def test_wrong_index(model: Path, weight_map: dict[str, str], error: type[Exception], message: str) -> None:
     shard(model, weight_map)
     with pytest.raises(error, match=message):
         _ = ModelFolder.open(model).tensors
 
 
-def test_an_index_that_leads_out_by_a_link(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_link_to_a_file_outside_the_folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     shard(model)
     away = tmp_path_factory.mktemp("away")
     (model / "model-1.safetensors").rename(away / "real.safetensors")
@@ -181,7 +181,7 @@ def test_an_index_that_leads_out_by_a_link(model: Path, tmp_path_factory: pytest
     assert torch.equal(ModelFolder.open(model).read("a.weight"), TENSORS["a.weight"])
 
 
-def test_a_hub_cache_is_of_links(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_links_of_the_hub_cache(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     shard(model)
     cache = tmp_path_factory.mktemp("models--some--model")
     snapshot, blobs = cache / "snapshots" / "0123abc", cache / "blobs"
@@ -198,7 +198,7 @@ def test_a_hub_cache_is_of_links(model: Path, tmp_path_factory: pytest.TempPathF
         _ = ModelFolder.open(snapshot).tensors
 
 
-def test_how_weights_are_stored_is_no_part_of_the_config(model: Path) -> None:
+def test_config_has_no_quantization_config(model: Path) -> None:
     (model / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}')
     opened = ModelFolder.open(model)
     assert (opened.config, opened.quantization) == ({"model_type": "llama"}, {"quant_method": "fp8"})
@@ -214,7 +214,7 @@ def test_how_weights_are_stored_is_no_part_of_the_config(model: Path) -> None:
     ],
     ids=["overlap", "gap", "too-long", "too-short"],
 )
-def test_tensors_that_do_not_lie_end_to_end(model: Path, offsets: tuple[tuple[int, int], ...], told: str) -> None:
+def test_gaps_and_overlaps_of_tensors(model: Path, offsets: tuple[tuple[int, int], ...], told: str) -> None:
     sizes = {"a": 8, "b": 4}
     header = {
         name: {"dtype": "U8", "shape": [size], "data_offsets": place}
@@ -225,7 +225,7 @@ def test_tensors_that_do_not_lie_end_to_end(model: Path, offsets: tuple[tuple[in
         _ = ModelFolder.open(model).tensors
 
 
-def test_every_flipped_bit_of_a_header_is_seen_or_changes_a_name(model: Path) -> None:
+def test_flipped_header_bits_are_detected_or_change_a_name(model: Path) -> None:
     """A name is for whoever knows the model to refuse; types, sizes and places have to agree with each other."""
     # Of an empty tensor nothing lies in the file that its shape could contradict.
     save_file({name: tensor for name, tensor in TENSORS.items() if tensor.numel()}, model / "model.safetensors")
@@ -248,7 +248,7 @@ def test_every_flipped_bit_of_a_header_is_seen_or_changes_a_name(model: Path) ->
             assert places(found) == places(whole)
 
 
-def test_small_files_are_copied_and_others_are_not(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_only_small_files_are_copied(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     wanted = ["LICENSE", "chat_template.jinja", "generation_config.json", "merges.txt", "tokenizer.json"]
     wanted += ["tokenizer.model", "vocab.json"]
     for name in [*wanted, "README.md", "pytorch_model.bin", "training_args.bin", "other.json", "tokenizer.pt"]:

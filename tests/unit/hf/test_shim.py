@@ -103,7 +103,7 @@ def gpt2_with_experts(source: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("case", [*KNOWN, *OWN])
 @torch.no_grad()
-def test_logits_of_models_that_transformers_knows(case: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers_models(case: str, tmp_path: Path) -> None:
     """That each case is about something that shows, its own test says: without it, logits are visibly others."""
     family, settings = OWN[case] if case in OWN else CASES[case][:2]
     source = build_model_folder(tmp_path / "source", family, **settings)
@@ -117,7 +117,7 @@ def test_logits_of_models_that_transformers_knows(case: str, tmp_path: Path) -> 
         assert (wanted - found).abs().max() < 2e-5
 
 
-def test_a_model_that_transformers_does_not_know_comes_back_the_same(
+def test_round_trip_of_a_model_without_a_transformers_class(
     source: Path, gpt2_with_experts: Path, tmp_path: Path
 ) -> None:
     again = tmp_path / "again"
@@ -138,9 +138,7 @@ def test_a_model_that_transformers_does_not_know_comes_back_the_same(
         assert all(torch.equal(first(ids).logits, other(ids).logits) for other in others)
 
 
-def test_without_the_flag_transformers_refuses_and_the_conversion_says_so(
-    gpt2_with_experts: Path, tmp_path: Path
-) -> None:
+def test_export_without_a_transformers_class_needs_trust_remote_code(gpt2_with_experts: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         AutoModelForCausalLM.from_pretrained(gpt2_with_experts, trust_remote_code=False)
     notes = convert(gpt2_with_experts, tmp_path / "again", "hf").notes
@@ -149,7 +147,7 @@ def test_without_the_flag_transformers_refuses_and_the_conversion_says_so(
     assert convert(plain, tmp_path / "out", "hf").notes == []
 
 
-def test_reading_a_folder_runs_none_of_its_code(gpt2_with_experts: Path, tmp_path: Path) -> None:
+def test_reading_a_folder_does_not_run_its_code(gpt2_with_experts: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     planted = shutil.copytree(gpt2_with_experts, tmp_path / "planted")
     for path in planted.glob("*.py"):
@@ -172,7 +170,7 @@ CACHED = {
 
 @pytest.mark.parametrize("case", CACHED)
 @torch.no_grad()
-def test_tokens_one_by_one_and_all_at_once(case: str, gpt2_with_experts: Path) -> None:
+def test_cached_logits_equal_full_logits(case: str, gpt2_with_experts: Path) -> None:
     model, ids = of(gpt2_with_experts, **CACHED[case]), tokens(2, 24)
     wanted = model(ids).logits
     out = model(ids[:, :10], use_cache=True)
@@ -186,7 +184,7 @@ def test_tokens_one_by_one_and_all_at_once(case: str, gpt2_with_experts: Path) -
 
 @pytest.mark.parametrize("case", CACHED)
 @torch.no_grad()
-def test_generation_goes_on_with_the_likeliest_token(case: str, gpt2_with_experts: Path) -> None:
+def test_greedy_generation(case: str, gpt2_with_experts: Path) -> None:
     model, prompt = of(gpt2_with_experts, **CACHED[case]), tokens(1, 9)
     ids = prompt
     for _ in range(8):
@@ -201,7 +199,7 @@ def test_generation_goes_on_with_the_likeliest_token(case: str, gpt2_with_expert
 
 
 @torch.no_grad()
-def test_pytorchs_kernel_and_the_eager_path_agree(gpt2_with_experts: Path) -> None:
+def test_sdpa_equals_eager_attention(gpt2_with_experts: Path) -> None:
     ids = tokens(2, 24)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -212,7 +210,7 @@ def test_pytorchs_kernel_and_the_eager_path_agree(gpt2_with_experts: Path) -> No
     assert (found[0] - found[1]).abs().max() < 1e-5
 
 
-def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
+def test_loss_and_gradients_equal_transformers(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "qwen2_moe")
     convert(source, tmp_path / "export", "hf", hf_family="isthmus")
     theirs, ours, ids = load(source), load(tmp_path / "export", trust_remote_code=True), tokens(2, 16)
@@ -225,7 +223,7 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     assert (wanted - found).abs().max() < 1e-5 * wanted.abs().max() + 1e-7
 
 
-def test_what_has_to_stay_in_float32_does(tmp_path: Path) -> None:
+def test_float32_parameters_stay_float32(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "ernie4_5_moe")
     convert(source, tmp_path / "export", "hf", hf_family="isthmus")
     state = load(tmp_path / "export", trust_remote_code=True, dtype=torch.bfloat16).state_dict()
@@ -234,7 +232,7 @@ def test_what_has_to_stay_in_float32_does(tmp_path: Path) -> None:
     assert wide
 
 
-def test_what_the_config_leaves_out_means_the_same_to_both_readers() -> None:
+def test_config_defaults_equal_those_of_the_family() -> None:
     """The class and the family have their defaults each."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     for said in ({}, {"num_experts": 4}):
@@ -243,7 +241,7 @@ def test_what_the_config_leaves_out_means_the_same_to_both_readers() -> None:
         assert FAMILY.to_architecture(bare) == FAMILY.to_architecture(full)
 
 
-def test_weights_of_a_model_that_starts_from_nothing() -> None:
+def test_initial_weights() -> None:
     shape = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = IsthmusConfig(**shape, vocab_size=77, norm_zero_centered=True, initializer_range=0.1, num_experts=4)
     state = IsthmusForCausalLM(config).state_dict()

@@ -33,7 +33,7 @@ def test_replaced_folder_stays_if_the_new_one_fails(tmp_path: Path) -> None:
     assert (old / "weights").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_file_in_the_way_is_never_replaced(tmp_path: Path) -> None:
+def test_existing_file_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("mine")
     with pytest.raises(NoSpace):
         StagedFolder(tmp_path / "hf", replace=True).create()

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Literal, Protocol
 
 from isthmus.data.chat.chat_records import Conversation, Message, PreferenceRecord
-from isthmus.data.chat.loss_spans import Span, following, merged, shared_prefix, turn_end
+from isthmus.data.chat.loss_spans import MaskedIds, Span, following, merged, shared_prefix, turn_end
+from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.data.chat.template_capabilities import TemplateCapabilities, adapt
 from isthmus.errors import DataError
 
@@ -36,28 +34,20 @@ class ChatTokenizer(Protocol):
     """Whether the chat template has ``{% generation %}`` marks."""
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = False,
+        self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False
     ) -> str:
         """The text of a conversation; DataError if the template raises."""
 
-    def apply_by_turn(self, messages: Sequence[Message]) -> tuple[list[str], str] | None:
+    def apply_by_turn(self, messages: Messages) -> tuple[list[str], str] | None:
         """The text of each turn and the generation prompt; None if turns are not rendered independently."""
 
-    def apply_marked_template(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
-    ) -> tuple[str, list[Span]]:
+    def apply_marked_template(self, messages: Messages, tools: Tools = None) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans between its generation marks."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids without added special tokens."""
 
-    def encode_with_mask(
-        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
-    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+    def encode_with_mask(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[MaskedIds]:
         """``encode_batch``, and 1 for each token that overlaps a span of its text."""
 
 
@@ -97,7 +87,7 @@ class ChatRenderer:
             raise DataError(f"{conversation.where}: the text contains a lone surrogate.") from error
         return texts
 
-    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[ChatText]:
+    def _render(self, messages: list[Message], tools: Tools) -> list[ChatText]:
         if self._loss_on == "all":
             return [self._render_all(messages, tools)]
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
@@ -112,7 +102,7 @@ class ChatRenderer:
             return [marked]
         return self._render_by_prefix(messages, tools, [k for k in turns if k not in without_loss])
 
-    def _render_all(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> ChatText:
+    def _render_all(self, messages: list[Message], tools: Tools) -> ChatText:
         """The whole text; everything has loss except answers with weight 0."""
         text, spans, at = self._tokenizer.apply_chat_template(messages, tools), [], 0
         for turn, message in enumerate(messages):
@@ -128,9 +118,7 @@ class ChatRenderer:
             at = len(before)
         return ChatText(text, merged([*spans, (at, len(text))]))
 
-    def _render_marked(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, turns: list[int]
-    ) -> ChatText | None:
+    def _render_marked(self, messages: list[Message], tools: Tools, turns: list[int]) -> ChatText | None:
         """One text with the spans of the template's marks; None without marked text."""
         text, spans = self._tokenizer.apply_marked_template(messages, tools)
         spans_with_loss = []
@@ -148,9 +136,7 @@ class ChatRenderer:
             spans_with_loss = [span for span in spans_with_loss if span[1] > start]
         return ChatText(text[: spans_with_loss[-1][1]], spans_with_loss) if spans_with_loss else None
 
-    def _render_by_prefix(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, turns: list[int]
-    ) -> list[ChatText]:
+    def _render_by_prefix(self, messages: list[Message], tools: Tools, turns: list[int]) -> list[ChatText]:
         """The fewest texts that contain every turn as the model generates it."""
         found = self._by_turn(messages, turns) if not tools else {}
         for turn in turns:
@@ -180,7 +166,7 @@ class ChatRenderer:
                     found[turn] = (text[:end], start)
         return found
 
-    def _turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, turn: int) -> tuple[str, int]:
+    def _turn(self, messages: list[Message], tools: Tools, turn: int) -> tuple[str, int]:
         """The text up to the end of turn ``turn``, and the start of the assistant's answer in it."""
         render = self._tokenizer.apply_chat_template
         text = render(messages[: turn + 1], tools)
@@ -197,9 +183,7 @@ class ChatRenderer:
             raise DataError(f"the chat template renders nothing of the assistant's turn {turn + 1}.")
         return text[:end], start
 
-    def _start_by_trial(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, turn: int, text: str, opening: str | None
-    ) -> int:
+    def _start_by_trial(self, messages: list[Message], tools: Tools, turn: int, text: str, opening: str | None) -> int:
         """The start of the answer if the text does not begin with the earlier turns and the generation prompt.
 
         The generation prompt may contain more than the answer's opening (``<think>``), or the template may count turns:

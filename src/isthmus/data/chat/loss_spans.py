@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 Span = tuple[int, int]
 """[start, end) in characters."""
+MaskedIds = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
+"""Token ids, and a mask with 1 where the token has loss."""
 
 
 def turn_end(text: str, span: Span, specials: tuple[str, ...], turn_token: str | None) -> int:

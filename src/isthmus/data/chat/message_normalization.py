@@ -8,6 +8,7 @@ which would quote text again.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from isthmus.errors import DataError
@@ -16,6 +17,8 @@ Message = dict[str, Any]
 """``role`` and ``content``; optional ``tool_calls``, ``reasoning_content``, ``name``, ``tool_call_id``, and ``weight``,
 which is 0 for a turn without loss.
 """
+Messages = Sequence[Message]
+Tools = Sequence[dict[str, Any]] | None
 _ROLES = {
     "user": "user",
     "human": "user",

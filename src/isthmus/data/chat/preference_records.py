@@ -35,11 +35,10 @@ def parse_preference(record: Record) -> PreferenceRecord:
     shared = _shared(chosen, rejected)
     if prompt is not None and len(chosen) > 1 and any(_same(prompt, whole) for whole in (chosen, rejected)):
         prompt = None  # messages repeat one of the two conversations, as in UltraFeedback
-    if prompt is None:
-        prompt = shared
-        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
-    elif shared and any(_same(prompt, part) for part in (shared[: len(prompt)], shared[-len(prompt) :])):
-        # The answers begin with the prompt, perhaps with its system turn or the first turns of the answer.
+    # The answers may begin with the prompt, perhaps with its system turn or the first turns of the answer.
+    if prompt is None or (
+        shared and any(_same(prompt, part) for part in (shared[: len(prompt)], shared[-len(prompt) :]))
+    ):
         prompt = shared
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     prompt = with_system(prompt, value, where)

@@ -7,14 +7,14 @@ turn; else the model would train on answers to content that it never saw.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isthmus.data.chat.chat_records import Message
+from isthmus.data.chat.message_normalization import Message, Tools
 from isthmus.errors import DataError
 
-Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
+Render = Callable[[list[Message], Tools], str]
 _TOOL = {
     "type": "function",
     "function": {
@@ -68,7 +68,7 @@ def _reasoning_key(render: Render, user: Message) -> str | None:
     return "content" if _renders(render, [user, folded], None, thought, end) else None
 
 
-def _renders(render: Render, messages: list[Message], tools: list[dict[str, Any]] | None, *wanted: str) -> bool:
+def _renders(render: Render, messages: list[Message], tools: Tools, *wanted: str) -> bool:
     try:
         text = render(messages, tools)
     except DataError:
@@ -76,9 +76,7 @@ def _renders(render: Render, messages: list[Message], tools: list[dict[str, Any]
     return all(word in text for word in wanted)
 
 
-def adapt(
-    messages: list[Message], tools: list[dict[str, Any]] | None, capabilities: TemplateCapabilities
-) -> tuple[list[Message], list[dict[str, Any]] | None]:
+def adapt(messages: list[Message], tools: Tools, capabilities: TemplateCapabilities) -> tuple[list[Message], Tools]:
     """Move content that the template ignores into the text of its turns.
 
     Raises DataError for reasoning that the template also removes from the text.
@@ -112,7 +110,7 @@ def _folded(reasoning: str, content: str) -> str:
     return f"<think>\n{reasoning.strip()}\n</think>\n\n{content}"
 
 
-def _tools_text(tools: list[dict[str, Any]]) -> str:
+def _tools_text(tools: Sequence[dict[str, Any]]) -> str:
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         "You may call these tools:\n<tools>\n" + lines + "\n</tools>\n"

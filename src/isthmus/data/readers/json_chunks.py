@@ -33,9 +33,11 @@ class JsonLinesChunk:
             if not raw.strip():
                 continue
             try:
-                yield _record(_parse(decode_utf8(raw, self.path, number), self.path, number), self.path, number)
+                yield _record(json.loads(decode_utf8(raw, self.path, number)), self.path, number)
             except DataError as error:
                 yield error
+            except (ValueError, RecursionError) as error:
+                yield DataError(f"{self.path}:{number}: not JSON: {_reason(error)}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,8 @@ class _TextWindow:
                     column = error.pos - start + 1 + (0 if start else self._before)
                     line = self.line() + self._window.count("\n", self.position, error.pos)
                     raise DataError(f"{self._path}:{line}: not JSON: {error.msg} (column {column}).") from error
-            except RecursionError as error:
-                raise DataError(f"{self._path}:{self.line()}: not JSON: nested too deeply.") from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{self._path}:{self.line()}: not JSON: {_reason(error)}.") from error
             else:
                 if end < len(self._window) or self._ended:  # else a number may continue
                     element, self.position = self._window[self.position : end], end
@@ -204,13 +206,10 @@ def _not_utf8(error: UnicodeDecodeError, path: str, line: int, shift: int) -> Da
     return DataError(f"{path}:{line}: not UTF-8: byte 0x{raw[error.start]:02x} at byte column {column}.")
 
 
-def _parse(text: str, path: str, line: int) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{line}: not JSON: {error.msg} (column {error.colno}).") from error
-    except RecursionError as error:
-        raise DataError(f"{path}:{line}: not JSON: nested too deeply.") from error
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} (column {error.colno})"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)  # an integer of over 4300 digits
 
 
 def _record(value: Any, path: str, line: int) -> Record:

@@ -1,4 +1,4 @@
-"""Reads and writes Megatron's indexed format: tokens in ``PREFIX.bin``, starts of sequences and documents in ``PREFIX.idx``.
+"""Megatron's indexed format: tokens in ``PREFIX.bin``, starts of sequences and documents in ``PREFIX.idx``.
 
 The ``.idx`` is, little-endian and without gaps (megatron.core.datasets.indexed_dataset, version 1)::
 
@@ -30,7 +30,6 @@ import xxhash
 from isthmus.data.store.manifest import (
     HINT,
     SUFFIXES,
-    check_hash,
     check_sizes,
     dataset_record,
     file_hash,
@@ -99,7 +98,9 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
         dtype, lengths, documents = _read_index(index, data.stat().st_size)
         if record is not None:
             for suffix in record["pair"]["files"] if verify else (".idx",):
-                check_hash(indexed_file(prefix, suffix), record["pair"]["files"][suffix]["xxh3_128"])
+                path, expected = indexed_file(prefix, suffix), record["pair"]["files"][suffix]["xxh3_128"]
+                if (got := file_hash(path)) != expected:
+                    raise DataError(f"{path}: its hash is {got}, the manifest has {expected}. {HINT}")
         tokens = _map(data, dtype)
         mask = _map(masked, np.dtype(np.uint8)) if has_mask else None
     except OSError as error:

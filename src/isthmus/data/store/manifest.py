@@ -82,9 +82,3 @@ def check_sizes(prefix: Path | str, record: dict[str, Any], manifest: Path) -> N
             raise MissingInput(f"{path}: no such file, but {manifest} lists it. Copy it too, or prepare it again.")
         if path.stat().st_size != file["bytes"]:
             raise DataError(f"{path}: {path.stat().st_size} bytes, {manifest} has {file['bytes']}. {HINT}")
-
-
-def check_hash(path: Path, expected: str) -> None:
-    got = file_hash(path)
-    if got != expected:
-        raise DataError(f"{path}: its hash is {got}, the manifest has {expected}. {HINT}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,13 +52,9 @@ def inverse_frequencies(config: IsthmusConfig, *, windowed: bool, length: int) -
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     ramp = ((torch.arange(width // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
-    default_factor = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"]) if _has_mscale(rope) else mscale(1.0)
+    has_mscale = rope.get("mscale") and rope.get("mscale_all_dim")
+    default_factor = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"]) if has_mscale else mscale(1.0)
     return inv_freq / factor * ramp + inv_freq * (1 - ramp), rope.get("attention_factor") or default_factor
-
-
-def _has_mscale(rope: dict[str, Any]) -> bool:
-    """Whether both magnitude settings of YaRN are set."""
-    return bool(rope.get("mscale") and rope.get("mscale_all_dim"))
 
 
 def rotate(x: Tensor, table: Table, *, interleaved: bool) -> Tensor:

@@ -84,14 +84,12 @@ class SafetensorsPlan:
                 finally:
                     os.close(descriptor)
             if len(self.headers) > 1:
-                (folder / INDEX_FILE).write_text(json.dumps(self._index(), indent=2, sort_keys=True) + "\n")
-
-    def _index(self) -> dict[str, object]:
-        parameters = sum(math.prod(info.shape) for info in self.tensors.values())
-        return {
-            "metadata": {"total_parameters": parameters, "total_size": self.total_bytes},
-            "weight_map": {name: str(info.file) for name, info in self.tensors.items()},
-        }
+                parameters = sum(math.prod(info.shape) for info in self.tensors.values())
+                index = {
+                    "metadata": {"total_parameters": parameters, "total_size": self.total_bytes},
+                    "weight_map": {name: str(info.file) for name, info in self.tensors.items()},
+                }
+                (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 class TensorWriter:

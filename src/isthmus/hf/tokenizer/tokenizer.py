@@ -13,18 +13,18 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from isthmus.data.chat.default_templates import default_template
-from isthmus.data.chat.loss_spans import Span, token_mask
+from isthmus.data.chat.loss_spans import MaskedIds, Span, token_mask
+from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
 from isthmus.hf.model_folder import tokenizer_files
 from isthmus.hf.tokenizer.byte_lengths import ByteLengths, tokens_of
@@ -34,7 +34,6 @@ from isthmus.hf.tokenizer.turn_template import TurnTemplate, turn_template
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 _render_template: Callable[..., Any] = render_jinja_template  # annotated as one string; it returns two lists
-TemplateSource = Literal["tokenizer", "chatml", "plain"]
 
 
 def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -105,7 +104,7 @@ class Tokenizer:
         self.eos_id: int | None = inner.eos_token_id
         self.bos_id: int | None = inner.bos_token_id if first[:1] == [inner.bos_token_id] else None
         """The token that this tokenizer adds before a text; None if it adds none."""
-        self.template_source: TemplateSource = "tokenizer"
+        self.template_source = "tokenizer"
         template = inner.chat_template
         if isinstance(template, dict):  # several templates by name
             template = template.get("default")
@@ -113,7 +112,7 @@ class Tokenizer:
             name, template = default_template(inner.get_vocab(), adds_bos=self.bos_id is not None)
             if name == "plain" and inner.eos_token is None:
                 raise UsageError("the tokenizer has neither a chat template nor an eos_token to end turns with.")
-            self.template_source = "chatml" if name == "chatml" else "plain"
+            self.template_source = name
             inner.chat_template = template
         self.chat_template: str = template
         self.has_generation_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
@@ -146,7 +145,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text without added tokens; special tokens in the text are recognised."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts without added tokens, in parallel threads."""
@@ -157,9 +156,7 @@ class Tokenizer:
         encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encoded]
 
-    def encode_with_mask(
-        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
-    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+    def encode_with_mask(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[MaskedIds]:
         """Token ids, and a mask with 1 for each token that overlaps with one of its text's ``spans``.
 
         Equals ``token_mask`` of ``encode_with_offsets``, without computing all offsets.
@@ -181,9 +178,7 @@ class Tokenizer:
             made[number] = one
         return made
 
-    def _encode_with_edges(
-        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
-    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+    def _encode_with_edges(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[MaskedIds]:
         made = []
         encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
         for encoding, text_spans in zip(encoded, spans, strict=True):
@@ -206,16 +201,12 @@ class Tokenizer:
         return str(self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = False,
+        self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False
     ) -> str:
         """The text of a conversation; DataError if the template rejects it."""
         return self._render(messages, tools, add_generation_prompt, marked=False)[0]
 
-    def apply_by_turn(self, messages: Sequence[dict[str, Any]]) -> tuple[list[str], str] | None:
+    def apply_by_turn(self, messages: Messages) -> tuple[list[str], str] | None:
         """The text of each turn and the generation prompt; None if the template cannot be rendered turn by turn.
 
         The texts of the first k turns concatenate to the text of a conversation of k turns.
@@ -225,19 +216,12 @@ class Tokenizer:
         turns = self._turns(messages)
         return None if turns is None else (turns, self._turns.opening)
 
-    def apply_marked_template(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
-    ) -> tuple[str, list[Span]]:
+    def apply_marked_template(self, messages: Messages, tools: Tools = None) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans between ``{% generation %}`` marks."""
         return self._render(messages, tools, False, marked=True)
 
     def _render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None,
-        add_generation_prompt: bool,
-        *,
-        marked: bool,
+        self, messages: Messages, tools: Tools, add_generation_prompt: bool, *, marked: bool
     ) -> tuple[str, list[Span]]:
         try:
             rendered, marks = _render_template(

@@ -12,7 +12,7 @@ from transformers import GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
-from isthmus.hf.tokenizer.tokenizer import Span, Tokenizer, load_tokenizer
+from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 _KINDS = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer")
 """Types that are read from files."""
@@ -93,19 +93,7 @@ class NumberTokenizer(Tokenizer):
         super().__init__(build(tokenizer_object=backend, eos_token=_NULL_END), differs_from_files=True)
         self.numbers = vocab_size
 
-    def encode(self, text: str) -> list[int]:
-        self._check([text])
-        return super().encode(text)
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        self._check(texts)
-        return super().encode_batch(texts)
-
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
-        self._check(texts)
-        return super().encode_with_offsets(texts)
-
-    def _check(self, texts: Sequence[str]) -> None:
         for text in texts:
             for word in text.replace(_NULL_END, " ").split():
                 if not re.fullmatch("[0-9]{1,18}", word) or int(word) >= self.numbers:
@@ -113,3 +101,4 @@ class NumberTokenizer(Tokenizer):
                         f"{word[:40]!r} is not a number below {self.numbers}. NullTokenizer reads numbers "
                         "separated by spaces; for other text set tokenizer.path."
                     )
+        return super().encode_batch(texts)

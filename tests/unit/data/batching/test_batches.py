@@ -187,7 +187,7 @@ def test_empty_micro_batch_is_padded_like_the_others():
     assert parts[0][0].lengths == (3,)
 
 
-def test_no_sequence_is_longer_than_asked():
+def test_sequences_have_at_most_seq_length_tokens():
     b = make(store(200), packing=True, seq_length=10)
     assert all(mb.num_tokens <= 10 for k in range(20) for mb in b.step(k))
     assert b.sequences_per_epoch < 200

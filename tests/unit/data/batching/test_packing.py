@@ -33,7 +33,7 @@ def test_every_item_is_packed_once_within_capacity(seed):
     assert 100 in lengths
 
 
-def test_a_too_long_item_is_named():
+def test_too_long_item_is_reported():
     with pytest.raises(DataError, match="sample 1 has 11 tokens, the sequence length is 10"):
         pack([3, 11], 10)
 

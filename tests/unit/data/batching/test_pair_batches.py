@@ -67,7 +67,7 @@ def test_packing_balances_batches() -> None:
     assert balance([5], 2) == [[0], []]
 
 
-def test_batches_have_their_part_of_the_reference() -> None:
+def test_batches_contain_reference_logps() -> None:
     batches = make(store(), micro_batch_size=2)
     assert all(line.reference_logps is None for line in batches.step(0))
     batches.reference = torch.arange(22).double() / 2
@@ -83,7 +83,7 @@ def test_sets_are_mixed_by_pairs() -> None:
     assert sum(number >= 8 for number in taken) == 60 and len(taken) == 80
 
 
-def test_only_pairs_are_taken() -> None:
+def test_samples_must_be_pairs() -> None:
     s = store()
     training, (held_out,) = split(s, [0.3])
     assert [make(part).sequences_per_epoch for part in (training, held_out)] == [8, 3]

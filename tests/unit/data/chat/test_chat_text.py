@@ -125,7 +125,7 @@ def learned(
     ],
     ids=["chatml", "llama3", "llama2", "marked", "marked-words", "two-ends", "opening", "counting", "thinking", "none"],
 )
-def test_exactly_the_answers_and_their_ends_are_learned(build, template, messages, expected):
+def test_loss_on_answers_and_their_end_tokens(build, template, messages, expected):
     assert learned(build(template), messages) == expected
 
 
@@ -137,22 +137,22 @@ def test_text_without_reasoning_of_earlier_turns_is_the_context_of_the_last(buil
     )
 
 
-def test_answer_that_begins_like_the_opening_keeps_its_first_character(build):
+def test_answer_that_begins_like_the_generation_prompt(build):
     talk = [TALK[0], {"role": "assistant", "content": "<b>Wide</b>"}]
     assert learned(build(LONG_OPENING), talk) == [["<b>Wide</b></s>"]]
 
 
-def test_answer_that_ends_in_several_special_tokens_is_learned_to_the_turns_end(build):
+def test_loss_up_to_the_turn_end_token(build):
     talk = [TALK[0], {"role": "assistant", "content": "Wide<|calls_end|>"}]
     assert learned(build(LONG_OPENING), talk) == [["Wide<|calls_end|></s>"]]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_last_learns_the_last_answer_only(build, template):
+def test_loss_on_last_answer(build, template):
     assert learned(build(template), [*TALK, TALK[0]], "last") == [["It joins two ✓.<|im_end|>"]]
 
 
-def test_all_learns_everything(build):
+def test_loss_on_all(build):
     tokenizer = build(CHATML)
     (run,) = learned(tokenizer, TALK, "all")
     assert run == [tokenizer.apply_chat_template(TALK)]
@@ -164,7 +164,7 @@ def test_conversation_without_loss_gives_no_text(build):
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_turns_of_weight_zero_are_not_learned(build, template):
+def test_turns_with_weight_zero_have_no_loss(build, template):
     talk = [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]
     assert learned(build(template), talk) == [["It joins two ✓.<|im_end|>"]]
     assert learned(build(template), talk[:2]) == []
@@ -190,22 +190,22 @@ SHOWN = "<think>\nWhat is it?\n</think>\n\nWide and blue."
     ],
     ids=["shown", "shown-by-another-name", "folded", "folded-and-marked", "opening"],
 )
-def test_reasoning_is_learned_where_the_template_shows_it_or_in_the_text(build, template, expected):
+def test_reasoning_has_loss(build, template, expected):
     assert learned(build(template), THOUGHT) == [[expected]]
 
 
-def test_reasoning_that_the_template_cuts_out_is_refused_and_not_lost(build):
+def test_reasoning_that_the_template_removes_is_refused(build):
     template = LLAMA2.replace("m.content + ' ' + eos", "m.content.split('</think>')[-1] + ' ' + eos")
     assert learned(build(template), TALK)
     with pytest.raises(DataError, match=r"^file.jsonl:7: this record has reasoning.* removes it"):
         learned(build(template), THOUGHT)
 
 
-def test_empty_answer_still_learns_to_stop(build):
+def test_empty_answer_has_loss_on_its_end_token(build):
     assert learned(build(CHATML), [TALK[0], {"role": "assistant", "content": ""}]) == [["<|im_end|>"]]
 
 
-def test_conversation_that_the_assistant_opens(build):
+def test_conversation_that_begins_with_the_assistant(build):
     needs_turn = "{%- if messages[0].role == 'x' -%}{%- endif -%}" + CHATML
     assert learned(build(needs_turn), TALK[1:]) == [["Wide and blue.<|im_end|>", "It joins two ✓.<|im_end|>"]]
 
@@ -218,12 +218,12 @@ def test_template_whose_answers_cannot_be_found_is_refused(build):
 @pytest.mark.parametrize(
     "template", [MUTE, CHATML.replace("message['content']", "message['content'][0]['text']|d('')")]
 )
-def test_template_that_does_not_show_the_answers_is_refused(build, template):
+def test_template_that_does_not_render_answers_is_refused(build, template):
     with pytest.raises(DataError, match="does not render the content of assistant turns"):
         ChatRenderer(build(template))
 
 
-def test_template_that_refuses_the_turns_names_the_record(build):
+def test_template_error_names_the_record(build):
     with pytest.raises(DataError, match=r"file\.jsonl:7: .*must alternate"):
         learned(build(LLAMA2), [TALK[0], *TALK])
 
@@ -239,7 +239,7 @@ CALL_TEXT = '<tool_call>\n{"name": "depth", "arguments": {"sea": "Red"}}\n</tool
 
 
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (LLAMA2, " </s>")])
-def test_tools_that_a_template_does_not_know_are_written_as_text(build, template, end):
+def test_tools_as_text_for_templates_without_tools(build, template, end):
     tokenizer = build(template)
     blank = " " if template == LLAMA2 else ""
     talk = TOOL_TALK[1:] if template == LLAMA2 else TOOL_TALK
@@ -249,7 +249,7 @@ def test_tools_that_a_template_does_not_know_are_written_as_text(build, template
     assert "<tool_response>\n2 km\n</tool_response>" in chat.text
 
 
-def test_tools_that_a_template_knows_are_left_to_it(build):
+def test_tools_rendered_by_the_template(build):
     template = (
         "{%- if tools -%}{{- 'TOOLS ' + (tools | tojson) -}}{%- endif -%}{%- for m in messages -%}"
         "{{- '<|im_start|>' + m.role + '\n' + m.content -}}"

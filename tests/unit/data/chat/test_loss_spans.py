@@ -9,7 +9,7 @@ from isthmus.data.chat.loss_spans import following, merged, shared_prefix, token
 SPECIALS = ("<call>", "<end>", "<eos>")
 
 
-def test_token_across_an_edge_is_learned():
+def test_token_across_an_edge_has_loss():
     offsets = [(0, 2), (2, 5), (5, 6), (6, 9)]
     assert token_mask(offsets, [(3, 6)]).tolist() == [0, 1, 1, 0]
     assert token_mask(offsets, [(2, 7)]).tolist() == [0, 1, 1, 1]

@@ -39,7 +39,7 @@ def test_a_pair_is_two_samples_in_one_group(tmp_path: Path, tokenizer: Tokenizer
     assert (stats.records, stats.samples, stats.loss_tokens) == (2, 4, num_loss_tokens(store))
 
 
-def test_answers_in_the_prompt_are_not_learned(tokenizer: Tokenizer) -> None:
+def test_assistant_turns_of_the_prompt_have_no_loss(tokenizer: Tokenizer) -> None:
     def said(*answers: str) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": answer} for answer in answers]
 
@@ -53,7 +53,7 @@ def test_answers_in_the_prompt_are_not_learned(tokenizer: Tokenizer) -> None:
         PairRenderer(tokenizer)(silent)
 
 
-def test_what_is_left_out_takes_its_pair_along(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_pairs_are_dropped_as_a_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pairs = [("q", "x" * 100, "no"), ("y" * 100, "yes", "no"), ("q", "same", "same"), ("q", "x" * 100, "x" * 99)]
     file = write(tmp_path / "a.jsonl", *pairs, ("q", "yes", "no"))
     store, stats = tokenized("preference", [file], tokenizer, 40)

@@ -52,14 +52,14 @@ def said(role: str, value: str) -> dict[str, str]:
         ({"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"}, ([Q], [A], [B])),
     ],
 )  # fmt: skip
-def test_forms(value, wanted):
+def test_formats_of_preference_records(value, wanted):
     pair = parse(value)
     assert (pair.prompt, pair.chosen, pair.rejected) == wanted
     assert pair.where == "p.jsonl:3" and pair.chosen != pair.rejected
     assert kinds_of(Record(value, ""))[0] == "preference"
 
 
-def test_tools_and_ties():
+def test_tools_and_equal_answers():
     pair = parse({"prompt": "q", "chosen": "a", "rejected": "a", "tools": [{"name": "f"}]})
     assert pair.chosen == pair.rejected
     assert pair.tools == [{"type": "function", "function": {"name": "f"}}]
@@ -82,7 +82,7 @@ def test_tools_and_ties():
         ({"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}, "chosen must continue the prompt"),
     ],
 )
-def test_what_is_no_pair_is_refused_with_its_line(value, message):
+def test_bad_pairs_are_reported_with_their_line(value, message):
     with pytest.raises(DataError) as caught:
         parse(value)
     assert str(caught.value).startswith("p.jsonl:3: ")

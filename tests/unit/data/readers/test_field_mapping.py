@@ -16,13 +16,13 @@ from unit.data.records import read_records
 from unit.data.tokenized import tokenized
 
 
-def test_fields_get_their_known_names() -> None:
+def test_fields_are_renamed() -> None:
     record = Record({"q": "1", "completion": "2", "text": "old", "id": 3}, "f:1")
     value = rename_fields(record, {"prompt": "completion", "completion": "q", "text": "q"}).value
     assert value == {"prompt": "2", "completion": "1", "text": "1", "id": 3}
 
 
-def test_field_that_is_absent_is_named_with_its_line_and_the_near_one(tmp_path: Path) -> None:
+def test_missing_field_is_reported_with_line_and_suggestion(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "x"}\n\n{"bodi": "x"}\n')
     with pytest.raises(DataError) as caught:

@@ -16,7 +16,7 @@ def values(path: Path, **options) -> list[tuple[str, dict]]:
     return [(record.where.rsplit(":", 1)[1], record.value) for record in read_records(path, **options)]
 
 
-def test_json_lines_and_arrays_are_told_apart_by_content(tmp_path):
+def test_json_format_is_detected_from_content(tmp_path):
     path = tmp_path / "data.json"
     path.write_text('{"a": 1}\n\n  {"a": 2}\n')
     assert values(path) == [("1", {"a": 1}), ("3", {"a": 2})]
@@ -49,6 +49,8 @@ def test_text_file_is_one_document(tmp_path):
         ("a.json", b'[{"a": 1}]\nx', "a.json:2: not JSON: more text after the end of the array"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl:2: not UTF-8: byte 0xff at byte column 8"),
         ("a.json", b'[{"a": 1},\n{"a": "\xff"}]\n', "a.json:2: not UTF-8: byte 0xff at byte column 8"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}\n", "a.jsonl:2: not JSON: Exceeds the limit"),
+        ("a.json", b'[{"a": 1},\n{"a": ' + b"9" * 5000 + b"}]", "a.json:2: not JSON: Exceeds the limit"),
         ("a.jsonl", b'{"a": ' + b"[" * 200_000 + b"\n", "a.jsonl:1: not JSON"),
     ],
 )

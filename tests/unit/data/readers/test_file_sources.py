@@ -61,7 +61,7 @@ def sources(tmp_path: Path) -> dict[str, Path]:
     return paths | {"csv": write_csv(tmp_path / "a.csv"), "data set": tmp_path / "set"}
 
 
-def test_every_kind_of_file_gives_the_same_records_in_chunks_that_travel(
+def test_all_formats_give_the_same_records_in_picklable_chunks(
     sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (json_chunks, csv_reader):
@@ -81,7 +81,7 @@ def test_every_kind_of_file_gives_the_same_records_in_chunks_that_travel(
         assert len(set(where)) == 40, kind
 
 
-def test_arrays_are_the_same_however_they_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_records_do_not_depend_on_chunk_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.dumps([{"é": "✓" * n, "x": [n, -1.5e9, '\\"]']} for n in range(9)], indent=1, ensure_ascii=False)
     path = tmp_path / "a.json"
     path.write_text(content)
@@ -132,13 +132,13 @@ def test_table_cells(tmp_path: Path) -> None:
     assert values(path) == [{"text": "a, b", "n": "x" * 200_000}]
 
 
-def test_keys_that_only_arrow_made_up_are_gone(tmp_path: Path) -> None:
+def test_null_keys_of_arrow_structs_are_removed(tmp_path: Path) -> None:
     rows = [{"tools": [{"a": {"x": 1}}], "text": None}, {"tools": [{"a": {"y": None, "z": [2]}}], "text": "t"}]
     path = write_parquet(tmp_path / "a.parquet", rows)
     assert values(path) == [{"tools": [{"a": {"x": 1}}], "text": None}, {"tools": [{"a": {"z": [2]}}], "text": "t"}]
 
 
-def test_folder_stands_for_its_data_files_in_order(tmp_path: Path) -> None:
+def test_folder_gives_its_data_files_in_order(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a/z.jsonl", "a/c.csv", "c.txt.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "x"}\n')
@@ -169,7 +169,7 @@ def test_patterns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "two.zst", "parquet", "data set"])
 @pytest.mark.parametrize("left", [0.3, 0.999])
-def test_file_cut_short(sources: dict[str, Path], kind: str, left: float) -> None:
+def test_truncated_file(sources: dict[str, Path], kind: str, left: float) -> None:
     path = sources[kind]
     file = next(path.glob("*.arrow")) if path.is_dir() else path
     content = file.read_bytes()
@@ -180,7 +180,7 @@ def test_file_cut_short(sources: dict[str, Path], kind: str, left: float) -> Non
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
-def test_damage_in_the_middle(sources: dict[str, Path], kind: str) -> None:
+def test_corrupted_file(sources: dict[str, Path], kind: str) -> None:
     content = bytearray(sources[kind].read_bytes())
     content[20:60] = bytes(40)
     sources[kind].write_bytes(content)
@@ -234,7 +234,7 @@ def test_splits_of_a_saved_data_set(tmp_path: Path) -> None:
         values(tmp_path / "some")
 
 
-def test_data_sets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def load(path: str, configuration: str | None, *, split: str) -> datasets.Dataset:
@@ -257,7 +257,7 @@ def test_data_sets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         (ConnectionError("Couldn't reach\nthe Hub"), IOFailure, "Without a network"),
     ],
 )  # fmt: skip
-def test_data_set_that_cannot_be_had(
+def test_missing_hub_dataset(
     monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[IsthmusError], words: str
 ) -> None:
     def load(*_: object, **__: object) -> None:
@@ -269,7 +269,7 @@ def test_data_set_that_cannot_be_had(
     assert str(caught.value).startswith("hf:o/n: ") and "\n" not in str(caught.value)
 
 
-def test_absent_library_is_named(sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported(sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("pyarrow", "backports.zstd", "datasets"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
     for kind in ("parquet", "zst", "data set"):

@@ -45,7 +45,7 @@ FLAT = [sequence for document in DOCUMENTS for sequence in document]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
-def test_megatron_reads_what_is_written(tmp_path, dtype):
+def test_megatron_reads_our_files(tmp_path, dtype):
     write(tmp_path / "a.b", dtype)
     theirs = IndexedDataset(str(tmp_path / "a.b"), mmap=True)
     assert [theirs[k].tolist() for k in range(len(theirs))] == FLAT
@@ -59,7 +59,7 @@ def test_megatron_reads_what_is_written(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
-def test_what_megatron_writes_is_read(tmp_path, dtype):
+def test_we_read_files_of_megatron(tmp_path, dtype):
     builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=dtype)
     for lengths in ([2, 3], [1]):
         builder.add_document(torch.arange(sum(lengths)), lengths)
@@ -74,7 +74,7 @@ def test_what_megatron_writes_is_read(tmp_path, dtype):
     assert sequences(open_indexed(tmp_path / "m", manifest=tmp_path / "elsewhere.json", verify=True))
 
 
-def test_the_bytes_are_those_that_megatron_writes(tmp_path):
+def test_bytes_equal_those_of_megatron(tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.uint16)
     for document in DOCUMENTS:
         builder.add_document([token for sequence in document for token in sequence], [len(s) for s in document])
@@ -89,7 +89,7 @@ def test_the_bytes_are_those_that_megatron_writes(tmp_path):
         assert (tmp_path / f"bulk{suffix}").read_bytes() == theirs
 
 
-def test_megatrons_gpt_dataset_gives_the_tokens_in_their_order(tmp_path):
+def test_gpt_dataset_of_megatron_has_the_same_tokens(tmp_path):
     tokens = list(range(1, 66))
     write(tmp_path / "t", documents=[[tokens[:40]], [tokens[40:]]])
 
@@ -116,7 +116,7 @@ def test_megatrons_gpt_dataset_gives_the_tokens_in_their_order(tmp_path):
     assert {(*map(int, s["tokens"]), int(s["labels"][-1])) for s in samples} == windows
 
 
-def test_a_mask_lies_beside_the_tokens(tmp_path):
+def test_mask_file(tmp_path):
     write(tmp_path / "c", masked=True)
     pair = open_indexed(tmp_path / "c", verify=True)
     assert pair.mask.tolist() == [0, 1, 0, 0, 0, 1, 0, 1, 0, 0, 1]
@@ -129,7 +129,7 @@ def test_a_mask_lies_beside_the_tokens(tmp_path):
         open_indexed(tmp_path / "c")
 
 
-def test_names_of_a_pair(tmp_path):
+def test_find_prefix(tmp_path):
     write(tmp_path / "a.b", masked=True)
     for name in ("a.b", "a.b.bin", "a.b.idx", "a.b.mask.bin"):
         assert find_prefix(tmp_path / name) == tmp_path / "a.b"
@@ -137,7 +137,7 @@ def test_names_of_a_pair(tmp_path):
     assert find_prefix(tmp_path) is None
 
 
-def test_what_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
+def test_invalid_input_leaves_no_files(tmp_path):
     assert (token_dtype(65499), token_dtype(65500)) == (np.uint16, np.int32)
     for tokens, masks in (([70000], None), ([-1], None), ([1, 2], [1])):
         with pytest.raises(DataError), IndexedWriter(tmp_path / "x", np.uint16, masks is not None) as writer:
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said(tmp_path, monkeypatch):
+def test_full_disk_is_reported(tmp_path, monkeypatch):
     def full(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -163,7 +163,7 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_absent_files_and_other_kinds_are_refused(tmp_path):
+def test_missing_files_and_other_formats_are_refused(tmp_path):
     write(tmp_path / "p")
     with pytest.raises(MissingInput, match=r"q\.bin: no such file"):
         open_indexed(tmp_path / "q")
@@ -198,7 +198,7 @@ def test_verify_finds_a_changed_token(tmp_path):
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_a_damaged_pair_is_an_error_or_reads_the_same(tmp_path, with_manifest):
+def test_damaged_files_are_an_error_or_read_the_same(tmp_path, with_manifest):
     """Flipped and cut bytes; without a manifest only what contradicts itself is found, yet nothing else happens."""
     random_ = random.Random(0)
     write(tmp_path / "good")

@@ -11,7 +11,7 @@ from isthmus.data.store.mixture import MixtureSchedule, SequenceOrder
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [7, 3], [0.5, 0.3, 0.2], [5, 1, 1, 1, 1, 0.001], [1e-6, 1]])
-def test_turns_are_those_of_the_highest_averages(weights):
+def test_mixture_is_the_webster_apportionment(weights):
     """The set with the largest weight / (taken + 1/2) is next: the same as the earliest time."""
     turns, exact = MixtureSchedule(weights), [Fraction(weight / sum(weights)) for weight in weights]
     taken = [0] * len(weights)
@@ -24,7 +24,7 @@ def test_turns_are_those_of_the_highest_averages(weights):
         taken[chosen] += 1
 
 
-def test_shares_hold_far_out_and_blocks_meet():
+def test_mixture_shares_at_large_positions():
     turns = MixtureSchedule([0.6, 0.3, 0.1])
     for places in (10_000_000_000, 4096 * 1000, 4095):
         assert all(
@@ -37,7 +37,7 @@ def test_shares_hold_far_out_and_blocks_meet():
             before[chosen] += 1
 
 
-def test_each_set_has_epochs_of_its_own():
+def test_each_set_has_separate_epochs():
     order = SequenceOrder([3, 50], [1, 1], seed=4, shuffle=True)
     places = [order.at(k) for k in range(40)]
     assert places == [SequenceOrder([3, 50], [1, 1], seed=4, shuffle=True).at(k) for k in range(40)]

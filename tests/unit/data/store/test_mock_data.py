@@ -12,7 +12,7 @@ def make(**options) -> MockSamples:
     return MockSamples(**{"seq_length": 64, "vocab_size": 1000, "seed": 3} | options)
 
 
-def test_a_sample_is_a_function_of_seed_part_and_number():
+def test_mock_sample_depends_on_seed_part_and_index():
     samples = make()
     tokens, mask = samples[41]
     assert tokens.dtype == np.int32 and len(tokens) == len(mask) == 65 and mask.all()
@@ -26,14 +26,14 @@ def test_a_sample_is_a_function_of_seed_part_and_number():
     assert len(set(digests)) == 5 and make(count=50).digest() == digests[0]
 
 
-def test_tokens_are_all_of_the_vocabulary_about_as_often():
+def test_mock_tokens_are_uniform():
     drawn = np.concatenate([make(vocab_size=10)[k][0] for k in range(200)])
     assert set(drawn.tolist()) == set(range(10))
     assert np.bincount(drawn).std() / np.bincount(drawn).mean() < 0.06
     assert int(make(vocab_size=2**31)[0][0].min()) >= 0
 
 
-def test_nothing_is_stored():
+def test_mock_data_uses_no_memory():
     samples = make(seq_length=2**20)
     assert len(samples) == len(samples.lengths) == COUNT and set(samples.lengths[:3].tolist()) == {2**20 + 1}
     assert samples.lengths.strides == (0,)

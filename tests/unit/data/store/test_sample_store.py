@@ -54,7 +54,7 @@ def test_parts_of_a_store_share_its_tokens():
         SampleStore(s.sources, np.array([1]), np.array([1, 2]))
 
 
-def test_a_damaged_token_is_an_error_where_it_is_used(tmp_path):
+def test_invalid_token_is_an_error_on_access(tmp_path):
     with IndexedWriter(tmp_path / "p", np.int32, masked=True) as writer:
         for at in (1, 4):
             writer.add([at, at + 1, at + 2], [0, 1, 1])

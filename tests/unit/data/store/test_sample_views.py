@@ -13,7 +13,7 @@ DOCUMENTS = [[[1, 2, 3, 4, 5], [6, 7]], [[8]], [], [[9, 10]], [list(range(20, 31
 
 
 @pytest.mark.parametrize("seq_length", [1, 3, 5, 100])
-def test_windows_learn_every_token_of_a_document_once(tmp_path, seq_length):
+def test_windows_have_each_token_as_target_once(tmp_path, seq_length):
     with IndexedWriter(tmp_path / "t", np.uint16) as writer:
         for document in DOCUMENTS:
             for sequence in document:
@@ -34,7 +34,7 @@ def test_windows_learn_every_token_of_a_document_once(tmp_path, seq_length):
     assert len(set(store.groups.tolist())) == len(store)
 
 
-def test_chats_are_cut_or_dropped_and_counted(tmp_path):
+def test_chats_are_truncated_or_dropped(tmp_path):
     with IndexedWriter(tmp_path / "c", np.uint16, masked=True) as writer:
         for tokens, mask in (
             ([1, 2, 3], [0, 1, 1]),
@@ -58,7 +58,7 @@ def test_chats_are_cut_or_dropped_and_counted(tmp_path):
     assert len(chat_samples(pair, 3, "truncate")[0]) == 3
 
 
-def test_answers_are_cut_or_dropped_with_their_pair(tmp_path):
+def test_pairs_are_truncated_or_dropped(tmp_path):
     sequences = [
         *(([1, 2, 3], [0, 1, 1]), ([1, 2, 3, 4], [0, 1, 1, 1])),  # cut, they are the same
         *(([1, 5], [0, 1]), ([1, 2, 3, 4], [0, 1, 1, 1])),

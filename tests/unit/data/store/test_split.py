@@ -8,7 +8,7 @@ from isthmus.data.store.sample_store import SampleStore, split
 from isthmus.errors import UsageError
 
 
-def test_parts_keep_records_whole_and_are_the_same_each_time():
+def test_split_is_deterministic_and_keeps_groups():
     groups = [k // 3 for k in range(60)]
     store = SampleStore.from_samples([([k, k + 1], [0, 1]) for k in range(60)], groups)
     train, (valid, test, none) = split(store, [0.1, 0.2, 0.0])

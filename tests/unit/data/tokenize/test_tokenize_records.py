@@ -39,7 +39,7 @@ def test_chats_become_samples(tmp_path, tokenizer):
     assert stats.summary().startswith("3 records -> 3 samples, ")
 
 
-def test_long_samples_are_cut_or_dropped(tmp_path, tokenizer):
+def test_long_samples_are_truncated_or_dropped(tmp_path, tokenizer):
     file = chats(tmp_path / "a.jsonl", "x" * 100, "short")
     store, stats = tokenized("chat", [file], tokenizer, 40)
     assert (len(store), stats.truncated, int(store.lengths.max())) == (2, 1, 41)
@@ -51,7 +51,7 @@ def test_long_samples_are_cut_or_dropped(tmp_path, tokenizer):
     assert (len(store), stats.dropped_without_loss) == (2, 1)
 
 
-def test_nothing_left_is_an_error(tmp_path, tokenizer):
+def test_no_samples_is_an_error(tmp_path, tokenizer):
     file = chats(tmp_path / "b.jsonl", "short", question="y" * 100)
     with pytest.raises(DataError, match=r"no sample is left to train on .*1 dropped without loss tokens"):
         tokenized("chat", [file], tokenizer, 40)
@@ -72,14 +72,14 @@ def test_bad_records_stop_or_are_skipped(tmp_path, tokenizer):
     assert "plain text among data of kind chat" in stats.skipped.reasons[1]
 
 
-def test_template_without_an_end_is_noted(tmp_path):
+def test_note_for_template_without_end_token(tmp_path):
     endless = "{%- for m in messages -%}{{- m.role + ': ' + m.content + '\n' -}}{%- endfor -%}"
     tokenizer = Tokenizer(train_tokenizer(["a"], vocab_size=260, chat_template=endless))
     _, stats = tokenized("chat", [chats(tmp_path / "a.jsonl", "one")], tokenizer, 64)
     assert "may not learn to stop" in stats.notes[0]
 
 
-def test_documents_are_cut_so_that_each_token_is_a_target_once(tmp_path, tokenizer):
+def test_document_windows_have_each_token_as_target_once(tmp_path, tokenizer):
     words = ["sea", "x" * 8, "y" * 9, "", "z"]
     file = tmp_path / "t.jsonl"
     file.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
@@ -100,7 +100,7 @@ def test_documents_are_cut_so_that_each_token_is_a_target_once(tmp_path, tokeniz
     assert Batches(store, settings).sequences_per_epoch
 
 
-def test_text_wants_documents_and_an_end(tmp_path, tokenizer):
+def test_text_needs_documents_and_eos(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"a\.jsonl:1: a chat record among data of kind text"):
         tokenized("text", [chats(tmp_path / "a.jsonl", "one")], tokenizer, 4)
     with pytest.raises(UsageError, match="seq_length=0"):

@@ -30,7 +30,7 @@ def specs() -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
 
 
-def test_bytes_equal_those_of_the_library(tmp_path: Path) -> None:
+def test_bytes_equal_safetensors_library(tmp_path: Path) -> None:
     plan = SafetensorsPlan(specs())
     plan.create(tmp_path)
     with SafetensorsWriter(plan, tmp_path) as writer:
@@ -79,7 +79,7 @@ def _write_columns(folder: Path, rank: int) -> None:
 
 
 @pytest.mark.processes
-def test_processes_at_once(tmp_path: Path) -> None:
+def test_several_processes_write_one_file(tmp_path: Path) -> None:
     SafetensorsPlan(specs()).create(tmp_path)
     fork = multiprocessing.get_context("fork")
     workers = [fork.Process(target=_write_columns, args=(tmp_path, rank)) for rank in range(3)]
@@ -91,7 +91,7 @@ def test_processes_at_once(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "model.safetensors")["z.weight"], torch.arange(48.0).reshape(8, 6))
 
 
-def test_a_full_disk_is_said_with_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_reports_needed_and_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -102,7 +102,7 @@ def test_a_full_disk_is_said_with_its_numbers(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_failures_are_io_failures(tmp_path: Path) -> None:
+def test_other_errors_are_io_failures(tmp_path: Path) -> None:
     plan = SafetensorsPlan(specs())
     plan.create(tmp_path)
     with pytest.raises(IOFailure, match="File exists"):
@@ -111,14 +111,14 @@ def test_other_failures_are_io_failures(tmp_path: Path) -> None:
         SafetensorsWriter(plan, tmp_path / "nowhere").write("a.weight", None, TENSORS["a.weight"])
 
 
-def test_file_systems_that_cannot_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate")
     plan = SafetensorsPlan(specs())
     plan.create(tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size == plan.file_bytes["model.safetensors"]
 
 
-def test_a_staged_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_staged_folder_is_atomic(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     with StagedFolder(out) as staged:
         (staged.path / "file").write_text("x")
@@ -133,7 +133,7 @@ def test_a_staged_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not staged.path.exists() and not staged.destination.exists()
 
 
-def test_a_killed_attempt_leaves_nothing_behind_in_the_next(tmp_path: Path) -> None:
+def test_staged_folder_removes_files_of_a_killed_process(tmp_path: Path) -> None:
     first = StagedFolder(tmp_path / "out")
     first.create()
     (first.path / "half").write_text("x")
@@ -142,7 +142,7 @@ def test_a_killed_attempt_leaves_nothing_behind_in_the_next(tmp_path: Path) -> N
     assert (tmp_path / "out").is_dir()
 
 
-def test_a_destination_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_staged_folder_keeps_a_destination_created_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(NoSpace), StagedFolder(tmp_path / "out") as staged:
         (tmp_path / "out").mkdir()
     assert not staged.path.exists()

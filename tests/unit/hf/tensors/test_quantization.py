@@ -29,7 +29,7 @@ def test_every_fp8_code() -> None:
             assert value == sign * 2**-6 * mantissa / 8 * 2
 
 
-def test_every_fp4_code_and_every_scale_but_the_one_that_is_no_number() -> None:
+def test_all_fp4_codes_and_all_scales_except_nan() -> None:
     """E2M1: sign, two bits of exponent biased by 1, one of mantissa; the low half of a byte first."""
     codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     for low in range(0, 255, 16):
@@ -43,7 +43,7 @@ def test_every_fp4_code_and_every_scale_but_the_one_that_is_no_number() -> None:
             assert value == wanted or (abs(wanted) >= 2.0**128 and abs(value) == float("inf"))
 
 
-def test_mxfp4_as_transformers_reads_it() -> None:
+def test_mxfp4_equals_transformers() -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     torch.manual_seed(0)
     codes = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8)
@@ -66,7 +66,7 @@ def test_mxfp4_as_transformers_reads_it() -> None:
         ((2, 3), torch.uint8, False),
     ],
 )
-def test_scales_that_fit_fp8(scales: tuple[int, ...], dtype: torch.dtype, matches: bool) -> None:
+def test_matching_scales_of_fp8(scales: tuple[int, ...], dtype: torch.dtype, matches: bool) -> None:
     assert Fp8Blocks(128, 64).matches((130, 129), scales, dtype) == matches
     assert Fp8Blocks(128, 64).matches((5, 130, 129), (5, *scales), dtype) == matches
 
@@ -81,13 +81,13 @@ def test_scales_that_fit_fp8(scales: tuple[int, ...], dtype: torch.dtype, matche
         ((2, 6, 3, 16), (2, 6, 3), torch.float32, False),
     ],
 )
-def test_scales_that_fit_mxfp4(
+def test_matching_scales_of_mxfp4(
     codes: tuple[int, ...], scales: tuple[int, ...], dtype: torch.dtype, matches: bool
 ) -> None:
     assert Mxfp4().matches(codes, scales, dtype) == matches
 
 
-def test_what_is_read() -> None:
+def test_supported_quantization_configs() -> None:
     deepseek = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 64]}
     assert parse_quantization(deepseek) == Fp8Blocks(128, 64)
     assert str(parse_quantization(deepseek)) == "FP8 in blocks of 128x64"
@@ -106,11 +106,11 @@ def test_what_is_read() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
     ],
 )
-def test_what_is_refused(said: dict[str, Any], told: str) -> None:
+def test_unsupported_quantization_configs(said: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=f"{told}.*Use the unquantized model, or dequantize it"):
         parse_quantization(said)
 
 
-def test_no_object() -> None:
+def test_quantization_config_must_be_an_object() -> None:
     with pytest.raises(DataError, match="quantization_config must be an object, got 'fp8'"):
         parse_quantization("fp8")  # type: ignore[arg-type]

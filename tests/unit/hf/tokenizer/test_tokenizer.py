@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_what_a_folder_holds(folder):
+def test_tokenizer_of_a_folder(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.special_tokens == (END_OF_TEXT, TURN_START, TURN_END)
     assert (tokenizer.eos_id, tokenizer.bos_id) == (2, None)
@@ -54,7 +54,7 @@ def test_offsets_cover_every_character(folder):
     assert {k for start, end in offsets for k in range(start, end)} == set(range(len(text)))
 
 
-def test_offsets_cover_blanks_where_the_tokenizer_would_trim_them():
+def test_offsets_are_not_trimmed():
     from tokenizers import processors
 
     inner = train_tokenizer(["the sea is blue " * 9], vocab_size=300)
@@ -63,7 +63,7 @@ def test_offsets_cover_blanks_where_the_tokenizer_would_trim_them():
     assert {k for start, end in offsets for k in range(start, end)} == set(range(10))
 
 
-def test_bos_only_where_the_tokenizer_puts_it():
+def test_bos_only_if_the_tokenizer_adds_it():
     from tokenizers import processors
 
     inner = train_tokenizer(["a b"], vocab_size=270, bos_token=TURN_START)
@@ -76,7 +76,7 @@ def test_bos_only_where_the_tokenizer_puts_it():
     assert tokenizer.encode("a")[0] != 1
 
 
-def test_default_template_is_told_and_saved(tmp_path):
+def test_default_template_is_reported_and_saved(tmp_path):
     tokenizer = Tokenizer(train_tokenizer(["a b"], vocab_size=270, chat_template=None))
     assert (tokenizer.template_source, tokenizer.differs_from_files) == ("chatml", True)
     assert save_tokenizer(tokenizer.inner, tmp_path) == [
@@ -133,7 +133,7 @@ def test_bad_folders(folder, tmp_path):
         load_tokenizer(code)
 
 
-def test_bare_sentencepiece_agrees_with_sentencepiece(shared_data, tmp_path):
+def test_tokens_equal_sentencepiece(shared_data, tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
     folder = shared_data / "llama2-tokenizer"
     tokenizer = load_tokenizer(folder)
@@ -151,7 +151,7 @@ def test_bare_sentencepiece_agrees_with_sentencepiece(shared_data, tmp_path):
     assert load_tokenizer(tmp_path).encode_batch(texts) == encoded
 
 
-def test_cut_sentencepiece_is_refused(shared_data, tmp_path):
+def test_truncated_sentencepiece_is_refused(shared_data, tmp_path):
     pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
     raw = (shared_data / "llama2-tokenizer" / "tokenizer.model").read_bytes()
     (tmp_path / "tokenizer.model").write_bytes(raw[:-1000])

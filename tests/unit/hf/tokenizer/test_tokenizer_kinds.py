@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_each_kind_reads_what_is_its_own(folders: Path, tmp_path: Path) -> None:
+def test_each_type_opens_its_files(folders: Path, tmp_path: Path) -> None:
     text = "the sea is blue"
     fast = open_tokenizer(folders / "fast", "HuggingFaceTokenizer")
     assert fast.folder == folders / "fast" and "tokenizer.json" in {path.name for path in fast.files}
@@ -59,19 +59,19 @@ def test_each_kind_reads_what_is_its_own(folders: Path, tmp_path: Path) -> None:
         ("HuggingFaceTokenizer", "gpt2/merges.txt", UsageError, "is read from a folder, and .* is a file"),
     ],
 )
-def test_another_kind_is_refused(folders: Path, kind: str, lies: str, error: type[Exception], message: str) -> None:
+def test_other_type_is_refused(folders: Path, kind: str, lies: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         open_tokenizer(folders / lies, kind)
 
 
-def test_a_sentencepiece_file_is_a_tokenizer(shared_data: Path) -> None:
+def test_sentencepiece_file(shared_data: Path) -> None:
     tokenizer = open_tokenizer(shared_data / "llama2-tokenizer" / "tokenizer.model", "Llama2Tokenizer")
     text = "The sea, 12 miles off.\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.differs_from_files
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (32000, 1, 2)
 
 
-def test_numbers_are_tokens(tmp_path: Path) -> None:
+def test_null_tokenizer(tmp_path: Path) -> None:
     tokenizer = NumberTokenizer(100)
     assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.bos_id) == (100, 101, None)
     assert tokenizer.encode_batch(["1 2 99", "007\n0"]) == [[1, 2, 99], [7, 0]]

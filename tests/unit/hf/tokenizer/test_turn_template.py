@@ -31,7 +31,7 @@ def build(template: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("template", [CHATML, FIRST, HEAD + "{{ m.content }}{{ eos_token }}" + TAIL])
-def test_turns_end_to_end_are_the_text_of_as_many_turns(template):
+def test_turns_concatenate_to_the_rendered_text(template):
     tokenizer = build(template)
     turns, opening = tokenizer.apply_by_turn(TALK)
     for k in range(1, len(TALK) + 1):
@@ -42,7 +42,7 @@ def test_turns_end_to_end_are_the_text_of_as_many_turns(template):
 
 @pytest.mark.parametrize("template", [CHATML, FIRST, default_template(set(), adds_bos=False)[1]])
 @pytest.mark.parametrize("loss_on", ["assistant", "last"])
-def test_the_same_is_learned_as_by_comparison(template, loss_on, monkeypatch):
+def test_loss_tokens_equal_those_by_comparison(template, loss_on, monkeypatch):
     tokenizer = build(template)
     talk = Conversation(TALK, None, "f:1")
     found = ChatRenderer(tokenizer, loss_on=loss_on)(talk)
@@ -74,7 +74,7 @@ def test_the_same_is_learned_as_by_comparison(template, loss_on, monkeypatch):
         "{{",
     ],
 )
-def test_any_other_is_left_alone(template):
+def test_other_templates_are_rendered_by_comparison(template):
     assert turn_template(template, GIVEN) is None
 
 
@@ -87,6 +87,6 @@ def test_any_other_is_left_alone(template):
         {"role": "user"},
     ],
 )
-def test_turns_of_another_form_are_left_alone(turn):
+def test_other_turns_are_rendered_by_comparison(turn):
     recognised = turn_template(CHATML, GIVEN)
     assert recognised is not None and recognised([turn]) is None

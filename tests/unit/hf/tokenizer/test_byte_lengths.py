@@ -153,7 +153,7 @@ def wrapped(backend: Backend) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *OTHERS, "sentencepiece"])
-def test_masks_are_those_of_all_offsets(kind, request):
+def test_masks_equal_those_from_offsets(kind, request):
     if kind == "sentencepiece":
         from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 
@@ -176,7 +176,7 @@ def test_masks_are_those_of_all_offsets(kind, request):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "as llama 2", "as mistral", "as yi", "as gemma"])
-def test_chats_are_not_looked_up_by_their_characters(kind, monkeypatch):
+def test_masks_do_not_look_up_each_character(kind, monkeypatch):
     """Where lengths tell, they are what is used."""
     tokenizer = wrapped(QUICK[kind]())
     text = "<|im_end|>the ✓ sea  ab<|im_end|>ab\n"
@@ -188,11 +188,11 @@ def test_chats_are_not_looked_up_by_their_characters(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *OTHERS])
-def test_only_where_tokens_are_the_bytes_their_lengths_are_taken(kind):
+def test_byte_lengths_only_if_tokens_concatenate_to_the_text(kind):
     assert (ByteLengths.of((QUICK | OTHERS)[kind]()) is not None) == (kind in QUICK)
 
 
-def test_a_text_whose_bytes_are_changed_is_told():
+def test_text_with_changed_bytes_is_detected():
     lengths = ByteLengths.of(composed())
     texts = ["the sea", "cafe\u0301 \u212b", "caf\u00e9"]
     tokenizer = wrapped(composed())
