@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -48,6 +48,14 @@ class Translation:
 
     def remark(self, option: str, status: Status, reason: str) -> None:
         self.remarks.append(OptionRemark(option, status, reason))
+
+
+def grouped(remarks: Iterable[OptionRemark]) -> list[OptionRemark]:
+    """One remark for all options with the same status and reason."""
+    options: dict[tuple[Status, str], list[str]] = {}
+    for remark in remarks:
+        options.setdefault((remark.status, remark.reason), []).append(remark.option)
+    return [OptionRemark(", ".join(names), status, reason) for (status, reason), names in options.items()]
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from isthmus.config.dialects.megatron.known_args import (
     typed,
     untranslated,
 )
-from isthmus.config.dialects.translation import Status, Translation
+from isthmus.config.dialects.translation import OptionRemark, Translation, grouped
 from isthmus.errors import UsageError
 
 DEFAULT = "not given: Megatron-LM's default"
@@ -68,7 +68,7 @@ class Arguments:
 
     def add_remarks(self, translation: Translation) -> None:
         """Add a remark for each argument without a setting, or an error if the run would differ without it."""
-        alike: dict[tuple[Status, str], list[str]] = {}
+        remarks: list[OptionRemark] = []
         for name, value in self._values.items():
             if name in NEVER:
                 translation.remark(self._sources[name], "mistake", NEVER[name])
@@ -79,9 +79,8 @@ class Arguments:
                 if status == "refused":
                     self.errors.append(f"{self._sources[name]}  {why}")
                 elif name not in self._implicit:
-                    alike.setdefault((status, why), []).append(self._sources[name])
-        for (status, why), options in alike.items():
-            translation.remark(", ".join(options), status, why)
+                    remarks.append(OptionRemark(self._sources[name], status, why))
+        translation.remarks += grouped(remarks)
 
     def raise_errors(self) -> None:
         if len(self.errors) == 1:

@@ -32,7 +32,7 @@ def put_data(args: Arguments, translation: Translation) -> None:
             name = f"{part}_data_path"
             if not args.get(name):
                 continue
-            weighted = _weighted(args.get(name))
+            weighted = weighted_paths(args.get(name))
             translation.put(f"data.{part}_files", [path for _, path in weighted], args.source(name))
             if len({weight for weight, _ in weighted}) > 1:
                 translation.remark(
@@ -46,7 +46,7 @@ def put_data(args: Arguments, translation: Translation) -> None:
 
 
 def _put_blend(args: Arguments, translation: Translation, name: str) -> None:
-    weighted, source = _weighted(args.get(name)), args.source(name)
+    weighted, source = weighted_paths(args.get(name)), args.source(name)
     if len(weighted) == 1:
         translation.put("data.files", [weighted[0][1]], source)
         return
@@ -61,7 +61,7 @@ def _put_blend(args: Arguments, translation: Translation, name: str) -> None:
     translation.put("data.sets", sets, source)
 
 
-def _weighted(words: Sequence[Any]) -> list[tuple[float, str]]:
+def weighted_paths(words: Sequence[Any]) -> list[tuple[float, str]]:
     """(weight, path) pairs, from paths alone or from alternating weights and paths."""
     texts = [str(word) for word in words]
     # Primus gives one string with all of them.

@@ -13,7 +13,7 @@ from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.megatron.known_args import ARGUMENTS, name_of, near
 from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_arguments
 from isthmus.config.dialects.primus.primus_files import CHECKOUT, PrimusFile, find_file, read_file
-from isthmus.config.dialects.translation import OptionRemark, Translation, World
+from isthmus.config.dialects.translation import OptionRemark, Translation, World, grouped
 from isthmus.config.yaml_text import read_value
 from isthmus.errors import UsageError
 
@@ -21,7 +21,10 @@ _KEYS: Mapping[str, Any] = read_value(Path(__file__).with_name("keys.yaml").read
 _PRESETS = {name.lower(): name.lower().replace("_", "-") for name in _KEYS["presets"].split()}
 _RUN_FOLDER = ("work_group", "user_name", "exp_name", "workspace")
 """Keys of the run folder, which Primus requires."""
-_CARRIED = {*_RUN_FOLDER, *"auto_continue_train disable_last_saving sft_dataset_name sft_dataset_split hf_path".split()}
+_RUN_KEYS = {
+    *_RUN_FOLDER,
+    *"auto_continue_train disable_last_saving sft_dataset_name sft_dataset_split hf_path".split(),
+}
 """Keys that are translated in this file, not with Megatron-LM's."""
 _MODULE_KEYS = ("framework", "config", "model", "overrides", "name")
 _SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "max_position_embeddings", "vocab_size")
@@ -37,19 +40,19 @@ def translate_experiment(path: Path, models: Path | None = None) -> MegatronTran
     given: dict[str, Any] = {}
     _add_defaults(args, given, config, sft, path, models, remarks)
     model, preset = _model(file, module, models)
-    strange: list[str] = []
+    unknown_keys: list[str] = []
     if model is not None:
         for key, value in model.values.items():
             if key not in given:
                 given[key] = value
-                _set(args, key, value, f"{model.path.name}: {_line(key, value)}", remarks, strange)
+                _set(args, key, value, f"{model.path.name}: {_line(key, value)}", remarks, unknown_keys)
     overrides = {key: value for key, value in module.items() if key not in _MODULE_KEYS}
     overrides |= module.get("overrides") or {}
     for key, value in overrides.items():
         given[key] = value
         _set(args, key, value, _line(key, value), remarks, None)
-    if strange and model is not None:
-        words = f"{model.path.name}: {', '.join(strange)}"
+    if unknown_keys and model is not None:
+        words = f"{model.path.name}: {', '.join(unknown_keys)}"
         remarks.append(OptionRemark(words, "unsupported", "Neither Megatron-LM nor Primus has these keys."))
     if sft:
         args.set("sft", True, f"config: {config}")
@@ -63,7 +66,7 @@ def translate_experiment(path: Path, models: Path | None = None) -> MegatronTran
         translated.translation.put("model.path", str(weights), f"hf_path: {weights}")
     elif preset is not None:
         _put_preset(translated.translation, preset, args, overrides)
-    translated.translation.remarks[:0] = _grouped(remarks)
+    translated.translation.remarks[:0] = grouped(remarks)
     return translated
 
 
@@ -134,25 +137,25 @@ def _set(
     value: Any,
     source: str,
     remarks: list[OptionRemark],
-    strange: list[str] | None,
+    unknown_keys: list[str] | None,
     *,
     implicit: bool = False,
 ) -> None:
-    """``strange`` collects unknown keys of Primus' own files; with None they are errors."""
+    """``unknown_keys`` collects unknown keys of Primus' own files; with None they are errors."""
     if (found := _primus_key(key)) is not None:
         status, why = found
         on = bool(value) and (not isinstance(value, dict) or bool(value.get("enabled")))
         if status == "refused" and on:
             args.errors.append(f"{source}  {why}")
-        elif status != "refused" and on and strange is None:
+        elif status != "refused" and on and unknown_keys is None:
             remarks.append(OptionRemark(source, status, why))
         return
-    if key in _CARRIED:
+    if key in _RUN_KEYS:
         return
     name, fixed = name_of(key)
     if name is None:
-        if strange is not None:
-            strange.append(key)
+        if unknown_keys is not None:
+            unknown_keys.append(key)
             return
         guess = near(key) or next(iter(difflib.get_close_matches(key, _primus_keys(), n=1)), None)
         args.errors.append(
@@ -162,7 +165,7 @@ def _set(
     if fixed is not None:
         value = fixed if value else None
     # No remarks on the defaults in Primus' own files.
-    args.set(name, value, source, implicit=implicit or strange is not None)
+    args.set(name, value, source, implicit=implicit or unknown_keys is not None)
 
 
 def _line(key: str, value: Any) -> str:
@@ -181,13 +184,6 @@ def _primus_key(key: str) -> tuple[Any, str] | None:
 def _primus_keys() -> list[str]:
     tables = (_KEYS["different"], _KEYS["unsupported"], _KEYS["refused"])
     return [key for table in tables for keys in table.values() for key in keys.split() if "*" not in key]
-
-
-def _grouped(remarks: list[OptionRemark]) -> list[OptionRemark]:
-    alike: dict[tuple[Any, str], list[str]] = {}
-    for remark in remarks:
-        alike.setdefault((remark.status, remark.reason), []).append(remark.option)
-    return [OptionRemark(", ".join(options), status, reason) for (status, reason), options in alike.items()]
 
 
 def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[str, Any], args: Arguments) -> None:

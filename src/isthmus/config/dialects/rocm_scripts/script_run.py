@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from isthmus.config.dialects.megatron.data_args import weighted_paths
 from isthmus.config.dialects.script_variables import Variables
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.config.yaml_text import Syntax, read_value
@@ -119,11 +120,11 @@ def put_data(t: Translation, v: Variables, *, default_path: str, prefix_of: str,
     if not v.is_given("MOCK_DATA"):
         t.remark(option, "different", "real data, as in the scripts of 2026; those of 2025 also need MOCK_DATA=0")
     words = path.split() or [default_path]
-    weights, prefixes = words[::2], words[1::2]
-    if len(words) > 1 and len(weights) == len(prefixes) and all(re.fullmatch(r"[0-9.]+", word) for word in weights):
-        for number, (weight, prefix) in enumerate(zip(weights, prefixes, strict=True), start=1):
+    pairs = weighted_paths(words)
+    if len(pairs) < len(words):
+        for number, (weight, prefix) in enumerate(pairs, start=1):
             t.put(f"data.sets.set{number}.files", [prefix], option)
-            t.put(f"data.sets.set{number}.weight", float(weight), option)
+            t.put(f"data.sets.set{number}.weight", weight, option)
     else:
         t.put("data.files", words, option)
     return False

@@ -205,6 +205,8 @@ def test_data_checkpoints_and_logs() -> None:
     assert "secret" not in as_yaml(run.translation, "")
     mixed = read("llama3", "MODEL_SIZE=8 DATA_PATH='0.3 /d/a 0.7 /d/b'")
     assert mixed.translation.settings["data.sets.set2.weight"] == 0.7
+    odd = read("llama3", "MODEL_SIZE=8 DATA_PATH='1.2.3 /d/a 1 /d/b'")
+    assert odd.translation.settings["data.files"] == ["1.2.3", "/d/a", "1", "/d/b"]
     assert any("2026" in remark.reason for remark in mixed.translation.remarks)
     mock = read("llama3", "MODEL_SIZE=8 MOCK_DATA=1 DATA_PATH=/d/a TOKENIZER_MODEL=meta-llama/Llama-3.1-70B TE_BF16=1")
     assert {"DATA_PATH=/d/a", "TOKENIZER_MODEL=meta-llama/Llama-3.1-70B", "TE_BF16=1"} <= set(remark_options(mock))
