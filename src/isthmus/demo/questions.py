@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from isthmus.demo.python_docs import DocEntry, stable_hash
@@ -43,19 +43,18 @@ def mentions(text: str, names: Collection[str]) -> bool:
 
 def make_questions(entries: Iterable[DocEntry]) -> list[Question]:
     """Up to three questions per entry: its kind, its module and its number of parameters."""
-    return list(_questions(entries))
-
-
-def _questions(entries: Iterable[DocEntry]) -> Iterator[Question]:
+    found: list[Question] = []
     for entry in entries:
         number = stable_hash(entry.unit + entry.name)
         if entry.kind != "method" or number % _METHOD_QUESTIONS_ONE_IN == 0:
-            yield Question("kind", f"What kind of object is {entry.reference}?", entry.kind)
+            found.append(Question("kind", f"What kind of object is {entry.reference}?", entry.kind))
         if number % 5 < 3:
-            yield Question("module", f"Which module defines {entry.reference}?", f"It is defined in {entry.module}.")
+            text = f"Which module defines {entry.reference}?"
+            found.append(Question("module", text, f"It is defined in {entry.module}."))
         if entry.parameters and number % 3 < 2:
             text = f"How many parameters has {entry.name}({', '.join(entry.parameters)})?"
-            yield Question("parameters", text, str(len(entry.parameters)))
+            found.append(Question("parameters", text, str(len(entry.parameters))))
+    return found
 
 
 def exact_match(questions: Sequence[Question], answers: Sequence[str]) -> float:

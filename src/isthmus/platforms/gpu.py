@@ -13,7 +13,7 @@ from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
 
 Peaks = tuple[tuple[str, Mapping[str, float]], ...]
-"""(Part of the device name, TFLOP/s by precision); the first match counts."""
+"""(Regular expression for words of the device name, TFLOP/s by precision); the first match counts."""
 EXPANDABLE_SEGMENTS = (
     "expandable_segments:True",
     "packed micro batches differ in length, and expandable memory segments do not fragment",
@@ -35,8 +35,8 @@ class GpuPlatform(Platform):
         device = self.properties().name
         if _SLICE.search(device):
             return None
-        for words, peaks in self.peaks:
-            if re.search(rf"\b{words}\b", device, re.IGNORECASE):
+        for pattern, peaks in self.peaks:
+            if re.search(rf"\b(?:{pattern})\b", device, re.IGNORECASE):
                 return peaks.get(precision)
         return None
 

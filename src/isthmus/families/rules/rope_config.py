@@ -47,7 +47,7 @@ def read_rotary(
     window: dict[str, Any] = {}
     if _WINDOW_THETA in defaults:
         hf, window["window_rotary_base"] = _by_layer(hf, defaults)
-    base, scaling = read_rope(hf, defaults)
+    base, scaling = _read_rope(hf, defaults)
     share = _first(_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE), defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
         raise UsageError(f"{_SHARE}={share} is not supported for this family; it must be 1.")
@@ -76,8 +76,7 @@ def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[
     return {**hf, "rope_parameters": full | dict(hf.get("rope_scaling") or {}), "rope_scaling": None}, float(theta)
 
 
-def read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> tuple[float, RopeScaling | None]:
-    defaults = defaults or {}
+def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     settings = _flat_settings(hf, defaults)
     theta = _first(settings.get("rope_theta"), hf.get("rope_theta"), defaults.get("rope_theta"), _DEFAULT_THETA)
     if not isinstance(theta, int | float) or theta <= 0:
@@ -114,7 +113,7 @@ def write_rotary(
     plain = {**base, **{plain: base[own] for plain, own in names.items() if base.get(own) is not None}}
     if _WINDOW_THETA in defaults:
         plain = _by_layer(plain, defaults)[0]
-    settings = write_rope(arch, plain, defaults)
+    settings = _write_rope(arch, plain, defaults)
     if _SHARE in defaults:
         settings["rope_parameters"][_SHARE] = arch.rotary_percent
         if arch.rotary_percent != _first(plain.get(_SHARE), defaults[_SHARE]):
@@ -129,13 +128,11 @@ def write_rotary(
     return {names.get(key, key): value for key, value in settings.items()}
 
 
-def write_rope(
-    arch: Architecture, base: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The keys that :func:`read_rope` reads, old and new."""
+def _write_rope(arch: Architecture, base: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that ``_read_rope`` reads, old and new."""
     scaling: dict[str, Any] | None = None
     if (found := arch.rope_scaling) is not None:
-        scaling = _flat_settings(base, {}) if read_rope(base, defaults) == (arch.rotary_base, found) else {}
+        scaling = _flat_settings(base, {}) if _read_rope(base, defaults) == (arch.rotary_base, found) else {}
         for key in ("rope_theta", _SHARE):
             scaling.pop(key, None)
         if not scaling:
