@@ -33,14 +33,12 @@ class Destination(ABC):
 
     total_bytes: int
     """Bytes that all calls of ``put`` write together."""
-    _writer: TensorWriter
+    writer: TensorWriter
+    """A context manager that syncs and closes the files."""
 
     @abstractmethod
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
         """Write these rows; returns the bytes written. Thread-safe."""
-
-    def close(self, *, sync: bool = True) -> None:
-        self._writer.close(sync=sync)
 
 
 def unique_placements(family: Family, arch: Architecture) -> dict[str, Placement]:

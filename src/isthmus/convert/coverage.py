@@ -27,7 +27,9 @@ def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> 
             f"{source} has no safetensors weights. Give a folder with weights, convert .bin files to safetensors "
             "(isthmus convert SRC DST --to hf --bin), or use random weights (model.init=random)."
         )
-    ignored = {name for name in present if name.endswith(family.ignorable)} | _output_layer_if_tied(family, arch)
+    ignored = {name for name in present if name.endswith(family.ignorable)}
+    if arch.tie_embeddings:
+        ignored |= {part.name for rule in family.rules if rule.unless == "tie_embeddings" for part in rule.parts}
     both = [name for name in expected if name in present]
     problems = describe_problems(
         missing=[name for name in expected if name not in present],
@@ -77,11 +79,3 @@ def describe_problems(
 def first_few(items: Sequence[str], separator: str = ", ") -> str:
     more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
     return separator.join(items[:MAX_LISTED]) + more
-
-
-def _output_layer_if_tied(family: Family, arch: Architecture) -> set[str]:
-    """The output layer of the untied model, if the embedding is tied."""
-    if not arch.tie_embeddings:
-        return set()
-    rules = [rule for rule in family.rules if rule.unless == "tie_embeddings"]
-    return {part.name for rule in rules for part in rule.parts}

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from isthmus import __version__
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.convert.candidate_search import TOLERANCE, CandidateSearch, Log
 from isthmus.convert.open_model import checkpoint_folder
 from isthmus.convert.verify.probe_models import ProbeModel, check_effects, logits_difference, max_difference
 from isthmus.engine.parallel.process_groups import open_groups
-from isthmus.errors import NoSpace, UsageError, disk_errors
-from isthmus.families.discover.candidates import Candidates
+from isthmus.errors import IsthmusError, NoSpace, UsageError, disk_errors
+from isthmus.families.discover.candidates import Candidates, Choices
 from isthmus.families.discover.config_inference import ConfigInference
 from isthmus.families.discover.json_family import read_family, write_family
 from isthmus.families.discover.probe_config import FIRST, SECOND, ProbeSizes
@@ -27,12 +26,24 @@ from isthmus.families.discover.tensor_matching import DecoderStructure, match_te
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.hf.random_model import VERSION, architecture_of, effective_config, save_random_model, saved_model_logits
+from isthmus.hf.random_model import (
+    VERSION,
+    architecture_of,
+    effective_config,
+    save_random_model,
+    saved_model_logits,
+    zero_tensors,
+)
 from isthmus.platforms.detect import detect
+
+TOLERANCE = 1e-4
+"""Largest difference of float32 logits; logits of a probe model are of order one."""
+MAX_CANDIDATES = 500
+Log = Callable[[str], None]
 
 
 def learn(path: Path, log: Log = lambda line: None) -> Family:
-    """Infer the family of a model folder, of which only the config is read. ``log`` gets each decision.
+    """Infer the family of a model folder from its config; ``log`` gets each decision.
 
     Raises:
         UsageError: the model type has a family or is unknown to transformers, or no mapping gives its logits.
@@ -88,7 +99,9 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
         other, _ = _build(Path(scratch, "second"), settings, SECOND)
         second = logits_difference(read_family(data), other)
         if not second <= TOLERANCE:
-            raise UsageError(f"the mapping that fits one probe model differs by {second:.1e} on one with other sizes.")
+            raise UsageError(
+                f"the mapping that matches one probe model differs by {second:.1e} on one with other sizes."
+            )
         for each in (probe, other):
             check_effects(read_family(data), each)
         log(f"proven: logits agree to {first:.1e} and, with other sizes, to {second:.1e}; every tensor affects them")
@@ -120,7 +133,7 @@ def _build(folder: Path, settings: ConfigInference, choices: tuple[ProbeSizes, .
 def _match_tensors(
     settings: ConfigInference, shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int]
 ) -> DecoderStructure:
-    """The structure of a probe model with the sizes in its config; if they do not fit, with common defaults."""
+    """The structure of a probe model with the sizes in its config; if they do not match, with common defaults."""
     heads, hidden = sizes["N"], sizes["H"]
     usual = ((sizes["G"], 1, heads), (sizes["D"], hidden // heads), (sizes["F"], 4 * hidden))
     failure: UsageError | None = None
@@ -168,3 +181,67 @@ def _check_config(family: Family, config: Mapping[str, Any], effective: Mapping[
     if names:
         values = ", ".join(f"{name} ({getattr(ours, name)}, there {getattr(meant, name)})" for name in names)
         raise UsageError(f"config.json lacks settings whose defaults differ in transformers: {values}. Add them.")
+
+
+class CandidateSearch:
+    """Depth-first search over the stages of the candidates."""
+
+    def __init__(self, candidates: Candidates, probe: ProbeModel, scratch: Path, log: Log) -> None:
+        self.candidates, self._log = candidates, log
+        self._probes = [
+            ProbeModel.open(zero_tensors(probe.folder.path, candidates.is_zeroed(stage), scratch / f"stage-{number}"))
+            if stage.zeroed
+            else probe
+            for number, stage in enumerate(candidates.stages)
+        ]
+        self.tried = 0
+        self._nearest: dict[int, float] = {}
+        self._errors: dict[int, str] = {}
+
+    def run(self) -> tuple[Choices, float]:
+        """The first candidate that agrees in every stage, and its difference; a UsageError if none does."""
+        found = next(self._search(0, {}), None)
+        if found is None:
+            raise UsageError(self._failure())
+        return found
+
+    def _search(self, number: int, picks: Choices) -> Iterator[tuple[Choices, float]]:
+        stage = self.candidates.stages[number]
+        for option in stage.options(picks):
+            if self.tried >= MAX_CANDIDATES:
+                return
+            candidate = {**picks, **option}
+            difference = self._difference(candidate, number)
+            self._nearest[number] = min(self._nearest.get(number, difference), difference)
+            if not difference <= TOLERANCE:
+                continue
+            for line in self.candidates.describe(option):
+                self._log(f"{stage.name}: {line}")
+            self._log(f"{stage.name}: agrees to {difference:.1e} ({self.tried} candidates tried)")
+            if number + 1 == len(self.candidates.stages):
+                yield candidate, difference
+            else:
+                yield from self._search(number + 1, candidate)
+                self._log(f"{stage.name}: no candidate of the next stage agrees, trying the next one")
+
+    def _difference(self, picks: Choices, number: int) -> float:
+        self.tried += 1
+        try:
+            return logits_difference(read_family(self.candidates.family_data(picks)), self._probes[number])
+        except (IsthmusError, ValueError, AssertionError, RuntimeError) as error:
+            self._errors[number] = str(error)
+            return float("inf")
+
+    def _failure(self) -> str:
+        number = max(self._nearest)
+        stage, nearest = self.candidates.stages[number].name, self._nearest[number]
+        count = f"{self.tried} mappings{' (the maximum)' if self.tried >= MAX_CANDIDATES else ''}"
+        if nearest == float("inf"):
+            return f"none of {count} can be built in the {stage}: {self._errors[number]}"
+        settings = self.candidates.settings
+        named = [key for key in (settings.activation, settings.epsilon) if key is not None]
+        values = ", ".join(f"{key}={settings.effective[key]}" for key in named)
+        return (
+            f"none of {count} gives its logits: in the {stage} the nearest is off by {nearest:.1e}, "
+            f"{TOLERANCE:.0e} is allowed ({values}). The model has a feature that is not supported."
+        )

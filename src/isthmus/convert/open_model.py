@@ -11,7 +11,7 @@ from isthmus.config.model_file import read_model
 from isthmus.config.presets import is_model_file
 from isthmus.convert.canonical import CanonicalWeights
 from isthmus.convert.family_matching import match_family
-from isthmus.convert.hf.from_hf import HfWeights
+from isthmus.convert.hf.hf_tensors import HfWeights
 from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.convert.legacy.from_legacy import LegacyFolder, LegacyWeights
 from isthmus.convert.legacy.model_from_args import architecture_from_args

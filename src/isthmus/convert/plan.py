@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from isthmus.convert.canonical import Destination, unique_placements
-from isthmus.convert.hf.to_hf import HfWriter
+from isthmus.convert.hf.hf_tensors import HfWriter
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.legacy.megatron_args import megatron_args
 from isthmus.convert.legacy.megatron_support import unsupported_features

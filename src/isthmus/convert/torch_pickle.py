@@ -30,19 +30,7 @@ _PLAIN_TYPES: dict[tuple[str, str], Any] = {
 for _type in (dict, int, list, set, frozenset, bytearray, complex, OrderedDict, Namespace, torch.Size, torch.device):
     _PLAIN_TYPES[_type.__module__, _type.__name__] = _type
 DTYPES_BY_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "UntypedStorage": torch.uint8,
-}
+_STORAGE_DTYPES = {**torch.storage._storage_type_to_dtype_map(), "UntypedStorage": torch.uint8}
 
 
 class UnknownObject:
@@ -88,6 +76,12 @@ def read_torch_pickle(path: Path, offset: int = 0, length: int | None = None, *,
         raise DataError(f"{path} cannot be read: {error}. {advice}.") from None
     except Exception as error:  # a damaged file can cause any exception
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). Fetch it again.") from None
+
+
+def args_in(state: Any) -> dict[str, Any] | None:
+    """Megatron-LM's args in the contents of a checkpoint file; None if it has none."""
+    args = state.get("args") if isinstance(state, dict) else None
+    return dict(args if isinstance(args, dict) else vars(args)) if args is not None else None
 
 
 def save_without_data(content: Any, path: Path) -> None:

@@ -123,12 +123,8 @@ def _transfer(plan: ConversionPlan, folder: Path, progress: Progress) -> tuple[d
         checksums.update(name, chunk)
         return files.put(name, rows, chunk)
 
-    try:
+    with files.writer:
         stream(plan.tensors, move, files.total_bytes, progress)
-    except BaseException:
-        files.close(sync=False)
-        raise
-    files.close()
     return checksums.result(), files.total_bytes
 
 

@@ -24,15 +24,15 @@ class DequantizedWeights:
     def __init__(self, source: WeightSource, quantization: Quantization, dtype: torch.dtype) -> None:
         """Match codes with scales, both of which must be complete; values have ``dtype``."""
         self._source, self._quantization = source, quantization
-        self._codes: dict[str, str] = {}
+        self._codes: dict[str, str] = {}  # name of the values -> name of the codes
         self.tensors: dict[str, TensorSpec | TensorInfo] = {}
         scales: set[str] = set()
         missing, misshapen = [], []
-        for stored, meta in source.tensors.items():
-            if meta.dtype != quantization.codes_dtype or not stored.endswith(quantization.codes_suffix):
-                self.tensors[stored] = meta
+        for codes_name, meta in source.tensors.items():
+            if meta.dtype != quantization.codes_dtype or not codes_name.endswith(quantization.codes_suffix):
+                self.tensors[codes_name] = meta
                 continue
-            name = stored.removesuffix(quantization.codes_suffix)
+            name = codes_name.removesuffix(quantization.codes_suffix)
             scale_name = name + quantization.scales_suffix
             scale = source.tensors.get(scale_name)
             if scale is None:
@@ -40,7 +40,7 @@ class DequantizedWeights:
             elif not quantization.matches(meta.shape, scale.shape, scale.dtype):
                 misshapen.append(f"{scale_name} is {list(scale.shape)} for {list(meta.shape)}")
             else:
-                self._codes[name] = stored
+                self._codes[name] = codes_name
                 self.tensors[name] = TensorSpec(dtype, quantization.shape(meta.shape))
                 scales.add(scale_name)
         if problems := describe_problems(missing=missing, misshapen=misshapen):
@@ -68,13 +68,15 @@ class DequantizedWeights:
         target = torch.empty(shape, dtype=meta.dtype) if into is None else into.detach()
         if tuple(target.shape) != shape:
             raise ValueError(f"{name}: a slice of shape {shape} does not fit into {tuple(target.shape)}")
-        stored = self._codes[name], name + self._quantization.scales_suffix
+        names = self._codes[name], name + self._quantization.scales_suffix
         for tile in _tiles(bounds, self._quantization.split_axis):
             indices = self._quantization.source_indices(tile)
-            codes, scales = (self._source.read(*pair) for pair in zip(stored, indices, strict=True))
-            here = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(tile, bounds, strict=True))
+            codes, scales = (self._source.read(*pair) for pair in zip(names, indices, strict=True))
+            inner = tuple(
+                slice(low - start, high - start) for (low, high), (start, _) in zip(tile, bounds, strict=True)
+            )
             # Round first, so that values do not depend on the target's dtype.
-            target[here].copy_(self._quantization.dequantize(codes, scales, tile).to(meta.dtype))
+            target[inner].copy_(self._quantization.dequantize(codes, scales, tile).to(meta.dtype))
         return target
 
 

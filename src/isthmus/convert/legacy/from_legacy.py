@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.coverage import first_few, refuse_misfit
-from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, ShardTable
-from isthmus.convert.torch_pickle import read_torch_pickle
+from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, local_slices
+from isthmus.convert.torch_pickle import args_in, read_torch_pickle
 from isthmus.engine.checkpoint.checkpoint_names import live_names
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
@@ -47,7 +47,9 @@ class LegacyFolder:
         self.path = path
         opened = {folder.name: _open(folder / FILE) for folder in sorted(path.glob("mp_rank_*"))}
         some = next(iter(opened.values()))
-        self.args = _args(some, path)
+        if (args := args_in(some)) is None:
+            raise DataError(f"{path} has no args, so its parallel sizes are unknown. Fetch the whole checkpoint.")
+        self.args = args
         self.layout = LegacyLayout(
             tp=_size(self.args, "tensor_model_parallel_size", 1),
             pp=_size(self.args, "pipeline_model_parallel_size", 1),
@@ -88,7 +90,6 @@ class LegacyWeights:
         self._placements: dict[str, Placement] = {}
         self._parts: dict[str, list[tuple[_LocalTensor, list[tuple[Index, Index]]]]] = {}
         self._reader = TensorReader()
-        self._shards = ShardTable(self._layout, arch)
         layers = folder.layers()
         if (total := sum(map(sum, layers))) != arch.num_layers:
             refuse_misfit(folder, family, [], [], [f"it has {total} layers, not {arch.num_layers}"])
@@ -146,7 +147,8 @@ class LegacyWeights:
     def _add_part(self, placed: Placement, file: RankFile, tensor: _LocalTensor) -> list[str]:
         """Returns a message if the shape of the shard differs from the expected one."""
         padded = tensor.shape[0] * self._layout.tp if placed.rule.shard == "vocab" else self._arch.vocab_size
-        expected, slices = self._shards.shard(placed.rule, file, max(padded, self._arch.vocab_size))
+        padded = max(padded, self._arch.vocab_size)
+        expected, slices = local_slices(placed.rule, self._arch, self._layout, file, padded)
         if tensor.shape != expected:
             return [f"{placed.canonical} is {list(tensor.shape)} in {self._layout.folder(file)}, not {list(expected)}"]
         self._parts[placed.canonical].append((tensor, slices))
@@ -160,13 +162,6 @@ def _open(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or not any(str(key).startswith("model") for key in state):
         raise DataError(f"{path} has no model. Fetch it again.")
     return state
-
-
-def _args(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    args = state.get("args")
-    if args is None:
-        raise DataError(f"{folder} has no args, so its parallel sizes are unknown. Fetch the whole checkpoint.")
-    return dict(vars(args)) if hasattr(args, "__dict__") else dict(args)
 
 
 def _size(args: Mapping[str, Any], name: str, default: Any) -> Any:

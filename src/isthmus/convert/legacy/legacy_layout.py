@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from isthmus.engine.checkpoint.checkpoint_names import expert_of, layer_of, renumbered
 from isthmus.errors import UsageError
@@ -122,23 +123,11 @@ class LegacyLayout:
         return renumbered(local, expert=number) if rank == file.ep else None
 
 
-class ShardTable:
-    """Shape of the local tensor, and its slices of the whole, by rule and rank; computed once."""
-
-    def __init__(self, layout: LegacyLayout, arch: Architecture) -> None:
-        self._layout, self._arch = layout, arch
-        self._known: dict[tuple[int, RankFile, int], tuple[Shape, list[tuple[Index, Index]]]] = {}
-
-    def shard(self, rule: Rule, file: RankFile, padded_vocab_size: int) -> tuple[Shape, list[tuple[Index, Index]]]:
-        """Local shape, and pairs of (slice of the whole tensor, slice of the local tensor)."""
-        which = id(rule), file, padded_vocab_size
-        if which not in self._known:
-            layout = Layout(
-                tp_rank=file.tp,
-                tp_size=self._layout.tp,
-                etp_rank=file.etp,
-                etp_size=self._layout.expert_tp,
-                padded_vocab_size=padded_vocab_size,
-            )
-            self._known[which] = local_shape(rule, self._arch, layout), owned_slices(rule, self._arch, layout)
-        return self._known[which]
+@cache  # layers share their rules
+def local_slices(
+    rule: Rule, arch: Architecture, layout: LegacyLayout, file: RankFile, padded_vocab_size: int
+) -> tuple[Shape, list[tuple[Index, Index]]]:
+    """Shape of a rank's shard, and pairs of (slice of the whole tensor, slice of the shard)."""
+    sizes = {"tp_size": layout.tp, "etp_size": layout.expert_tp, "padded_vocab_size": padded_vocab_size}
+    ranks = Layout(tp_rank=file.tp, etp_rank=file.etp, **sizes)
+    return local_shape(rule, arch, ranks), owned_slices(rule, arch, ranks)

@@ -6,14 +6,35 @@ Missing args have the defaults of core_v0.16.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from isthmus.convert.family_matching import match_family
-from isthmus.convert.legacy.args_reader import ArgsReader, not_supported
 from isthmus.convert.legacy.megatron_args import CLAMPED_SWIGLU, ROPE_SCALING, YARN
-from isthmus.errors import UsageError
+from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
+
+_MUST_BE_FALSE = (
+    *("squared_relu", "use_legacy_models", "apply_residual_connection_post_layernorm", "attention_output_gate"),
+    *("qk_l2_norm", "use_mup", "is_hybrid_model", "moe_apply_probs_on_input", "moe_router_force_load_balancing"),
+)
+_MUST_BE_UNSET = (
+    *("spec", "experimental_attention_variant", "hybrid_override_pattern", "moe_latent_size"),
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+)
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_MUST_BE_FALSE, (False,)),
+    **dict.fromkeys(_MUST_BE_UNSET, ()),
+    "hybrid_attention_ratio": (0.0,),
+    "hybrid_mlp_ratio": (0.0,),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "softmax_type": ("vanilla", "learnable"),
+    "position_embedding_type": ("rope", "learned_absolute"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "rope_type": ("rope", "yarn"),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+}
+"""Args that change the model, with their supported values; None is always supported."""
 
 
 def config_from_args(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +153,7 @@ def _window(args: ArgsReader, num_layers: int) -> dict[str, Any]:
     if window is None or window[0] < 0:
         return {}
     if tuple(window)[1] != 0:
-        raise not_supported(f"window_size={tuple(window)}")
+        raise _not_supported(f"window_size={tuple(window)}")
     if args.get("window_attn_skip_freq") is None:
         return {"sliding_window": window[0] + 1}
     windowed = args.layers("window_attn_skip_freq", num_layers, selected=lambda layer, n: layer % n != 0)
@@ -146,7 +167,7 @@ def _activation(args: ArgsReader, *, biased: bool, experts: bool) -> dict[str, A
     if args.get("quick_geglu", False):
         values = {name: args.get(name) for name in CLAMPED_SWIGLU}
         if values != CLAMPED_SWIGLU:
-            raise not_supported(" ".join(f"{name}={value}" for name, value in values.items()))
+            raise _not_supported(" ".join(f"{name}={value}" for name, value in values.items()))
         return {"activation": "clamped_swiglu"}
     # The fused bias-GELU kernel uses the tanh approximation; experts do not use the kernel.
     fused = biased and not experts and args.get("bias_gelu_fusion", True)
@@ -157,7 +178,7 @@ def _latent(args: ArgsReader) -> Mla | None:
     if not args.get("multi_latent_attention", False):
         return None
     if not args.get("qk_layernorm", False):
-        raise not_supported("multi_latent_attention=True and qk_layernorm=False")
+        raise _not_supported("multi_latent_attention=True and qk_layernorm=False")
     return Mla(
         kv_lora_rank=args.number("kv_lora_rank", 32),
         qk_nope_head_dim=args.number("qk_head_dim", 128),
@@ -200,6 +221,53 @@ def _expert_groups(args: ArgsReader, top_k: int, *, scores_first: bool) -> dict[
         return {}
     experts_per_group = top_k // groups
     if experts_per_group not in (1, 2) or not scores_first:
-        raise not_supported(f"moe_router_group_topk={groups} and moe_router_topk={top_k}")
+        raise _not_supported(f"moe_router_group_topk={groups} and moe_router_topk={top_k}")
     score = "max" if experts_per_group == 1 else "top2"
     return {"num_groups": args.number("moe_router_num_groups"), "group_top_k": groups, "group_score": score}
+
+
+class ArgsReader:
+    """Args by name; None counts as missing, as in Megatron-LM's loader."""
+
+    def __init__(self, args: Mapping[str, Any]) -> None:
+        self._args = args
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._args.get(name)
+        return default if value is None else value
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A positive integer, else a DataError."""
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise DataError(f"Megatron-LM's args have {name}={value!r}, not a number above 0.")
+        return value
+
+    def epsilon(self) -> float:
+        """The epsilon of norms, renamed in 0.16."""
+        value = self.get("layernorm_epsilon", self.get("norm_epsilon"))
+        if not isinstance(value, float):
+            raise DataError("Megatron-LM's args have no norm_epsilon.")
+        return value
+
+    def check_supported(self) -> None:
+        for name, supported in _SUPPORTED_VALUES.items():
+            if (value := self.get(name)) is not None and value not in supported:
+                raise _not_supported(f"{name}={value!r}")
+        if "sinkhorn" in self.get("moe_router_load_balancing_type", ()):
+            raise _not_supported("moe_router_load_balancing_type=sinkhorn")
+
+    def layers(self, name: str, num_layers: int, *, selected: Callable[[int, int], bool]) -> list[int]:
+        """Layers that a list marks with 1; for an integer frequency, those with ``selected(layer + 1, frequency)``."""
+        frequency = self.get(name)
+        if frequency is None:
+            return []
+        if isinstance(frequency, int) and not isinstance(frequency, bool) and frequency > 0:
+            return [layer for layer in range(num_layers) if selected(layer + 1, frequency)]
+        if not isinstance(frequency, list) or len(frequency) != num_layers:
+            raise DataError(f"Megatron-LM's args have {name}={frequency!r}, which does not fit {num_layers} layers.")
+        return [layer for layer, mark in enumerate(frequency) if mark]
+
+
+def _not_supported(what: str) -> UsageError:
+    return UsageError(f"Megatron-LM's args have {what}, which no family can express.")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isthmus.convert.canonical import Destination, spelling_of, unique_placements
 from isthmus.convert.legacy.from_legacy import FILE
-from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, ShardTable
+from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, local_slices
 from isthmus.convert.torch_pickle import read_torch_pickle, save_without_data
 from isthmus.engine.checkpoint.checkpoint_names import is_linear, transformer_engine_name
 from isthmus.errors import disk_errors
@@ -39,10 +39,9 @@ class LegacyWriter(Destination):
         spelling: LiveSpelling,
     ) -> None:
         """``common`` is the content of each file that is not a tensor."""
-        self._writer = TensorWriter(folder)
+        self.writer = TensorWriter(folder)
         self._arch, self._dtypes, self._common = arch, dtypes, common
         self._layout, self._spelling = layout, spelling
-        self._shards = ShardTable(layout, arch)
         self._parts: dict[str, list[tuple[TensorInfo, list[tuple[Index, Index]]]]] = {
             name: [] for name in unique_placements(family, arch)
         }
@@ -63,7 +62,7 @@ class LegacyWriter(Destination):
             for whole, local in slices:
                 if (shared := intersect_rows(whole, local, rows)) is not None:
                     here, there = shared
-                    done += self._writer.write_at(info, there, chunk[here])
+                    done += self.writer.write_at(info, there, chunk[here])
         return done
 
     def _create_file(self, folder: Path, file: RankFile, tensors: list[tuple[Placement, int, str]]) -> None:
@@ -78,7 +77,7 @@ class LegacyWriter(Destination):
             chunk = layout.chunk_key(number)
             live = transformer_engine_name(on_rank, spelling) if self._spelling == "te" else on_rank
             name = _EMBEDDING if placed.rule.alias else placed.canonical
-            shape, slices = self._shards.shard(placed.rule, file, padded)
+            shape, slices = local_slices(placed.rule, self._arch, layout, file, padded)
             states[chunk][live] = torch.empty(shape, dtype=self._dtypes[name])
             if is_linear(placed.canonical) and not placed.rule.is_expert:
                 states[chunk][f"{live.removesuffix('weight')}_extra_state"] = None

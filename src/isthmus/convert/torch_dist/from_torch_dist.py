@@ -15,7 +15,7 @@ from torch import Tensor
 from isthmus.convert.canonical import spelling_of, unique_placements
 from isthmus.convert.coverage import refuse_misfit
 from isthmus.convert.torch_dist import dcp_metadata as dcp
-from isthmus.convert.torch_pickle import read_torch_pickle
+from isthmus.convert.torch_pickle import args_in, read_torch_pickle
 from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot, is_model_key
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
@@ -58,9 +58,7 @@ class TorchDistFolder:
     @property
     def args(self) -> dict[str, Any] | None:
         path = self.path / "common.pt"
-        common = read_torch_pickle(path) if path.is_file() else {}
-        args = common.get("args") if isinstance(common, dict) else None
-        return None if args is None else dict(vars(args))
+        return args_in(read_torch_pickle(path)) if path.is_file() else None
 
     def read(self, place: CheckpointSlot, rows: slice) -> Tensor:
         meta, depth = self.tensors[place.key], len(place.index)

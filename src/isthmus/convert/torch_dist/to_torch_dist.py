@@ -81,14 +81,14 @@ class TorchDistWriter(Destination):
             dcp.save_metadata(self._metadata, folder / dcp.METADATA_FILE)
             (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
             torch.save(dict(common), folder / "common.pt")
-        self._writer = TensorWriter(folder)
+        self.writer = TensorWriter(folder)
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
         done = 0
         for info in self._infos[canonical]:
             depth = len(info.shape) - chunk.ndim
             index = (*(slice(0, 1) for _ in range(depth)), rows)
-            done += self._writer.write_at(info, index, chunk[(None,) * depth])
+            done += self.writer.write_at(info, index, chunk[(None,) * depth])
         return done
 
     def _add_tensor(self, place: CheckpointSlot, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:

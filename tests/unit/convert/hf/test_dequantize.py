@@ -139,7 +139,7 @@ def test_only_codes_and_scales_of_a_slice_are_read() -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "told"),
     [
-        ("w_scale_inv", None, "FP8 in blocks of 4x6, as config.json says: 1 missing: w_scale_inv"),
+        ("w_scale_inv", None, "FP8 in blocks of 4x6 as in config.json: 1 missing: w_scale_inv"),
         ("w_scale_inv", torch.ones(2, 1), r"1 of another shape: w_scale_inv is \[2, 1\] for \[5, 7\]"),
         ("w_scale_inv", torch.ones(2, 2, dtype=torch.int32), r"w_scale_inv is \[2, 2\]"),
     ],
@@ -152,7 +152,7 @@ def test_fp8_that_does_not_fit(name: str, tensor: Tensor | None, told: str) -> N
 @pytest.mark.parametrize(
     ("name", "tensor", "told"),
     [
-        ("up_scales", None, "the model is not MXFP4, as config.json says: 1 missing: up_scales"),
+        ("up_scales", None, "the model is not MXFP4 as in config.json: 1 missing: up_scales"),
         ("up_scales", torch.ones(2, 3, 2, dtype=torch.uint8), r"up_scales is \[2, 3, 2\] for \[2, 3, 1, 16\]"),
         ("up_blocks", torch.ones(3, 1, 16, dtype=torch.uint8), r"up_scales is \[2, 3, 1\] for \[3, 1, 16\]"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, ShardTable
+from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, local_slices
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.registry import family_for
@@ -80,25 +80,25 @@ def test_shards_cover_every_element(sizes: dict[str, int]) -> None:
     family, layout = family_for(config), LegacyLayout(**sizes)
     arch = family.to_architecture(config)
     layout.check(arch)
-    table, layers = ShardTable(layout, arch), layout.layers_of(arch)
+    layers = layout.layers_of(arch)
     for name, placed in family.placements(arch).items():
         shape = placed.rule.canonical_shape(arch)
-        held: dict[RankFile, set[tuple[int, int]]] = {}
+        cells_of: dict[RankFile, set[tuple[int, int]]] = {}
         for stage, _, local in layout.place(name, arch, layers):
             for file in layout.files():
                 if file.pp == stage and layout.on_rank(local, file, arch) is not None:
-                    _, rectangles = table.shard(placed.rule, file, 80)
+                    _, rectangles = local_slices(placed.rule, arch, layout, file, 80)
                     cells = itertools.chain.from_iterable(
                         itertools.product(
                             *(range(*cut.indices(size)) for cut, size in zip(mine, shape[: len(mine)], strict=True))
                         )
                         for mine, _ in rectangles
                     )
-                    held[file] = set(cells)
-        axes = max(len(cell) for cells in held.values() for cell in cells)
-        assert set().union(*held.values()) == set(itertools.product(*(range(size) for size in shape[:axes]))), name
-        # Ranks with another place among those that share the tensor have nothing in common, unless all have all of it.
-        for (one, cells), (other, others) in itertools.combinations(held.items(), 2):
+                    cells_of[file] = set(cells)
+        axes = max(len(cell) for cells in cells_of.values() for cell in cells)
+        assert set().union(*cells_of.values()) == set(itertools.product(*(range(size) for size in shape[:axes]))), name
+        # Different shards have no common element, unless the tensor is replicated.
+        for (one, cells), (other, others) in itertools.combinations(cells_of.items(), 2):
             key = ("ep", "etp") if placed.rule.is_expert else ("tp",)
             same = all(getattr(one, axis) == getattr(other, axis) for axis in key)
             assert (cells == others) if same or placed.rule.shard == "whole" else not cells & others, name

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from isthmus.convert.hf import to_hf
+from isthmus.convert.hf import hf_tensors
 from isthmus.convert.online import export_plan
 from isthmus.convert.transfer import convert
 from isthmus.families.registry import all_families
@@ -38,7 +38,7 @@ def test_export_has_everything_that_readers_need(family: str, tmp_path: Path, mo
         (source / name).write_text(text)
     for name in STRAY:
         (source / name).write_bytes(b"stray")
-    monkeypatch.setattr(to_hf, "export_plan", partial(export_plan, max_shard_bytes=20_000))
+    monkeypatch.setattr(hf_tensors, "export_plan", partial(export_plan, max_shard_bytes=20_000))
     convert(source, export, "hf", dtype=torch.bfloat16)
 
     index = json.loads((export / "model.safetensors.index.json").read_text())
