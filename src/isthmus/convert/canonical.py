@@ -1,21 +1,29 @@
-"""A model as whole tensors under canonical names, the common form of all conversions."""
+"""A model as whole tensors under canonical names, the common form of all conversions, and how they are streamed."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from isthmus.convert.weight_source import TensorSpec
 from isthmus.engine.checkpoint.checkpoint_names import Spelling
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.hf.tensors.parallel_writer import TensorWriter
+from isthmus.hf.tensors.safetensors_format import bounds_of, row_chunks
 
 CHUNK_BYTES = 4 << 20
 """Per thread; small enough for the CPU cache and for reuse by the allocator (32 MiB takes three times the CPU time)."""
+Progress = Callable[[int, int], None]
+"""Called after every chunk with (bytes done, total bytes)."""
+THREADS = 2
+"""Reads and writes are copies in the kernel; two threads saturate two cores."""
 
 
 class CanonicalWeights(Protocol):
@@ -58,7 +66,37 @@ def spelling_of(arch: Architecture) -> Spelling:
 
 def row_slices(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
     """Rows of about ``CHUNK_BYTES``."""
-    rows, *tail = shape
-    step = max(1, CHUNK_BYTES // max(1, torch.Size(tail).numel() * itemsize))
-    for start in range(0, rows, step):
-        yield slice(start, min(rows, start + step))
+    return (rows for _, rows in row_chunks(bounds_of(shape, None), itemsize, CHUNK_BYTES))
+
+
+def stream(
+    tensors: Mapping[str, TensorSpec], move: Callable[[str, slice], int], total_bytes: int, progress: Progress
+) -> None:
+    """Call ``move`` for all rows of all tensors; one thread moves the rows of one tensor, in order.
+
+    ``move`` returns the bytes it moved. The first exception stops all threads.
+    """
+    stop, lock = threading.Event(), threading.Lock()
+    done = 0
+
+    def move_tensor(name: str) -> None:
+        nonlocal done
+        spec = tensors[name]
+        for rows in row_slices(spec.shape, spec.dtype.itemsize):
+            if stop.is_set():
+                return
+            moved = move(name, rows)
+            with lock:
+                done += moved
+                progress(done, total_bytes)
+
+    # Intra-op threads of torch would compete for the same cores.
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            for finished in as_completed([pool.submit(move_tensor, name) for name in tensors]):
+                finished.result()
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(before)

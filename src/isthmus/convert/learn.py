@@ -99,9 +99,7 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
         other, _ = _build(Path(scratch, "second"), settings, SECOND)
         second = logits_difference(read_family(data), other)
         if not second <= TOLERANCE:
-            raise UsageError(
-                f"the mapping that matches one probe model differs by {second:.1e} on one with other sizes."
-            )
+            raise UsageError(f"the mapping for one probe model differs by {second:.1e} on one with other sizes.")
         for each in (probe, other):
             check_effects(read_family(data), each)
         log(f"proven: logits agree to {first:.1e} and, with other sizes, to {second:.1e}; every tensor affects them")

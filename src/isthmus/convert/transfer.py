@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from isthmus.convert.canonical import Destination, Progress, stream, unique_placements
+from isthmus.convert.hf.hf_tensors import HfWriter
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
-from isthmus.convert.legacy.megatron_support import required_flags
-from isthmus.convert.legacy.to_legacy import LiveSpelling
-from isthmus.convert.open_model import HF_SUBFOLDER, Format, open_model
-from isthmus.convert.plan import ConversionPlan, plan_conversion
-from isthmus.convert.stream import Progress, stream
+from isthmus.convert.legacy.megatron_args import megatron_args, required_flags, unsupported_features
+from isthmus.convert.legacy.to_legacy import LegacyWriter, LiveSpelling, padded_vocab_size
+from isthmus.convert.open_model import HF_SUBFOLDER, Format, OpenedModel, open_model
+from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter, common_content
 from isthmus.convert.verify.checksums import TensorChecksums, write_checksums
+from isthmus.convert.weight_source import TensorSpec
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
-from isthmus.errors import disk_errors
+from isthmus.errors import UsageError, disk_errors
 from isthmus.families.discover.json_family import FILE as FAMILY_FILE
 from isthmus.families.discover.json_family import write_family
 from isthmus.families.family import Family
+from isthmus.families.family_transfer import transfer_architecture
+from isthmus.families.registry import all_families
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.staged_folder import StagedFolder
 
@@ -50,6 +54,40 @@ class ConversionResult:
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    model: OpenedModel
+    """The source model, with the family and architecture to write."""
+    format: Format
+    tensors: dict[str, TensorSpec]
+    """By canonical name."""
+    layout: LegacyLayout
+    spelling: LiveSpelling
+    unsupported: list[str]
+    """Features of the model that Megatron-LM has no option for; empty for Hugging Face folders."""
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The most common dtype."""
+        dtypes = [spec.dtype for spec in self.tensors.values()]
+        return max(dict.fromkeys(dtypes), key=dtypes.count)
+
+    def create_files(self, folder: Path) -> Destination:
+        family, arch = self.model.family, self.model.arch
+        dtypes = {name: spec.dtype for name, spec in self.tensors.items()}
+        if self.format == "hf":
+            return HfWriter(folder, family, arch, dtypes)
+        inner = folder / "release"
+        with disk_errors(inner):
+            inner.mkdir()
+        if self.format == "torch_dist":
+            return TorchDistWriter(inner, family, arch, dtypes, common_content(megatron_args(arch, self.main_dtype)))
+        rows = padded_vocab_size(arch, self.layout)
+        args = megatron_args(arch, self.main_dtype, layout=self.layout, padded_vocab_size=rows, spelling=self.spelling)
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+        return LegacyWriter(inner, family, arch, dtypes, common, self.layout, self.spelling)
 
 
 @torch.no_grad()
@@ -92,7 +130,7 @@ def convert(
     """
     start_s = time.monotonic()
     opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family)
-    plan = plan_conversion(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
+    plan = _plan(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
     with StagedFolder(destination) as staged:
         checksums, num_bytes = _transfer(plan, staged.path, progress)
         with disk_errors(staged.path):
@@ -113,7 +151,44 @@ def convert(
     )
 
 
-def _transfer(plan: ConversionPlan, folder: Path, progress: Progress) -> tuple[dict[str, str], int]:
+def _plan(
+    model: OpenedModel,
+    to: Format | None,
+    *,
+    dtype: torch.dtype | None,
+    hf_family: str | None,
+    layout: LegacyLayout | None,
+    spelling: LiveSpelling | None,
+) -> _Plan:
+    """A UsageError if the options do not fit the format or the model."""
+    target = to or ("torch_dist" if model.format == "hf" else "hf")
+    if target != "torch" and (layout is not None or spelling is not None):
+        raise UsageError(
+            f"{target} has no layout and no spelling: any layout can read it. "
+            "Omit --tp, --pp, --vpp, --ep, --etp and --spelling, or use --to torch."
+        )
+    if hf_family is not None:
+        if target != "hf":
+            raise UsageError(
+                f"--hf-family is for Hugging Face folders, and this writes {target}. Omit it, or use --to hf."
+            )
+        if (family := all_families().get(hf_family)) is None:
+            raise UsageError(f"--hf-family {hf_family} is not known. Known are {', '.join(all_families())}.")
+        model = replace(model, family=family, arch=transfer_architecture(model.arch, model.family, family))
+    layout = layout or LegacyLayout()
+    layout.check(model.arch)
+    tensors = {
+        name: TensorSpec(
+            dtype if dtype is not None and placed.rule.dtype is None else model.weights.dtype(name),
+            placed.rule.canonical_shape(model.arch),
+        )
+        for name, placed in unique_placements(model.family, model.arch).items()
+    }
+    unsupported = unsupported_features(model.arch) if target != "hf" else []
+    return _Plan(model, target, tensors, layout, spelling or "te", unsupported)
+
+
+def _transfer(plan: _Plan, folder: Path, progress: Progress) -> tuple[dict[str, str], int]:
     """Stream all tensors into the destination; returns checksums by canonical name, and bytes written."""
     weights, checksums = plan.model.weights, TensorChecksums()
     files = plan.create_files(folder)
@@ -128,7 +203,7 @@ def _transfer(plan: ConversionPlan, folder: Path, progress: Progress) -> tuple[d
     return checksums.result(), files.total_bytes
 
 
-def _write_small_files(plan: ConversionPlan, folder: Path, checksums: dict[str, str]) -> None:
+def _write_small_files(plan: _Plan, folder: Path, checksums: dict[str, str]) -> None:
     """Config and tokenizer (in a subfolder of a checkpoint), tracker file and checksums."""
     model = plan.model
     inner = folder if plan.format == "hf" else folder / HF_SUBFOLDER
@@ -145,7 +220,7 @@ def _write_small_files(plan: ConversionPlan, folder: Path, checksums: dict[str, 
     write_checksums(folder, checksums, small)
 
 
-def _destination_notes(plan: ConversionPlan) -> list[str]:
+def _destination_notes(plan: _Plan) -> list[str]:
     if plan.unsupported:
         return [
             f"Megatron-LM 0.16.1 has no option for {', '.join(plan.unsupported)}: "
@@ -160,7 +235,7 @@ def _destination_notes(plan: ConversionPlan) -> list[str]:
     ]
 
 
-def _megatron_flags(plan: ConversionPlan, destination: Path, spelling: LiveSpelling | None) -> list[str]:
+def _megatron_flags(plan: _Plan, destination: Path, spelling: LiveSpelling | None) -> list[str]:
     """The flags with which Megatron-LM loads the checkpoint."""
     flags = [f"--load {shlex.quote(str(destination))}", "--use-checkpoint-args", *required_flags(plan.model.arch)]
     if plan.format == "torch":

@@ -72,11 +72,9 @@ class DequantizedWeights:
         for tile in _tiles(bounds, self._quantization.split_axis):
             indices = self._quantization.source_indices(tile)
             codes, scales = (self._source.read(*pair) for pair in zip(names, indices, strict=True))
-            inner = tuple(
-                slice(low - start, high - start) for (low, high), (start, _) in zip(tile, bounds, strict=True)
-            )
+            at = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(tile, bounds, strict=True))
             # Round first, so that values do not depend on the target's dtype.
-            target[inner].copy_(self._quantization.dequantize(codes, scales, tile).to(meta.dtype))
+            target[at].copy_(self._quantization.dequantize(codes, scales, tile).to(meta.dtype))
         return target
 
 

@@ -1,4 +1,4 @@
-"""The args in a Megatron-LM checkpoint, from which its loader builds the model.
+"""The args in a Megatron-LM checkpoint, from which its loader builds the model, and what it does not support.
 
 Names and meaning follow Megatron-LM core_v0.16.1: ``megatron/training/arguments.py`` defines the args,
 ``load_args_from_checkpoint`` in ``checkpointing.py`` restores some of them, ``gpt_builders.py`` builds the model.
@@ -7,6 +7,7 @@ Names and meaning follow Megatron-LM core_v0.16.1: ``megatron/training/arguments
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,58 @@ ROPE_SCALING = RopeScaling(kind="llama3", factor=8.0)
 YARN = (4096, 32.0, 1.0)
 """Original context of YaRN, ``beta_fast`` and ``beta_slow``; there are no flags for them."""
 CLAMPED_SWIGLU = {"quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+FLAGS_NOT_RESTORED: dict[str, tuple[str, Any]] = {
+    "layernorm_epsilon": ("--norm-epsilon", 1e-5),
+    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", False),
+    "qk_layernorm": ("--qk-layernorm", False),
+    "window_size": ("--window-size", None),
+    "window_attn_skip_freq": ("--window-attn-skip-freq", None),
+    "no_rope_freq": ("--no-rope-freq", None),
+    "use_rope_scaling": ("--use-rope-scaling", False),
+    "softmax_type": ("--softmax-type", "vanilla"),
+    "bias_gelu_fusion": ("--no-bias-gelu-fusion", True),
+    "quick_geglu": ("--quick-geglu", False),
+    "activation_func_clamp_value": ("--activation-func-clamp-value", None),
+    "glu_linear_offset": ("--glu-linear-offset", 0.0),
+    "moe_shared_expert_gate": ("--moe-shared-expert-gate", False),
+    "moe_router_num_groups": ("--moe-router-num-groups", None),
+    "moe_router_group_topk": ("--moe-router-group-topk", None),
+    "moe_router_dtype": ("--moe-router-dtype", None),
+    "multi_latent_attention": ("--multi-latent-attention", False),
+    "q_lora_rank": ("--q-lora-rank", None),
+    "kv_lora_rank": ("--kv-lora-rank", 32),
+    "qk_head_dim": ("--qk-head-dim", 128),
+    "qk_pos_emb_head_dim": ("--qk-pos-emb-head-dim", 64),
+    "v_head_dim": ("--v-head-dim", 128),
+    "rope_type": ("--rope-type", None),
+    "rotary_scaling_factor": ("--rotary-scaling-factor", 1.0),
+    "mscale": ("--mscale", 1.0),
+    "mscale_all_dim": ("--mscale-all-dim", 0.0),
+    "mtp_num_layers": ("--mtp-num-layers", None),
+}
+"""Flags and defaults of args that ``load_args_from_checkpoint`` does not restore, among them ``layernorm_1p``, which it
+looks up under its older name."""
+_UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
+    ("layers of the form '{0.form}'", lambda arch: arch.form != "pre"),
+    ("norms without a bias", lambda arch: arch.normalization == "LayerNorm" and not arch.norm_bias),
+    ("a query and key norm over all heads together", lambda arch: arch.qk_norm and arch.qk_norm_over == "projection"),
+    (
+        "a different norm epsilon in latent attention",
+        lambda arch: arch.mla is not None and arch.mla.norm_epsilon != arch.norm_epsilon,
+    ),
+    ("rotary pairs of halves in latent attention", lambda arch: arch.mla is not None and not arch.rotary_interleaved),
+    ("rope scaling '{0.rope_scaling.kind}' with these numbers", lambda arch: not _rope_is_supported(arch)),
+    ("a different rotary base in layers with a window", lambda arch: arch.window_rotary_base is not None),
+    ("attention_scale={0.attention_scale:g}", lambda arch: arch.attention_scale not in (None, arch.kv_channels**-0.5)),
+    ("attention_softcap={0.attention_softcap:g}", lambda arch: arch.attention_softcap is not None),
+    ("biases in some linear layers only", lambda arch: _has_biases(arch) is None),
+    ("the activation {0.activation} in this model", lambda arch: _activation_args(arch) is None),
+    ("this expert routing", lambda arch: arch.moe is not None and _routing_args(arch.moe) is None),
+    ("embedding_multiplier={0.embedding_multiplier:g}", lambda arch: arch.embedding_multiplier != 1),
+    ("residual_multiplier={0.residual_multiplier:g}", lambda arch: arch.residual_multiplier != 1),
+    ("logits_multiplier={0.logits_multiplier:g}", lambda arch: arch.logits_multiplier != 1),
+    ("logits_softcap={0.logits_softcap:g}", lambda arch: arch.logits_softcap is not None),
+)
 
 
 def megatron_args(
@@ -38,7 +91,7 @@ def megatron_args(
         format_args["moe_grouped_gemm"] = spelling == "te"  # torch_dist loads with and without it
     layout = layout or LegacyLayout()
     return Namespace(
-        **model_args(arch),
+        **_model_args(arch),
         **format_args,
         transformer_impl="transformer_engine" if spelling == "te" else "local",
         iteration=0,
@@ -64,9 +117,9 @@ def megatron_args(
     )
 
 
-def model_args(arch: Architecture) -> dict[str, Any]:
+def _model_args(arch: Architecture) -> dict[str, Any]:
     """Args of the model, without ``unsupported_features``."""
-    biases = bool(has_biases(arch))
+    biases = bool(_has_biases(arch))
     layers = range(arch.num_layers)
     windows = [int(arch.window(layer) is not None) for layer in layers]
     args: dict[str, Any] = {
@@ -96,7 +149,7 @@ def model_args(arch: Architecture) -> dict[str, Any]:
         "init_method_std": arch.init_std,
         "squared_relu": False,
         "swiglu": False,
-        **(activation_args(arch) or {}),
+        **(_activation_args(arch) or {}),
         **_position_args(arch),
         "untie_embeddings_and_output_weights": not arch.tie_embeddings,
         "mtp_num_layers": arch.mtp_layers or None,
@@ -116,12 +169,12 @@ def model_args(arch: Architecture) -> dict[str, Any]:
             "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1 else None,
             "moe_router_enable_expert_bias": moe.expert_bias,
             "moe_router_dtype": "fp32" if moe.router_float32 else None,
-            **(routing_args(moe) or {}),
+            **(_routing_args(moe) or {}),
         }
     return args
 
 
-def has_biases(arch: Architecture) -> bool | None:
+def _has_biases(arch: Architecture) -> bool | None:
     """True if all linear layers have biases, False if none except perhaps QKV, None otherwise."""
     found = {arch.proj_bias} | ({arch.mlp_bias} if arch.moe is None or arch.moe.dense_layers else set())
     if arch.moe is not None:
@@ -131,9 +184,9 @@ def has_biases(arch: Architecture) -> bool | None:
     return False if found == {False} else None
 
 
-def activation_args(arch: Architecture) -> dict[str, Any] | None:
+def _activation_args(arch: Architecture) -> dict[str, Any] | None:
     """None if Megatron-LM has no option for the activation."""
-    fused = has_biases(arch) and arch.moe is None
+    fused = _has_biases(arch) and arch.moe is None
     match arch.activation, arch.gated:
         case "silu", True:
             return {"swiglu": True}
@@ -177,14 +230,14 @@ def _latent_args(arch: Architecture) -> dict[str, Any]:
         "rope_type": "rope" if scaling is None else "yarn",
     }
     if scaling is not None:
-        weights = yarn_mscales(scaling) or (1.0, 0.0)
+        weights = _yarn_mscales(scaling) or (1.0, 0.0)
         args |= {"rotary_scaling_factor": scaling.factor, "mscale": weights[0], "mscale_all_dim": weights[1]}
         args |= {"original_max_position_embeddings": scaling.original_max_position_embeddings}
         args |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     return args
 
 
-def yarn_mscales(scaling: RopeScaling) -> tuple[float, float] | None:
+def _yarn_mscales(scaling: RopeScaling) -> tuple[float, float] | None:
     """``mscale`` and ``mscale_all_dim`` with the same effect in Megatron-LM; None if there are none.
 
     Megatron-LM multiplies cosines by the ratio of their effects, with 1 for a missing ``mscale``.
@@ -196,7 +249,7 @@ def yarn_mscales(scaling: RopeScaling) -> tuple[float, float] | None:
     return None if scaling.mscale_all_dim else (1.0, 0.0)
 
 
-def routing_args(moe: Moe) -> dict[str, Any] | None:
+def _routing_args(moe: Moe) -> dict[str, Any] | None:
     """None if Megatron-LM has no option for this routing."""
     grouped = moe.num_groups > 1
     groups: dict[str, Any] = {"moe_router_num_groups": None, "moe_router_group_topk": None}
@@ -216,3 +269,34 @@ def routing_args(moe: Moe) -> dict[str, Any] | None:
     if after and (grouped or moe.top_k == 1):
         return None
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not after, **groups}
+
+
+def unsupported_features(arch: Architecture) -> list[str]:
+    """Features that Megatron-LM 0.16.1 has no option for."""
+    return [text.format(arch) for text, has in _UNSUPPORTED if has(arch)]
+
+
+def required_flags(arch: Architecture) -> list[str]:
+    """Flags beside ``--use-checkpoint-args``, quoted for a shell."""
+    args = _model_args(arch)
+    return [
+        _flag(flag, args[name])
+        for name, (flag, default) in FLAGS_NOT_RESTORED.items()
+        if name in args and args[name] != default
+    ]
+
+
+def _flag(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+    return f"{flag} '[{text}]'" if isinstance(value, list) else f"{flag} {text}"
+
+
+def _rope_is_supported(arch: Architecture) -> bool:
+    if (scaling := arch.rope_scaling) is None:
+        return True
+    if arch.mla is None:
+        return scaling == ROPE_SCALING
+    fixed = (scaling.kind, scaling.original_max_position_embeddings, scaling.beta_fast, scaling.beta_slow)
+    return fixed == ("yarn", *YARN) and scaling.truncate and _yarn_mscales(scaling) is not None

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.convert.canonical import unique_placements
+from isthmus.convert.canonical import Progress, stream, unique_placements
 from isthmus.convert.coverage import first_few
-from isthmus.convert.hf.pytorch_bin import has_bin
+from isthmus.convert.hf.hf_weights import has_bin
 from isthmus.convert.open_model import OpenedModel, checkpoint_folder, open_model
-from isthmus.convert.stream import Progress, stream
 from isthmus.convert.verify.checksums import TensorChecksums, read_checksums
 from isthmus.convert.verify.compare_logits import LogitsCheck, LogitsDifference, compare_logits
 from isthmus.convert.weight_source import TensorSpec

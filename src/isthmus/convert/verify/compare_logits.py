@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isthmus.convert.canonical import Progress
 from isthmus.convert.open_model import OpenedModel
-from isthmus.convert.stream import Progress
 from isthmus.convert.verify.model_runner import float32_bytes, memory_plan, open_network, run_layers, runner_names
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from isthmus.cli.main import main
-from isthmus.convert.hf.pytorch_bin import BinWeights
+from isthmus.convert.hf.hf_weights import BinWeights
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import DataError, MissingInput, UnsafeInput, UsageError

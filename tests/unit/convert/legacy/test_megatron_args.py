@@ -11,8 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from isthmus.convert.family_matching import LAST_RESORT, match_family
-from isthmus.convert.legacy.megatron_args import megatron_args
-from isthmus.convert.legacy.megatron_support import required_flags, unsupported_features
+from isthmus.convert.legacy.megatron_args import megatron_args, required_flags, unsupported_features
 from isthmus.convert.legacy.model_from_args import architecture_from_args
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
