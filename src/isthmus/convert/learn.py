@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -116,16 +117,15 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
 
 def _build(folder: Path, settings: ConfigInference, choices: tuple[ProbeSizes, ...]) -> tuple[ProbeModel, ProbeSizes]:
     """A probe model of the first sizes with which it can be built and run."""
-    failure = None
+    failures = []
     for number, sizes in enumerate(choices):
         path = folder.with_name(f"{folder.name}-{number}")
         try:
             save_random_model(path, settings.probe_config(sizes), seed=number + 1)
             return ProbeModel.open(path), sizes
         except UsageError as error:
-            failure = error
-    assert failure is not None
-    raise failure
+            failures.append(error)
+    raise failures[-1]
 
 
 def _match_tensors(
@@ -134,40 +134,35 @@ def _match_tensors(
     """The structure of a probe model with the sizes in its config; if they do not match, with common defaults."""
     heads, hidden = sizes["N"], sizes["H"]
     usual = ((sizes["G"], 1, heads), (sizes["D"], hidden // heads), (sizes["F"], 4 * hidden))
-    failure: UsageError | None = None
+    failures = []
     for groups, width, wide in itertools.product(*usual):
         found = {**sizes, "G": groups, "D": width, "F": wide}
         try:
             structure = match_tensors(shapes, found)
         except UsageError as error:
-            failure = failure or error
-            continue
-        settings.correct(sizes, found)
-        return structure
-    assert failure is not None
-    raise failure
+            failures.append(error)
+        else:
+            settings.correct(sizes, found)
+            return structure
+    raise failures[0]
 
 
 def _effective_numbers(settings: ConfigInference, probe: ProbeModel) -> set[str]:
     """Numbers in the config that change the logits in transformers, or fail with every other value."""
     found = set()
     for name in settings.numbers():
-        value = probe.folder.config.get(name)
-        if value is None:
+        if (value := probe.folder.config.get(name)) is None:
             continue
         # Small, large and slightly different values: a limit that no input reaches has an effect only if lowered.
         values = [value + 1, value * 2, 1] if isinstance(value, int) else [value * 1e-3, value * 10, value + 0.5]
-        ran = False
+        differences = []
         for other in values:
-            try:
+            with suppress(UsageError):
                 logits = saved_model_logits(probe.folder.path, probe.samples, **{name: other})
-            except UsageError:
-                continue
-            ran = True
-            if max_difference(logits, probe.logits) > 0:
-                found.add(name)
+                differences.append(max_difference(logits, probe.logits))
+            if any(differences):
                 break
-        if not ran:
+        if any(differences) or not differences:
             found.add(name)
     return found
 

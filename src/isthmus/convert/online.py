@@ -57,11 +57,12 @@ def export_plan(
     """Plan the safetensors files; a mapping of dtypes also sets the order of the tensors."""
     shapes = family.hf_shapes(arch)
     if isinstance(dtypes, torch.dtype):
-        return SafetensorsPlan(((name, dtypes, shape) for name, shape in shapes.items()), max_shard_bytes)
-    order = [name for name in dtypes if name in shapes]
+        dtypes = dict.fromkeys(shapes, dtypes)
     if missing := shapes.keys() - dtypes.keys():
         raise ValueError(f"no dtype for {min(missing)}")
-    return SafetensorsPlan(((name, dtypes[name], shapes[name]) for name in order), max_shard_bytes)
+    return SafetensorsPlan(
+        ((name, dtype, shapes[name]) for name, dtype in dtypes.items() if name in shapes), max_shard_bytes
+    )
 
 
 @torch.no_grad()

@@ -23,12 +23,13 @@ from isthmus.hf.tensors.safetensors_format import TensorInfo
 _LOCAL_HEADER_BYTES = 30
 _NOT_IMPORTED = ("megatron.", "numpy.", "transformer_engine.", "signal", "types", "enum")
 """Modules whose objects are replaced by :class:`UnknownObject`."""
-_PLAIN_TYPES: dict[tuple[str, str], Any] = {
+PLAIN_TYPES: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): lambda *_: {},
     ("builtins", "long"): int,  # the name in pickle protocol 2
 }
-for _type in (dict, int, list, set, frozenset, bytearray, complex, OrderedDict, Namespace, torch.Size, torch.device):
-    _PLAIN_TYPES[_type.__module__, _type.__name__] = _type
+_BUILTINS = (dict, int, list, set, tuple, frozenset, bytearray, complex)
+for _type in (*_BUILTINS, OrderedDict, Namespace, torch.Size, torch.device):
+    PLAIN_TYPES[_type.__module__, _type.__name__] = _type
 DTYPES_BY_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _STORAGE_DTYPES = {**torch.storage._storage_type_to_dtype_map(), "UntypedStorage": torch.uint8}
 
@@ -124,8 +125,8 @@ class _TensorUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "__builtin__":  # the name in pickle protocol 2, which torch.save uses
             module = "builtins"
-        if (module, name) in _PLAIN_TYPES:
-            return _PLAIN_TYPES[module, name]
+        if (module, name) in PLAIN_TYPES:
+            return PLAIN_TYPES[module, name]
         if module == "torch" and name in DTYPES_BY_NAME:
             return DTYPES_BY_NAME[name]
         if module in ("torch", "torch.storage") and name in _STORAGE_DTYPES:

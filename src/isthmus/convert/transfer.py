@@ -16,7 +16,7 @@ from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.legacy.megatron_args import megatron_args, required_flags, unsupported_features
 from isthmus.convert.legacy.to_legacy import LegacyWriter, LiveSpelling, padded_vocab_size
 from isthmus.convert.open_model import HF_SUBFOLDER, Format, OpenedModel, open_model
-from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter, common_content
+from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter
 from isthmus.convert.verify.checksums import TensorChecksums, write_checksums
 from isthmus.convert.weight_source import TensorSpec
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
@@ -82,12 +82,17 @@ class _Plan:
         inner = folder / "release"
         with disk_errors(inner):
             inner.mkdir()
+        common: dict[str, Any] = {
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+        }  # as at the start of a training in Megatron-LM
         if self.format == "torch_dist":
-            return TorchDistWriter(inner, family, arch, dtypes, common_content(megatron_args(arch, self.main_dtype)))
+            content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+            common |= {"args": megatron_args(arch, self.main_dtype), "content_metadata": content}
+            return TorchDistWriter(inner, family, arch, dtypes, common)
         rows = padded_vocab_size(arch, self.layout)
         args = megatron_args(arch, self.main_dtype, layout=self.layout, padded_vocab_size=rows, spelling=self.spelling)
-        common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
-        return LegacyWriter(inner, family, arch, dtypes, common, self.layout, self.spelling)
+        return LegacyWriter(inner, family, arch, dtypes, common | {"args": args}, self.layout, self.spelling)
 
 
 @torch.no_grad()

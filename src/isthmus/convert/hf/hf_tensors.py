@@ -61,9 +61,8 @@ class HfWriter(Destination):
         self.total_bytes = plan.total_bytes
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
-        placed = self._placements[canonical]
-        here = (slice(0, rows.stop - rows.start),)
+        placed, local = self._placements[canonical], (slice(0, rows.stop - rows.start),)
         return sum(
             self.writer.write(placed.hf[piece.part], piece.hf, piece.view(chunk))
-            for piece in hf_slices(placed.rule, self._arch, (rows,), here, placed.expert)
+            for piece in hf_slices(placed.rule, self._arch, (rows,), local, placed.expert)
         )

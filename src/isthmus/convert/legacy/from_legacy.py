@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,12 @@ from isthmus.hf.tensors.safetensors_format import TensorInfo
 from isthmus.hf.tensors.slice_reader import TensorReader
 
 FILE = "model_optim_rng.pt"
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GROUPED = re.compile(r"(.*mlp\.experts\.)weight([12])")
 
@@ -50,13 +55,8 @@ class LegacyFolder:
         if (args := args_in(some)) is None:
             raise DataError(f"{path} has no args, so its parallel sizes are unknown. Fetch the whole checkpoint.")
         self.args = args
-        self.layout = LegacyLayout(
-            tp=_size(self.args, "tensor_model_parallel_size", 1),
-            pp=_size(self.args, "pipeline_model_parallel_size", 1),
-            ep=_size(self.args, "expert_model_parallel_size", 1),
-            etp=_size(self.args, "expert_tensor_parallel_size", None),
-            vpp=sum(key.startswith("model") for key in some),
-        )
+        sizes = {size: int(args[name]) for size, name in _SIZES.items() if args.get(name) is not None}
+        self.layout = LegacyLayout(**sizes, vpp=sum(str(key).startswith("model") for key in some))
         files = {self.layout.folder(file): file for file in self.layout.files()}
         if missing := [name for name in files if name not in opened]:
             raise DataError(f"{path}: {first_few(missing)} of {len(files)} ranks missing. Fetch them.")
@@ -78,8 +78,8 @@ class LegacyFolder:
         found = [[0] * self.layout.vpp for _ in range(self.layout.pp)]
         for file, chunks in self.ranks.items():
             for number, names in enumerate(chunks):
-                here = [int(layer[1]) + 1 for name in names if (layer := _LAYER.match(name))]
-                found[file.pp][number] = max([found[file.pp][number], *here])
+                counts = [int(layer[1]) + 1 for name in names if (layer := _LAYER.match(name))]
+                found[file.pp][number] = max([found[file.pp][number], *counts])
         return found
 
 
@@ -136,12 +136,12 @@ class LegacyWeights:
                 if where in seen or (shared := intersect_rows(whole, local, rows)) is None:
                     continue  # another rank has the same values
                 seen.add(where)
-                here, there = shared
-                target = found[here]
+                in_rows, in_file = shared
+                target = found[in_rows]
                 if tensor.transposed:
-                    there = (there[1] if len(there) > 1 else slice(None), there[0])
+                    in_file = (in_file[1] if len(in_file) > 1 else slice(None), in_file[0])
                     target = target.mT
-                self._reader.read(tensor.info, there, into=target)
+                self._reader.read(tensor.info, in_file, into=target)
         return found
 
     def _add_part(self, placed: Placement, file: RankFile, tensor: _LocalTensor) -> list[str]:
@@ -162,11 +162,6 @@ def _open(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or not any(str(key).startswith("model") for key in state):
         raise DataError(f"{path} has no model. Fetch it again.")
     return state
-
-
-def _size(args: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = args.get(name)
-    return default if value is None else int(value)
 
 
 def _local_tensors(state: Any, ep: int) -> dict[str, _LocalTensor]:

@@ -20,7 +20,7 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Index, intersect_rows
 from isthmus.hf.tensors.parallel_writer import TensorWriter
-from isthmus.hf.tensors.safetensors_format import TensorInfo
+from isthmus.hf.tensors.safetensors_format import TensorInfo, bounds_of
 
 LiveSpelling = Literal["local", "te"]
 """Tensor names of Megatron-Core's local layers, or of TransformerEngine with fused norms and grouped experts."""
@@ -53,7 +53,10 @@ class LegacyWriter(Destination):
         for file in layout.files():
             self._create_file(folder, file, stages[file.pp])
         self.total_bytes = sum(
-            sum(_nbytes(info, local) for _, local in slices) for parts in self._parts.values() for info, slices in parts
+            math.prod(stop - start for start, stop in bounds_of(info.shape, local)) * info.dtype.itemsize
+            for parts in self._parts.values()
+            for info, slices in parts
+            for _, local in slices
         )
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
@@ -61,8 +64,7 @@ class LegacyWriter(Destination):
         for info, slices in self._parts[canonical]:
             for whole, local in slices:
                 if (shared := intersect_rows(whole, local, rows)) is not None:
-                    here, there = shared
-                    done += self.writer.write_at(info, there, chunk[here])
+                    done += self.writer.write_at(info, shared[1], chunk[shared[0]])
         return done
 
     def _create_file(self, folder: Path, file: RankFile, tensors: list[tuple[Placement, int, str]]) -> None:
@@ -95,11 +97,3 @@ class LegacyWriter(Destination):
 def padded_vocab_size(arch: Architecture, layout: LegacyLayout) -> int:
     """Rows of the embedding over all ranks."""
     return math.ceil(arch.vocab_size / layout.tp) * layout.tp
-
-
-def _nbytes(info: TensorInfo, index: Index) -> int:
-    lengths = list(info.shape)
-    for axis, cut in enumerate(index):
-        if cut.stop is not None:
-            lengths[axis] = cut.stop - (cut.start or 0)
-    return math.prod(lengths) * info.dtype.itemsize

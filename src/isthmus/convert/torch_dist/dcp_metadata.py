@@ -7,7 +7,6 @@ and replace them, so loading runs no code of torch and saves the import (half a 
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.serialization
 
-from isthmus.convert.torch_pickle import DTYPES_BY_NAME, UnknownObject
+from isthmus.convert.torch_pickle import DTYPES_BY_NAME, PLAIN_TYPES, UnknownObject
 from isthmus.errors import DataError, UnsafeInput
 
 METADATA_FILE = ".metadata"
@@ -102,15 +101,14 @@ for _class in (
     *(MetadataIndex, StorageMeta, Metadata),
 ):
     _CLASSES["torch.distributed.checkpoint.metadata", _class.__name__] = _class
-_PLAIN_TYPES: dict[tuple[str, str], Any] = {
+_OTHER_TYPES: dict[tuple[str, str], Any] = {
+    **PLAIN_TYPES,
     ("torch", "strided"): torch.strided,
     ("torch", "contiguous_format"): torch.contiguous_format,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
 }
-for _type in (dict, list, set, tuple, OrderedDict, torch.Size, torch.device):
-    _PLAIN_TYPES[_type.__module__, _type.__name__] = _type
 _PLANS = {
     ("torch.distributed.checkpoint.planner", name)
     for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
@@ -120,7 +118,7 @@ _PLANS = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = _CLASSES.get((module, name)) or _PLAIN_TYPES.get((module, name))
+        found = _CLASSES.get((module, name)) or _OTHER_TYPES.get((module, name))
         if found is None and module == "torch":
             found = DTYPES_BY_NAME.get(name)
         if (module, name) in _PLANS:

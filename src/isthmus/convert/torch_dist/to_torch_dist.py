@@ -9,8 +9,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +57,7 @@ class TorchDistWriter(Destination):
         self._metadata = dcp.Metadata({}, {})
         self._infos: dict[str, list[TensorInfo]] = {}
         self._sizes = [0] * NUM_FILES
-        self._around: list[tuple[int, int, bytes]] = []
+        self._around: list[list[tuple[int, bytes]]] = [[] for _ in range(NUM_FILES)]
         placements, spelling = unique_placements(family, arch), spelling_of(arch)
         with disk_errors(folder):
             for name, placed in placements.items():
@@ -70,14 +68,11 @@ class TorchDistWriter(Destination):
         self.total_bytes = sum(info.nbytes for infos in self._infos.values() for info in infos)
         with disk_errors(folder, self.total_bytes):
             for number, size in enumerate(self._sizes):
-                descriptor = os.open(folder / _file_name(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-                try:
-                    reserve(descriptor, size)
-                    for file, offset, content in self._around:
-                        if file == number:
-                            os.pwrite(descriptor, content, offset)
-                finally:
-                    os.close(descriptor)
+                with (folder / _file_name(number)).open("xb") as opened:
+                    reserve(opened.fileno(), size)
+                    for offset, content in self._around[number]:
+                        opened.seek(offset)
+                        opened.write(content)
             dcp.save_metadata(self._metadata, folder / dcp.METADATA_FILE)
             (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
             torch.save(dict(common), folder / "common.pt")
@@ -99,7 +94,7 @@ class TorchDistWriter(Destination):
         start = self._sizes[file]
         data = start + len(before)
         info = TensorInfo(dtype, stored, Path(_file_name(file)), data)
-        self._around += [(file, start, before), (file, data + info.nbytes, after)]
+        self._around[file] += [(start, before), (data + info.nbytes, after)]
         self._sizes[file] = data + info.nbytes + len(after)
         chunk = dcp.ChunkStorageMetadata(torch.Size((*place.index, *(0 for _ in shape))), torch.Size(stored))
         whole = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size((*place.sizes, *shape)), [])
@@ -111,7 +106,7 @@ class TorchDistWriter(Destination):
 
     def _add_empty_object(self, key: str) -> None:
         start = self._sizes[0]
-        self._around.append((0, start, _EMPTY_OBJECT))
+        self._around[0].append((start, _EMPTY_OBJECT))
         self._sizes[0] += len(_EMPTY_OBJECT)
         self._metadata.state_dict_metadata[key] = dcp.BytesStorageMetadata()
         self._add_storage(dcp.MetadataIndex(key), 0, start)
@@ -135,9 +130,3 @@ class TorchDistWriter(Destination):
 
 def _file_name(number: int) -> str:
     return f"__0_{number}.distcp"
-
-
-def common_content(args: Namespace) -> dict[str, Any]:
-    """The ``common.pt`` that Megatron-LM's loader expects at the start of a training."""
-    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
