@@ -43,11 +43,11 @@ def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> 
     )
     if problems:
         raise DataError(
-            f"{source} does not fit its config ({family.name}): {problems}. Correct config.json or the weights."
+            f"{source} does not match its config ({family.name}): {problems}. Correct config.json or the weights."
         )
 
 
-def refuse_misfit(
+def reject_mismatch(
     checkpoint: object, family: Family, missing: Sequence[str], unexpected: Sequence[str], misshapen: Sequence[str]
 ) -> None:
     """Raise a DataError if a Megatron checkpoint has tensors missing, unexpected or of another shape."""
@@ -55,7 +55,7 @@ def refuse_misfit(
     if problems := describe_problems(missing=missing, unexpected=unexpected, misshapen=misshapen):
         raise DataError(
             f"{checkpoint} is not the {family.name} model that its config describes: {problems}. "
-            "Give the config that fits (--hf-like DIR), or fetch the checkpoint again."
+            "Give the matching config (--hf-like DIR), or fetch the checkpoint again."
         )
 
 

@@ -36,19 +36,19 @@ def flip(file: Path, bit: int) -> None:
     file.write_bytes(raw)
 
 
-def everything(folder: Path) -> dict[str, torch.Tensor]:
-    stored = open_model(folder)
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    opened = open_model(folder)
     shapes = {
-        name: placed.rule.canonical_shape(stored.arch)
-        for name, placed in unique_placements(stored.family, stored.arch).items()
+        name: placed.rule.canonical_shape(opened.arch)
+        for name, placed in unique_placements(opened.family, opened.arch).items()
     }
-    return {name: stored.weights.read(name, slice(0, shape[0])) for name, shape in shapes.items()}
+    return {name: opened.weights.read(name, slice(0, shape[0])) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("to", ["hf", "torch_dist", "torch"])
 def test_checksum_detects_one_flipped_bit(to: Format, model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "copy", to)
-    norm = everything(model)["decoder.final_layernorm.weight"].numpy().tobytes()
+    norm = all_tensors(model)["decoder.final_layernorm.weight"].numpy().tobytes()
     (file,) = (path for path in (tmp_path / "copy").rglob("*") if path.is_file() and norm in path.read_bytes())
     flip(file, 8 * file.read_bytes().index(norm))
     with pytest.raises(DataError, match=r"checksums\.json has decoder\.final_layernorm\.weight with \w+ and has \w+"):
@@ -56,12 +56,12 @@ def test_checksum_detects_one_flipped_bit(to: Format, model: Path, tmp_path: Pat
 
 
 def test_flipped_bits_of_the_metadata_are_detected_or_harmless(index: Path) -> None:
-    raw, whole = index.read_bytes(), everything(index.parents[1])
+    raw, whole = index.read_bytes(), all_tensors(index.parents[1])
     refused = 0
     for bit in range(5, 8 * len(raw), len(raw) // 4):
         flip(index, bit)
         try:
-            found = everything(index.parents[1])
+            found = all_tensors(index.parents[1])
         except IsthmusError as error:
             assert error.exit_code in (65, 77)
             refused += 1
@@ -72,9 +72,9 @@ def test_flipped_bits_of_the_metadata_are_detected_or_harmless(index: Path) -> N
     assert refused > 12
 
 
-def entry(index: Any, end: str) -> Any:
-    """The place of the tensor whose key ends so."""
-    return next(stored for place, stored in index.storage_data.items() if place.fqn.endswith(end))
+def entry(index: Any, suffix: str) -> Any:
+    """The storage info of the tensor whose key has this suffix."""
+    return next(info for index_, info in index.storage_data.items() if index_.fqn.endswith(suffix))
 
 
 def _overlap(index: Any) -> None:
@@ -96,7 +96,7 @@ def _none(index: Any) -> None:
     index.state_dict_metadata["decoder.final_layernorm.weight"].chunks.clear()
 
 
-def _out_of_it(index: Any) -> None:
+def _outside(index: Any) -> None:
     (chunk,) = index.state_dict_metadata["decoder.final_layernorm.weight"].chunks
     object.__setattr__(chunk, "offsets", torch.Size((8,)))
 
@@ -110,23 +110,23 @@ def _no_properties(index: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (_overlap, r"__0_\d\.distcp: two tensors overlap, one ends at \d+, one starts at \d+"),
         (_gap, "the chunks of embedding.word_embeddings.weight have 2240 elements of 2464"),
         (_twice, "the chunks of decoder.layers.mlp.linear_fc2.weight have 3072 elements of 1536"),
         (_none, "the chunks of decoder.final_layernorm.weight have 0 elements of 32"),
-        (_out_of_it, "the chunks of decoder.final_layernorm.weight have 32 elements of 32"),
+        (_outside, "the chunks of decoder.final_layernorm.weight have 32 elements of 32"),
         (_no_dtype, "embedding.word_embeddings.weight is of type 'float'"),
         (_no_properties, "is not checkpoint metadata .*properties"),
     ],
 )
-def test_inconsistent_metadata_is_refused(change: Callable[[Any], None], told: str, index: Path) -> None:
+def test_inconsistent_metadata_is_refused(change: Callable[[Any], None], message: str, index: Path) -> None:
     content = pickle.loads(index.read_bytes())
     change(content)
     index.write_bytes(pickle.dumps(content))
-    with pytest.raises(DataError, match=told):
-        everything(index.parents[1])
+    with pytest.raises(DataError, match=message):
+        all_tensors(index.parents[1])
 
 
 def test_truncated_file_is_named_with_both_sizes(index: Path) -> None:
@@ -134,4 +134,4 @@ def test_truncated_file_is_named_with_both_sizes(index: Path) -> None:
     raw = file.read_bytes()
     file.write_bytes(raw[:-7])
     with pytest.raises(DataError, match=rf"__0_0\.distcp has {len(raw) - 7} bytes, {len(raw)} are needed"):
-        everything(index.parents[1])
+        all_tensors(index.parents[1])

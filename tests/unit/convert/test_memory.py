@@ -58,7 +58,7 @@ def test_memory_is_bounded_by_chunks(tmp_path: Path) -> None:
     (tmp_path / "out" / "large").mkdir()
     words = [model, small, tmp_path / "out", 1 << 18]
     done = subprocess.run([sys.executable, "-c", _CODE, *map(str, words)], capture_output=True, text=True, check=True)
-    # Threads keep buffers of 4 MiB for casts and columns; there is room for those, and for no table.
+    # Enough for the threads' 4 MiB buffers for casts and columns, but not for an embedding table.
     bound = 24 << 20
     assert bound < table < size / 3
     for name, peak in json.loads(done.stdout).items():

@@ -18,12 +18,12 @@ from ranks.tiny import build_model_folder
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """As transformers saves it: a layer ahead in the config and none in the weights."""
+    """As saved by transformers: an MTP layer in the config and none in the weights."""
     return build_model_folder(tmp_path / "hf", "deepseek_v3", num_hidden_layers=2, num_mtp_layers=1)
 
 
 def complete(folder: Path) -> int:
-    """Add the layer ahead to the weights; returns how many tensors it has."""
+    """Add the MTP layer to the weights; returns how many tensors it has."""
     config = json.loads((folder / "config.json").read_text())
     family = family_for(config)
     file = folder / "model.safetensors"

@@ -79,7 +79,7 @@ def round_trip(source: ModelFolder, target: Path, tp: int, dtype: torch.dtype, m
 )
 def test_round_trip_keeps_every_byte(tmp_path: Path, family: str, tp: int, tied: bool, dtype: torch.dtype) -> None:
     source = build(tmp_path / "source", family, dtype=dtype, tied=tied)
-    # bfloat16 weights trained in float32 come back exactly; and the file is the one that transformers wrote.
+    # bfloat16 weights trained in float32 are exported unchanged, in the same file that transformers wrote.
     round_trip(source, tmp_path / "export", tp, torch.float32)
     ours, theirs = (tmp_path / side / "model.safetensors" for side in ("export", "source"))
     assert ours.read_bytes() == theirs.read_bytes()
@@ -146,7 +146,7 @@ def drop_two(tensors: dict[str, torch.Tensor]) -> None:
         ),
     ],
 )
-def test_misfit_source_is_refused_before_loading(tmp_path: Path, change: Any, message: str) -> None:
+def test_mismatched_source_is_refused_before_loading(tmp_path: Path, change: Any, message: str) -> None:
     build(tmp_path, "llama", dtype=torch.float32)
     source = rewrite(tmp_path, change)
     family = family_for(source.config)

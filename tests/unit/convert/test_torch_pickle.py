@@ -28,7 +28,7 @@ def saved(path: Path, content: Any, **how: Any) -> Path:
 
 
 def repacked(path: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> Path:
-    """The same members; ``change`` takes a name and its bytes and gives other bytes, or None to leave it out."""
+    """The same members; ``change`` maps a name and its bytes to other bytes, or None to omit the member."""
     other = path.with_name("repacked.pt")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w", compression) as new:
         for name in old.namelist():
@@ -147,14 +147,14 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"model": torch.zeros(1000)})
     same = repacked(path, lambda name, data: data)
     assert isinstance(read_torch_pickle(same)["model"], TensorInfo)
-    for told, change, how in [
+    for message, change, how in [
         ("bytes, 4000 are needed", lambda name, data: data, zipfile.ZIP_DEFLATED),
         ("bytes, 4000 are needed", lambda name, data: data[:-1] if name == "data/0" else data, zipfile.ZIP_STORED),
         ("data/0", lambda name, data: None if name == "data/0" else data, zipfile.ZIP_STORED),
         ("big-endian", lambda name, data: b"big" if name == "byteorder" else data, zipfile.ZIP_STORED),
         ("has no data.pkl", lambda name, data: None if name == "data.pkl" else data, zipfile.ZIP_STORED),
     ]:
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             read_torch_pickle(repacked(path, change, how))
 
 

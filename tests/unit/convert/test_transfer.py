@@ -163,16 +163,16 @@ def test_verify_detects_exchanged_gate_and_up(qwen3: Path, converted: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "message"),
     [
         ("rms_norm_eps", 1e-3, "norm_epsilon"),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}, "rotary"),
     ],
 )
-def test_verify_detects_another_config(key: str, value: Any, told: str, qwen3: Path, converted: Path) -> None:
+def test_verify_detects_another_config(key: str, value: Any, message: str, qwen3: Path, converted: Path) -> None:
     path = qwen3 / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with pytest.raises(CheckFailed, match=told):
+    with pytest.raises(CheckFailed, match=message):
         compare_models(qwen3, converted)
 
 
@@ -298,10 +298,10 @@ def test_file_outside_of_the_folder_is_refused(converted: Path, tmp_path: Path) 
         convert(converted, tmp_path / "out")
 
 
-@pytest.mark.parametrize("damage", ["short", "gone", "index"])
+@pytest.mark.parametrize("damage", ["short", "missing", "index"])
 def test_damage_is_named(damage: str, converted: Path, tmp_path: Path) -> None:
     data, index = converted / "release" / "__0_0.distcp", converted / "release" / ".metadata"
-    if damage == "gone":
+    if damage == "missing":
         data.unlink()
     elif damage == "short":
         data.write_bytes(data.read_bytes()[:-100])

@@ -50,7 +50,7 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
 
 
 class PrefixedWeights:
-    """Tensors of a separately saved base model, under their names in the whole model."""
+    """Tensors of a separately saved base model, under their names in the complete model."""
 
     def __init__(self, source: WeightSource, prefix: str, names: Container[str]) -> None:
         """Add the prefix to tensors whose name with prefix is in ``names``."""
@@ -131,5 +131,5 @@ def _open_bin(path: Path) -> dict[str, TensorInfo | StridedTensor]:
     if not isinstance(found, dict) or not all(
         isinstance(value, TensorInfo | StridedTensor) for value in found.values()
     ):
-        raise DataError(f"{path} has other things than tensors by name. Give the file of a model's weights.")
+        raise DataError(f"{path} has content that is not tensors by name. Give the file of a model's weights.")
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.convert.coverage import first_few, refuse_misfit
+from isthmus.convert.coverage import first_few, reject_mismatch
 from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, local_slices
 from isthmus.convert.torch_pickle import args_in, read_torch_pickle
 from isthmus.engine.checkpoint.checkpoint_names import live_names
@@ -92,7 +92,7 @@ class LegacyWeights:
         self._reader = TensorReader()
         layers = folder.layers()
         if (total := sum(map(sum, layers))) != arch.num_layers:
-            refuse_misfit(folder, family, [], [], [f"it has {total} layers, not {arch.num_layers}"])
+            reject_mismatch(folder, family, [], [], [f"it has {total} layers, not {arch.num_layers}"])
         missing: list[str] = []
         misshapen: list[str] = []
         used: set[tuple[RankFile, int, str]] = set()
@@ -118,7 +118,7 @@ class LegacyWeights:
             for name in tensors
             if (file, number, name) not in used
         ]
-        refuse_misfit(folder, family, missing, unexpected, misshapen)
+        reject_mismatch(folder, family, missing, unexpected, misshapen)
 
     def __str__(self) -> str:
         return str(self._folder)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.canonical import spelling_of, unique_placements
-from isthmus.convert.coverage import refuse_misfit
+from isthmus.convert.coverage import reject_mismatch
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import args_in, read_torch_pickle
 from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot, is_model_key
@@ -138,9 +138,9 @@ class TorchDistFolder:
             spans = zip(positions, chunk.offsets, chunk.sizes, strict=True)
             cells[tuple(slice(at[start], at[start + size]) for at, start, size in spans)] += 1
         if (cells != 1).any():
-            stored = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
+            elements = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
             raise DataError(
-                f"{self.path / dcp.METADATA_FILE}: the chunks of {key} have {stored} elements of "
+                f"{self.path / dcp.METADATA_FILE}: the chunks of {key} have {elements} elements of "
                 f"{math.prod(meta.size)}, with gaps or overlaps. Fetch it again."
             )
 
@@ -171,7 +171,7 @@ class TorchDistWeights:
             if found != expected and not padded:
                 misshapen.append(f"{place.key} is {list(found)}, not {list(expected)}")
         unexpected = [key for key in folder.tensors if is_model_key(key) and key not in used]
-        refuse_misfit(folder, family, missing=sorted(set(missing)), unexpected=unexpected, misshapen=misshapen)
+        reject_mismatch(folder, family, missing=sorted(set(missing)), unexpected=unexpected, misshapen=misshapen)
 
     def __str__(self) -> str:
         return str(self._folder)

@@ -88,15 +88,15 @@ class TorchDistWriter(Destination):
 
     def _add_tensor(self, place: CheckpointSlot, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
         """Reserve space in the smallest file, and add the tensor to the metadata."""
-        stored = (*(1 for _ in place.index), *shape)
-        before, after = self._frame(dtype, stored)
+        chunk_shape = (*(1 for _ in place.index), *shape)
+        before, after = self._frame(dtype, chunk_shape)
         file = min(range(NUM_FILES), key=self._sizes.__getitem__)
         start = self._sizes[file]
         data = start + len(before)
-        info = TensorInfo(dtype, stored, Path(_file_name(file)), data)
+        info = TensorInfo(dtype, chunk_shape, Path(_file_name(file)), data)
         self._around[file] += [(start, before), (data + info.nbytes, after)]
         self._sizes[file] = data + info.nbytes + len(after)
-        chunk = dcp.ChunkStorageMetadata(torch.Size((*place.index, *(0 for _ in shape))), torch.Size(stored))
+        chunk = dcp.ChunkStorageMetadata(torch.Size((*place.index, *(0 for _ in shape))), torch.Size(chunk_shape))
         whole = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size((*place.sizes, *shape)), [])
         entry = self._metadata.state_dict_metadata.setdefault(place.key, whole)
         assert isinstance(entry, dcp.TensorStorageMetadata)

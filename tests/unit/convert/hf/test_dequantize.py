@@ -19,7 +19,7 @@ Slices = tuple[slice, ...]
 
 
 class Watched:
-    """Tensors in memory that count what is read of them."""
+    """Tensors in memory that record which elements are read."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -137,36 +137,36 @@ def test_only_codes_and_scales_of_a_slice_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "told"),
+    ("name", "tensor", "message"),
     [
         ("w_scale_inv", None, "FP8 in blocks of 4x6 as in config.json: 1 missing: w_scale_inv"),
         ("w_scale_inv", torch.ones(2, 1), r"1 of another shape: w_scale_inv is \[2, 1\] for \[5, 7\]"),
         ("w_scale_inv", torch.ones(2, 2, dtype=torch.int32), r"w_scale_inv is \[2, 2\]"),
     ],
 )
-def test_fp8_that_does_not_fit(name: str, tensor: Tensor | None, told: str) -> None:
+def test_fp8_that_does_not_match_is_refused(name: str, tensor: Tensor | None, message: str) -> None:
     source, _ = fp8(5, 7)
-    refuses(source, name, tensor, Fp8Blocks(4, 6), told)
+    refuses(source, name, tensor, Fp8Blocks(4, 6), message)
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "told"),
+    ("name", "tensor", "message"),
     [
         ("up_scales", None, "the model is not MXFP4 as in config.json: 1 missing: up_scales"),
         ("up_scales", torch.ones(2, 3, 2, dtype=torch.uint8), r"up_scales is \[2, 3, 2\] for \[2, 3, 1, 16\]"),
         ("up_blocks", torch.ones(3, 1, 16, dtype=torch.uint8), r"up_scales is \[2, 3, 1\] for \[3, 1, 16\]"),
     ],
 )
-def test_mxfp4_that_does_not_fit(name: str, tensor: Tensor | None, told: str) -> None:
+def test_mxfp4_that_does_not_match_is_refused(name: str, tensor: Tensor | None, message: str) -> None:
     source, _ = mxfp4(2, 1, 3)
-    refuses(source, name, tensor, Mxfp4(), told)
+    refuses(source, name, tensor, Mxfp4(), message)
 
 
-def refuses(source: Watched, name: str, tensor: Tensor | None, quantization: Quantization, told: str) -> None:
+def refuses(source: Watched, name: str, tensor: Tensor | None, quantization: Quantization, message: str) -> None:
     source.tensors.pop(name)
     if tensor is not None:
         source.tensors[name] = tensor
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         DequantizedWeights(source, quantization, torch.bfloat16)
 
 

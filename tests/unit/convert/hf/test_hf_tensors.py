@@ -62,8 +62,8 @@ def test_export_has_everything_that_readers_need(family: str, tmp_path: Path, mo
         assert config["rope_parameters"]
         assert config[chosen.rope_names.get("rope_theta", "rope_theta")]
         assert "rope_scaling" in config
-    _, told = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
-    assert not any(told.values())
+    _, loading_info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(loading_info.values())
 
 
 def test_shards_of_five_gigabytes_by_default() -> None:
@@ -80,8 +80,8 @@ def test_eos_ids_are_in_generation_config(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "llama", num_hidden_layers=1, bos_token_id=3, eos_token_id=[5, 6])
     (source / "generation_config.json").unlink()
     convert(source, tmp_path / "export", "hf")
-    said = json.loads((tmp_path / "export" / "generation_config.json").read_text())
-    assert said == {"bos_token_id": 3, "eos_token_id": [5, 6]}
+    generation = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 3, "eos_token_id": [5, 6]}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert model.generation_config.eos_token_id == [5, 6]
 
@@ -90,8 +90,8 @@ def test_both_dtype_keys_are_written(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "llama", num_hidden_layers=1, dtype=torch.float16)
     path = source / "config.json"
     config = json.loads(path.read_text())
-    for number, said in enumerate(({"torch_dtype": "float16"}, {})):
-        path.write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"} | said))
+    for number, dtype_key in enumerate(({"torch_dtype": "float16"}, {})):
+        path.write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"} | dtype_key))
         convert(source, tmp_path / str(number), "hf")
         written = json.loads((tmp_path / str(number) / "config.json").read_text())
         assert written["dtype"] == written["torch_dtype"] == "float16"

@@ -29,12 +29,12 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "we
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **config: Any) -> None:
     tensors = change(load_file(folder / "model.safetensors"))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(said | config))
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | config))
 
 
 def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The projections in FP8 blocks, one after the other, as DeepSeek's and Qwen's folders have them."""
+    """The projections in FP8 blocks, as in the folders of DeepSeek and Qwen."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if "_proj" not in name:
@@ -45,9 +45,9 @@ def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         scales = torch.empty(-(-rows // BLOCK[0]), -(-cols // BLOCK[1]))
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
-                here = slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1])
-                scales[i, j] = tensor[here].float().abs().max() / 448
-                codes[here] = (tensor[here].float() / scales[i, j]).to(torch.float8_e4m3fn)
+                block = slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1])
+                scales[i, j] = tensor[block].float().abs().max() / 448
+                codes[block] = (tensor[block].float() / scales[i, j]).to(torch.float8_e4m3fn)
         found |= {name: codes, f"{name}_scale_inv": scales}
     return found
 
@@ -112,8 +112,8 @@ def test_export_has_no_quantization_config(quantized: Path, tmp_path: Path) -> N
 
     convert(quantized, tmp_path / "plain", "hf")
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
-    assert not any(told.values())
+    _, loading_info = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(loading_info.values())
 
 
 def test_each_rank_dequantizes_its_slices(quantized: Path) -> None:

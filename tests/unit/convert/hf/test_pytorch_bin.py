@@ -1,4 +1,4 @@
-"""``pytorch_model*.bin`` are read only on request, whole or in shards; no code of theirs runs."""
+"""``pytorch_model*.bin`` are read only on request, whole or in shards without running code."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_files_without_weights_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model.bin"
     for value in ([torch.zeros(2)], {"weight": 3}, {"model": {"weight": torch.zeros(2)}}):
         torch.save(value, file)
-        with pytest.raises(DataError, match="other things than tensors by name"):
+        with pytest.raises(DataError, match="content that is not tensors by name"):
             BinWeights(tmp_path)
     file.write_bytes(pickle.dumps([1, 2]) * 3)
     with pytest.raises(DataError, match="is not a zip archive"):
@@ -185,18 +185,18 @@ def test_tensor_larger_than_its_storage_is_refused(
 
 def test_wrong_index_is_refused(model: Path, tmp_path: Path) -> None:
     index = to_bin(model, shards=2) / "pytorch_model.bin.index.json"
-    truth = json.loads(index.read_text())["weight_map"]
-    first, second = dict.fromkeys(truth.values())
+    weight_map = json.loads(index.read_text())["weight_map"]
+    first, second = dict.fromkeys(weight_map.values())
     (tmp_path / "away.bin").write_bytes((model / first).read_bytes())
     (model / "link.bin").symlink_to(tmp_path / "away.bin")
-    for file, error, told in (
+    for file, error, message in (
         ("../away.bin", UnsafeInput, "outside the folder"),
         (str(tmp_path / "away.bin"), UnsafeInput, "outside the folder"),
         ("link.bin", UnsafeInput, "a link to a file outside the folder"),
         ("none.bin", DataError, "which does not exist"),
         (second, DataError, "which does not have it"),
     ):
-        lies = {name: file if where == first else where for name, where in truth.items()}
-        index.write_text(json.dumps({"weight_map": lies}))
-        with pytest.raises(error, match=told):
+        changed = {name: file if where == first else where for name, where in weight_map.items()}
+        index.write_text(json.dumps({"weight_map": changed}))
+        with pytest.raises(error, match=message):
             BinWeights(model)

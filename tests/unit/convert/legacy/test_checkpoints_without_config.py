@@ -25,7 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def bare(model: Path, folder: Path, **how: Any) -> Path:
-    """A checkpoint of the model with nothing beside it."""
+    """A checkpoint of the model without config and tokenizer."""
     convert(model, folder, **how)
     shutil.rmtree(folder / "hf")
     (folder / "checksums.json").unlink()
@@ -145,7 +145,7 @@ def test_mtp_layers_share_the_embedding_in_megatron_lm(tmp_path: Path) -> None:
 
 
 def _with_a_layer_ahead(model: Path, folder: Path) -> Path:
-    """The model with one more layer behind its last, which uses the model's embedding and head."""
+    """The model with one more layer after its last, which uses the model's embedding and head."""
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))

@@ -124,7 +124,7 @@ def test_padding_of_any_width_is_removed(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda state: state["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"), "1 missing"),
         (lambda state: state["model"].update({"decoder.layers.0.mlp.bias": torch.zeros(2)}), "1 not expected"),
@@ -136,10 +136,10 @@ def test_padding_of_any_width_is_removed(model: Path, tmp_path: Path) -> None:
         (lambda state: state.pop("model"), "no model"),
     ],
 )
-def test_misfit_tensors_are_named(change: Any, told: str, model: Path, tmp_path: Path) -> None:
+def test_mismatched_tensors_are_named(change: Any, message: str, model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch")
     rewrite(tmp_path / "legacy" / "release" / "mp_rank_00" / FILE, change)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         convert(tmp_path / "legacy", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -32,7 +32,7 @@ def architecture(**config: Any) -> Architecture:
 
 
 def ranks(tp: int, pp: int, ep: int, etp: int) -> Iterator[tuple[int, int, int, int]]:
-    """Of every process: its rank in tp, pp, ep and etp, as Megatron's orders tp-cp-dp-pp and etp-ep-edp-pp say."""
+    """Ranks in tp, pp, ep and etp of each process, in Megatron's orders tp-cp-dp-pp and etp-ep-edp-pp."""
     world = next(n for n in itertools.count(1) if n % tp == 0 and n % (etp * ep) == 0)
     dense = [(t, d) for d in range(world // tp) for t in range(tp)]
     expert = [(t, e, d) for d in range(world // (etp * ep)) for e in range(ep) for t in range(etp)]
@@ -126,7 +126,7 @@ def test_tied_output_layer_needs_several_stages(pp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes", "told"),
+    ("config", "sizes", "message"),
     [
         ({}, {"tp": 3}, "tp=3 does not divide num_attention_heads=8"),
         ({}, {"pp": 3}, "pp=3 does not divide num_layers=8"),
@@ -139,6 +139,6 @@ def test_tied_output_layer_needs_several_stages(pp: int) -> None:
         (EXPERTS, {"tp": 1, "ep": 2, "etp": 2}, "Use an etp that divides tp"),
     ],
 )
-def test_invalid_layouts_are_refused(config: dict[str, Any], sizes: dict[str, int], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_invalid_layouts_are_refused(config: dict[str, Any], sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         LegacyLayout(**sizes).check(architecture(**config))

@@ -43,7 +43,7 @@ YARN = RopeScaling(kind="yarn", factor=40.0, original_max_position_embeddings=40
 DEEPSEEK = replace(MOE, score="sigmoid", expert_bias=True, num_groups=2, group_top_k=2, scaling_factor=2.5)
 
 
-def said(arch: Architecture) -> dict[str, Any]:
+def args_of(arch: Architecture) -> dict[str, Any]:
     return vars(megatron_args(arch, torch.float32))
 
 
@@ -123,7 +123,7 @@ def tiny(family: str, **settings: Any) -> Architecture:
 def test_args_round_trip(arch: Architecture, flags: list[str]) -> None:
     assert unsupported_features(arch) == []
     assert sorted(required_flags(arch)) == sorted(flags)
-    assert architecture_from_args(said(arch)) == (replace(arch, family=""), [])
+    assert architecture_from_args(args_of(arch)) == (replace(arch, family=""), [])
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def test_default_attention_scale_is_supported() -> None:
 def test_family_is_recovered_from_args(family: str) -> None:
     arch = tiny(family)
     if lacks := unsupported_features(arch):
-        # What is left of it is another model, and is never taken for this one.
+        # Without these features the args describe another model, which must not match this one.
         try:
-            _, found, _ = match_family(architecture_from_args(said(arch))[0])
+            _, found, _ = match_family(architecture_from_args(args_of(arch))[0])
         except UsageError:
             return
         assert replace(found, family=family) != arch, lacks
         return
-    first, found, others = match_family(architecture_from_args(said(arch))[0])
+    first, found, others = match_family(architecture_from_args(args_of(arch))[0])
     assert family in (first.name, *others)
     assert replace(found, family=family) == arch
 
@@ -231,7 +231,7 @@ def test_no_family_fits() -> None:
 )
 def test_unsupported_args_are_named(changed: Mapping[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        architecture_from_args(said(PLAIN) | changed)
+        architecture_from_args(args_of(PLAIN) | changed)
 
 
 @pytest.mark.parametrize(
@@ -245,11 +245,11 @@ def test_unsupported_args_are_named(changed: Mapping[str, Any], words: str) -> N
 )
 def test_invalid_args_are_named(changed: Mapping[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        architecture_from_args(said(PLAIN) | changed)
+        architecture_from_args(args_of(PLAIN) | changed)
 
 
 def test_args_of_older_releases() -> None:
-    args = said(replace(PLAIN, norm_epsilon=1e-6, norm_zero_centered=True))
+    args = args_of(replace(PLAIN, norm_epsilon=1e-6, norm_zero_centered=True))
     for newer in ("layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear", "moe_layer_freq"):
         args.pop(newer, None)
     found, _ = architecture_from_args(args | {"disable_bias_linear": True})
@@ -259,7 +259,7 @@ def test_args_of_older_releases() -> None:
 
 def test_frequencies_in_place_of_patterns() -> None:
     found, _ = architecture_from_args(
-        said(replace(PLAIN, moe=MOE))
+        args_of(replace(PLAIN, moe=MOE))
         | {"moe_layer_freq": 2, "no_rope_freq": 4, "window_size": (7, 0), "window_attn_skip_freq": 2}
     )
     assert found.moe is not None
@@ -268,7 +268,7 @@ def test_frequencies_in_place_of_patterns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "asked", "rows", "notes"),
+    ("changes", "requested", "rows", "notes"),
     [
         ({"vocab_size": 77, "padded_vocab_size": 128}, None, 77, 0),
         ({"vocab_size": 76, "tokenizer_type": "NullTokenizer", "padded_vocab_size": 128}, None, 77, 0),
@@ -276,15 +276,15 @@ def test_frequencies_in_place_of_patterns() -> None:
         ({"vocab_size": None, "padded_vocab_size": 128}, 100, 100, 0),
     ],
 )
-def test_vocab_size_from_args(told: Mapping[str, Any], asked: int | None, rows: int, notes: int) -> None:
-    found, said_of_it = architecture_from_args(said(PLAIN) | told, asked)
-    assert (found.vocab_size, len(said_of_it)) == (rows, notes)
+def test_vocab_size_from_args(changes: Mapping[str, Any], requested: int | None, rows: int, notes: int) -> None:
+    found, found_notes = architecture_from_args(args_of(PLAIN) | changes, requested)
+    assert (found.vocab_size, len(found_notes)) == (rows, notes)
     with pytest.raises(UsageError, match="has 128 rows"):
-        architecture_from_args(said(PLAIN) | told, 129)
+        architecture_from_args(args_of(PLAIN) | changes, 129)
 
 
 def test_yarn_with_other_mscale() -> None:
-    args = said(replace(LATENT, rope_scaling=YARN)) | {"mscale": 0.5, "mscale_all_dim": 0.0}
+    args = args_of(replace(LATENT, rope_scaling=YARN)) | {"mscale": 0.5, "mscale_all_dim": 0.0}
     scaling = architecture_from_args(args)[0].rope_scaling
     assert scaling is not None and scaling.mscale is None
     assert scaling.attention_factor == pytest.approx(0.05 * 3.688879454 + 1)

@@ -69,7 +69,7 @@ def test_metadata_of_torch_is_read(protocol: int, tmp_path: Path) -> None:
 def test_checkpoint_saved_by_torch_is_read(tmp_path: Path) -> None:
     state = {"decoder.a": torch.ones(2, 3), "args": {"some": (1, "thing")}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+        warnings.simplefilter("ignore")  # about a single process
         save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     found = load_metadata(tmp_path / ".metadata")
     entry = found.state_dict_metadata["decoder.a"]

@@ -43,8 +43,8 @@ def test_expensive_long_sample_is_reported() -> None:
         (64, 64),
         "; --tokens 164 would reach beyond the window or original context of 100",
     )
-    (_, second), told = sample_lengths(replace(PLAIN, sliding_window=30000), PLAIN, 10, None)
-    assert second == 64 and "--tokens 30064" in told  # few parameters, and yet scores of 30,000 by 30,000
+    (_, second), note = sample_lengths(replace(PLAIN, sliding_window=30000), PLAIN, 10, None)
+    assert second == 64 and "--tokens 30064" in note  # few parameters, and yet scores of 30,000 by 30,000
 
 
 def test_more_tokens_than_positions_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Models run by transformers at once and layer by layer; the memory check; refusals."""
+"""Models run by transformers at once and layer by layer, the memory check, and rejected models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_layer_by_layer_gives_the_same_logits(family: str, tied: bool, tmp_path:
     wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(IDS)
     for by_layer in (False, True):
         with open_network(open_model(folder), by_layer=by_layer) as network:
-            for _ in range(2):  # the weights come back the second time
+            for _ in range(2):  # the second run loads the weights again
                 passed: list[int] = []
                 found = run_layers(network, IDS, lambda number, _, to=passed: to.append(number), by_layer=by_layer)
             assert all(parameter.is_meta == by_layer for parameter in network.module.parameters())
@@ -64,8 +64,8 @@ def test_memory_decides_on_layer_by_layer(qwen3: OpenedModel, monkeypatch: pytes
     assert needed == sum(tensor.nbytes for tensor in load_file(qwen3.path / "model.safetensors").values())
     for free, expected in ((2 * needed, False), (2 * needed - 1, True), (largest, True)):
         monkeypatch.setattr(model_runner, "free_bytes", lambda free=free: free)
-        by_layer, told = memory_plan(qwen3, qwen3, by_layer=False)
-        assert by_layer == expected and ("are free" in told) == expected
+        by_layer, reason = memory_plan(qwen3, qwen3, by_layer=False)
+        assert by_layer == expected and ("are free" in reason) == expected
     monkeypatch.setattr(model_runner, "free_bytes", lambda: largest - 1)
     with pytest.raises(UsageError, match="the largest layer takes"):
         memory_plan(qwen3, qwen3, by_layer=False)
