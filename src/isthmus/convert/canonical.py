@@ -6,7 +6,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,12 +25,19 @@ THREADS = 2
 """Reads and writes are copies in the kernel; two threads saturate two cores."""
 
 
-class CanonicalWeights(Protocol):
-    """Reads tensors by canonical name, a few rows at a time; ``str`` of it names the source."""
+class CanonicalWeights(ABC):
+    """Reads tensors by canonical name, a few rows at a time."""
 
+    source: object
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    @abstractmethod
     def dtype(self, canonical: str) -> torch.dtype:
         """Dtype of a tensor."""
 
+    @abstractmethod
     def read(self, canonical: str, rows: slice) -> Tensor:
         """Rows of a whole tensor, without vocabulary padding; ``rows`` has start and stop. Thread-safe."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isthmus.convert.canonical import Destination, unique_placements
+from isthmus.convert.canonical import CanonicalWeights, Destination, unique_placements
 from isthmus.convert.coverage import check_coverage
 from isthmus.convert.online import export_plan
 from isthmus.convert.weight_source import WeightSource
@@ -20,14 +20,11 @@ from isthmus.families.rules.shard import hf_slices
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 
 
-class HfWeights:
+class HfWeights(CanonicalWeights):
     def __init__(self, source: WeightSource, family: Family, arch: Architecture) -> None:
         check_coverage(source, family, arch)
         self.source, self._arch = source, arch
         self._placements = unique_placements(family, arch)
-
-    def __str__(self) -> str:
-        return str(self.source)
 
     def dtype(self, canonical: str) -> torch.dtype:
         """A UsageError if the Hugging Face tensors that form it differ in dtype."""

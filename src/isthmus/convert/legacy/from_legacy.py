@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus.convert.canonical import CanonicalWeights
 from isthmus.convert.coverage import first_few, reject_mismatch
 from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, local_slices
 from isthmus.convert.torch_pickle import args_in, read_torch_pickle
@@ -83,9 +84,9 @@ class LegacyFolder:
         return found
 
 
-class LegacyWeights:
+class LegacyWeights(CanonicalWeights):
     def __init__(self, folder: LegacyFolder, family: Family, arch: Architecture) -> None:
-        self._folder, self._arch, self._layout = folder, arch, folder.layout
+        self.source, self._arch, self._layout = folder, arch, folder.layout
         self._layout.check_sizes(arch)
         self._placements: dict[str, Placement] = {}
         self._parts: dict[str, list[tuple[_LocalTensor, list[tuple[Index, Index]]]]] = {}
@@ -119,9 +120,6 @@ class LegacyWeights:
             if (file, number, name) not in used
         ]
         reject_mismatch(folder, family, missing, unexpected, misshapen)
-
-    def __str__(self) -> str:
-        return str(self._folder)
 
     def dtype(self, canonical: str) -> torch.dtype:
         return self._parts[canonical][0][0].info.dtype

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.convert.canonical import spelling_of, unique_placements
+from isthmus.convert.canonical import CanonicalWeights, spelling_of, unique_placements
 from isthmus.convert.coverage import reject_mismatch
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import args_in, read_torch_pickle
@@ -145,9 +145,9 @@ class TorchDistFolder:
             )
 
 
-class TorchDistWeights:
+class TorchDistWeights(CanonicalWeights):
     def __init__(self, folder: TorchDistFolder, family: Family, arch: Architecture) -> None:
-        self._folder = folder
+        self.source = folder
         self._places: dict[str, CheckpointSlot] = {}
         spelling = spelling_of(arch)
         missing, misshapen, used = [], [], set()
@@ -173,12 +173,9 @@ class TorchDistWeights:
         unexpected = [key for key in folder.tensors if is_model_key(key) and key not in used]
         reject_mismatch(folder, family, missing=sorted(set(missing)), unexpected=unexpected, misshapen=misshapen)
 
-    def __str__(self) -> str:
-        return str(self._folder)
-
     def dtype(self, canonical: str) -> torch.dtype:
-        dtype: torch.dtype = self._folder.tensors[self._places[canonical].key].properties.dtype
+        dtype: torch.dtype = self.source.tensors[self._places[canonical].key].properties.dtype
         return dtype
 
     def read(self, canonical: str, rows: slice) -> Tensor:
-        return self._folder.read(self._places[canonical], rows)
+        return self.source.read(self._places[canonical], rows)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from isthmus.convert.verify.probe_models import max_difference
+from isthmus.convert.learn import max_difference
 
 
 def test_nan_anywhere_is_an_infinite_difference() -> None:
