@@ -29,16 +29,19 @@ def match_family(arch: Architecture, first: str | None = None) -> tuple[Family, 
     order = [name for name in dict.fromkeys((first, *PREFERRED)) if name in families]
     order += [name for name in families if name not in (*order, LAST_RESORT)] + [LAST_RESORT]
     matching: list[tuple[Family, Architecture]] = []
-    nearest: tuple[str, list[str]] | None = None
+    nearest: tuple[str, list[tuple[str, Any, Any]]] | None = None
     for name in order:
         if (expressed := _expressed_by(families[name], arch)) is None:
             continue
-        if not (differences := _differences(arch, expressed)):
+        if not (differences := differing_fields(_normalized(arch), _normalized(expressed))):
             matching.append((families[name], replace(expressed, init_std=arch.init_std)))
         elif nearest is None or len(differences) < len(nearest[1]):
             nearest = (name, differences)
     if not matching:
-        close = "" if nearest is None else f" The nearest is {nearest[0]}, except for {first_few(nearest[1])}."
+        close = ""
+        if nearest is not None:
+            listed = first_few([f"{name}={one} and not {other}" for name, one, other in nearest[1]])
+            close = f" The nearest is {nearest[0]}, except for {listed}."
         raise UsageError(f"no family can express the model that Megatron-LM's args describe.{close}")
     (family, expressed), *others = matching
     return family, expressed, [other.name for other, _ in others]
@@ -55,30 +58,32 @@ def _expressed_by(family: Family, arch: Architecture) -> Architecture | None:
         return None
 
 
-def _differences(wanted: Architecture, expressed: Architecture) -> list[str]:
-    ours, theirs = _flat(wanted), _flat(expressed)
-    return [
-        f"{name}={ours.get(name)} and not {theirs.get(name)}"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    ]
+def differing_fields(ours: Architecture, theirs: Architecture) -> list[tuple[str, Any, Any]]:
+    """(path, value in ours, value in theirs) of fields that differ, except for family and ``init_std``."""
+    one, other = _flat(ours), _flat(theirs)
+    names = sorted(one.keys() | other.keys())
+    return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)]
 
 
 def _flat(arch: Architecture) -> dict[str, Any]:
-    """All fields by path, normalized where different values compute the same; without name and ``init_std``."""
-    if (moe := arch.moe) is not None:
-        if moe.score == "softmax_of_chosen" and moe.num_groups == 1 and not moe.expert_bias:
-            moe = replace(moe, score="softmax", normalize=True)
-        if moe.score == "softmax" or not moe.normalize:
-            moe = replace(moe, normalize_min=0.0)  # the sum of top-k softmax scores is never that small
-        if moe.num_groups == 1:
-            moe = replace(moe, group_top_k=1, group_score="max")
-        # Without dense layers, no layer uses ffn_hidden_size.
-        arch = replace(arch, moe=moe, ffn_hidden_size=arch.ffn_hidden_size if moe.dense_layers else 0)
     found: dict[str, Any] = {}
     for name, value in asdict(arch).items():
         if isinstance(value, dict):
-            found |= {f"{name}.{inner}": number for inner, number in value.items()}
+            found |= {f"{name}.{inner}": number for inner, number in value.items() if number is not None}
         elif name not in ("family", "init_std") and value is not None:
             found[name] = value
     return found
+
+
+def _normalized(arch: Architecture) -> Architecture:
+    """One value for fields where different values compute the same."""
+    if (moe := arch.moe) is None:
+        return arch
+    if moe.score == "softmax_of_chosen" and moe.num_groups == 1 and not moe.expert_bias:
+        moe = replace(moe, score="softmax", normalize=True)
+    if moe.score == "softmax" or not moe.normalize:
+        moe = replace(moe, normalize_min=0.0)  # the sum of top-k softmax scores is never that small
+    if moe.num_groups == 1:
+        moe = replace(moe, group_top_k=1, group_score="max")
+    # Without dense layers, no layer uses ffn_hidden_size.
+    return replace(arch, moe=moe, ffn_hidden_size=arch.ffn_hidden_size if moe.dense_layers else 0)

@@ -21,6 +21,8 @@ from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 
 
 class HfWeights(CanonicalWeights):
+    source: WeightSource
+
     def __init__(self, source: WeightSource, family: Family, arch: Architecture) -> None:
         check_coverage(source, family, arch)
         self.source, self._arch = source, arch

@@ -147,7 +147,7 @@ class TorchDistFolder:
 
 class TorchDistWeights(CanonicalWeights):
     def __init__(self, folder: TorchDistFolder, family: Family, arch: Architecture) -> None:
-        self.source = folder
+        self.source: TorchDistFolder = folder
         self._places: dict[str, CheckpointSlot] = {}
         spelling = spelling_of(arch)
         missing, misshapen, used = [], [], set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isthmus.convert.canonical import Progress, stream, unique_placements
 from isthmus.convert.coverage import first_few
+from isthmus.convert.family_matching import differing_fields
 from isthmus.convert.hf.hf_weights import has_bin
 from isthmus.convert.open_model import OpenedModel, checkpoint_folder, open_model
 from isthmus.convert.verify.checksums import TensorChecksums, read_checksums
@@ -116,7 +117,9 @@ def compare_models(
     if bin and not has_bin(first) and not has_bin(second):
         raise MissingInput(f"neither {first} nor {second} has pytorch_model*.bin. Omit --bin.")
     a, b = _open_both(first, second, hf_like, bin)
-    config_differences = _compare_configs(a, b)
+    config_differences = [f"{name}={one} and {other}" for name, one, other in differing_fields(a.arch, b.arch)]
+    if a.family is not b.family:
+        config_differences = [f"family {a.family.name} and {b.family.name}"]
     problems = [f"they are not the same model: {'; '.join(config_differences)}"] if config_differences else []
     comparison = None
     if not config_differences or (logits is not None and _shapes(a) == _shapes(b)):
@@ -193,25 +196,3 @@ def _open_both(first: Path, second: Path, hf_like: Path | None, bin: bool) -> tu
     a = opened(first)
     b = opened(second, a)
     return (a if a.hf_folder is not None else opened(first, b)), b
-
-
-def _compare_configs(a: OpenedModel, b: OpenedModel) -> list[str]:
-    if a.family is not b.family:
-        return [f"family {a.family.name} and {b.family.name}"]
-    # A model with weights does not use init_std.
-    ours, theirs = (asdict(replace(side.arch, init_std=0.0)) for side in (a, b))
-    return list(_differing_fields(ours, theirs))
-
-
-def _differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Fields that differ, with nested ones as ``rope_scaling.factor``."""
-    for name, one in ours.items():
-        other = theirs[name]
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from _differing_fields(one, other, f"{prefix}{name}.")
-        elif one != other:
-            yield f"{prefix}{name}={_without_none(one)} and {_without_none(other)}"
-
-
-def _without_none(value: Any) -> Any:
-    return {name: v for name, v in value.items() if v not in (None, ())} if isinstance(value, Mapping) else value
