@@ -10,7 +10,7 @@ from pathlib import Path
 from isthmus.errors import disk_errors
 
 TEMPORARY = ".tmp-"
-"""First characters of the name of a temporary file or folder; whoever finds one after a crash may delete it."""
+"""Prefix of the names of temporary files and folders; after a crash they may be deleted."""
 
 
 @contextmanager
@@ -34,12 +34,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` (text as UTF-8) to ``path`` atomically.
-
-    Raises:
-        NoSpace: the disk or the quota is full.
-        IOFailure: the file cannot be written for another reason.
-    """
+    """Write ``content`` (text as UTF-8) to ``path`` atomically; raises as :func:`atomic_file`."""
     with atomic_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -55,19 +55,8 @@ class Member:
 def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -> Iterator[str]:
     """Join the other ranks and start torch.distributed; a heartbeat watches them while the block runs.
 
-    Between machines, ``GLOO_SOCKET_IFNAME`` defaults to the interface of the route to rank 0.
-
-    Args:
-        join_timeout_s: time to wait for ranks that have not started yet.
-        timeout_s: timeout of collectives.
-
-    Yields:
-        The ranks of each machine, for the log; empty on one machine.
-
-    Raises:
-        UsageError: the variables of the rendezvous are wrong, or an interface does not exist.
-        Hang: a rank is missing, unreachable or does not answer.
-        IsthmusError: the failure of another rank.
+    Between machines, ``GLOO_SOCKET_IFNAME`` defaults to the interface of the route to rank 0. ``timeout_s`` is for
+    collectives. Yields the ranks of each machine, for the log; empty on one machine.
     """
     if rank_env.world_size() <= 1 or dist.is_initialized():
         init_process_group(platform, timeout_s=timeout_s)

@@ -29,8 +29,8 @@ from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
+from isthmus.recipes.setup.model_plan import check_profiled_steps, check_schedule
 from isthmus.recipes.setup.rank_model import RankModel, build_rank_model
-from isthmus.recipes.setup.training_checks import check_profiled_steps, check_schedule
 from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.train.loop import Loop
 from isthmus.train.reporter import Reporter
@@ -167,7 +167,7 @@ class _Training:
         """Write a Hugging Face folder; a collective."""
         context = self.context
         named = context.config.model.export_dtype
-        dtype = {"source": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[named]
+        dtype = None if named == "source" else getattr(torch, named)
         path = context.run_dir.export(step)
         export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
         self.reporter.log(f"exported {path}")

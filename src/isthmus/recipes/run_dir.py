@@ -30,13 +30,7 @@ class RunDir:
         return self.root / ("hf" if step is None else f"hf-step-{step:07d}")
 
     def checkpoint_to_resume(self, resume: str) -> Path | None:
-        """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``.
-
-        Raises:
-            NoSpace: the folder is not a run folder, or this run would overwrite another one.
-            MissingInput: the checkpoint ``resume`` does not exist.
-            DataError: the tracker file names a missing checkpoint.
-        """
+        """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``."""
         from isthmus.engine.checkpoint.save_load import latest
 
         occupied = self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir()))

@@ -54,7 +54,7 @@ class Loop:
     export: Callable[[int], None]
 
     def evaluate(self, step: int, part: Literal["valid", "test"] = "valid") -> float | None:
-        """Report the validation or test loss; None without such data. Raises Diverged if it is not finite."""
+        """Report the validation or test loss; None without such data."""
         source = self.valid if part == "valid" else self.test
         if source is None:
             return None
@@ -68,12 +68,7 @@ class Loop:
         return result.loss
 
     def run(self, start: int, steps: int, stop: StopFlag) -> Outcome:
-        """Train from step ``start`` until ``steps``.
-
-        Raises:
-            Preempted: ``stop`` was requested on some rank; the state after the last whole step is saved.
-            Diverged: the loss, the validation loss or the gradient norm is not finite.
-        """
+        """Train from ``start`` until ``steps``. A stop request on any rank saves the state and raises Preempted."""
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
         with self.profile, closing(prefetched(self.train.step, range(start, steps))) as batches:

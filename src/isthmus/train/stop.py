@@ -20,29 +20,16 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self._signal: signal.Signals | None = None
+        self.requested = False
         self._previous: dict[signal.Signals, Any] = {}
-
-    @property
-    def requested(self) -> bool:
-        return self._signal is not None
-
-    @property
-    def reason(self) -> str:
-        """The first signal ("SIGTERM"); empty without one."""
-        return self._signal.name if self._signal else ""
-
-    def request(self, number: int = signal.SIGTERM) -> None:
-        if self._signal is None:
-            self._signal = signal.Signals(number)
 
     def install(self) -> None:
         """Install the handlers; does nothing outside the main thread, where Python forbids it."""
         for number in SIGNALS:
             current = signal.getsignal(number)
             earlier = getattr(current, "__self__", None)
-            if isinstance(earlier, StopFlag) and earlier is not self and earlier.requested:
-                self._signal = self._signal or earlier._signal
+            if isinstance(earlier, StopFlag) and earlier.requested:
+                self.requested = True
             if current == self._received or (number == signal.SIGHUP and current == signal.SIG_IGN):
                 continue  # nohup ignores SIGHUP
             try:
@@ -67,4 +54,4 @@ class StopFlag:
         alone = rank_env.world_size() == 1
         if self.requested and alone and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.request(number)
+        self.requested = True

@@ -21,9 +21,9 @@ def restored() -> Iterator[None]:
 @pytest.mark.usefixtures("hangups_count")
 def test_a_signal_sets_the_flag(number: signal.Signals) -> None:
     with StopFlag() as stop:
-        assert not stop.requested and stop.reason == ""
+        assert not stop.requested
         os.kill(os.getpid(), number)
-        assert stop.requested and stop.reason == number.name
+        assert stop.requested
 
 
 def test_second_ctrl_c_interrupts_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_further_signals_are_ignored_with_several_ranks(monkeypatch: pytest.Monk
     with StopFlag() as stop:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
-        assert stop.reason == "SIGINT"
+        assert stop.requested
 
 
 def test_later_flag_inherits_a_request() -> None:

@@ -116,10 +116,7 @@ def load_corpus(
 ) -> Corpus:
     """Tokenize raw data files into ``folder``, unless it has the same data, and open the samples; a collective.
 
-    Args:
-        vocab_size: rows of the embedding.
-        resume: the checkpoint to resume from; its data must be unchanged (DataError).
-        stop: checked after each chunk; raises Preempted and keeps the finished parts.
+    With ``resume`` changed data is a DataError. A stop request raises Preempted and keeps the finished parts.
     """
     if config.data.mock:
         report(f"data: random tokens, {config.data.seq_length} per sample")
@@ -151,7 +148,7 @@ def _tokenize_sources(
     same = same_data(fingerprint, earlier)
     if not same:
         if earlier and resume is not None:
-            raise _changed(resume)
+            check_fingerprint(str(earlier), str(fingerprint), resume)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         write_atomic(path, json.dumps(fingerprint))
@@ -255,17 +252,13 @@ def _split_sources(config: RunConfig, sources: Sequence[DataSource], stores: Seq
 
 
 def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
-    """Raises DataError if the data order differs from that of the checkpoint."""
+    """Check that the data order is that of the checkpoint."""
     if saved != now:
-        raise _changed(checkpoint)
-
-
-def _changed(checkpoint: Path) -> DataError:
-    return DataError(
-        f"the data files, a setting under data, the tokenizer, train.global_batch_size or the data format of isthmus "
-        f"differ from those of {checkpoint}, so its step does not match a position in them. Restore them, or start a "
-        "new run with --out."
-    )
+        raise DataError(
+            f"the data files, a setting under data, the tokenizer, train.global_batch_size or the data format of "
+            f"isthmus differ from those of {checkpoint}, so its step does not match a position in them. Restore them, "
+            "or start a new run with --out."
+        )
 
 
 KINDS: dict[str, Kind] = {recipe: kind for kind, recipe in RECIPES.items()}

@@ -11,6 +11,9 @@ from isthmus.convert.hf.hf_weights import config_dtype
 from isthmus.convert.legacy.megatron_args import megatron_args
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.convert.open_model import HF_SUBFOLDER
+from isthmus.engine.checkpoint.checkpoint_names import expert_of
+from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
+from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.process_groups import agree, barrier
 from isthmus.errors import disk_errors
 from isthmus.hf.model_folder import write_model_files
@@ -26,16 +29,9 @@ def export_hf(
 ) -> None:
     """Write a Hugging Face model folder; a collective. Each rank writes its own slices, no rank gathers the model.
 
-    Args:
-        tokenizer: saved if it differs from the source's files, which are copied otherwise.
-        dtype: None keeps each tensor's dtype in the source, or the config's dtype without weights.
-        replace: replace an earlier export of this run.
-
-    Raises:
-        NoSpace, IOFailure: on every rank, if any rank cannot write; nothing is published.
+    ``dtype`` None keeps each tensor's dtype in the source, or the config's dtype without weights. If a rank cannot
+    write, all ranks raise and nothing is published.
     """
-    from isthmus.engine.parallel.ddp import gather_weights
-
     plan, main = model.plan, model.position.rank == 0
     source_dtypes = {name: info.dtype for name, info in plan.weights.source.tensors.items()}
     dtypes = dtype or source_dtypes or config_dtype(plan.source.config, torch.float32)
@@ -72,9 +68,6 @@ def export_hf(
 
 def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
     """The tensors for the export, and whether this rank writes them (with fsdp some ranks only gather)."""
-    from isthmus.engine.checkpoint.checkpoint_names import expert_of
-    from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
-
     position = model.position
     tensors, mtp_copies = live_tensors(model.stages), mtp_shared_tensors(model.stages)
     if mtp_copies and not position.is_first_stage:

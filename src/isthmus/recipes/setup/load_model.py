@@ -12,9 +12,8 @@ from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
 from isthmus.recipes.setup.layout_checks import check_fsdp_precision
-from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.model_plan import check_precision, plan_model
 from isthmus.recipes.setup.rank_model import join_and_build
-from isthmus.recipes.setup.training_checks import check_precision
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:

@@ -1,18 +1,27 @@
-"""The model of a run and its parallel layout, before any rank starts."""
+"""The model of a run, its parallel layout, and checks of the training settings; all raise UsageError."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
+from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import check_tp_size
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.platforms import rank_env
-from isthmus.recipes.setup.layout_checks import check_experts, check_layout, check_stages
+from isthmus.platforms.base import Platform
+from isthmus.recipes.setup.layout_checks import (
+    check_experts,
+    check_fsdp_precision,
+    check_layout,
+    check_micro_batches,
+    check_stages,
+)
 from isthmus.recipes.setup.model_source import open_source
 
 
@@ -27,12 +36,7 @@ class ModelPlan:
 
 
 def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
-    """Read the config of the model and check the layout; ``world_size`` None is that of the environment.
-
-    Raises:
-        MissingInput, DataError, UnsafeInput: the model folder is missing or damaged.
-        UsageError: the model, its quantization or the layout is not supported.
-    """
+    """Read the config of the model and check the layout; ``world_size`` None is that of the environment."""
     source = open_source(config.model)
     family = family_for(source.config)
     weights = open_weights(source, family)
@@ -46,3 +50,76 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)
     return ModelPlan(source, weights, family, architecture, config.parallel, world_size)
+
+
+def check_training(config: RunConfig, plan: ModelPlan) -> None:
+    """All checks that need only the model and the config."""
+    plan.family.check_training(plan.source.config)
+    check_micro_batches(config.train, plan.parallel, plan.world_size)
+    _check_positions(config, plan.architecture)
+    _check_recompute(config, plan)
+    if config.train.precision is not None:
+        check_fsdp_precision(plan.parallel, config.train.precision)
+    if config.recipe == "dpo" and plan.architecture.mtp_layers:
+        raise UsageError(
+            f"this model has {plan.architecture.mtp_layers} MTP layers (multi-token prediction, "
+            f"{plan.architecture.family}), and dpo has no loss for them. Remove them from the folder (their number in "
+            "config.json, and their tensors), or fine-tune with sft."
+        )
+
+
+def _check_positions(config: RunConfig, architecture: Architecture) -> None:
+    longest, positions = config.data.seq_length, architecture.max_position_embeddings
+    if architecture.position == "learned" and longest > positions:
+        raise UsageError(
+            f"data.seq_length={longest} is more than the {positions} learned positions of this model "
+            f"({architecture.family}). Use {positions} or less."
+        )
+
+
+def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
+    train, architecture = config.train, plan.architecture
+    stage_layers = math.ceil(architecture.num_layers / (plan.parallel.pp * plan.parallel.vpp))
+    if train.recompute_layers is not None and train.recompute_layers > stage_layers:
+        raise UsageError(
+            f"train.recompute_layers={train.recompute_layers} is more than the {stage_layers} layers of a pipeline "
+            f"stage. Use {stage_layers} or less, or leave it out for all."
+        )
+    if train.recompute != "selective":
+        return
+    is_moe = [architecture.is_moe(layer) for layer in range(architecture.num_layers)]
+    for name, present, what in (
+        ("moe", any(is_moe), "mixtures of experts"),
+        ("mlp", not all(is_moe), "dense feed-forward blocks"),
+    ):
+        if name in train.recompute_modules and not present:
+            raise UsageError(
+                f"train.recompute_modules names {name}, and this model has no {what} ({architecture.family}). "
+                "Leave it out."
+            )
+
+
+def check_precision(platform: Platform, precision: str) -> None:
+    supported, reason = platform.supports(precision)
+    if not supported:
+        raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
+
+
+def check_schedule(config: RunConfig, steps: int) -> None:
+    """Check that warm-up and decay fit; with ``train.epochs`` the steps are known only after loading the data."""
+    warmup, decay = config.optim.warmup_steps, config.optim.decay_steps or 0
+    if warmup >= steps or warmup + decay > steps:
+        verb = f" and optim.decay_steps={decay} do" if decay else " does"
+        raise UsageError(
+            f"optim.warmup_steps={warmup}{verb} not fit in the {steps} steps that train.epochs="
+            f"{config.train.epochs:g} is of this data. Lower it, or raise train.epochs."
+        )
+
+
+def check_profiled_steps(config: RunConfig, steps: int) -> None:
+    profiled = config.train.profiled_steps
+    if profiled and profiled[-1] > steps:
+        raise UsageError(
+            f"train.profile={config.train.profile} goes beyond the {steps} steps of this run. Name steps from 1 to "
+            f"{steps}."
+        )

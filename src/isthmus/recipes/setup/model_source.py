@@ -22,13 +22,7 @@ from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer, open_tokenizer
 
 
 def open_source(model: ModelConfig) -> ModelFolder:
-    """Open ``model.path`` and merge ``model.config`` into its config.
-
-    Raises:
-        MissingInput, DataError: the model is missing or damaged.
-        UsageError: the preset is unknown, or the model type does not use a key of ``model.config``.
-        IOFailure: the Hub is not reachable.
-    """
+    """Open ``model.path`` and merge ``model.config`` into its config."""
     if model.path is None:
         return _described("model.config", model.config)
     if is_model_file(model.path):
@@ -90,10 +84,7 @@ def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Ma
 
 
 def run_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> Tokenizer:
-    """Open the tokenizer, by default the model's, and check that it has at most ``vocab_size`` tokens.
-
-    Mock data without a tokenizer uses the null tokenizer.
-    """
+    """Open the tokenizer, by default the model's, and check that it has at most ``vocab_size`` tokens."""
     tokenizer = _open_tokenizer(config, source, vocab_size)
     if tokenizer.vocab_size > vocab_size and not config.data.mock:  # mock data has the model's tokens only
         last = tokenizer.inner.convert_ids_to_tokens(tokenizer.vocab_size - 1)

@@ -14,9 +14,8 @@ from isthmus.recipes.data.corpus import check_files
 from isthmus.recipes.run_dir import RunDir
 from isthmus.recipes.setup.layout_checks import check_offload
 from isthmus.recipes.setup.memory_estimate import check_memory
-from isthmus.recipes.setup.model_plan import ModelPlan, plan_model
+from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, check_training, plan_model
 from isthmus.recipes.setup.model_source import run_tokenizer
-from isthmus.recipes.setup.training_checks import check_precision, check_training
 
 
 @dataclass(frozen=True, slots=True)

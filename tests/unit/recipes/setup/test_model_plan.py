@@ -13,9 +13,14 @@ from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
-from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.model_plan import (
+    check_precision,
+    check_profiled_steps,
+    check_schedule,
+    check_training,
+    plan_model,
+)
 from isthmus.recipes.setup.rank_model import fp8_recipe
-from isthmus.recipes.setup.training_checks import check_precision, check_profiled_steps, check_schedule, check_training
 from ranks.tiny import build_model_folder
 
 

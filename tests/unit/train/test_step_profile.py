@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.train.profile_table import COMMUNICATION, HOST, IDLE, costs_of, overlap, union, weight_uses
+from isthmus.train.step_profile import COMMUNICATION, HOST, IDLE, costs_of, overlap, union, weight_uses
 
 USES = weight_uses(
     {
