@@ -157,7 +157,8 @@ def _set(
         if unknown_keys is not None:
             unknown_keys.append(key)
             return
-        guess = near(key) or next(iter(difflib.get_close_matches(key, _primus_keys(), n=1)), None)
+        names = " ".join(" ".join(_KEYS[table].values()) for table in ("different", "unsupported", "refused")).split()
+        guess = near(key) or next(iter(difflib.get_close_matches(key, names, n=1)), None)
         args.errors.append(
             f"{key}  is not a key of Primus or Megatron-LM" + (f" (did you mean {guess}?)" if guess else "")
         )
@@ -179,11 +180,6 @@ def _primus_key(key: str) -> tuple[Any, str] | None:
             if any(fnmatchcase(key, pattern) for pattern in patterns.split()) and key not in ARGUMENTS:
                 return status, why
     return None
-
-
-def _primus_keys() -> list[str]:
-    tables = (_KEYS["different"], _KEYS["unsupported"], _KEYS["refused"])
-    return [key for table in tables for keys in table.values() for key in keys.split() if "*" not in key]
 
 
 def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[str, Any], args: Arguments) -> None:
