@@ -33,7 +33,7 @@ def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: boo
     weights |= {name: entry for name, entry in model.sharded_tensors.items() if not _is_tensor(entry)}
     groups = [dict(group) for group in adam.param_groups]
     for group in groups:
-        group["step"] = num_updates(adam)
+        group["step"] = float(next(iter(adam.state.values()))["step"])
         del group["params"]
     return {
         "model": weights,
@@ -43,10 +43,6 @@ def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: boo
             "param_state_sharding_type": "fully_reshardable",
         },
     }
-
-
-def num_updates(adam: Any) -> float:
-    return float(next(iter(adam.state.values()))["step"])
 
 
 def set_num_updates(adam: Any, steps: int) -> None:

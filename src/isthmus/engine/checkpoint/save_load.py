@@ -254,14 +254,15 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         sharded = isinstance(stepper.model[0], FullyShardedDataParallel)  # read in place
         for name, stage in () if sharded else _stages(stepper).items():
             stage.load_state_dict(loaded[name])
-    steps = _steps(common["optimizer"])
+    saved = common["optimizer"].get(0, common["optimizer"])  # several optimizers are keyed by number
+    steps = int(saved["optimizer"]["param_groups"][0]["step"])
     if sharded:
         (adam,) = torch_optimizers(stepper.optimizer)
         set_num_updates(adam, steps)
     else:
         for optimizer, tensors in zip(distributed_optimizers(stepper.optimizer), loaded["optimizers"], strict=True):
             compat.load_adam(optimizer, tensors["param_state"], steps=steps)
-            if optimizer.grad_scaler is not None and "grad_scaler" in (saved := _first(common["optimizer"])):
+            if optimizer.grad_scaler is not None and "grad_scaler" in saved:
                 optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
     progress = Progress(**common["isthmus"]["progress"])
     stepper.skipped = common["isthmus"].get("skipped", 0)
@@ -269,14 +270,6 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     if same_layout:
         _restore_random_state(loaded["rng_state"][0], stepper.device)
     return progress
-
-
-def _steps(saved: dict[Any, Any]) -> int:
-    return int(_first(saved)["optimizer"]["param_groups"][0]["step"])
-
-
-def _first(saved: dict[Any, Any]) -> dict[Any, Any]:
-    return saved.get(0, saved)
 
 
 def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:

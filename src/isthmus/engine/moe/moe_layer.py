@@ -8,9 +8,11 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,10 +20,50 @@ from torch import Tensor
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.moe.experts import GroupedExperts
+from isthmus.engine.moe.grouped_gemm import grouped_linear
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.moe.token_dispatcher import dispatcher
 from isthmus.families.architecture import Moe
+
+
+class GroupedExperts(SequentialMLP):
+    """This rank's experts as grouped GEMMs, sorted with the last expert first, like the weights in the DDP buffers."""
+
+    def __init__(self, *args: Any, own_copies: bool) -> None:
+        """``own_copies``: the experts' data-parallel group differs from that of the other layers."""
+        super().__init__(*args)
+        for expert in self.local_experts:
+            for parameter in expert.parameters():
+                parameter.allreduce = not own_copies
+            if (bias := expert.linear_fc2.bias) is not None:
+                # Megatron-Core sums it over tp; here each rank has all tokens and the whole gradient.
+                bias.sequence_parallel = False
+                # All etp ranks have it: the gradient norm counts it on the first of them, whatever its tp rank is.
+                if own_copies:
+                    bias.tensor_model_parallel = self.tp_group.rank() == 0
+                    bias.shared = self.tp_group.rank() != 0
+
+    def forward(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """``hidden`` [n, H] is sorted by expert, ``weights`` [n] scale the results, ``counts`` int64 [local experts].
+
+        With tensor-parallel experts the result is this rank's part of a sum.
+        """
+        experts = list(reversed(self.local_experts))
+        weights = weights.to(hidden.dtype)[:, None]
+        wide = grouped_linear(hidden, counts, [expert.linear_fc1.weight for expert in experts])
+        if experts[0].linear_fc1.bias is not None:
+            wide = wide + _by_row([expert.linear_fc1.bias for expert in experts], counts, wide)
+        inner = experts[0].activation_func(wide) * weights
+        out = grouped_linear(inner, counts, [expert.linear_fc2.weight for expert in experts])
+        if experts[0].linear_fc2.bias is None:
+            return out
+        # The ranks' parts are summed: each adds its share of the bias, and the gradient is that of the whole bias.
+        bias = _by_row([expert.linear_fc2.bias for expert in experts], counts, out)
+        return torch.addcmul(out, bias + bias.detach() * (1 / self.tp_group.size() - 1), weights)
+
+
+def _by_row(biases: list[Tensor], counts: Tensor, rows: Tensor) -> Tensor:
+    return torch.stack(biases).repeat_interleave(counts, dim=0, output_size=rows.size(0))
 
 
 class MoeBlock(MegatronModule):

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-""":meth:`isthmus.engine.moe.experts.GroupedExperts.forward`, on rows sorted by expert."""
+""":meth:`isthmus.engine.moe.moe_layer.GroupedExperts.forward`, on rows sorted by expert."""
 Dispatch = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
 """(hidden [T, H], weights [T, K], chosen int64 [T, K], experts) -> [T, H]; a choice of ``num_experts`` is dropped."""
 
@@ -54,33 +54,24 @@ class _Gather(torch.autograd.Function):
     """Gathers rows per expert; scatter-adds gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, tokens: Tensor, rows_of_token: Tensor | None) -> Tensor:
-        ctx.save_for_backward(tokens, rows_of_token)
-        ctx.num_tokens = hidden.size(0)
-        return hidden.index_select(0, tokens)
+    def forward(ctx: Any, hidden: Tensor, routed: _RoutedTokens) -> Tensor:
+        ctx.routed = routed
+        return hidden.index_select(0, routed.tokens)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        tokens, rows_of_token = ctx.saved_tensors
-        return _sum_by_token(grads[0], tokens, rows_of_token, ctx.num_tokens), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.routed.sum_by_token(grads[0]), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, tokens: Tensor, rows_of_token: Tensor | None, num_tokens: int) -> Tensor:
-        ctx.save_for_backward(tokens)
-        return _sum_by_token(rows, tokens, rows_of_token, num_tokens)
+    def forward(ctx: Any, rows: Tensor, routed: _RoutedTokens) -> Tensor:
+        ctx.routed = routed
+        return routed.sum_by_token(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (tokens,) = ctx.saved_tensors
-        return grads[0].index_select(0, tokens), None, None, None
-
-
-def _sum_by_token(rows: Tensor, tokens: Tensor, rows_of_token: Tensor | None, num_tokens: int) -> Tensor:
-    if rows_of_token is None:
-        return rows.new_zeros(num_tokens, rows.size(1)).index_add_(0, tokens, rows)
-    return rows.index_select(0, rows_of_token.flatten()).unflatten(0, rows_of_token.shape).sum(1)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.routed.tokens), None
 
 
 class _RoutedTokens:
@@ -101,12 +92,16 @@ class _RoutedTokens:
 
     def gather(self, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Sorted rows [n, H] and weights [n] of the pairs."""
-        rows = _Gather.apply(hidden, self.tokens, self.rows_of_token)
-        return rows, weights.flatten().index_select(0, self.order)
+        return _Gather.apply(hidden, self), weights.flatten().index_select(0, self.order)
 
     def combine(self, rows: Tensor) -> Tensor:
         """[n, H] -> [T, H]."""
-        return _Combine.apply(rows, self.tokens, self.rows_of_token, self.num_tokens)
+        return _Combine.apply(rows, self)
+
+    def sum_by_token(self, rows: Tensor) -> Tensor:
+        if self.rows_of_token is None:
+            return rows.new_zeros(self.num_tokens, rows.size(1)).index_add_(0, self.tokens, rows)
+        return rows.index_select(0, self.rows_of_token.flatten()).unflatten(0, self.rows_of_token.shape).sum(1)
 
 
 def _run_local(

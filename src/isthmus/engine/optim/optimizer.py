@@ -59,12 +59,8 @@ def wrap_data_parallel(
     if parallel_state.get_expert_data_parallel_world_size() == 1 and not overlap_grad_reduce:
         idle = [*idle, *wrapped.expert_parallel_bucket_groups]
     for buckets in idle:
-        buckets.start_grad_sync = buckets.start_param_sync = _no_exchange
+        buckets.start_grad_sync = buckets.start_param_sync = lambda **_kwargs: None
     return wrapped
-
-
-def _no_exchange(**_kwargs: bool) -> None:
-    """Replaces a bucket's collectives."""
 
 
 WrappedModel: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
