@@ -17,7 +17,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.taken: list[tuple[str, list[torch.Size]]] = []
         self.made: list[tuple[str, torch.dtype, int]] = []
-        """Operator, type and number of elements of each result that has memory of its own."""
+        """Operator, type and number of elements of each result that does not alias an input."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))

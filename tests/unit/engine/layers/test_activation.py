@@ -39,7 +39,7 @@ def test_swiglu() -> None:
 def test_clamped_swiglu_equals_gpt_oss() -> None:
     gate, up = torch.randn(2, 50, 6, generator=torch.Generator().manual_seed(0)) * 8
     theirs = SimpleNamespace(alpha=1.702, limit=7.0)
-    wanted = GptOssExperts._apply_gate(theirs, torch.stack((gate, up), -1).flatten(-2))  # they take turns
+    wanted = GptOssExperts._apply_gate(theirs, torch.stack((gate, up), -1).flatten(-2))  # interleaved
     ours = clamped_swiglu(torch.cat((gate, up), -1))
     assert torch.allclose(ours, wanted)
     assert min((gate > 7).sum(), (up > 7).sum(), (up < -7).sum()) > 5

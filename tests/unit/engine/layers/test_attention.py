@@ -57,7 +57,7 @@ def reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Every score of the line, then a mask: same sample, not later, not too long ago."""
+    """All scores of the packed sequence, then a mask: same sample, not later, within the window."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(len(sample))
     distance = place[:, None] - place[None, :]
@@ -109,22 +109,22 @@ def check_values_and_gradients(
         assert torch.allclose(mine, theirs)
 
 
-@pytest.mark.parametrize("how", [{"scale": 0.7}, {"softcap": 0.5}, {"sinks": True}, {"softcap": 2.0, "sinks": True}])
+@pytest.mark.parametrize("kwargs", [{"scale": 0.7}, {"softcap": 0.5}, {"sinks": True}, {"softcap": 2.0, "sinks": True}])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.usefixtures("block_sizes")
-def test_scores_scaled_capped_and_with_sinks(how: dict[str, Any], window: int | None) -> None:
+def test_scores_scaled_capped_and_with_sinks(kwargs: dict[str, Any], window: int | None) -> None:
     given = inputs(20, 2)
-    changed = dict(how)
-    if "sinks" in how:
+    changed = dict(kwargs)
+    if "sinks" in kwargs:
         changed["sinks"] = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(20, 2, HEADS // 2, CHANNELS, dtype=torch.float64)
     lengths = (9, 1, 4, 6)
     out, wanted = (attend(*given, lengths, window, **changed) for attend in (packed_attention, reference))
     assert torch.allclose(out, wanted)
     assert not torch.allclose(out, reference(*given, lengths, window), atol=1e-3)
-    learned = (*given, changed["sinks"]) if "sinks" in how else given
-    got = torch.autograd.grad(out, learned, upstream)
-    for mine, theirs in zip(got, torch.autograd.grad(wanted, learned, upstream), strict=True):
+    leaves = (*given, changed["sinks"]) if "sinks" in kwargs else given
+    got = torch.autograd.grad(out, leaves, upstream)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, leaves, upstream), strict=True):
         assert torch.allclose(mine, theirs)
 
 

@@ -135,7 +135,7 @@ def test_only_multiples_of_the_alignment_fit() -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_kernel_agrees_with_the_emulation(scaling: Scaling) -> None:
-    """What GPUs run is called with the same operands and recipes; torch has it on CPUs as well."""
+    """The GPU kernel gets the same operands and recipes; torch also implements it for CPUs."""
     torch.manual_seed(0)
     a, b = quantize(torch.randn(32, 64), E4M3, scaling), quantize(torch.randn(48, 64), E4M3, scaling)
     ours, theirs = emulated_scaled_mm(a, b, torch.bfloat16), scaled_mm(a, b, torch.bfloat16, fast=False)

@@ -93,7 +93,7 @@ def test_a_loss_scale_saves_small_gradients_in_fp16() -> None:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_per_token_losses(softcap: float | None) -> None:
-    """With what becomes of each known only later; the projection's gradient goes where its others are added up."""
+    """Each loss has its own factor, known after the forward pass; the projection gradient is added to main_grad."""
     hidden, weight, labels = inputs(37, torch.float32)
     factors = torch.linspace(-2, 3, 37)
     wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))

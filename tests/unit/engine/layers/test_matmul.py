@@ -20,22 +20,22 @@ ONEDNN = torch.backends.mkldnn.is_available() and module._onednn_is_exact()
 
 @pytest.fixture(params=["onednn", "torch"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What torch was told of the inside of float32 products while oneDNN was asked for them."""
+    """Float32 precision setting of oneDNN at each matmul."""
     if request.param == "onednn" and not ONEDNN:
         pytest.skip("here oneDNN is no faster, or does not keep float32")
-    told: list[str] = []
+    precisions: list[str] = []
     inside = module._onednn
 
     @contextmanager
     def watched() -> Iterator[None]:
         with inside():
-            told.append(torch.backends.mkldnn.matmul.fp32_precision)
+            precisions.append(torch.backends.mkldnn.matmul.fp32_precision)
             yield
 
     monkeypatch.setattr(module, "_onednn", watched)
     monkeypatch.setattr(module, "_onednn_is_exact", lambda: request.param == "onednn")
     monkeypatch.setattr(module, "ONEDNN_MIN_FLOP", 2 * 20 * 12)
-    return told
+    return precisions
 
 
 def used(library: list[str], request: pytest.FixtureRequest) -> bool:
@@ -68,7 +68,7 @@ def test_any_layout(library: list[str], rows: tuple[int, ...], request: pytest.F
 @pytest.mark.parametrize("shape", [(64, 80, 96), (300, 512, 1024), (2, 4096, 77)])
 @pytest.mark.parametrize("way", ["forward", "grad_x", "grad_w", "added"])
 def test_float32_is_exact(library: list[str], shape: tuple[int, int, int], way: str) -> None:
-    """Each result is one of the numbers that went in, of 24 bits, so any rounding on the way shows."""
+    """Each result is one of the 24-bit inputs, so any rounding changes it."""
     tokens, inputs, outputs = shape
     fine = torch.randint(1 << 23, 1 << 24, (tokens, inputs), generator=torch.Generator().manual_seed(0)).float()
     column = torch.arange(outputs) % inputs

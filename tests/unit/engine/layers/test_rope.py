@@ -139,8 +139,8 @@ def test_longrope_depends_on_the_length_of_each_sample(length: int) -> None:
         pad_token_id=None,
     )
     architecture = family_for(config.to_dict()).to_architecture(config.to_dict())
-    line = rotary_tables(architecture, frequency_sets(architecture), packed(3, length), torch.float32)
-    for mine, count in zip(line.split((3, length)), (3, length), strict=True):
+    table = rotary_tables(architecture, frequency_sets(architecture), packed(3, length), torch.float32)
+    for mine, count in zip(table.split((3, length)), (3, length), strict=True):
         cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(count)[None])
         assert torch.allclose(mine, torch.cat((cos[0, :, :4], sin[0, :, :4]), -1), atol=1e-5)
 

@@ -68,7 +68,7 @@ def test_stacking_is_a_view_if_possible() -> None:
 
 @pytest.mark.parametrize("evenly", [True, False])
 def test_the_kernel_gets_the_same_matmuls(evenly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's kernel runs on a CPU too, where the loop is taken otherwise."""
+    """PyTorch's kernel also runs on a CPU, where the loop is the default."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 8, generator=generator).requires_grad_()
     memory = torch.randn(4, 64, generator=generator)

@@ -41,24 +41,24 @@ def logits() -> Tensor:
 def by_hand(scores: Tensor, chosen: list[list[int]], spans: list[tuple[range, int]]) -> Tensor:
     """The definition, span by span."""
     total = scores.new_zeros(())
-    for tokens, learned in spans:
+    for tokens, loss_tokens in spans:
         for expert in range(E):
             fraction = sum(chosen[token].count(expert) for token in tokens) / (K * len(tokens))
             mean = sum((scores[token, expert] for token in tokens), scores.new_zeros(())) / len(tokens)
-            total = total + learned * E * fraction * mean
+            total = total + loss_tokens * E * fraction * mean
     return total
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
 def test_balance_losses_and_gradients_equal_the_definition(score: Any) -> None:
     moe = Moe(num_experts=E, top_k=K, ffn_hidden_size=4, score=score)
-    samples, line = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
+    samples, whole = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
     x = logits()
     _, chosen = route(x, None, moe)
     wanted_scores = x.sigmoid() / x.sigmoid().sum(-1, keepdim=True) if score == "sigmoid" else x.softmax(-1)
     for spans, hand in (
         (samples, [(range(5), 4), (range(5, 6), 1), (range(6, 13), 0)]),
-        (line, [(range(13), 5)]),
+        (whole, [(range(13), 5)]),
     ):
         got = aux_loss(balance_scores(x, moe), chosen, spans)
         wanted = by_hand(wanted_scores, chosen.tolist(), hand)
@@ -86,9 +86,9 @@ def test_parts_of_a_sequence_have_parts_of_the_groups() -> None:
 
 
 def test_a_batch_of_padding_has_no_loss() -> None:
-    samples, line = token_groups(batch((4,), 4, (0,)), 0, 1, device=torch.device("cpu"))
+    samples, whole = token_groups(batch((4,), 4, (0,)), 0, 1, device=torch.device("cpu"))
     x = torch.randn(4, E)
-    for spans in (samples, line):
+    for spans in (samples, whole):
         assert aux_loss(x.softmax(-1), torch.zeros(4, K, dtype=torch.int64), spans) == 0
         assert z_loss(x, spans) == 0
 

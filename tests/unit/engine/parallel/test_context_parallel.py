@@ -44,8 +44,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("chunk", "ranks"), [(1, 2), (2, 8), (95, 3), (96, 4), (97, 2), (700, 8), (10_001, 3)])
 def test_every_token_has_one_rank_and_ranks_have_equal_tokens(chunk: int, ranks: int) -> None:
-    dealt = partition(2 * ranks * chunk, ranks)
-    tokens = [[token for start, end in spans for token in range(start, end)] for spans in dealt]
+    ranks_spans = partition(2 * ranks * chunk, ranks)
+    tokens = [[token for start, end in spans for token in range(start, end)] for spans in ranks_spans]
     assert [len(own) for own in tokens] == [2 * chunk] * ranks
     assert sorted(token for own in tokens for token in own) == list(range(2 * ranks * chunk))
     assert all(own == sorted(own) for own in tokens)
@@ -82,28 +82,28 @@ def test_parts_attend_like_the_whole(
     _compare(attend, lengths, window, ranks, {})
 
 
-@pytest.mark.parametrize("how", [{"scale": 0.7}, {"softcap": 0.5}, {"sinks": True}])
+@pytest.mark.parametrize("kwargs", [{"scale": 0.7}, {"softcap": 0.5}, {"sinks": True}])
 @pytest.mark.usefixtures("small_chunks")
-def test_parts_attend_like_the_whole_with_score_options(how: dict[str, Any]) -> None:
+def test_parts_attend_like_the_whole_with_score_options(kwargs: dict[str, Any]) -> None:
     sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    _compare(packed_attention, (9, 1, 4, 34), 7, 2, {**how, "sinks": sinks} if "sinks" in how else how)
+    _compare(packed_attention, (9, 1, 4, 34), 7, 2, {**kwargs, "sinks": sinks} if "sinks" in kwargs else kwargs)
 
 
 def _compare(
-    attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, ranks: int, how: dict[str, Any]
+    attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, ranks: int, kwargs: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
     shapes = ((2, 2, 8), (2, 8), (2, 6))
     q, k, v = (torch.randn(48, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     upstream = torch.randn(48, 2, 2, 6, dtype=torch.float64)
-    learned = [q, k, v, *([how["sinks"]] if "sinks" in how else [])]
-    whole = attend(q, k, v, lengths, window, **how)
-    wanted = torch.autograd.grad(whole, learned, upstream)
-    got = [torch.zeros_like(tensor) for tensor in learned]
+    inputs = [q, k, v, *([kwargs["sinks"]] if "sinks" in kwargs else [])]
+    whole = attend(q, k, v, lengths, window, **kwargs)
+    wanted = torch.autograd.grad(whole, inputs, upstream)
+    got = [torch.zeros_like(tensor) for tensor in inputs]
     for spans in partition(48, ranks):
-        part = attend(local_tokens(q, spans), k, v, lengths, window, spans=spans, **how)
+        part = attend(local_tokens(q, spans), k, v, lengths, window, spans=spans, **kwargs)
         assert torch.allclose(part, local_tokens(whole, spans), rtol=0, atol=1e-12)
-        for total, grad in zip(got, torch.autograd.grad(part, learned, local_tokens(upstream, spans)), strict=True):
+        for total, grad in zip(got, torch.autograd.grad(part, inputs, local_tokens(upstream, spans)), strict=True):
             total += grad
     for mine, theirs in zip(got, wanted, strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)

@@ -25,10 +25,10 @@ def test_the_last_stage_has_the_fewest_layers(num_layers: int, pp: int, vpp: int
 
 @pytest.mark.parametrize(("num_layers", "pp"), [(1, 1), (1, 2), (3, 5), (5, 5), (6, 4), (7, 3), (13, 5)])
 def test_every_layer_is_on_one_stage(num_layers: int, pp: int) -> None:
-    dealt = layers_per_stage(num_layers, pp)
-    assert sum(dealt) == num_layers
-    assert max(dealt) - min(dealt) <= 1
-    assert dealt[-1] == min(dealt)
+    layers = layers_per_stage(num_layers, pp)
+    assert sum(layers) == num_layers
+    assert max(layers) - min(layers) <= 1
+    assert layers[-1] == min(layers)
 
 
 def test_embedding_and_loss_are_on_the_first_and_last_stage() -> None:

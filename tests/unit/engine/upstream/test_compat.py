@@ -58,7 +58,7 @@ def test_function_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_of_transformer_engine_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ROCm's guides have them set, and a second run in one process would take upstream's for the user's."""
+    """ROCm's guides set them, and a second run in this process would read upstream's values as the user's."""
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
     assert "self._set_attention_backend()" in inspect.getsource(LanguageModule.__init__)

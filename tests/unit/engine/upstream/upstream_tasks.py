@@ -23,7 +23,7 @@ from unit.engine.recorder import Recorder
 
 
 def random_state() -> dict[str, bool]:
-    """Whether setting the random state sets it."""
+    """Whether setting the random state has an effect."""
 
     def sets(module: Any) -> bool:
         state = torch.get_rng_state()
@@ -40,7 +40,7 @@ def random_state() -> dict[str, bool]:
 
 
 def state_before_the_first_step(*, model: str, samples: str) -> dict[str, Any]:
-    """What the optimizer's state dict is before a step."""
+    """The state dict of the optimizer before the first step."""
     (optimizer,) = distributed_optimizers(start(model=model, samples=samples).stepper.optimizer)
     optimizer.optimizer.state.clear()  # as upstream leaves it
     try:
