@@ -61,7 +61,7 @@ class RunResult:
 
 
 def run(recipe: str, config: RunConfig) -> RunResult:
-    """Train and export; a collective. Raises Preempted after a requested stop, when the state is saved."""
+    """Train and export; a collective."""
     if config.recipe != recipe:
         raise UsageError(
             f"isthmus.{recipe} was given a config of recipe={config.recipe}. Call isthmus.{config.recipe}, or load a "
@@ -219,7 +219,7 @@ def _load_data(context: RunContext, position: Position, reporter: Reporter, stop
 
 
 def _resume(context: RunContext, stepper: Stepper, data: _RunData, reporter: Reporter) -> int:
-    """Returns the step of the loaded checkpoint, or 0."""
+    """The step of the loaded checkpoint, or 0."""
     if context.resume is None:
         return 0
     progress = save_load.load(context.resume, stepper, context.plan.parallel)

@@ -111,11 +111,7 @@ def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None)
         parts.append(f"mem usages: {m.memory_used:.4f}")
     if m.tflops_per_device is not None:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {_rounded(m.tflops_per_device)}")
-    parts += [
-        f"learning rate: {m.lr:.6E}",
-        f"global batch size: {m.global_batch_size:5d}",
-        f"lm loss: {m.loss:.6E}",
-    ]
+    parts += [f"learning rate: {m.lr:.6E}", f"global batch size: {m.global_batch_size:5d}", f"lm loss: {m.loss:.6E}"]
     # Megatron-LM prints every other result of its loss function after the loss, in the same format.
     parts += [f"{_MEGATRON_NAMES.get(name, name)}: {value:.6E}" for name, value in m.objective.items()]
     parts += [

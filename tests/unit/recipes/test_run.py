@@ -30,7 +30,7 @@ def test_failed_rank_reports_before_it_closes_groups(
     assert bool(closes) == closed
 
 
-def test_config_of_another_recipe_is_refused() -> None:
+def test_config_of_another_recipe_is_an_error() -> None:
     for recipe in (isthmus.dpo, isthmus.pretrain):
         with pytest.raises(UsageError, match=r"Call isthmus\.sft"):
             recipe(SFT)

@@ -36,7 +36,7 @@ def test_ipo_and_hinge() -> None:
     assert hinge.tolist() == [max(0.0, 1 - 0.5 * margin) for margin in MARGINS.tolist()]
 
 
-def test_what_is_told_is_a_mean_over_pairs() -> None:
-    told = PreferenceObjective(DpoConfig()).metrics({"rewards/margins": 3.0, "logps/chosen": -8.0}, 4)
-    assert told == {"rewards/margins": 0.75, "logps/chosen": -2.0}
+def test_metrics_are_means_over_pairs() -> None:
+    metrics = PreferenceObjective(DpoConfig()).metrics({"rewards/margins": 3.0, "logps/chosen": -8.0}, 4)
+    assert metrics == {"rewards/margins": 0.75, "logps/chosen": -2.0}
     assert "nll_loss" in PreferenceObjective(DpoConfig(sft_weight=1.0)).sums

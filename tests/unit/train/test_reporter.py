@@ -112,10 +112,10 @@ def test_non_finite_values_are_null(tmp_path: Path) -> None:
 
 def test_resuming_removes_later_and_incomplete_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    held_out = [f'{{"step": {step}, "valid_loss": 1.0}}' for step in (1, 2)]  # the second is measured again
-    held_out[1] += '\n{"step": 2, "test_loss": 1.0}'
+    validation = [f'{{"step": {step}, "valid_loss": 1.0}}' for step in (1, 2)]  # the second is measured again
+    validation[1] += '\n{"step": 2, "test_loss": 1.0}'
     path.write_text(
-        "\n".join(['{"step": 1}', held_out[0], '{"step": 2}', held_out[1], '{"step": 3}', '{"step": 4, "lo'])
+        "\n".join(['{"step": 1}', validation[0], '{"step": 2}', validation[1], '{"step": 3}', '{"step": 4, "lo'])
     )
     with reporter(tmp_path) as report:
         report.begin(total_steps=9, start=2)

@@ -60,7 +60,7 @@ class PartialOutput:
         Yields whether the indexed files are complete and only need renaming. A DataError in the block removes all
         parts.
         """
-        inputs = json.loads(json.dumps(inputs | {"chunk_bytes": CHUNK_BYTES}))  # parts are counted in chunks
+        content = json.dumps(inputs | {"chunk_bytes": CHUNK_BYTES}, indent=1)  # parts are counted in chunks
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / "lock").open("w")
@@ -70,7 +70,9 @@ class PartialOutput:
             except BlockingIOError:
                 raise NoSpace(f"{self.folder}: another process is preparing the same output. Wait for it.") from None
             with disk_errors(self.folder):
-                same, assembled = _read_json(self.folder / "inputs.json") == inputs, self._staged(".json").exists()
+                record = self.folder / "inputs.json"
+                same = record.is_file() and record.read_bytes() == content.encode()
+                assembled = self._staged(".json").exists()
                 complete = same and assembled
                 if assembled and not same:
                     for suffix in _PUBLISHED:  # the interrupted call has renamed the files that are missing here
@@ -84,7 +86,7 @@ class PartialOutput:
                     for path in self.folder.iterdir():
                         if path.name != "lock":
                             path.unlink()
-                    write_atomic(self.folder / "inputs.json", json.dumps(inputs, indent=1))
+                    write_atomic(record, content)
             try:
                 yield complete
             except DataError:
@@ -167,11 +169,4 @@ def _read_part(path: Path) -> tuple[int, TokenizedChunk] | None:
             tokenized = TokenizedChunk(stored["tokens"], mask, stored["lengths"], stored["documents"], stats)
             return header["chunks"], tokenized
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
-        return None
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
         return None

@@ -56,13 +56,7 @@ def join_and_build(
 
 
 def build_rank_model(
-    config: RunConfig,
-    plan: ModelPlan,
-    platform: Platform,
-    position: Position,
-    precision: str,
-    *,
-    training: bool = True,
+    config: RunConfig, plan: ModelPlan, platform: Platform, position: Position, precision: str, *, training: bool = True
 ) -> RankModel:
     """Build this rank's stages and read their weights from the model folder.
 

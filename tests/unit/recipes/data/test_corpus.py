@@ -88,7 +88,7 @@ def test_sets_and_validation_files_are_sources(tmp_path: Path) -> None:
     assert len({source.key for source in sources}) == 4
 
 
-def test_text_is_windows_and_chats_are_cut(tmp_path: Path) -> None:
+def test_texts_become_windows_and_chats_are_truncated(tmp_path: Path) -> None:
     text, chat = only(pair(tmp_path / "t")), only(pair(tmp_path / "c", kind="chat", masked=True))
     store, left = open_source(text, config(files=["-"], seq_length=2), tokenizer(), tmp_path)
     assert [store[k][0].tolist() for k in range(len(store))] == [[1, 2, 3], [3, 4, 5], [6, 7, 8]]
@@ -124,11 +124,11 @@ def test_indexed_files_for_other_runs_are_errors(
         open_source(source, config(recipe, files=["-"]), tokenizer(**mine), tmp_path / "run")
 
 
-def test_a_template_is_no_matter_for_text(tmp_path: Path) -> None:
+def test_chat_template_is_not_compared_for_text(tmp_path: Path) -> None:
     assert open_source(only(pair(tmp_path / "p")), config(files=["-"]), tokenizer("other"), tmp_path)[0]
 
 
-def test_pairs_without_a_manifest_are_read_once(tmp_path: Path) -> None:
+def test_indexed_files_without_a_manifest_are_read_once(tmp_path: Path) -> None:
     source = only(pair(tmp_path / "p", kind=None), pair(tmp_path / "q"))
     (tmp_path / "run").mkdir()
     assert write_missing_manifests(source, tmp_path / "run")

@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_same_files_in_the_same_way(file: Path) -> None:
+def test_same_files_and_settings_have_the_same_fingerprint(file: Path) -> None:
     assert not unchanged(config(file), tokenizer(), {})
     record = fingerprint(config(file), tokenizer(), {})
     assert unchanged(config(file), tokenizer(), record)
@@ -57,7 +57,7 @@ def test_validation_file_is_no_training_file(file: Path) -> None:
     assert not unchanged(config(file, valid_files=[str(file)]), tokenizer(), record)
 
 
-def test_moved_file_is_the_same_and_changed_one_is_not(file: Path) -> None:
+def test_fingerprint_depends_on_content_and_not_on_the_path(file: Path) -> None:
     record = fingerprint(config(file), tokenizer(), {})
     moved = file.rename(file.with_name("moved.json"))
     os.utime(moved, (1, 1))
@@ -66,7 +66,7 @@ def test_moved_file_is_the_same_and_changed_one_is_not(file: Path) -> None:
     assert not unchanged(config(moved), tokenizer(), record)
 
 
-def test_folder_is_the_files_in_it(file: Path, tmp_path: Path) -> None:
+def test_fingerprint_of_a_folder_contains_its_files(file: Path, tmp_path: Path) -> None:
     record = fingerprint(config(file), tokenizer(), {})
     assert unchanged(config(tmp_path), tokenizer(), record)
     assert unchanged(config(tmp_path / "*.json"), tokenizer(), record)
@@ -74,7 +74,7 @@ def test_folder_is_the_files_in_it(file: Path, tmp_path: Path) -> None:
     assert not unchanged(config(tmp_path), tokenizer(), record)
 
 
-def test_data_sets_are_told_by_what_is_in_them_or_by_their_name(tmp_path: Path) -> None:
+def test_datasets_are_compared_by_content_or_hub_name(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "set")
     both = config(tmp_path / "set", Path("hf:org/name:test"))
     record = fingerprint(both, tokenizer(), {})
@@ -84,7 +84,7 @@ def test_data_sets_are_told_by_what_is_in_them_or_by_their_name(tmp_path: Path) 
     assert not unchanged(both, tokenizer(), record)
 
 
-def test_file_is_not_read_again_while_nothing_hints_at_a_change(file: Path) -> None:
+def test_unchanged_file_is_not_read_again(file: Path) -> None:
     record = fingerprint(config(file), tokenizer(), {})
     time_ns = file.stat().st_mtime_ns
     file.write_text("two")
@@ -92,7 +92,7 @@ def test_file_is_not_read_again_while_nothing_hints_at_a_change(file: Path) -> N
     assert unchanged(config(file), tokenizer(), record)
 
 
-def test_record_that_is_damaged(tmp_path: Path) -> None:
+def test_damaged_fingerprint(tmp_path: Path) -> None:
     assert read_fingerprint(tmp_path / "source.json") == {}
     for text in ("{", "[]", '{"files": [1]}'):
         (tmp_path / "source.json").write_text(text)
@@ -100,7 +100,7 @@ def test_record_that_is_damaged(tmp_path: Path) -> None:
             read_fingerprint(tmp_path / "source.json")
 
 
-def test_absent_files_are_named_early(file: Path, tmp_path: Path) -> None:
+def test_missing_files_are_reported_early(file: Path, tmp_path: Path) -> None:
     check_files(config(file))
     with pytest.raises(MissingInput, match=r"gone\.json"):
         check_files(config(file, valid_files=[str(tmp_path / "gone.json")]))
@@ -109,7 +109,7 @@ def test_absent_files_are_named_early(file: Path, tmp_path: Path) -> None:
         check_files(config(file, tmp_path / "empty"))
 
 
-def test_columns_that_nothing_reads_are_named_early(file: Path) -> None:
+def test_unused_columns_are_reported_early(file: Path) -> None:
     check_files(config(file, columns={"text": "body", "messages": "dialog"}))
     with pytest.raises(UsageError, match=r"data\.columns: txt is not a known field.* Did you mean text\?"):
         check_files(config(file, columns={"txt": "body"}))

@@ -38,7 +38,7 @@ def test_stages_that_fit(num_layers: int, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "sizes", "told"),
+    ("num_layers", "sizes", "message"),
     [
         (3, {"pp": 4}, r"pp=4 is more than the 3 layers \(llama\)\. Use 3 or less\."),
         (1, {"pp": 2}, r"pp=2 is more than the 1 layers \(llama\)\. Use 1\."),
@@ -46,8 +46,8 @@ def test_stages_that_fit(num_layers: int, sizes: dict[str, int]) -> None:
         (5, {"pp": 2, "vpp": 2}, r"pp=2 x vpp=2 = 4 stages do not divide num_layers=5 .* Leave vpp out\."),
     ],
 )
-def test_stages_that_do_not_fit(num_layers: int, sizes: dict[str, int], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_stages_that_do_not_fit(num_layers: int, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check(num_layers, **sizes)
 
 
