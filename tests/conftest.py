@@ -1,4 +1,4 @@
-"""What every test shares: no network, few threads, the folder of real data, and honest skips."""
+"""Shared by all tests: no network, one thread, the folder of real data, and skips of GPU tests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Set before anything imports torch or transformers. Tests share few cores with each other, and reach no hub.
+# Set before torch or transformers is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-# Where transformers keeps the code of models that bring some: each process has its own.
+# Each process has its own cache of remote model code.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="isthmus-tests-")
 
 import pytest
@@ -31,8 +31,8 @@ def repository() -> Path:
 
 
 @pytest.fixture
-def hangups_count() -> Iterator[None]:
-    """SIGHUP does what it does in a terminal, also where the tests were started by ``nohup``, which ignores it."""
+def default_sighup() -> Iterator[None]:
+    """Restore the default action of SIGHUP: ``nohup`` ignores the signal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -40,7 +40,7 @@ def hangups_count() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real data files and the Llama 2 tokenizer, read only; named by ``ISTHMUS_SHARED_DATA`` or beside the checkout."""
+    """Real data files and the Llama 2 tokenizer, from ``ISTHMUS_SHARED_DATA`` or next to the checkout; read-only."""
     named = os.environ.get("ISTHMUS_SHARED_DATA")
     folder = Path(named) if named else REPOSITORY.parent / "shared" / "data"
     if not folder.is_dir():
@@ -49,7 +49,7 @@ def shared_data() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip ``gpu`` tests, saying so, where there is no GPU; torch is only imported when such a test was collected."""
+    """Skip ``gpu`` tests without a GPU; torch is imported only if such a test is collected."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -58,4 +58,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in marked:
-        item.add_marker(pytest.mark.skip(reason="no GPU here: run on a machine whose torch sees one (CUDA or ROCm)"))
+        item.add_marker(pytest.mark.skip(reason="no GPU: needs torch with CUDA or ROCm"))

@@ -1,4 +1,4 @@
-"""Runs the command line as its user does and keeps what it left: exit code, streams, files."""
+"""Runs the command line in a real process and returns its exit code, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).parents[2] / "src"
-_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_STOP_FILE")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "ISTHMUS_STOP_FILE")
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A command that has run."""
+class CompletedCommand:
+    """The exit code and streams of a finished command."""
 
     returncode: int
     stdout: str
@@ -24,51 +24,50 @@ class Ended:
 
     @property
     def errors(self) -> list[str]:
-        """What the user is told of an error."""
+        """Error messages printed to stderr."""
         return [line for line in self.stderr.splitlines() if line.startswith("isthmus:")]
 
     def error(self, code: int) -> str:
-        """The one line of a command that ended with ``code``; nothing else may look like an error."""
+        """Check the exit code and return the only error message; tracebacks and warnings are not allowed."""
         assert self.returncode == code, self
         assert len(self.errors) == 1 and not self.stdout, self
-        for word in ("Traceback", "Warning", "elastic", "[rank", "W1", "E1"):
-            assert word not in self.stderr, self
+        for text in ("Traceback", "Warning", "elastic", "[rank", "W1", "E1"):
+            assert text not in self.stderr, self
         return self.errors[0]
 
     @property
     def result(self) -> dict[str, Any]:
-        """What ``--json`` printed."""
+        """The parsed output of ``--json``."""
         assert self.returncode == 0, self
         return dict(json.loads(self.stdout))
 
 
 def environment() -> dict[str, str]:
-    """That of a user's shell, with one thread a rank."""
-    clean = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+    """Environment without rank variables, with one thread per rank."""
+    clean = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
     return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def start(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
-    """A real process, running, with ``variables`` in its environment."""
+def start(*args: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start the command in a new interpreter; ``variables`` are added to its environment."""
     return subprocess.Popen(
-        [sys.executable, "-m", "isthmus", *words],
+        [sys.executable, "-m", "isthmus", *args],
         cwd=cwd, env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
-def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> Ended:
-    """Wait for it."""
+def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> CompletedCommand:
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         raise AssertionError(f"still running after {timeout_s} s: {process.communicate()}") from None
-    return Ended(process.returncode, out, err)
+    return CompletedCommand(process.returncode, out, err)
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file and folder below ``folder`` with its size and time of change in ns."""
+    """Size and modification time in ns of every file and folder below ``folder``."""
     found = {}
     for path in sorted(folder.rglob("*")):
         stat = path.lstat()

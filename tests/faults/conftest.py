@@ -1,4 +1,4 @@
-"""A tiny model and chats, made once, and a quick way to run commands on them."""
+"""Session fixtures: a tiny model, chat data and a fork server that runs commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHATS = [
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 model of two layers and two query groups, some hundred kilobytes."""
+    """A Qwen3 model with two layers and two query groups, a few hundred kB."""
     from isthmus.hf.tiny_model import build_tiny_qwen3
 
     folder = tmp_path_factory.mktemp("model") / "tiny"
@@ -45,7 +45,7 @@ def isthmus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 
 @pytest.fixture
-def small(model: Path, chats: Path, tmp_path: Path) -> list[str]:
-    """The words of a fine-tuning run of a second, into ``tmp_path / "out"``."""
-    words = ["sft", "--model", str(model), "--data", str(chats), "--out", str(tmp_path / "out"), "--json"]
-    return [*words, "data.seq_length=64", "train.global_batch_size=4", "train.steps=4", "optim.lr=1e-3"]
+def sft_args(model: Path, chats: Path, tmp_path: Path) -> list[str]:
+    """Arguments of a fine-tuning run of about one second, with ``--out`` at ``tmp_path / "out"``."""
+    args = ["sft", "--model", str(model), "--data", str(chats), "--out", str(tmp_path / "out"), "--json"]
+    return [*args, "data.seq_length=64", "train.global_batch_size=4", "train.steps=4", "optim.lr=1e-3"]

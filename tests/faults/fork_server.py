@@ -1,8 +1,8 @@
-"""Runs the command line in processes forked from one that has done all imports, with real exit codes and streams.
+"""Runs commands in processes forked from a server that has all modules imported; exit codes and streams are real.
 
-Imports cost seconds, a fork costs none. As a script it is the server: each line of stdin is a JSON request with a list
-of hosts, each with the network namespace to enter and its ranks. The server answers with the pids, then with the exit
-codes. Each host has a process that is the parent of its ranks, as the daemon of a batch system is.
+Imports take seconds, a fork takes milliseconds. Run as a script, this file is the server: each line of stdin is a JSON
+request with a list of hosts, each with its network namespace and its ranks. The server prints the pids, then the exit
+codes. Each host has one process that is the parent of its ranks, like the daemon of a batch system.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from faults.command import Ended, environment
+from faults.command import CompletedCommand, environment
 
 Rank = tuple[Sequence[str], dict[str, str]]
 """The arguments after ``isthmus``, and environment variables."""
 
 
-class Started:
-    """Ranks that run."""
+class RunningRanks:
+    """Handle of running ranks."""
 
     def __init__(self, server: subprocess.Popen[str], files: list[Path]) -> None:
         self._server = server
@@ -58,19 +58,19 @@ class Started:
         except FileNotFoundError:
             return False
 
-    def ended(self, timeout_s: float = 120.0) -> list[Ended]:
+    def wait(self, timeout_s: float = 120.0) -> list[CompletedCommand]:
         """Wait for all ranks."""
         codes = self._read(timeout_s)
-        return [Ended(code, *texts) for code, texts in zip(codes, self._texts(), strict=True)]
+        return [CompletedCommand(code, *texts) for code, texts in zip(codes, self._texts(), strict=True)]
 
-    def result(self) -> Ended:
+    def result(self) -> CompletedCommand:
         """Wait for the only rank."""
-        (ended,) = self.ended()
-        return ended
+        (command,) = self.wait()
+        return command
 
 
 class ForkServer:
-    """Starts commands; one request at a time."""
+    """Client of the server; one request at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -80,15 +80,17 @@ class ForkServer:
             env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
         )  # fmt: skip
 
-    def __call__(self, *words: str | Path, cwd: Path | None = None, largest_file_bytes: int | None = None) -> Ended:
-        """Run ``isthmus <words>`` to its end; the system refuses to let a file grow beyond ``largest_file_bytes``."""
-        return self.start(*words, cwd=cwd, largest_file_bytes=largest_file_bytes).result()
+    def __call__(
+        self, *args: str | Path, cwd: Path | None = None, largest_file_bytes: int | None = None
+    ) -> CompletedCommand:
+        """Run ``isthmus <args>`` and wait; ``largest_file_bytes`` sets RLIMIT_FSIZE."""
+        return self.start(*args, cwd=cwd, largest_file_bytes=largest_file_bytes).result()
 
     def start(
-        self, *words: str | Path, cwd: Path | None = None, largest_file_bytes: int | None = None, **variables: str
-    ) -> Started:
-        """Start ``isthmus <words>`` with ``variables`` in its environment."""
-        rank = ([str(word) for word in words], variables)
+        self, *args: str | Path, cwd: Path | None = None, largest_file_bytes: int | None = None, **variables: str
+    ) -> RunningRanks:
+        """Start ``isthmus <args>``; ``variables`` are added to its environment."""
+        rank = ([str(arg) for arg in args], variables)
         return self.start_ranks([[rank]], cwd=cwd, largest_file_bytes=largest_file_bytes)
 
     def start_ranks(
@@ -98,21 +100,21 @@ class ForkServer:
         *,
         cwd: Path | None = None,
         largest_file_bytes: int | None = None,
-    ) -> Started:
-        """Start ranks, given by host."""
+    ) -> RunningRanks:
+        """Start ranks, one list per host."""
         files, request = [], []
         for number, ranks in enumerate(hosts):
             host: dict[str, Any] = {"namespace": namespaces[number] if namespaces else None, "ranks": []}
-            for words, variables in ranks:
+            for args, variables in ranks:
                 self._ranks += 1
                 files.append(self._folder / f"rank-{self._ranks}")
-                rank = {"argv": words, "variables": variables, "file": str(files[-1]), "cwd": str(cwd or self._folder)}
+                rank = {"argv": args, "variables": variables, "file": str(files[-1]), "cwd": str(cwd or self._folder)}
                 host["ranks"].append(rank | {"largest_file_bytes": largest_file_bytes})
             request.append(host)
         assert self._server.stdin
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
-        return Started(self._server, files)
+        return RunningRanks(self._server, files)
 
     def close(self) -> None:
         self._server.kill()
@@ -120,14 +122,14 @@ class ForkServer:
 
 
 def _enter(namespace: str) -> None:
-    """As `ip netns exec` does; Python has os.setns from 3.12."""
+    """Enter a network namespace like `ip netns exec`; os.setns needs Python 3.12."""
     handle = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(handle, 0x40000000):  # CLONE_NEWNET
         raise OSError(ctypes.get_errno(), "setns")
 
 
 def _run_host(request: dict[str, Any], report: int) -> None:
-    """Start the ranks of a host, write their pids, then their exit codes; does not return."""
+    """Start the ranks of a host; write their pids, then their exit codes. Does not return."""
     if request["namespace"]:
         _enter(request["namespace"])
     pids = []
@@ -144,16 +146,16 @@ def _run_host(request: dict[str, Any], report: int) -> None:
 
 
 def _run_rank(request: dict[str, Any]) -> None:
-    """Be the command; does not return."""
+    """Run the command in this process. Does not return."""
     code = 255
     try:
         os.chdir(request["cwd"])
-        # As pytest sets it in the parent; the file descriptors are what the interpreter starts with.
+        # Replace the inherited stdin, stdout and stderr.
         for number, end in enumerate((None, ".out", ".err")):
             path = "/dev/null" if end is None else request["file"] + end
             os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), number)
         if request["largest_file_bytes"]:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python itself does; write() then fails with EFBIG
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the default of Python; write() then fails with EFBIG
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file_bytes"],) * 2)
         os.environ.update(request["variables"])
         if fault := os.environ.get("FAULT"):
@@ -185,7 +187,7 @@ def main() -> None:
     for name in ("cli.main", "cli.process", *names):
         importlib.import_module(f"isthmus.{name}")
     importlib.import_module("torch.distributed.launcher.api")
-    gc.freeze()  # garbage collection in the commands skips what was imported
+    gc.freeze()  # garbage collection in the commands skips imported objects
     for line in sys.stdin:
         reports, hosts = [], []
         for request in json.loads(line):

@@ -1,4 +1,4 @@
-"""Variables of ranks that another launcher starts, two hosts on one machine, and faults to inject into a rank."""
+"""Environment variables of ranks, two hosts as network namespaces, and faults injected into a rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 DEAD_ADDRESSES = ("192.0.2.1", "192.0.2.2")
-"""On an interface that leads nowhere."""
+"""Addresses of an interface without a route to the other host."""
 
 
-def world(size: int, *, address: str = "127.0.0.1") -> list[dict[str, str]]:
-    """The variables of each of ``size`` ranks on one machine, and a port that is free."""
+def rank_variables(size: int, *, address: str = "127.0.0.1") -> list[dict[str, str]]:
+    """The environment variables of each of ``size`` ranks on one machine, with a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -27,13 +27,13 @@ def world(size: int, *, address: str = "127.0.0.1") -> list[dict[str, str]]:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces joined by a cable, ``wire0``; in each a ``dead0`` as well, which leads nowhere.
+    """Create two network namespaces connected by ``wire0``; each also has an unconnected interface ``dead0``.
 
     Raises:
-        PermissionError: this process may not make them; with the reason.
+        PermissionError: the process lacks the permission; the message has the reason.
     """
     if shutil.which("ip") is None:
-        raise PermissionError("there is no `ip` command: install iproute2")
+        raise PermissionError("command `ip` not found: install iproute2")
     names = (f"isthmus-a-{os.getpid()}", f"isthmus-b-{os.getpid()}")
     try:
         for name in names:
@@ -51,14 +51,14 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+def _ip(*args: str) -> None:
+    done = subprocess.run(["ip", *args], capture_output=True, text=True)
     if done.returncode:
-        raise PermissionError(f"ip {' '.join(words)}: {done.stderr.strip()}; run as root to test two hosts")
+        raise PermissionError(f"ip {' '.join(args)}: {done.stderr.strip()}; run as root to test two hosts")
 
 
 def inject(fault: str) -> None:
-    """Break the third step of this process: ``fail``, or ``sleep``, while its other threads run."""
+    """Make the third step of this process raise an error (``fail``) or block (``sleep``)."""
     from isthmus.data.batching.batches import Batches
 
     step = Batches.step

@@ -1,4 +1,4 @@
-"""What the user of a command gets who gives it something bad: one line, an exit code, and nothing half-written."""
+"""Invalid inputs give a one-line error message and an exit code, and leave no partial output."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
-from faults.command import Ended, listing
+from faults.command import CompletedCommand, listing
 from faults.fork_server import ForkServer
 
-Run = Callable[..., Ended]
+Run = Callable[..., CompletedCommand]
 
 
 @pytest.fixture
 def refused(isthmus: ForkServer, model: Path, chats: Path, tmp_path: Path) -> Run:
-    """Runs a command that must fail; whatever it wrote is found, also beside the run folder."""
+    """Run a command that must fail without changing any file, and return its error message."""
 
-    def run(*words: str, code: int, model: Path = model, data: Path = chats, out: Path = tmp_path / "out") -> str:
+    def run(*args: str, code: int, model: Path = model, data: Path = chats, out: Path = tmp_path / "out") -> str:
         before = listing(tmp_path)
         flags = ["--model", str(model), "--data", str(data), "--out", str(out)]
-        ended = isthmus("sft", *flags, "train.steps=2", "data.seq_length=64", "train.global_batch_size=2", *words)
+        completed = isthmus("sft", *flags, "train.steps=2", "data.seq_length=64", "train.global_batch_size=2", *args)
         assert listing(tmp_path) == before
-        return ended.error(code)
+        return completed.error(code)
 
     return run
 
 
 @pytest.fixture
 def copied(model: Path, tmp_path: Path) -> Path:
-    """A copy of the model, to be damaged."""
+    """A copy of the model that a test can damage."""
     return Path(shutil.copytree(model, tmp_path / "model"))
 
 
@@ -45,7 +45,7 @@ def edit_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_model_folder_that_is_not_there(refused: Run, tmp_path: Path) -> None:
+def test_missing_model_folder(refused: Run, tmp_path: Path) -> None:
     line = refused(code=66, model=tmp_path / "nowhere")
     assert f"{tmp_path / 'nowhere'} does not exist. Give a folder" in line
 
@@ -67,14 +67,14 @@ def test_folder_without_a_tokenizer(refused: Run, copied: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0.0, 0.01, 0.5, 0.999])
-def test_safetensors_cut_short(refused: Run, copied: Path, left: float) -> None:
+def test_truncated_safetensors(refused: Run, copied: Path, left: float) -> None:
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: int(weights.stat().st_size * left)])
     line = refused(code=65, model=copied)
     assert str(weights) in line and str(weights.stat().st_size) in line
 
 
-def test_weights_of_another_shape(refused: Run, copied: Path) -> None:
+def test_weights_of_wrong_shape(refused: Run, copied: Path) -> None:
     edit_config(copied, intermediate_size=96)
     assert "mlp" in refused(code=65, model=copied)
 
@@ -87,14 +87,14 @@ def test_unknown_family(refused: Run, copied: Path) -> None:
         assert family in line
 
 
-def test_value_of_the_config_that_is_not_supported(refused: Run, copied: Path) -> None:
+def test_unsupported_config_value(refused: Run, copied: Path) -> None:
     edit_config(copied, hidden_act="relu")
     line = refused(code=2, model=copied)
     assert "hidden_act" in line and "relu" in line
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "empty"),
         ("[]", "empty"),
@@ -107,26 +107,26 @@ def test_value_of_the_config_that_is_not_supported(refused: Run, copied: Path) -
     ],
     ids=["empty", "empty-array", "not-json", "bad-line", "cut-array", "not-an-object", "no-assistant", "unknown-kind"],
 )
-def test_bad_data(refused: Run, tmp_path: Path, text: str, told: str) -> None:
+def test_bad_data(refused: Run, tmp_path: Path, text: str, message: str) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(text)
     line = refused(code=65, data=data)
-    assert str(data) in line and told in line
+    assert str(data) in line and message in line
 
 
-def test_no_answer_is_named_as_such(refused: Run, tmp_path: Path) -> None:
+def test_chat_without_assistant_message(refused: Run, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
     assert "assistant" in refused(code=65, data=data)
 
 
-def test_bytes_that_are_no_text(refused: Run, tmp_path: Path) -> None:
+def test_invalid_utf8(refused: Run, tmp_path: Path) -> None:
     data = tmp_path / "data.json"
     data.write_bytes(b'[{"instruction": "\xff\xfe", "output": "x"}]')
     assert str(data) in refused(code=65, data=data)
 
 
-def test_data_cut_short_in_its_packing(refused: Run, tmp_path: Path) -> None:
+def test_truncated_gzip_and_parquet(refused: Run, tmp_path: Path) -> None:
     chat = json.dumps({"instruction": "Say it.", "output": "It is said."}) + "\n"
     data = tmp_path / "data.jsonl.gz"
     data.write_bytes(gzip.compress(chat.encode() * 50)[:-9])
@@ -137,7 +137,7 @@ def test_data_cut_short_in_its_packing(refused: Run, tmp_path: Path) -> None:
     assert f"{data}: damaged or truncated" in refused(code=65, data=data)
 
 
-def test_columns_and_folders_that_hold_nothing_known(refused: Run, tmp_path: Path) -> None:
+def test_unknown_columns_and_folder_without_data(refused: Run, tmp_path: Path) -> None:
     data = tmp_path / "data.csv"
     data.write_text("ask,say\nWhat?,That.\n")
     assert "data.columns maps other names" in refused(code=65, data=data)
@@ -148,25 +148,25 @@ def test_columns_and_folders_that_hold_nothing_known(refused: Run, tmp_path: Pat
     assert "no data file in it" in refused(code=2, data=tmp_path)
 
 
-def test_data_file_that_is_not_there(refused: Run, tmp_path: Path) -> None:
+def test_missing_data_file(refused: Run, tmp_path: Path) -> None:
     assert "nothing.json" in refused(code=66, data=tmp_path / "nothing.json")
     assert "valid.json" in refused(f"data.valid_files={tmp_path / 'valid.json'}", code=66)
 
 
-def test_data_file_is_missed_before_the_weights_are_read(refused: Run, copied: Path, tmp_path: Path) -> None:
+def test_missing_data_file_is_reported_before_weights_are_read(refused: Run, copied: Path, tmp_path: Path) -> None:
     weights = load_file(copied / "model.safetensors")
-    weights.pop("model.norm.weight")  # no header says that it is missing
+    weights.pop("model.norm.weight")  # the header is valid: only loading finds the missing tensor
     save_file(weights, copied / "model.safetensors")
     assert "nothing.json" in refused(code=66, model=copied, data=tmp_path / "nothing.json")
 
 
-def test_skipping_bad_records_is_no_error_but_none_left_is(refused: Run, tmp_path: Path) -> None:
+def test_skipping_all_records_is_an_error(refused: Run, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"nothing": "known"}\n' * 3)
     assert "3 bad records skipped" in refused("data.on_error=skip", code=65, data=data)
 
 
-def test_layouts_that_do_not_fit(refused: Run) -> None:
+def test_impossible_layouts(refused: Run) -> None:
     line = refused("parallel.tp=3", code=2)
     assert "tp=3" in line and "num_attention_heads=4" in line and "1, 2 or 4" in line
     line = refused("parallel.pp=4", code=2)
@@ -174,21 +174,21 @@ def test_layouts_that_do_not_fit(refused: Run) -> None:
     assert "--nproc 2" in refused("parallel.pp=2", code=2)
 
 
-def test_pp_of_a_model_with_one_layer(refused: Run, copied: Path) -> None:
+def test_pipeline_of_a_model_with_one_layer(refused: Run, copied: Path) -> None:
     edit_config(copied, num_hidden_layers=1, layer_types=["full_attention"])
     line = refused("parallel.pp=2", code=2, model=copied)
     assert line.endswith("Use 1.")
 
 
-def test_batch_that_cannot_be_dealt_out(refused: Run) -> None:
+def test_indivisible_global_batch(refused: Run) -> None:
     assert "micro_batch_size" in refused("train.micro_batch_size=4", code=2)
 
 
-def test_too_much_warm_up(refused: Run) -> None:
+def test_too_many_warmup_steps(refused: Run) -> None:
     assert "warmup_steps" in refused("optim.warmup_steps=5", code=2)
 
 
-def test_folder_that_is_in_use(refused: Run, tmp_path: Path) -> None:
+def test_run_folder_with_other_files(refused: Run, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
@@ -196,34 +196,34 @@ def test_folder_that_is_in_use(refused: Run, tmp_path: Path) -> None:
     assert str(other) in line and "--out" in line
 
 
-def test_out_that_is_a_file_or_below_one(refused: Run, tmp_path: Path) -> None:
+def test_run_folder_is_a_file_or_inside_one(refused: Run, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     assert str(file) in refused(code=73, out=file)
     assert str(file / "out") in refused(code=74, out=file / "out")
 
 
-def test_model_and_run_folder_may_not_be_the_same(refused: Run, copied: Path) -> None:
+def test_run_folder_is_the_model_folder(refused: Run, copied: Path) -> None:
     assert str(copied) in refused(code=73, model=copied, out=copied)
 
 
-def test_empty_folder_is_left_empty(refused: Run, tmp_path: Path) -> None:
+def test_failed_run_leaves_empty_folder_empty(refused: Run, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "empty.json").touch()
     refused(code=65, data=tmp_path / "empty.json")
 
 
-def test_folders_made_on_the_way_go_too(refused: Run, tmp_path: Path) -> None:
+def test_failed_run_removes_created_parent_folders(refused: Run, tmp_path: Path) -> None:
     (tmp_path / "empty.json").touch()
     refused(code=65, data=tmp_path / "empty.json", out=tmp_path / "a" / "b" / "c")
 
 
-def test_tokens_that_the_model_does_not_know(refused: Run, copied: Path) -> None:
+def test_tokenizer_larger_than_the_embedding(refused: Run, copied: Path) -> None:
     from isthmus.hf.tiny_model import train_tokenizer
     from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 
-    words = [f"word{number} number{number} Say The is ." for number in range(400)]
-    tokenizer = train_tokenizer(words, vocab_size=1500)
+    texts = [f"word{number} number{number} Say The is ." for number in range(400)]
+    tokenizer = train_tokenizer(texts, vocab_size=1500)
     save_tokenizer(tokenizer, copied)
     line = refused(code=2, model=copied)
     assert "rows" in line and "tokenizer" in line
@@ -231,59 +231,59 @@ def test_tokens_that_the_model_does_not_know(refused: Run, copied: Path) -> None
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 600 kB."""
+    """A file system with 600 kB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True, text=True
     )
     if mounted.returncode:
-        pytest.skip(f"no small file system: mount says {mounted.stderr.strip()!r}; run as root to test a full disk")
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()!r}; run as root to test a full disk")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_no_space_for_the_checkpoint(isthmus: ForkServer, small: list[str], full_disk: Path) -> None:
+def test_no_space_for_the_checkpoint(isthmus: ForkServer, sft_args: list[str], full_disk: Path) -> None:
     out = full_disk / "out"
-    line = isthmus(*small, "--out", out).error(73)
+    line = isthmus(*sft_args, "--out", out).error(73)
     assert "checkpoint" in line and str(out) in line
     assert {path.name for path in (out / "checkpoints").iterdir()} == set()
     assert not (out / "hf").exists() and not list(out.glob(".tmp*"))
 
 
-def test_no_space_for_the_export(isthmus: ForkServer, small: list[str], full_disk: Path, model: Path) -> None:
+def test_no_space_for_the_export(isthmus: ForkServer, sft_args: list[str], full_disk: Path, model: Path) -> None:
     out = full_disk / "out"
-    need = (model / "model.safetensors").stat().st_size
-    (full_disk / "ballast").write_bytes(bytes(600 * 1024 - need - 4096))
-    line = isthmus(*small, "checkpoint.save_final=false", "logging.tensorboard=false", "--out", out).error(73)
+    export_bytes = (model / "model.safetensors").stat().st_size
+    (full_disk / "ballast").write_bytes(bytes(600 * 1024 - export_bytes - 4096))
+    line = isthmus(*sft_args, "checkpoint.save_final=false", "logging.tensorboard=false", "--out", out).error(73)
     assert str(out) in line
     assert not (out / "hf").exists() and not list(out.glob(".tmp*"))
 
 
-def test_no_space_at_all(isthmus: ForkServer, small: list[str], full_disk: Path) -> None:
+def test_no_space_for_the_run_folder(isthmus: ForkServer, sft_args: list[str], full_disk: Path) -> None:
     (full_disk / "ballast").write_bytes(bytes(600 * 1024 - 4096))
     before = listing(full_disk)
-    line = isthmus(*small, "--out", full_disk / "out").error(73)
+    line = isthmus(*sft_args, "--out", full_disk / "out").error(73)
     assert str(full_disk / "out") in line
     assert listing(full_disk) == before
 
 
-def test_old_export_survives_a_new_one_that_fails(
-    isthmus: ForkServer, small: list[str], full_disk: Path, model: Path
+def test_failed_export_keeps_the_previous_one(
+    isthmus: ForkServer, sft_args: list[str], full_disk: Path, model: Path
 ) -> None:
     out = full_disk / "out"
-    words = [*small, "train.steps=3", "checkpoint.hf_every=2", "checkpoint.save_final=false"]
-    assert isthmus(*words, "logging.tensorboard=false", "--out", out).returncode == 0
+    args = [*sft_args, "train.steps=3", "checkpoint.hf_every=2", "checkpoint.save_final=false"]
+    assert isthmus(*args, "logging.tensorboard=false", "--out", out).returncode == 0
     (out / "hf").rename(out / "other")
     kept = listing(out / "hf-step-0000002")
-    room = (model / "model.safetensors").stat().st_size // 2
+    left_bytes = (model / "model.safetensors").stat().st_size // 2
     free = shutil.disk_usage(full_disk).free
-    assert free > room
-    (full_disk / "ballast").write_bytes(bytes(free - room))
-    isthmus(*words, "logging.tensorboard=false", "--out", out).error(73)
+    assert free > left_bytes
+    (full_disk / "ballast").write_bytes(bytes(free - left_bytes))
+    isthmus(*args, "logging.tensorboard=false", "--out", out).error(73)
     assert listing(out / "hf-step-0000002") == kept and not list(out.glob(".tmp*"))
 
 
-def test_file_size_limit_is_told_as_no_space(isthmus: ForkServer, small: list[str], tmp_path: Path) -> None:
-    assert "checkpoint" in isthmus(*small, largest_file_bytes=40_000).error(73)
+def test_file_size_limit_is_reported_as_no_space(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    assert "checkpoint" in isthmus(*sft_args, largest_file_bytes=40_000).error(73)
     assert not (tmp_path / "out" / "hf").exists() and not list((tmp_path / "out").rglob(".tmp*"))

@@ -1,4 +1,4 @@
-"""Conversions that are ended at any point leave no destination or a whole one; damage to what they wrote is seen."""
+"""Interrupted conversions leave no destination or a complete one; ``verify`` detects damaged outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POINTS = ("first", "middle", "last", "publish", "renamed")
 
 def outcomes(requests: list[dict[str, Any]]) -> list[int]:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("killed_at.py"))],
+        [sys.executable, str(Path(__file__).with_name("kill_points.py"))],
         input=json.dumps(requests), env=environment(), capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     found: list[int] = json.loads(done.stdout)
@@ -37,15 +37,17 @@ def outcomes(requests: list[dict[str, Any]]) -> list[int]:
 
 
 def request(model: Path, out: Path, target: str, number: int, point: Any) -> dict[str, Any]:
-    return {"words": ["convert", str(model), str(out), *TARGETS[target]], "signal": number, "point": point}
+    return {"args": ["convert", str(model), str(out), *TARGETS[target]], "signal": number, "point": point}
 
 
-def test_killed_anywhere(model: Path, tmp_path: Path) -> None:
+def test_killed_conversion_leaves_nothing_or_everything(model: Path, tmp_path: Path) -> None:
     cases = {f"{target}-{point}": (target, point) for target in TARGETS for point in POINTS}
-    dice = random.Random(0)
-    cases |= {f"{target}-{number}": (target, dice.uniform(0.0, 0.15)) for target in TARGETS for number in range(3)}
-    asked = [request(model, tmp_path / name, case[0], signal.SIGKILL, case[1]) for name, case in cases.items()]
-    for (name, (target, point)), code in zip(cases.items(), outcomes(asked), strict=True):
+    random_state = random.Random(0)
+    cases |= {
+        f"{target}-{number}": (target, random_state.uniform(0.0, 0.15)) for target in TARGETS for number in range(3)
+    }
+    requests = [request(model, tmp_path / name, case[0], signal.SIGKILL, case[1]) for name, case in cases.items()]
+    for (name, (target, point)), code in zip(cases.items(), outcomes(requests), strict=True):
         destination, left = tmp_path / name, tmp_path / f".tmp-{name}"
         assert code in (-signal.SIGKILL, 0) and (code or isinstance(point, float)), name
         if isinstance(point, str):
@@ -56,20 +58,20 @@ def test_killed_anywhere(model: Path, tmp_path: Path) -> None:
         assert not left.exists()
 
 
-def test_a_signal_that_asks_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_terminated_conversion_removes_its_output(model: Path, tmp_path: Path) -> None:
     cases = {
         f"{target}-{number.name}-{point}": (target, number, point)
         for target in TARGETS
         for number in (signal.SIGTERM, signal.SIGINT)
         for point in ("first", "middle")
     }
-    asked = [request(model, tmp_path / name, *case) for name, case in cases.items()]
-    assert dict(zip(cases, outcomes(asked), strict=True)) == dict.fromkeys(cases, 130)
+    requests = [request(model, tmp_path / name, *case) for name, case in cases.items()]
+    assert dict(zip(cases, outcomes(requests), strict=True)) == dict.fromkeys(cases, 130)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
-def written(model: Path, tmp_path: Path) -> Path:
+def converted(model: Path, tmp_path: Path) -> Path:
     for target in ("hf", "torch_dist", "torch"):
         convert(model, tmp_path / target, target)  # type: ignore[arg-type]
     return tmp_path
@@ -81,56 +83,56 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def place_of(folder: Path, tensor: torch.Tensor) -> tuple[Path, int]:
-    """File and first byte of a tensor, whatever the format."""
+def tensor_offset(folder: Path, tensor: torch.Tensor) -> tuple[Path, int]:
+    """The file that contains the bytes of a tensor, and their offset."""
     wanted = tensor.numpy().tobytes()
     (path,) = (path for path in folder.rglob("*") if path.is_file() and wanted in path.read_bytes())
     return path, path.read_bytes().index(wanted)
 
 
 @pytest.mark.parametrize("target", ["hf", "torch_dist", "torch"])
-def test_one_flipped_bit_is_told_from_a_difference(
-    target: str, written: Path, model: Path, isthmus: ForkServer
+def test_checksum_tells_damage_from_a_difference(
+    target: str, converted: Path, model: Path, isthmus: ForkServer
 ) -> None:
     name = "decoder.layers.1.mlp.linear_fc2.weight"
-    wanted = json.loads((written / target / "checksums.json").read_text())["tensors"][name]
+    wanted = json.loads((converted / target / "checksums.json").read_text())["tensors"][name]
     tensor = load_file(model / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
-    path, at = place_of(written / target, tensor)
+    path, at = tensor_offset(converted / target, tensor)
     flip(path, at + tensor.nbytes // 2)
-    line = isthmus("verify", model, written / target).error(65)
+    line = isthmus("verify", model, converted / target).error(65)
     found = line.partition(f"{name} with {wanted} and has ")[2][:16]
-    assert len(found) == 16 and found != wanted and str(written / target) in line
-    # Without the sums there is nothing to say which side is wrong.
-    (written / target / "checksums.json").unlink()
-    line = isthmus("verify", model, written / target).error(1)
+    assert len(found) == 16 and found != wanted and str(converted / target) in line
+    # Without checksums, only the difference is reported.
+    (converted / target / "checksums.json").unlink()
+    line = isthmus("verify", model, converted / target).error(1)
     assert "model.layers.1.mlp.down_proj.weight in 1 of 2048 elements" in line
 
 
 @pytest.mark.parametrize("file", ["hf/tokenizer.json", "torch_dist/hf/tokenizer.json", "torch/hf/tokenizer.json"])
-def test_a_changed_file_beside_the_tensors(file: str, written: Path, model: Path, isthmus: ForkServer) -> None:
-    folder = written / file.partition("/")[0]
+def test_changed_file_without_tensors_is_detected(file: str, converted: Path, model: Path, isthmus: ForkServer) -> None:
+    folder = converted / file.partition("/")[0]
     sums = json.loads((folder / "checksums.json").read_text())["files"]
-    flip(written / file, 100)
+    flip(converted / file, 100)
     line = isthmus("verify", model, folder).error(65)
-    wanted = sums[str((written / file).relative_to(folder))]
-    assert f"{written / file} was written with the checksum {wanted} and has " in line
-    (written / file).unlink()
+    wanted = sums[str((converted / file).relative_to(folder))]
+    assert f"{converted / file} was written with the checksum {wanted} and has " in line
+    (converted / file).unlink()
     assert f"{wanted} and has nothing" in isthmus("verify", model, folder).error(65)
 
 
 @pytest.mark.parametrize("target", ["hf", "torch_dist", "torch"])
-def test_sums_are_no_must(target: str, written: Path, model: Path, isthmus: ForkServer) -> None:
-    assert isthmus("verify", model, written / target, "--json").result["checksums"] == [False, True]
-    (written / target / "checksums.json").unlink()
-    assert isthmus("verify", model, written / target, "--json").result["checksums"] == [False, False]
+def test_checksums_are_optional(target: str, converted: Path, model: Path, isthmus: ForkServer) -> None:
+    assert isthmus("verify", model, converted / target, "--json").result["checksums"] == [False, True]
+    (converted / target / "checksums.json").unlink()
+    assert isthmus("verify", model, converted / target, "--json").result["checksums"] == [False, False]
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "told"),
+    ("change", "code", "message"),
     [
         (lambda sums: sums["files"].update({"../x": "0"}), 77, "'../x'"),
         (lambda sums: sums["files"].update({"/etc/passwd": "0"}), 77, "'/etc/passwd'"),
-        (lambda sums: sums["files"].update({"away/passwd": "0"}), 77, "'away/passwd'"),
+        (lambda sums: sums["files"].update({"link/passwd": "0"}), 77, "'link/passwd'"),
         (lambda sums: sums.update(algorithm="md5"), 65, "'md5'"),
         (lambda sums: sums.update(files=[1]), 65, "not a list of checksums"),
         (lambda sums: sums["tensors"].update({"decoder.more": "0"}), 65, "decoder.more with 0 and has None"),
@@ -138,12 +140,12 @@ def test_sums_are_no_must(target: str, written: Path, model: Path, isthmus: Fork
     ],
     ids=["above", "absolute", "link", "algorithm", "form", "more", "less"],
 )
-def test_a_list_of_sums_that_is_wrong(
-    change: Any, code: int, told: str, written: Path, model: Path, isthmus: ForkServer
+def test_invalid_checksum_file_is_refused(
+    change: Any, code: int, message: str, converted: Path, model: Path, isthmus: ForkServer
 ) -> None:
-    path = written / "torch_dist" / "checksums.json"
-    (written / "torch_dist" / "away").symlink_to("/etc")
+    path = converted / "torch_dist" / "checksums.json"
+    (converted / "torch_dist" / "link").symlink_to("/etc")
     sums = json.loads(path.read_text())
     change(sums)
     path.write_text(json.dumps(sums))
-    assert told in isthmus("verify", model, written / "torch_dist").error(code)
+    assert message in isthmus("verify", model, converted / "torch_dist").error(code)

@@ -1,4 +1,4 @@
-"""Whole runs on preferences: what they tell and leave, how they go on, and what they refuse."""
+"""Complete DPO runs: metrics, messages, files, resume and refused inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REWARDS = {
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Numbers are to be said in whole sentences."""
+    """Preference pairs: the chosen answers are whole sentences."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.json"
     numbers = [
         {
@@ -37,38 +37,42 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def words(model: Path, pairs: Path) -> list[str]:
+def args(model: Path, pairs: Path) -> list[str]:
     settings = ["train.global_batch_size=4", "train.micro_batch_size=2", "optim.lr=1e-3", "optim.schedule=constant"]
     return ["dpo", "--model", str(model), "--data", str(pairs), "--json", "train.precision=fp32", *settings]
 
 
-def test_what_it_tells_and_how_it_goes_on(isthmus: ForkServer, words: list[str], tmp_path: Path) -> None:
-    words = [*words, "data.valid_fraction=0.2"]
-    through, parts = tmp_path / "through", tmp_path / "parts"
-    ended = isthmus(*words, "--out", through, "train.steps=10", "logging.tensorboard=false")
-    steps = [row for row in rows(through) if "loss" in row]
+def test_metrics_and_resume(isthmus: ForkServer, args: list[str], tmp_path: Path) -> None:
+    args = [*args, "data.valid_fraction=0.2"]
+    uninterrupted, interrupted = tmp_path / "uninterrupted", tmp_path / "interrupted"
+    completed = isthmus(*args, "--out", uninterrupted, "train.steps=10", "logging.tensorboard=false")
+    steps = [row for row in rows(uninterrupted) if "loss" in row]
     assert all(row.keys() >= REWARDS and row["consumed_sequences"] == 4 * row["step"] for row in steps)
     assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-4) and abs(steps[0]["rewards/margins"]) < 1e-5
-    before, after = (row for row in rows(through) if "valid_loss" in row)
+    before, after = (row for row in rows(uninterrupted) if "valid_loss" in row)
     assert before["valid_loss"] == pytest.approx(0.6931, abs=1e-4) and after["valid_loss"] < 0.5
     assert after["valid_rewards/accuracies"] == 1.0 and after["valid_rewards/margins"] > 0.5
-    assert "accuracy 1.000" in ended.stderr
-    assert "log-probabilities of 76 answers under the starting weights (train)" in ended.stderr
+    assert "accuracy 1.000" in completed.stderr
+    assert "log-probabilities of 76 answers under the starting weights (train)" in completed.stderr
 
-    assert isthmus(*words, "--out", parts, "train.steps=5").returncode == 0
-    went_on = isthmus(*words, "--out", parts, "train.steps=10")
-    assert "resumed from" in went_on.stderr and "reference:" not in went_on.stderr
-    assert (parts / "hf/model.safetensors").read_bytes() == (through / "hf/model.safetensors").read_bytes()
-    # Without what was kept, the model folder gives the same.
-    (parts / "reference.npz").unlink()
-    assert "log-probabilities of 76 answers" in isthmus(*words, "--out", parts, "train.steps=10").stderr
-    assert (parts / "reference.npz").read_bytes() == (through / "reference.npz").read_bytes()
+    assert isthmus(*args, "--out", interrupted, "train.steps=5").returncode == 0
+    resumed = isthmus(*args, "--out", interrupted, "train.steps=10")
+    assert "resumed from" in resumed.stderr and "reference:" not in resumed.stderr
+    assert (interrupted / "hf/model.safetensors").read_bytes() == (uninterrupted / "hf/model.safetensors").read_bytes()
+    # Without reference.npz, the reference is computed again from the model folder.
+    (interrupted / "reference.npz").unlink()
+    assert "log-probabilities of 76 answers" in isthmus(*args, "--out", interrupted, "train.steps=10").stderr
+    assert (interrupted / "reference.npz").read_bytes() == (uninterrupted / "reference.npz").read_bytes()
 
 
-def test_what_is_refused_leaves_nothing(isthmus: ForkServer, words: list[str], chats: Path, tmp_path: Path) -> None:
+def test_refused_inputs_leave_no_run_folder(isthmus: ForkServer, args: list[str], chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ended = isthmus(*words, "--out", out, "--data", chats)
-    assert ended.returncode == 65 and "among data of kind preference" in ended.stderr
-    ended = isthmus(*words, "--out", out, "train.profile=900-901")
-    assert ended.returncode == 2 and "goes beyond the 12 steps" in ended.stderr and "reference:" in ended.stderr
+    completed = isthmus(*args, "--out", out, "--data", chats)
+    assert completed.returncode == 65 and "among data of kind preference" in completed.stderr
+    completed = isthmus(*args, "--out", out, "train.profile=900-901")
+    assert (
+        completed.returncode == 2
+        and "goes beyond the 12 steps" in completed.stderr
+        and "reference:" in completed.stderr
+    )
     assert not out.exists()

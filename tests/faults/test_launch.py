@@ -1,4 +1,4 @@
-"""Real processes: what the user of ``--nproc 2`` sees when a rank fails or a signal comes."""
+"""Messages and exit codes of ``--nproc 2`` when a rank fails or a signal arrives."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import Ended
+from faults.command import CompletedCommand
 from faults.fork_server import ForkServer
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-# Stands in for the real recipe in every process that has this folder on its path: no torch in the ranks.
+# Replaces the recipe in every process with this folder on its path; the ranks do not import torch.
 STUB = """
 import os, sys, time, types
 
@@ -42,20 +42,20 @@ def run(config):
         raise ZeroDivisionError("division by zero")
     if mode == "kill" and rank == 1:
         time.sleep(0.3)
-        print("last words", file=sys.stderr, flush=True)
+        print("last line", file=sys.stderr, flush=True)
         os.kill(os.getpid(), 9)
     if mode == "hang" and rank == 1:
         raise DataError("only rank 1 has seen it.")
     if mode == "all":
         raise DataError("the same on every rank.")
-    if mode in ("wait", "deaf", "kill", "bug", "hang"):
+    if mode in ("wait", "ignore", "kill", "bug", "hang"):
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if stop.requested and mode == "wait":
                 time.sleep(0.5 + rank)
                 pathlib.Path(config.out, f"saved-{rank}").touch()
                 raise Preempted("stopped after step 3 of 9 as asked; the state is saved.")
-            if stop.requested and mode not in ("deaf", "hang"):
+            if stop.requested and mode not in ("ignore", "hang"):
                 raise RuntimeError("Connection reset by peer")
             time.sleep(0.05)
     return types.SimpleNamespace(as_dict=lambda: {"loss": 1.5, "rank": rank})
@@ -74,9 +74,9 @@ def stubbed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(*more: str, nproc: int = 2) -> list[str]:
-    words = ["sft", "--model", "m", "--data", "d", "--out", "out", "--nproc", str(nproc), *more]
-    return [sys.executable, "-m", "isthmus", *words]
+def command(*extra: str, nproc: int = 2) -> list[str]:
+    args = ["sft", "--model", "m", "--data", "d", "--out", "out", "--nproc", str(nproc), *extra]
+    return [sys.executable, "-m", "isthmus", *args]
 
 
 def environment(folder: Path, mode: str) -> dict[str, str]:
@@ -84,22 +84,22 @@ def environment(folder: Path, mode: str) -> dict[str, str]:
     return clean | {"STUB": mode, "PYTHONPATH": os.pathsep.join([str(folder / "stub"), str(SOURCE)])}
 
 
-def finished(folder: Path, mode: str, *more: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, mode: str, *more: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*more, nproc=nproc),
         cwd=folder, env=environment(folder, mode), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
 
-def forked(isthmus: ForkServer, folder: Path, mode: str, *more: str) -> Ended:
-    """The same with two ranks, without the imports of the launcher."""
+def run_forked(isthmus: ForkServer, folder: Path, mode: str, *more: str) -> CompletedCommand:
+    """Run the command with two ranks, forked from the server."""
     variables = {name: value for name, value in environment(folder, mode).items() if name in ("STUB", "PYTHONPATH")}
     return isthmus.start(*command(*more)[3:], cwd=folder, **variables).result()
 
 
 @contextmanager
 def running(folder: Path, mode: str, *, nproc: int = 2) -> Iterator[subprocess.Popen[str]]:
-    """The command, with all its ranks up."""
+    """Start the command and wait until all ranks run."""
     process = subprocess.Popen(
         command(nproc=nproc),
         cwd=folder, env=environment(folder, mode), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -123,89 +123,89 @@ def pids(folder: Path) -> list[int]:
     return [int(text) for path in (folder / "out").glob("pid-*") if (text := path.read_text())]
 
 
-def ours(stderr: str) -> list[str]:
+def messages(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("isthmus:")]
 
 
-def test_success_prints_one_result_and_shares_the_cores(stubbed: Path) -> None:
-    done = finished(stubbed, "ok", "--json")
+def test_result_is_printed_once_and_threads_are_divided(stubbed: Path) -> None:
+    done = run(stubbed, "ok", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"loss": 1.5, "rank": 0}
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert done.stderr.splitlines() == [f"hello from 0 of 2 threads {threads}"]
 
 
-def test_error_of_one_rank_reaches_the_user_once_with_its_code(isthmus: ForkServer, stubbed: Path) -> None:
-    done = forked(isthmus, stubbed, "data")
+def test_error_of_one_rank_is_reported_once_with_its_code(isthmus: ForkServer, stubbed: Path) -> None:
+    done = run_forked(isthmus, stubbed, "data")
     assert done.returncode == 65
-    assert ours(done.stderr) == ["isthmus: train.jsonl:3: not JSON. Fix the line."]
+    assert messages(done.stderr) == ["isthmus: train.jsonl:3: not JSON. Fix the line."]
     assert "Traceback" not in done.stderr and "elastic" not in done.stderr
 
 
 def test_error_of_all_ranks_is_reported_once(isthmus: ForkServer, stubbed: Path) -> None:
-    done = forked(isthmus, stubbed, "all")
+    done = run_forked(isthmus, stubbed, "all")
     assert done.returncode == 65
-    assert ours(done.stderr) == ["isthmus: the same on every rank."]
+    assert messages(done.stderr) == ["isthmus: the same on every rank."]
 
 
 def test_bug_in_one_rank(isthmus: ForkServer, stubbed: Path) -> None:
-    done = forked(isthmus, stubbed, "bug")
+    done = run_forked(isthmus, stubbed, "bug")
     assert done.returncode == 70
-    assert ours(done.stderr) == [
+    assert messages(done.stderr) == [
         "isthmus: ZeroDivisionError: division by zero (unexpected; --debug shows the traceback)"
     ]
-    debug = forked(isthmus, stubbed, "bug", "--debug")
+    debug = run_forked(isthmus, stubbed, "bug", "--debug")
     assert debug.returncode == 70 and debug.stderr.count('raise ZeroDivisionError("division by zero")') == 1
 
 
 def test_killed_rank_is_named(isthmus: ForkServer, stubbed: Path) -> None:
-    done = forked(isthmus, stubbed, "kill")
+    done = run_forked(isthmus, stubbed, "kill")
     assert done.returncode == 137
-    (line,) = ours(done.stderr)
-    assert "rank 1 was ended by SIGKILL" in line and "memory" in line and line.endswith("last words")
+    (line,) = messages(done.stderr)
+    assert "rank 1 was ended by SIGKILL" in line and "memory" in line and line.endswith("last line")
 
 
-def test_rank_that_hangs_after_the_failure_of_a_peer_is_not_waited_for(isthmus: ForkServer, stubbed: Path) -> None:
+def test_hanging_rank_is_killed_after_another_rank_fails(isthmus: ForkServer, stubbed: Path) -> None:
     started_s = time.monotonic()
-    done = forked(isthmus, stubbed, "hang")
-    assert done.returncode == 65 and ours(done.stderr) == ["isthmus: only rank 1 has seen it."]
+    done = run_forked(isthmus, stubbed, "hang")
+    assert done.returncode == 65 and messages(done.stderr) == ["isthmus: only rank 1 has seen it."]
     assert time.monotonic() - started_s < 20 and not any(alive(pid) for pid in pids(stubbed))
 
 
-def test_dollars_in_arguments_stay(isthmus: ForkServer, stubbed: Path) -> None:
+def test_dollar_signs_in_arguments_are_kept(isthmus: ForkServer, stubbed: Path) -> None:
     name = "out-$x-${local_rank}-$$"
     (stubbed / name).mkdir()
-    done = forked(isthmus, stubbed, "ok", "--out", name)
+    done = run_forked(isthmus, stubbed, "ok", "--out", name)
     assert done.returncode == 0, done.stderr
     assert len(list((stubbed / name).glob("pid-*"))) == 2
 
 
 def test_usage_error_starts_nothing(stubbed: Path) -> None:
-    done = finished(stubbed, "ok", "optim.lrr=1")
+    done = run(stubbed, "ok", "optim.lrr=1")
     assert done.returncode == 2 and "optim.lr?" in done.stderr
     assert not pids(stubbed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.usefixtures("hangups_count")
-def test_signal_lets_the_ranks_save(stubbed: Path, number: signal.Signals) -> None:
+@pytest.mark.usefixtures("default_sighup")
+def test_signal_saves_on_every_rank(stubbed: Path, number: signal.Signals) -> None:
     with running(stubbed, "wait") as process:
         process.send_signal(number)
-        process.send_signal(number)  # as batch systems do
+        process.send_signal(number)  # like batch systems
         out, err = process.communicate(timeout=30)
     assert process.returncode == 75, err
     assert len(list((stubbed / "out").glob("saved-*"))) == 2
-    assert ours(err)[-1] == "isthmus: stopped after step 3 of 9 as asked; the state is saved."
-    assert len(ours(err)) == 2 and not out
+    assert messages(err)[-1] == "isthmus: stopped after step 3 of 9 as asked; the state is saved."
+    assert len(messages(err)) == 2 and not out
 
 
 def test_second_ctrl_c_kills(stubbed: Path) -> None:
-    with running(stubbed, "deaf") as process:
+    with running(stubbed, "ignore") as process:
         process.send_signal(signal.SIGINT)
         time.sleep(0.8)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
-        assert process.returncode == 130 and "killed" in ours(err)[-1]
+        assert process.returncode == 130 and "killed" in messages(err)[-1]
         assert not any(alive(pid) for pid in pids(stubbed))
 
 
@@ -213,7 +213,7 @@ def test_signal_before_the_ranks_are_up(stubbed: Path) -> None:
     process = subprocess.Popen(
         command(), cwd=stubbed, env=environment(stubbed, "wait"), stderr=subprocess.PIPE, text=True
     )
-    while not catches(process.pid, signal.SIGTERM):  # before that, the interpreter starts
+    while not catches(process.pid, signal.SIGTERM):  # until then, the interpreter starts
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGTERM)
@@ -233,17 +233,17 @@ def test_no_rank_outlives_the_command(stubbed: Path) -> None:
         assert len(list((stubbed / "out").glob("saved-*"))) == 2
 
 
-def test_alone_sigterm_and_error(stubbed: Path) -> None:
+def test_single_process_sigterm_and_error(stubbed: Path) -> None:
     with running(stubbed, "wait", nproc=1) as process:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 75
-    assert ours(err) == ["isthmus: stopped after step 3 of 9 as asked; the state is saved."]
-    assert finished(stubbed, "all", nproc=1).returncode == 65
+    assert messages(err) == ["isthmus: stopped after step 3 of 9 as asked; the state is saved."]
+    assert run(stubbed, "all", nproc=1).returncode == 65
 
 
-def test_alone_second_ctrl_c(stubbed: Path) -> None:
-    with running(stubbed, "deaf", nproc=1) as process:
+def test_single_process_second_ctrl_c(stubbed: Path) -> None:
+    with running(stubbed, "ignore", nproc=1) as process:
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
@@ -252,7 +252,7 @@ def test_alone_second_ctrl_c(stubbed: Path) -> None:
 
 
 def test_under_another_launcher_one_rank_reports(stubbed: Path) -> None:
-    """As torchrun or srun do it: the parent sets the ranks, and every rank has the terminal."""
+    """Like torchrun or srun: the parent sets the rank variables, and every rank prints to the terminal."""
     base = environment(stubbed, "all") | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     ranks = [
         subprocess.Popen(command()[:-2], cwd=stubbed, env=base | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
@@ -260,7 +260,7 @@ def test_under_another_launcher_one_rank_reports(stubbed: Path) -> None:
     ]
     errors = [process.communicate(timeout=30)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [65, 65]
-    assert len([line for text in errors for line in ours(text)]) == 1
+    assert len([line for text in errors for line in messages(text)]) == 1
 
 
 def catches(pid: int, number: signal.Signals) -> bool:

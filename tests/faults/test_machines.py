@@ -1,4 +1,4 @@
-"""Two machines, played by network namespaces: the same command and numbers as on one, and a word on what fails."""
+"""Two machines, simulated with network namespaces: same losses as on one machine, and clear connection errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def namespaces() -> Iterator[tuple[str, str]]:
         pytest.skip(f"no network namespaces: {reason}")
 
 
-def as_slurm_does(rank: int) -> dict[str, str]:
-    """The variables of a task of a step of four on two nodes."""
+def slurm_variables(rank: int) -> dict[str, str]:
+    """The environment variables of one of four tasks on two nodes."""
     return {
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank % 2),
@@ -34,35 +34,35 @@ def as_slurm_does(rank: int) -> dict[str, str]:
     }
 
 
-def test_two_hosts_train_what_one_process_trains(
-    isthmus: ForkServer, namespaces: tuple[str, str], small: list[str], tmp_path: Path
+def test_two_hosts_train_as_single_process(
+    isthmus: ForkServer, namespaces: tuple[str, str], sft_args: list[str], tmp_path: Path
 ) -> None:
-    """tp inside a host, dp across; by Slurm's variables, with no interface named."""
-    words = [*small, "parallel.tp=2", "train.steps=6"]
-    ranks = [[(words, as_slurm_does(2 * host + local)) for local in (0, 1)] for host in (0, 1)]
-    ended = isthmus.start_ranks(ranks, namespaces).ended()
-    assert [one.returncode for one in ended] == [0, 0, 0, 0], ended
+    """Tensor parallel within a host, data parallel across; Slurm variables, no interface configured."""
+    args = [*sft_args, "parallel.tp=2", "train.steps=6"]
+    ranks = [[(args, slurm_variables(2 * host + local)) for local in (0, 1)] for host in (0, 1)]
+    completed = isthmus.start_ranks(ranks, namespaces).wait()
+    assert [one.returncode for one in completed] == [0, 0, 0, 0], completed
     for host, address in enumerate(ADDRESSES):
-        assert f"ranks {2 * host}-{2 * host + 1} on " in ended[0].stderr and f"({address})" in ended[0].stderr
-    spread = [row for row in rows(tmp_path / "out") if "loss" in row]
+        assert f"ranks {2 * host}-{2 * host + 1} on " in completed[0].stderr and f"({address})" in completed[0].stderr
+    two_hosts_rows = [row for row in rows(tmp_path / "out") if "loss" in row]
 
     alone = tmp_path / "alone"
-    (one,) = isthmus.start_ranks([[([*small, "--out", str(alone), "train.steps=6"], {})]]).ended()
+    (one,) = isthmus.start_ranks([[([*sft_args, "--out", str(alone), "train.steps=6"], {})]]).wait()
     assert one.returncode == 0, one
-    single = [row for row in rows(alone) if "loss" in row]
-    assert len(spread) == len(single) == 6
+    one_host_rows = [row for row in rows(alone) if "loss" in row]
+    assert len(two_hosts_rows) == len(one_host_rows) == 6
     for name in ("loss", "grad_norm"):
-        assert [row[name] for row in spread] == pytest.approx([row[name] for row in single], rel=1e-5)
+        assert [row[name] for row in two_hosts_rows] == pytest.approx([row[name] for row in one_host_rows], rel=1e-5)
 
 
-def test_interface_that_leads_nowhere(isthmus: ForkServer, namespaces: tuple[str, str], small: list[str]) -> None:
-    ranks = [[(small, as_slurm_does(2 * host + local)) for local in (0, 1)] for host in (0, 1)]
+def test_interface_without_route(isthmus: ForkServer, namespaces: tuple[str, str], sft_args: list[str]) -> None:
+    ranks = [[(sft_args, slurm_variables(2 * host + local)) for local in (0, 1)] for host in (0, 1)]
     for _, variables in ranks[1]:
         variables["GLOO_SOCKET_IFNAME"] = "dead0"
-    ended = isthmus.start_ranks(ranks, namespaces).ended()
-    assert [one.returncode for one in ended] == [76, 76, 76, 76], ended
-    told = [line for one in ended for line in one.errors]
-    assert len(told) == 2  # one a host
-    for line in told:
+    completed = isthmus.start_ranks(ranks, namespaces).wait()
+    assert [one.returncode for one in completed] == [76, 76, 76, 76], completed
+    messages = [line for one in completed for line in one.errors]
+    assert len(messages) == 2  # one per host
+    for line in messages:
         assert "rank 1 " in line and "cannot reach rank 2" in line and DEAD_ADDRESSES[1] in line
         assert "dead0" in line and "GLOO_SOCKET_IFNAME" in line and "wire0" in line

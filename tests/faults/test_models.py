@@ -1,4 +1,4 @@
-"""Runs that start from nothing but a model's name: what they train on, and what they leave, is whole."""
+"""Runs from a preset with random weights: training, exports and conversion."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from isthmus.convert.transfer import convert
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 
 
-def words(preset: str, data: Path, out: Path, **keys: Any) -> list[str]:
+def pretrain_args(preset: str, data: Path, out: Path, **keys: Any) -> list[str]:
     model = [f"model={preset}", "model.init=random", *(f"model.config.{key}={value}" for key, value in keys.items())]
     run = ["--data", str(data), "--out", str(out), "data.seq_length=32", "train.global_batch_size=4", "train.steps=2"]
     return ["pretrain", *run, "--json", "logging.tensorboard=false", *model]
 
 
-def test_a_preset_made_small_with_a_tokenizer_of_another(isthmus: ForkServer, model: Path, tmp_path: Path) -> None:
+def test_resized_preset_with_another_tokenizer(isthmus: ForkServer, model: Path, tmp_path: Path) -> None:
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": f"The number is {number}."}) + "\n" for number in range(32)))
     keys = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
-    run = words("preset:llama3.2-1b", documents, tmp_path / "out", **keys)
+    run = pretrain_args("preset:llama3.2-1b", documents, tmp_path / "out", **keys)
     assert "has no tokenizer" in isthmus(*run).error(66)
     assert isthmus(*run, f"tokenizer.path={model}").result["steps"] == 2
     exported = tmp_path / "out" / "hf"
@@ -34,21 +34,21 @@ def test_a_preset_made_small_with_a_tokenizer_of_another(isthmus: ForkServer, mo
     tokenizer = AutoTokenizer.from_pretrained(exported)
     assert config["model_type"] == "llama" and config["eos_token_id"] == tokenizer.eos_token_id
     assert config["rope_scaling"]["factor"] == 32.0
-    network, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    network, loading = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert network.dtype == torch.bfloat16 == getattr(torch, config["dtype"])
     assert torch.isfinite(network(**tokenizer("The number", return_tensors="pt")).logits).all()
     convert(tmp_path / "out" / "checkpoints" / "iter_0000002", tmp_path / "converted")
     again = json.loads((tmp_path / "converted" / "config.json").read_text())
-    assert again == config | {"dtype": "float32", "torch_dtype": "float32"}  # as it was trained
+    assert again == config | {"dtype": "float32", "torch_dtype": "float32"}  # training precision
     assert (tmp_path / "converted" / "tokenizer.json").is_file()
 
 
-def test_numbers_and_a_model_that_transformers_does_not_have(isthmus: ForkServer, tmp_path: Path) -> None:
+def test_null_tokenizer_and_a_model_with_remote_code(isthmus: ForkServer, tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.txt"
     numbers.write_text("\n".join(" ".join(str((line * step) % 90) for step in range(24)) for line in range(64)))
     keys = SMALL | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "num_experts": 4, "vocab_size": 96}
-    run = words("preset:gpt2-125m-moe", numbers, tmp_path / "out", **keys)
+    run = pretrain_args("preset:gpt2-125m-moe", numbers, tmp_path / "out", **keys)
     null = ["tokenizer.type=NullTokenizer", "tokenizer.vocab_size=90"]
     assert "the tokenizer has 101 tokens" in isthmus(*run, null[0], "tokenizer.vocab_size=100").error(2)
     assert isthmus(*run, *null).result["steps"] == 2

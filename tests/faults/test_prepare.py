@@ -17,9 +17,9 @@ from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from isthmus.recipes.data.prepare import prepare
 
-# The command line with small parts, and a process that kills itself at a record: the main one, or the worker that gets
-# the record (a worker that is killed from outside may be idle, and then nothing fails).
-ENDED = """
+# The command line with small parts. The main process, or the worker that gets a given record, kills itself: a worker
+# that is killed from outside may be idle, and then nothing fails.
+KILLED = """
 import os, signal, sys
 from isthmus.cli import prepare as command
 from isthmus.cli.main import main
@@ -28,14 +28,14 @@ from isthmus.recipes.data import prepare_resume, prepare_workers
 victim, at = sys.argv[1], int(sys.argv[2])
 json_chunks.CHUNK_BYTES, prepare_resume.PART_TOKENS = 300, 200
 tokenize = prepare_workers._tokenize
-def end():
+def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 def show(self, stats):
     if stats.records >= at:
-        end()
+        kill()
 def _tokenize(chunk):
     if any(record.where.endswith(f".jsonl:{at}") for record in chunk.parse()):
-        end()
+        kill()
     return tokenize(chunk)
 if victim == "main":
     command._ProgressLine.show = show
@@ -45,13 +45,13 @@ sys.exit(main(sys.argv[3:]))
 """
 
 
-def run(victim: str, at: int, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", ENDED, victim, str(at), "prepare", *words]
+def run(victim: str, at: int, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", KILLED, victim, str(at), "prepare", *args]
     return subprocess.run(command, env=environment(), capture_output=True, text=True)
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def args(tmp_path: Path) -> list[str]:
     save_tokenizer(train_tokenizer(["the sea is wide"], vocab_size=280), tmp_path / "tokenizer")
     with (tmp_path / "a.jsonl").open("w") as file:
         for k in range(80):
@@ -63,24 +63,24 @@ def outputs(prefix: Path) -> dict[str, bytes]:
     return {path.name[len(prefix.name) :]: path.read_bytes() for path in prefix.parent.glob(f"{prefix.name}.[!p]*")}
 
 
-def test_killed_and_begun_again(tmp_path: Path, words: list[str]) -> None:
-    prepare([words[0]], tmp_path / "whole", words[2], workers=1)
+def test_killed_prepare_continues(tmp_path: Path, args: list[str]) -> None:
+    prepare([args[0]], tmp_path / "whole", args[2], workers=1)
     whole = outputs(tmp_path / "whole")
     assert len(whole) == 4
     out = tmp_path / "out"
-    assert run("main", 40, *words, str(out)).returncode == -signal.SIGKILL
+    assert run("main", 40, *args, str(out)).returncode == -signal.SIGKILL
     assert not outputs(out) and list(Path(f"{out}.partial").glob("*.npz"))
-    lost = run("worker", 60, *words, str(out))
+    lost = run("worker", 60, *args, str(out))
     assert lost.returncode == 76, lost
     (line,) = [line for line in lost.stderr.splitlines() if line.startswith("isthmus:")]
     assert "a worker process ended before its result" in line and "Traceback" not in lost.stderr
     assert not outputs(out)
     parts = len(list(Path(f"{out}.partial").glob("*.npz")))
     assert parts
-    done = run("nobody", 0, *words, str(out), "--json")
+    done = run("none", 0, *args, str(out), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["records"] == 80
     assert outputs(out) == whole and not Path(f"{out}.partial").exists()
-    os.truncate(f"{out}.bin", 10)  # what was published is not taken for a part
+    os.truncate(f"{out}.bin", 10)  # a finished output is never used as a part
     with pytest.raises(NoSpace):
-        prepare([words[0]], out, words[2], workers=1)
+        prepare([args[0]], out, args[2], workers=1)

@@ -1,4 +1,4 @@
-"""Fine-tuning on real chats with the real Llama 2 tokenizer, which is a bare sentencepiece file."""
+"""Fine-tuning on real chats with the Llama 2 tokenizer, a sentencepiece file without tokenizer config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from faults.fork_server import ForkServer
 
 @pytest.fixture(scope="module")
 def llama(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two small layers over the Llama 2 vocabulary."""
+    """A model with two small layers and the Llama 2 vocabulary."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,12 +36,12 @@ def test_fine_tuning(isthmus: ForkServer, llama: Path, shared_data: Path, tmp_pa
 
     from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 
-    words = ["sft", "--model", llama, "--data", shared_data / name, "--out", tmp_path / "out", "--json"]
+    args = ["sft", "--model", llama, "--data", shared_data / name, "--out", tmp_path / "out", "--json"]
     settings = ["data.seq_length=512", "train.global_batch_size=2", "train.steps=3", "optim.lr=1e-2"]
-    ended = isthmus(*words, *settings, "data.valid_fraction=0.01")
-    assert ended.result["valid_loss"] < ended.result["valid_loss_before"] and "default one" in ended.stderr
-    learned = [row["learned_tokens"] / row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row]
-    assert all(0.02 < share < 0.98 for share in learned)
+    completed = isthmus(*args, *settings, "data.valid_fraction=0.01")
+    assert completed.result["valid_loss"] < completed.result["valid_loss_before"] and "default one" in completed.stderr
+    loss_token_ratios = [row["learned_tokens"] / row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row]
+    assert all(0.02 < ratio < 0.98 for ratio in loss_token_ratios)
 
     exported = tmp_path / "out" / "hf"
     source, ours = load_tokenizer(llama), load_tokenizer(exported)

@@ -1,4 +1,4 @@
-"""The same commands and the same numbers on a GPU; run with ``make test`` on a machine that has one (CUDA or ROCm)."""
+"""Commands and numeric results on a GPU (CUDA or ROCm); run with ``make test``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 1e-1)])
 def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: float) -> None:
-    """TF32 is off by default in torch, so fp32 is held to about its own rounding; bf16 to eight bits."""
+    """TF32 is off by default in torch: fp32 is compared at about its rounding error, bf16 at 8 bits."""
     from isthmus.engine.parallel.process_groups import close_groups
     from isthmus.hf.tiny_model import logits
     from isthmus.recipes.setup.load_model import load_model, model_logits
@@ -40,11 +40,11 @@ def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: 
     assert (ours - logits(model, ids[None])[0]).abs().max() < tolerance
 
 
-def test_running_means_on_the_host_give_the_same_weights_in_less_memory() -> None:
+def test_optimizer_offload_gives_same_weights_with_less_memory() -> None:
     from isthmus.engine.optim.optimizer import CpuOffloadAdamW
     from isthmus.engine.upstream.compat import fill_adam_state
 
-    made, used = [], []
+    results, used_bytes = [], []
     for offload in (False, True):
         torch.manual_seed(0)
         weights = [torch.randn(size, device="cuda") for size in (1 << 20, 7)]
@@ -57,17 +57,17 @@ def test_running_means_on_the_host_give_the_same_weights_in_less_memory() -> Non
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
             adam.step()
-        made.append([weight.cpu() for weight in weights])
-        used.append(torch.cuda.memory_allocated() - before)
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-    assert used[1] < used[0] - (1 << 22)
+        results.append([weight.cpu() for weight in weights])
+        used_bytes.append(torch.cuda.memory_allocated() - before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert used_bytes[1] < used_bytes[0] - (1 << 22)
 
 
 @pytest.mark.parametrize(
     ("precision", "fsdp"),
     [("fp32", "false"), ("bf16", "false"), ("fp16", "false"), ("fp8", "false"), ("fp32", "true"), ("bf16", "true")],
 )
-def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: str, fsdp: str) -> None:
+def test_sft_on_device_reduces_loss(model: Path, tmp_path: Path, precision: str, fsdp: str) -> None:
     supported, why = detect().supports(precision)
     if not supported:
         pytest.skip(why)
@@ -92,7 +92,7 @@ def test_sft_uses_the_device_and_learns(model: Path, tmp_path: Path, precision: 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_fp8_products_are_those_of_the_reference(scaling: str, backward: bool) -> None:
+def test_fp8_matmul_equals_reference(scaling: str, backward: bool) -> None:
     from isthmus.engine.layers.fp8_linear import emulated_scaled_mm, quantize, scaled_mm
 
     platform = detect()

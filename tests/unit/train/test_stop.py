@@ -18,7 +18,7 @@ def restored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.usefixtures("hangups_count")
+@pytest.mark.usefixtures("default_sighup")
 def test_a_signal_sets_the_flag(number: signal.Signals) -> None:
     with StopFlag() as stop:
         assert not stop.requested
