@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from isthmus.data.batching.batches import BatchSettings
+from isthmus.data.batching.batches import BatchSettings, PairBatches
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.data.batching.pair_batches import PairBatches
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH, open_samples
 

@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
-from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
-from isthmus.data.batching.pair_batches import PairBatches
+from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, PairBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, torch_optimizers

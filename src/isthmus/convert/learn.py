@@ -33,7 +33,7 @@ from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 from isthmus.families.rules.shard import unsharded
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.hf.random_model import (
+from isthmus.hf.tiny_model import (
     VERSION,
     architecture_of,
     effective_config,

@@ -8,15 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import WeakFileLock, get_token, validate_repo_id
 
 from isthmus.errors import IOFailure, IsthmusError, MissingInput, NoSpace, UsageError
@@ -57,7 +49,7 @@ def fetch(repo_id: str, *, weights: bool, code: bool = False, report: Callable[[
 def _cached(repo_id: str, patterns: Sequence[str], *, weights: bool) -> Path | None:
     try:
         found = Path(snapshot_download(repo_id, allow_patterns=[*patterns], local_files_only=True))
-    except LocalEntryNotFoundError:
+    except hub_errors.LocalEntryNotFoundError:
         return None
     # An earlier run may have downloaded it without weights; older versions of the library do not check.
     whole = not weights or (found / SINGLE_FILE).is_file() or (found / INDEX_FILE).is_file()
@@ -67,18 +59,20 @@ def _cached(repo_id: str, patterns: Sequence[str], *, weights: bool) -> Path | N
 def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
     here = f"there is no local folder {repo_id}, and"
     token = "the token that is set" if get_token() else "HF_TOKEN, which is not set,"
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    if isinstance(error, GatedRepoError):
+    status = error.response.status_code if isinstance(error, hub_errors.HfHubHTTPError) else None
+    if isinstance(error, hub_errors.GatedRepoError):
         return MissingInput(
             f"{here} {repo_id} on the Hub is gated: {token} gives no access. Ask for it on the model's page, then set "
             "HF_TOKEN to a token of that account."
         )
-    if isinstance(error, RepositoryNotFoundError) or status in (401, 403, 404):
+    if isinstance(error, hub_errors.RepositoryNotFoundError) or status in (401, 403, 404):
         return MissingInput(
             f"{here} no repository {repo_id} on the Hub that is visible with {token.removesuffix(',')}. Check the "
             "name; for a private or gated one set HF_TOKEN to a token that has access."
         )
-    if constants.HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
+    if constants.HF_HUB_OFFLINE and isinstance(
+        error, hub_errors.LocalEntryNotFoundError | hub_errors.OfflineModeIsEnabled
+    ):
         return MissingInput(
             f"{here} {repo_id} is not in the Hub cache, and HF_HUB_OFFLINE disables downloads. Check the "
             f"path, or download it on a machine with network access: hf download {repo_id}"
@@ -91,7 +85,7 @@ def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
 def check_name(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
-    except HFValidationError as error:
+    except hub_errors.HFValidationError as error:
         raise UsageError(f"--push {repo_id}: {_one_line(error)} Give NAMESPACE/NAME.") from None
 
 
@@ -114,9 +108,9 @@ def push(folder: Path, repo_id: str, *, private: bool, report: Callable[[str], N
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, LocalTokenNotFoundError):
+    if isinstance(error, hub_errors.LocalTokenNotFoundError):
         return "not logged in (use hf auth login, or set HF_TOKEN)"
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, hub_errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     return _one_line(error).rstrip(".")
 

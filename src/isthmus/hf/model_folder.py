@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from isthmus.errors import DataError, MissingInput, UnsafeInput
-from isthmus.hf.tensors.safetensors_format import TensorInfo, read_header
-from isthmus.hf.tensors.slice_reader import TensorReader
+from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,7 +75,7 @@ class ModelFolder:
         return self._read_index()
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        """Read a slice of one tensor, see :meth:`isthmus.hf.tensors.slice_reader.TensorReader.read`."""
+        """Read a slice of one tensor, see :meth:`isthmus.hf.tensors.safetensors_format.TensorReader.read`."""
         return self._reader.read(self.tensors[name], index, into=into)
 
     def small_files(self) -> list[Path]:

@@ -13,8 +13,8 @@ import torch
 
 from isthmus.atomic_write import atomic_file
 from isthmus.config.schema import RunConfig
+from isthmus.data.batching.batches import PairBatches
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.data.batching.pair_batches import PairBatches
 from isthmus.engine.objective import NEXT_TOKEN, Objective
 from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ranks
 from isthmus.engine.step import Stepper
@@ -37,7 +37,7 @@ def compute_reference(
     stop: StopFlag,
     log: Callable[[str], None],
 ) -> None:
-    """Set :attr:`~isthmus.data.batching.pair_batches.PairBatches.reference` of each part; a collective.
+    """Set :attr:`~isthmus.data.batching.batches.PairBatches.reference` of each part; a collective.
 
     The policy with its starting weights is the reference model. ``path`` caches the log-probabilities by the digest of
     the pairs; ``fresh`` ignores the cache, which may belong to other weights. Preempted and write errors are raised on

@@ -14,8 +14,7 @@ import torch
 
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import Batches
-from isthmus.data.batching.pair_batches import PairBatches
+from isthmus.data.batching.batches import Batches, PairBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, memory_stats

@@ -15,7 +15,7 @@ from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.errors import UsageError
 from isthmus.families.registry import family_for
 from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
-from isthmus.hf.random_model import effective_config
+from isthmus.hf.tiny_model import effective_config
 
 PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,

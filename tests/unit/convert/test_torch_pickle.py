@@ -18,8 +18,7 @@ import torch
 
 from isthmus.convert.torch_pickle import StridedTensor, UnknownObject, read_torch_pickle
 from isthmus.errors import DataError, UnsafeInput
-from isthmus.hf.tensors.safetensors_format import TensorInfo
-from isthmus.hf.tensors.slice_reader import TensorReader
+from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
 
 def saved(path: Path, content: Any, **how: Any) -> Path:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isthmus.data.batching.batches import BatchSettings
-from isthmus.data.batching.pair_batches import PairBatches
+from isthmus.data.batching.batches import BatchSettings, PairBatches
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.parallel.process_groups import Position
 from isthmus.errors import Preempted

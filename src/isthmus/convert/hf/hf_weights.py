@@ -18,8 +18,7 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.hf.model_folder import ModelFolder, read_weight_map
 from isthmus.hf.tensors.quantization import parse_quantization
-from isthmus.hf.tensors.safetensors_format import TensorInfo
-from isthmus.hf.tensors.slice_reader import TensorReader
+from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BIN_FILE = "pytorch_model.bin"

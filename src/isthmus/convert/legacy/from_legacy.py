@@ -19,8 +19,7 @@ from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Index, intersect_rows
-from isthmus.hf.tensors.safetensors_format import TensorInfo
-from isthmus.hf.tensors.slice_reader import TensorReader
+from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
 FILE = "model_optim_rng.pt"
 _SIZES = {

@@ -20,8 +20,7 @@ from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot, is_model_
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
-from isthmus.hf.tensors.safetensors_format import TensorInfo
-from isthmus.hf.tensors.slice_reader import TensorReader
+from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
 
 class TorchDistFolder:

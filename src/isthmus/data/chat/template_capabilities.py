@@ -1,13 +1,14 @@
 """Probes what a chat template renders, and rewrites conversations accordingly.
 
 Many templates silently ignore tools, tool calls, system turns or reasoning. Ignored content is moved into the text of a
-turn; else the model would train on answers to content that it never saw.
+turn; else the model would train on answers to content that it never saw. Tokenizers without a template get ChatML if
+both of its marks are tokens of the vocabulary; else roles are plain text and an assistant turn ends with EOS.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,25 @@ from isthmus.data.chat.message_normalization import Message, Tools
 from isthmus.errors import DataError
 
 Render = Callable[[list[Message], Tools], str]
+CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+_PLAIN = (
+    "{%- for message in messages -%}"
+    "{%- if not loop.first -%}{{- '\\n\\n' -}}{%- endif -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{{- '### Assistant:\\n' + message['content'] + eos_token -}}"
+    "{%- elif message['role'] == 'system' -%}{{- message['content'] -}}"
+    "{%- elif message['role'] == 'tool' -%}{{- '### Tool:\\n' + message['content'] -}}"
+    "{%- else -%}{{- '### User:\\n' + message['content'] -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '\\n\\n### Assistant:\\n' -}}{%- endif -%}"
+)
 _TOOL = {
     "type": "function",
     "function": {
@@ -177,3 +197,9 @@ def _number_calls(messages: list[Message]) -> None:
             call_id, name = waiting.pop(0)
             message.setdefault("tool_call_id", call_id)
             message.setdefault("name", name)
+
+
+def default_template(vocabulary: Container[str], *, adds_bos: bool) -> tuple[str, str]:
+    """(name, template), with the name ``"chatml"`` or ``"plain"``; with ``adds_bos`` the template starts with BOS."""
+    name, template = ("chatml", CHATML) if all(mark in vocabulary for mark in CHATML_MARKS) else ("plain", _PLAIN)
+    return name, ("{{- bos_token -}}" if adds_bos else "") + template

@@ -29,10 +29,10 @@ from isthmus.hf.tensors.safetensors_format import (
     byte_runs,
     byte_view,
     encode_header,
+    read_runs,
     row_chunks,
     steps_of,
 )
-from isthmus.hf.tensors.slice_reader import read_runs
 
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
 WRITEBACK_BYTES = 32 << 20

@@ -22,9 +22,9 @@ from tokenizers import processors
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from isthmus.data.chat.default_templates import default_template
 from isthmus.data.chat.loss_spans import MaskedIds, Span, token_mask
 from isthmus.data.chat.message_normalization import Messages, Tools
+from isthmus.data.chat.template_capabilities import default_template
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
 from isthmus.hf.model_folder import tokenizer_files
 from isthmus.hf.tokenizer.byte_lengths import ByteLengths, tokens_of

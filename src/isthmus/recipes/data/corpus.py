@@ -13,16 +13,14 @@ from typing import Any, Literal
 
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
-from isthmus.data.batching.pair_batches import PairBatches
+from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, PairBatches
 from isthmus.data.chat.chat_records import RECIPES, Kind
 from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources, first_names
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
 from isthmus.data.store.manifest import PARTIAL
 from isthmus.data.store.mixture import MixtureSet
-from isthmus.data.store.mock_data import MockSamples
-from isthmus.data.store.sample_store import Samples, SampleStore, split
+from isthmus.data.store.sample_store import MockSamples, Samples, SampleStore, split
 from isthmus.data.store.sample_views import chat_samples, preference_samples, text_samples
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions

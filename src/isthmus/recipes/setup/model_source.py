@@ -53,7 +53,7 @@ def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
     family = family_for(config)
     known = keys_read(family, config) | {*IGNORED_KEYS}
     if not family.auto_map and family.data is None:  # transformers has the class
-        from isthmus.hf.random_model import effective_config  # a slow import
+        from isthmus.hf.tiny_model import effective_config  # a slow import
 
         known |= {*effective_config({"model_type": family.name})}
     _check_keys(named, config, known, config)

@@ -14,8 +14,7 @@ from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.mixture import MixtureSet
-from isthmus.data.store.mock_data import MockSamples
-from isthmus.data.store.sample_store import SampleStore
+from isthmus.data.store.sample_store import MockSamples, SampleStore
 from isthmus.errors import DataError, UsageError
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.data.batching.batches import BatchSettings, BatchShard
-from isthmus.data.batching.pair_batches import PairBatches, balance
+from isthmus.data.batching.batches import BatchSettings, BatchShard, PairBatches, balance
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import SampleStore, split
 from isthmus.errors import DataError

@@ -8,8 +8,8 @@ import pytest
 
 from isthmus.data.chat.chat_records import Conversation, Message
 from isthmus.data.chat.chat_text import ChatRenderer, LossOn
-from isthmus.data.chat.default_templates import CHATML, default_template
 from isthmus.data.chat.loss_spans import token_mask
+from isthmus.data.chat.template_capabilities import CHATML, default_template
 from isthmus.errors import DataError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer

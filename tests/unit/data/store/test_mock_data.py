@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isthmus.data.store.mock_data import COUNT, MockSamples
+from isthmus.data.store.sample_store import MOCK_SAMPLES, MockSamples
 
 
 def make(**options) -> MockSamples:
@@ -35,10 +35,10 @@ def test_mock_tokens_are_uniform():
 
 def test_mock_data_uses_no_memory():
     samples = make(seq_length=2**20)
-    assert len(samples) == len(samples.lengths) == COUNT and set(samples.lengths[:3].tolist()) == {2**20 + 1}
+    assert len(samples) == len(samples.lengths) == MOCK_SAMPLES and set(samples.lengths[:3].tolist()) == {2**20 + 1}
     assert samples.lengths.strides == (0,)
     with pytest.raises(IndexError):
-        samples[COUNT]
+        samples[MOCK_SAMPLES]
 
 
 PINNED = [171, 142, 844, 631]

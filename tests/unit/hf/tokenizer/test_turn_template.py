@@ -6,7 +6,7 @@ import pytest
 
 from isthmus.data.chat.chat_records import Conversation
 from isthmus.data.chat.chat_text import ChatRenderer
-from isthmus.data.chat.default_templates import CHATML, default_template
+from isthmus.data.chat.template_capabilities import CHATML, default_template
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.hf.tokenizer.turn_template import turn_template
