@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -71,9 +70,7 @@ class Heartbeat:
     def __enter__(self) -> Heartbeat:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         """Post the failure of the block; raises that of another rank if it is the cause."""
         lost = isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or _LOST_PEER.search(str(error)))
         cause = self._cause(error) if error is not None and lost else None

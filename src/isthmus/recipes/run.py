@@ -59,7 +59,7 @@ class RunResult:
         return asdict(self)
 
 
-def run(recipe: str, config: RunConfig) -> RunResult:
+def run_recipe(recipe: str, config: RunConfig) -> RunResult:
     """Train and export; a collective."""
     if config.recipe != recipe:
         raise UsageError(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from isthmus.config.schema import RunConfig
-from isthmus.recipes.run import RunResult
-from isthmus.recipes.run import run as run_recipe
+from isthmus.recipes.run import RunResult, run_recipe
 
 
 def run(config: RunConfig) -> RunResult:
