@@ -154,10 +154,12 @@ def save(
     final = checkpoint_dir(root, progress.step)
     staging = root / f"{TEMPORARY}{final.name}"
     main = dist.get_rank() == 0
-    if main:
+
+    def prepare() -> None:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-    dist.barrier()
+
+    _on_main(prepare, staging)
     state = _state(stepper, is_loading=False) | {
         "rng_state": _random_state(stepper.device),
         "checkpoint_version": 3.0,
@@ -182,10 +184,18 @@ def save(
         if main:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    if main:
-        _publish(staging, final, progress.step, keep)
-    dist.barrier()
+    _on_main(lambda: _publish(staging, final, progress.step, keep), staging)
     return final
+
+
+def _on_main(stage: Callable[[], None], staging: Path) -> None:
+    """Run ``stage`` on rank 0; every rank waits for it and raises its error."""
+
+    def run() -> None:
+        with write_errors(staging):
+            stage()
+
+    agree(run if dist.get_rank() == 0 else lambda: None)
 
 
 def _publish(staging: Path, final: Path, step: int, keep: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,11 +51,6 @@ def _nothing() -> Callable[..., None]:
     return lambda *_args, **_kwargs: None
 
 
-@contextlib.contextmanager
-def _on_stream(_stream: object) -> Iterator[None]:
-    yield
-
-
 def _is_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
@@ -87,7 +82,7 @@ def install() -> None:
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
     cuda.Stream, cuda.Event = _NoStream, _NoEvent
     cuda.current_stream, cuda.default_stream = lambda *_: _NoStream(), lambda *_: _NoStream()
-    cuda.stream = _on_stream
+    cuda.stream = contextlib.nullcontext
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from isthmus.engine.checkpoint.save_load import _publish, check_files
-from isthmus.errors import DataError
+from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.engine.checkpoint.save_load import Progress, _publish, check_files, save
+from isthmus.engine.single_process_model import single_process_groups
+from isthmus.errors import DataError, IOFailure
 
 
 def test_checkpoints_of_an_abandoned_continuation_are_removed_first(tmp_path: Path) -> None:
@@ -26,3 +29,10 @@ def test_damaged_index_is_a_data_error(index: bytes, tmp_path: Path) -> None:
     (tmp_path / "common.pt").write_bytes(b"")
     with pytest.raises(DataError, match=r"\.metadata cannot be read .* Resume from another checkpoint"):
         check_files(tmp_path)
+
+
+def test_folder_that_cannot_be_created_is_an_io_failure_on_every_rank(tmp_path: Path) -> None:
+    (root := tmp_path / "checkpoints").write_text("a file")
+    unused: Any = None
+    with single_process_groups(), pytest.raises(IOFailure, match="the checkpoint could not be written to"):
+        save(root, unused, Progress(step=1, data=""), ParallelConfig(), keep=1)
