@@ -1,1 +1,1 @@
-"""The only door to the Hugging Face world: folders, tensors on disk, tokenizers."""
+"""Hugging Face model folders, tensors on disk, tokenizers, the Hub; no other package imports these libraries."""

@@ -55,16 +55,16 @@ def test_push_uploads_the_whole_folder(
     created, uploaded = api.calls
     assert created == ("create_repo", {"repo_id": "me/model", "private": not public, "exist_ok": True})
     assert uploaded[1]["repo_id"] == "me/model" and uploaded[1]["folder_path"] == out.absolute()
-    told = capsys.readouterr()
-    first, last = told.err.splitlines()
+    printed = capsys.readouterr()
+    first, last = printed.err.splitlines()
     assert first.startswith("pushing 4 files, ") and f"from {out} to me/model" in first
     assert ("private" in first) is not public
     assert last == "pushed to https://huggingface.co/me/model"
-    assert told.out.startswith("{") and told.out.count("\n") == 1
+    assert printed.out.startswith("{") and printed.out.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (LocalTokenNotFoundError("Token is required,\nbut no token found."), "not logged in (use hf auth login"),
         (OfflineModeIsEnabled("Cannot reach https://huggingface.co"), "HF_HUB_OFFLINE is set"),
@@ -74,18 +74,18 @@ def test_push_uploads_the_whole_folder(
     ids=["no-token", "offline", "no-network", "no-rights"],
 )
 def test_push_error_is_one_line_and_keeps_the_folder(
-    error: Exception, told: str, api: type[Api], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    error: Exception, message: str, api: type[Api], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.error, out = error, tmp_path / "out"
     assert main(["convert", model, str(out), "--to", "hf", "--push", "me/model"]) == 74
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"isthmus: {out} is complete, but was not pushed to me/model: {told}")
+    assert line.startswith(f"isthmus: {out} is complete, but was not pushed to me/model: {message}")
     assert line.endswith(f"hf upload me/model {out}")
     assert (out / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--push", "not a name"], "--push not a name: "),
         (
@@ -95,10 +95,10 @@ def test_push_error_is_one_line_and_keeps_the_folder(
     ],
 )
 def test_invalid_push_is_refused_before_writing(
-    words: list[str], told: str, api: type[Api], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, api: type[Api], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", model, str(tmp_path / "out"), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and api.calls == []
 
 

@@ -205,7 +205,7 @@ def test_config_has_no_quantization_config(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offsets", "told"),
+    ("offsets", "message"),
     [
         (((0, 8), (4, 8)), "b has 4 bytes and must start at byte 8, but its data_offsets are 4 to 8"),
         (((0, 8), (9, 13)), "b has 4 bytes and must start at byte 8, but its data_offsets are 9 to 13"),
@@ -214,20 +214,20 @@ def test_config_has_no_quantization_config(model: Path) -> None:
     ],
     ids=["overlap", "gap", "too-long", "too-short"],
 )
-def test_gaps_and_overlaps_of_tensors(model: Path, offsets: tuple[tuple[int, int], ...], told: str) -> None:
+def test_gaps_and_overlaps_of_tensors(model: Path, offsets: tuple[tuple[int, int], ...], message: str) -> None:
     sizes = {"a": 8, "b": 4}
     header = {
         name: {"dtype": "U8", "shape": [size], "data_offsets": place}
         for (name, size), place in zip(sizes.items(), offsets, strict=True)
     }
     (model / "model.safetensors").write_bytes(forge(json.dumps(header), offsets[-1][1]))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         _ = ModelFolder.open(model).tensors
 
 
 def test_flipped_header_bits_are_detected_or_change_a_name(model: Path) -> None:
     """A name is for whoever knows the model to refuse; types, sizes and places have to agree with each other."""
-    # Of an empty tensor nothing lies in the file that its shape could contradict.
+    # An empty tensor has no bytes that its shape could contradict.
     save_file({name: tensor for name, tensor in TENSORS.items() if tensor.numel()}, model / "model.safetensors")
     raw = (model / "model.safetensors").read_bytes()
     length = 8 + int.from_bytes(raw[:8], "little")

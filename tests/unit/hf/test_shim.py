@@ -74,13 +74,13 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 def load(folder: Path, **how: Any) -> Any:
-    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
-    assert not any(told.values())
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
+    assert not any(info.values())
     return model.eval()
 
 
 def of(folder: Path, **settings: Any) -> Any:
-    """A model of its own with settings changed, in this process."""
+    """A separate model with changed settings, in this process."""
     torch.manual_seed(0)
     config = json.loads((folder / "config.json").read_text()) | settings
     return IsthmusForCausalLM(IsthmusConfig(**config)).eval()

@@ -224,10 +224,7 @@ class PairBatches(Batches):
 
 
 def balance(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Distribute items over bins of about equal total size: the largest first, each into the smallest bin.
-
-    Deterministic; the items of a bin are in ascending order.
-    """
+    """Distribute items over bins of about equal total size; the items of a bin are in ascending order."""
     totals = [(0, number) for number in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):

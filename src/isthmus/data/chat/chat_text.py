@@ -71,10 +71,7 @@ class ChatRenderer:
         """Number of texts so far whose last answer has no special token after it."""
 
     def __call__(self, conversation: Conversation) -> list[ChatText]:
-        """The texts of one conversation: one, none without loss, or more if the template rewrites earlier turns.
-
-        Raises DataError if the template raises or does not render the content of an assistant turn.
-        """
+        """The texts of one conversation: one, none without loss, or more if the template rewrites earlier turns."""
         try:
             messages, tools = adapt(conversation.messages, conversation.tools, self.capabilities)
             texts = [chat for chat in self._render(messages, tools) if chat.loss_spans]

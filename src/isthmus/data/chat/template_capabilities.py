@@ -97,10 +97,7 @@ def _renders(render: Render, messages: list[Message], tools: Tools, *wanted: str
 
 
 def adapt(messages: list[Message], tools: Tools, capabilities: TemplateCapabilities) -> tuple[list[Message], Tools]:
-    """Move content that the template ignores into the text of its turns.
-
-    Raises DataError for reasoning that the template also removes from the text.
-    """
+    """Move content that the template ignores into the text of its turns; DataError for reasoning removed there too."""
     messages = [_with_reasoning(dict(message), capabilities.reasoning) for message in messages]
     if tools and not capabilities.tools:
         messages, tools = _with_system(messages, _tools_text(tools)), None

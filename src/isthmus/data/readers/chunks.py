@@ -46,7 +46,4 @@ class RecordChunk(Protocol):
     """About ``CHUNK_BYTES`` of one source; picklable."""
 
     def parse(self) -> Iterator[Record | DataError]:
-        """Its records in order; a bad record is yielded as its error.
-
-        Raises DataError if the rest of the chunk cannot be read.
-        """
+        """Its records in order, a bad one as its error; raises DataError if the rest cannot be read."""

@@ -1,4 +1,4 @@
-"""Every way a data file can be bad is told with its file and line."""
+"""Errors in data files are reported with file and line."""
 
 from __future__ import annotations
 

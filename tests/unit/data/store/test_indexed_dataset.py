@@ -120,7 +120,7 @@ def test_mask_file(tmp_path):
     write(tmp_path / "c", masked=True)
     pair = open_indexed(tmp_path / "c", verify=True)
     assert pair.mask.tolist() == [0, 1, 0, 0, 0, 1, 0, 1, 0, 0, 1]
-    theirs = IndexedDataset(str(tmp_path / "c"))  # what it returns lies in its mapping, which goes when it does
+    theirs = IndexedDataset(str(tmp_path / "c"))  # its arrays are views of its mapping
     assert theirs[2].tolist() == FLAT[2]
     (tmp_path / "c.json").unlink()
     assert open_indexed(tmp_path / "c").mask.tolist() == pair.mask.tolist()

@@ -16,7 +16,7 @@ def test_mock_sample_depends_on_seed_part_and_index():
     samples = make()
     tokens, mask = samples[41]
     assert tokens.dtype == np.int32 and len(tokens) == len(mask) == 65 and mask.all()
-    assert tokens[:4].tolist() == PINNED  # another would change what a run goes on with
+    assert tokens[:4].tolist() == PINNED  # other tokens would change resumed runs
     assert np.array_equal(make(count=50)[41][0], tokens)
     others = [samples[40], make(seed=4)[41], make(part="valid")[41], make(part="test")[41]]
     assert all(not np.array_equal(other, tokens) for other, _ in others)

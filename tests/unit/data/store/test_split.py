@@ -17,7 +17,7 @@ def test_split_is_deterministic_and_keeps_groups():
     assert sum(map(len, owned)) == len(set.union(*owned)) == 20
     assert sorted(int(part[k][0][0]) for part in (train, valid, test) for k in range(len(part))) == list(range(60))
     assert all(part.sources[0].tokens is store.sources[0].tokens for part in (train, valid, test))
-    assert split(store, [0.1])[1][0].digest() == valid.digest()  # a test takes nothing away from the held-out part
+    assert split(store, [0.1])[1][0].digest() == valid.digest()  # a test split does not change the validation split
     assert split(store, [0.1], seed=1)[1][0].digest() != valid.digest()
     assert len(split(store, [0.001])[1][0]) == 3
     for bad in ([0.98], [0.5, 0.5], [-0.1]):

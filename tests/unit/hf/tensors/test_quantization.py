@@ -95,7 +95,7 @@ def test_supported_quantization_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("config", "message"),
     [
         ({"quant_method": "awq", "bits": 4}, "quant_method='awq' is not supported"),
         ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors' is not supported"),
@@ -106,9 +106,9 @@ def test_supported_quantization_configs() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
     ],
 )
-def test_unsupported_quantization_configs(said: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=f"{told}.*Use the unquantized model, or dequantize it"):
-        parse_quantization(said)
+def test_unsupported_quantization_configs(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"{message}.*Use the unquantized model, or dequantize it"):
+        parse_quantization(config)
 
 
 def test_quantization_config_must_be_an_object() -> None:

@@ -1,4 +1,4 @@
-"""Megatron-LM's names for tokenizers, held against what lies there; and numbers for tokens."""
+"""Megatron-LM's tokenizer types and the files they need; the null tokenizer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_type_opens_its_files(folders: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "lies", "error", "message"),
+    ("kind", "folder", "error", "message"),
     [
         ("DeepSeekV2Tokenizer", "fast", UsageError, "has no token <\uff5cbegin.*so it is of another type"),
         ("GPT2BPETokenizer", "fast", UsageError, r"has no token <\|endoftext\|>"),
@@ -59,9 +59,9 @@ def test_each_type_opens_its_files(folders: Path, tmp_path: Path) -> None:
         ("HuggingFaceTokenizer", "gpt2/merges.txt", UsageError, "is read from a folder, and .* is a file"),
     ],
 )
-def test_other_type_is_refused(folders: Path, kind: str, lies: str, error: type[Exception], message: str) -> None:
+def test_other_type_is_refused(folders: Path, kind: str, folder: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        open_tokenizer(folders / lies, kind)
+        open_tokenizer(folders / folder, kind)
 
 
 def test_sentencepiece_file(shared_data: Path) -> None:
