@@ -14,7 +14,7 @@ import torch
 
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import Batches, PairBatches
+from isthmus.data.batching.batches import PairBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, memory_stats
@@ -31,7 +31,7 @@ from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_ch
 from isthmus.recipes.setup.model_plan import check_profiled_steps, check_schedule
 from isthmus.recipes.setup.rank_model import RankModel, build_rank_model
 from isthmus.recipes.setup.validation import RunContext, validate
-from isthmus.train.loop import Loop
+from isthmus.train.loop import Loop, RunData
 from isthmus.train.reporter import Reporter
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
@@ -126,22 +126,12 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
 
 
 @dataclass(frozen=True, slots=True)
-class _RunData:
-    train: Batches
-    valid: Batches | None
-    test: Batches | None
-    steps: int
-    fingerprint: str
-    """Equal for two runs whose step k has the same sequences."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Training:
     """One rank, ready for the first step."""
 
     context: RunContext
     position: Position
-    data: _RunData
+    data: RunData
     model: RankModel
     stepper: Stepper
     reporter: Reporter
@@ -198,7 +188,7 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
     return _Training(context, position, data, model, stepper, reporter, start)
 
 
-def _load_data(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> _RunData:
+def _load_data(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> RunData:
     config, plan = context.config, context.plan
     corpus = load_corpus(
         config,
@@ -214,10 +204,10 @@ def _load_data(context: RunContext, position: Position, reporter: Reporter, stop
     if corpus.mixture:
         epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())
         reporter.log(f"epochs of each set in {steps} steps: {epochs}")
-    return _RunData(train, valid, test, steps, corpus.fingerprint(config))
+    return RunData(train, valid, test, steps, corpus.fingerprint(config))
 
 
-def _resume(context: RunContext, stepper: Stepper, data: _RunData, reporter: Reporter) -> int:
+def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Reporter) -> int:
     """The step of the loaded checkpoint, or 0."""
     if context.resume is None:
         return 0
@@ -240,7 +230,7 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
         reporter.log(f"train.profile={config.train.profile}: these steps are done already; no step is profiled")
     loop = _build_loop(training)
     before = loop.evaluate(start) if start < steps else None
-    outcome = loop.run(start, steps, stop)
+    outcome = loop.run(start, stop)
     if config.checkpoint.save_final and start < steps:
         training.save(steps)
     if config.checkpoint.export_final:
@@ -258,12 +248,10 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
 
 
 def _build_loop(training: _Training) -> Loop:
-    context, data, stages = training.context, training.data, training.model.stages
+    context, stages = training.context, training.model.stages
     return Loop(
         stepper=training.stepper,
-        train=data.train,
-        valid=data.valid,
-        test=data.test,
+        data=training.data,
         config=context.config,
         architecture=context.plan.architecture,
         platform=context.platform,

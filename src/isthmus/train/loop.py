@@ -26,6 +26,16 @@ from isthmus.train.stop import StopFlag
 
 
 @dataclass(frozen=True, slots=True)
+class RunData:
+    train: Batches
+    valid: Batches | None
+    test: Batches | None
+    steps: int
+    fingerprint: str
+    """Equal for two runs whose step k has the same sequences."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     last_loss: float | None
     valid_loss: float | None
@@ -39,9 +49,7 @@ class Loop:
     """The steps of one rank."""
 
     stepper: Stepper
-    train: Batches
-    valid: Batches | None
-    test: Batches | None
+    data: RunData
     config: RunConfig
     architecture: Architecture
     platform: Platform
@@ -55,7 +63,7 @@ class Loop:
 
     def evaluate(self, step: int, part: Literal["valid", "test"] = "valid") -> float | None:
         """Report the validation or test loss; None without such data."""
-        source = self.valid if part == "valid" else self.test
+        source = self.data.valid if part == "valid" else self.data.test
         if source is None:
             return None
         with trace_region("validation"):
@@ -67,11 +75,12 @@ class Loop:
             raise Diverged(f"the {name} loss is {result.loss} after {step} steps; this state is not saved. {hint}")
         return result.loss
 
-    def run(self, start: int, steps: int, stop: StopFlag) -> Outcome:
-        """Train from ``start`` until ``steps``. A stop request on any rank saves the state and raises Preempted."""
+    def run(self, start: int, stop: StopFlag) -> Outcome:
+        """Train from step ``start``. A stop request on any rank saves the state and raises Preempted."""
+        steps = self.data.steps
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
-        with self.profile, closing(prefetched(self.train.step, range(start, steps))) as batches:
+        with self.profile, closing(prefetched(self.data.train.step, range(start, steps))) as batches:
             for step in range(start, steps):
                 with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
                     metrics, stop_requested = self._step(step, batches, stop)
@@ -141,8 +150,8 @@ class Loop:
             loss_tokens=result.loss_tokens,
             padding=padding,
             step_time_s=elapsed_s,
-            global_batch_size=self.train.global_batch_size,
-            consumed_sequences=(step + 1) * self.train.global_batch_size,
+            global_batch_size=self.data.train.global_batch_size,
+            consumed_sequences=(step + 1) * self.data.train.global_batch_size,
             moe={} if result.load is None else result.load.metrics(),
             loss_scale=result.loss_scale,
             skipped=result.skipped,
