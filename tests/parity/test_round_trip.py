@@ -127,7 +127,7 @@ def test_sharded_files(
     export = tmp_path / "export"
     settings: dict[str, Any] = {"model": source, "destination": export, **layout}
     if cut:
-        worlds[ranks].run("ranks.tasks.export_in_files", max_shard_bytes=40e3, **settings)
+        worlds[ranks].run("ranks.tasks.export_sharded", max_shard_bytes=40e3, **settings)
         index = json.loads((export / "model.safetensors.index.json").read_text())
         files = {file.name for file in export.glob("*.safetensors")}
         assert len(files) > 2

@@ -1,4 +1,4 @@
-"""Tests of several processes, which they share with the others of their file."""
+"""Fixtures of multi-process tests: the tests of a file share their rank pools."""
 
 from __future__ import annotations
 

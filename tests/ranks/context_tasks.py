@@ -1,4 +1,4 @@
-"""What ranks do in tests of context parallelism; see :mod:`ranks.tasks`."""
+"""Rank tasks for tests of context parallelism; see :mod:`ranks.tasks`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from ranks.tasks import start
 
 
 def attend(*, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Attention of all ranks together, in float64, against that of each alone over the whole line.
+    """Compare context-parallel attention in float64 with attention of one rank over the whole packed sequence.
 
     Args:
         cases: ``lengths`` of the samples, ``window``, and whether to ``recompute``.
 
     Returns:
-        For each case the largest difference on any rank of the output and of each gradient, as shares of the largest.
+        For each case, the largest difference on any rank of the output and of each gradient, relative to the largest
+        absolute value.
     """
     size = dist.get_world_size()
     open_groups(ParallelConfig(cp=size), detect("cpu"), seed=0)
@@ -50,10 +51,10 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
     whole = {name: torch.randn(tokens, *shape, dtype=torch.float64, generator=random) for name, shape in shapes.items()}
     part = {name: local_tokens(tensor, spans) for name, tensor in whole.items()}
 
-    def run(given: dict[str, torch.Tensor], batch: PackedBatch) -> list[torch.Tensor]:
-        inputs = [given[name].clone().requires_grad_() for name in "qkv"]
+    def run(inputs_by_name: dict[str, torch.Tensor], batch: PackedBatch) -> list[torch.Tensor]:
+        inputs = [inputs_by_name[name].clone().requires_grad_() for name in "qkv"]
         out = layer(*inputs, batch)
-        out.backward(given["upstream"])
+        out.backward(inputs_by_name["upstream"])
         return [out.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 
     batch = PackedBatch.for_inference([torch.zeros(length, dtype=torch.int64) for length in lengths])
@@ -68,12 +69,12 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
 
 
 def memory_of_a_step(*, model: str, samples: str, lengths: list[int], **layout: Any) -> list[dict[str, int]]:
-    """Train on one sample of each length in turn; the bytes that the tensors of each step take, of rank 0."""
+    """Train on one sample of each length; the tensor bytes of each step on rank 0."""
     training = start(model=model, samples=samples, optim={"lr": 0.0, "min_lr": 0.0}, **layout)
-    vocab, taken = training.model.plan.architecture.vocab_size, []
+    vocab, measured = training.model.plan.architecture.vocab_size, []
     for length in lengths:
         tokens = torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(0))
-        line = PackedBatch(
+        batch = PackedBatch(
             input_ids=tokens,
             labels=tokens.roll(-1),
             loss_mask=torch.ones(length, dtype=torch.bool),
@@ -83,6 +84,6 @@ def memory_of_a_step(*, model: str, samples: str, lengths: list[int], **layout: 
         )
         plan_stacks.cache_clear()
         with LiveMemory() as memory:
-            training.stepper.train_step([line])
-        taken.append({"peak": memory.peak_bytes, "largest": memory.largest_bytes})
-    return taken
+            training.stepper.train_step([batch])
+        measured.append({"peak": memory.peak_bytes, "largest": memory.largest_bytes})
+    return measured

@@ -1,4 +1,4 @@
-"""Tasks for a world of ranks that look at how weights and gradients lie over the data parallel ranks."""
+"""Rank tasks that check how weights and gradients are sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from isthmus.engine.optim.optimizer import torch_optimizers
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from isthmus.recipes.setup import rank_model
 from isthmus.recipes.setup.hf_export import export_hf
-from ranks.tasks import own_tokenizer, start, train
 from ranks.tasks import refusal as _refusal
+from ranks.tasks import start, tokenizer_stub, train
 
 
 def shares(**layout: Any) -> list[dict[str, float]]:
-    """Of each rank after a step and an evaluation: which part of all weights, gradients and moments it holds."""
+    """Fraction of all weights, gradients and moments on each rank, after a step and an evaluation."""
     training = start(**layout)
     stepper = training.stepper
     stepper.train_step(training.batches.step(0))
-    # Gradients live until the next step clears them.
+    # The next step clears the gradients.
     parameters = [each for stage in training.model.stages for each in stage.parameters()]
     (adam,) = torch_optimizers(stepper.optimizer)
-    held = {
+    tensors_by_kind = {
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "moments": [adam.state[parameter]["exp_avg"] for parameter in parameters if parameter in adam.state],
     }
     stepper.evaluate(training.held_out.eval_batches())
-    held["weights"] = list(live_tensors(training.model.stages).values())
-    mine = {name: _numel(tensors, own=True) / _numel(tensors, own=False) for name, tensors in held.items()}
+    tensors_by_kind["weights"] = list(live_tensors(training.model.stages).values())
+    mine = {name: _numel(tensors, own=True) / _numel(tensors, own=False) for name, tensors in tensors_by_kind.items()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return every
@@ -46,9 +46,9 @@ def _numel(tensors: list[torch.Tensor], *, own: bool) -> int:
 
 
 def export(*, destination: str, fail: bool = False, **layout: Any) -> None:
-    """Export a model as it was read; with ``fail``, rank 0's disk is full when it comes to its third tensor."""
+    """Export a loaded model; with ``fail``, the third write of rank 0 raises an I/O error."""
     model = start(**layout).model
-    tokenizer = own_tokenizer(model.plan.source.path)
+    tokenizer = tokenizer_stub(model.plan.source.path)
     write, count = SafetensorsWriter.write, 0
 
     def write_or_fail(self: Any, *args: Any) -> int:
@@ -63,36 +63,36 @@ def export(*, destination: str, fail: bool = False, **layout: Any) -> None:
 
 
 def failed_export(**settings: Any) -> dict[str, Any]:
-    """What every rank is told when one cannot write; see :func:`export`."""
+    """The error that every rank raises if one cannot write; see :func:`export`."""
     with patch.dict(_refusal.__globals__, {"broken_export": export}):
         return _refusal(task="broken_export", fail=True, **settings)
 
 
 def train_in_buckets(*, bucket_elements: int | None, **settings: Any) -> dict[str, Any]:
-    """Train with buckets of this size, and tell how many there are and what was under way at what time.
+    """Train with buckets of this size and count overlapping communication.
 
-    ``reduced_early`` and ``gathered_late`` count the buckets whose gradients were on their way before the last micro
-    batch was done, and whose weights were still to be gathered when the optimizer step was done.
+    ``reduced_early`` counts buckets whose gradient reduction starts before the end of the last micro batch.
+    ``gathered_late`` counts buckets whose weight gather is still running at the end of the optimizer step.
     """
-    asked, finish = rank_model._overlap, _ParamAndGradBucketGroup.finish_grad_sync
+    overlap, finish = rank_model._overlap, _ParamAndGradBucketGroup.finish_grad_sync
     gather = _ParamAndGradBucketGroup.start_param_sync
-    seen: dict[str, Any] = {"buckets": set(), "reduced_early": 0, "gathered_late": 0}
+    counts: dict[str, Any] = {"buckets": set(), "reduced_early": 0, "gathered_late": 0}
 
-    def watched_finish(group: Any, **how: Any) -> None:
-        seen["buckets"].add(id(group))
-        seen["reduced_early"] += group.grad_reduce_handle is not None
-        finish(group, **how)
+    def count_finish(group: Any, **kwargs: Any) -> None:
+        counts["buckets"].add(id(group))
+        counts["reduced_early"] += group.grad_reduce_handle is not None
+        finish(group, **kwargs)
 
-    def watched_gather(group: Any, force_sync: bool = False) -> None:
+    def count_gather(group: Any, force_sync: bool = False) -> None:
         gather(group, force_sync=force_sync)
-        seen["gathered_late"] += group.param_gather_handle is not None
+        counts["gathered_late"] += group.param_gather_handle is not None
 
     def in_buckets(*args: Any) -> Any:
-        return asked(*args) | {"bucket_elements": bucket_elements}
+        return overlap(*args) | {"bucket_elements": bucket_elements}
 
     with (
         patch.object(rank_model, "_overlap", in_buckets),
-        patch.object(_ParamAndGradBucketGroup, "finish_grad_sync", watched_finish),
-        patch.object(_ParamAndGradBucketGroup, "start_param_sync", watched_gather),
+        patch.object(_ParamAndGradBucketGroup, "finish_grad_sync", count_finish),
+        patch.object(_ParamAndGradBucketGroup, "start_param_sync", count_gather),
     ):
-        return train(**settings) | seen | {"buckets": len(seen["buckets"])}
+        return train(**settings) | counts | {"buckets": len(counts["buckets"])}

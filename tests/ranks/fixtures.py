@@ -1,6 +1,6 @@
 """The rank pools of a test file, and the tiny models and samples of a test process.
 
-Pools end with their file: idle ranks keep hundreds of gloo threads that poll, which takes up to half of two cores.
+Pools are closed after each file: idle ranks have hundreds of polling gloo threads, which use up to one of two cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _world(size: int, factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """A single rank in a process of its own, so that the CPU adapter stays out of the other tests."""
+    """A single rank in a separate process, so that other tests run without the CPU adapter."""
     yield from _world(1, tmp_path_factory)
 
 
@@ -38,7 +38,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def worlds(one: RankPool, two: RankPool, four: RankPool) -> dict[int, RankPool]:
-    """Worlds by their size."""
+    """Rank pools by size."""
     return {1: one, 2: two, 4: four}
 
 
@@ -50,7 +50,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders whose parts between them are all that a dense decoder has."""
+    """Model folders that together cover all features of dense decoders."""
     root = tmp_path_factory.mktemp("models")
     return {
         "qwen3-tied": build_model_folder(root / "qwen3-tied", "qwen3", tie_word_embeddings=True),

@@ -1,4 +1,4 @@
-"""How much memory tensors take at once."""
+"""Peak memory of live tensors."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Adds up the memory of all tensors that operators make, from when they are made until nobody holds them."""
+    """Sums the bytes of all tensors that operators create, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
         self.largest_bytes = 0
-        """Of one allocation."""
+        """The largest single allocation."""
         self._live: dict[int, int] = {}
         self._total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        input_ids = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         results = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if id(storage) not in given and id(storage) not in self._live:
+                if id(storage) not in input_ids and id(storage) not in self._live:
                     self._live[id(storage)] = storage.nbytes()
                     self._total += storage.nbytes()
                     self.largest_bytes = max(self.largest_bytes, storage.nbytes())
-                    weakref.finalize(storage, self._gone, id(storage))
+                    weakref.finalize(storage, self._freed, id(storage))
         self.peak_bytes = max(self.peak_bytes, self._total)
         return results
 
-    def _gone(self, number: int) -> None:
+    def _freed(self, number: int) -> None:
         self._total -= self._live.pop(number)

@@ -1,7 +1,7 @@
-"""The ranks of a :class:`ranks.rank_pool.RankPool`, forked from a process that has done all imports.
+"""The ranks of a :class:`ranks.rank_pool.RankPool`, forked from a server process that has all modules imported.
 
-This process imports what a task needs and forks a rank a line of its standard input; imports cost seconds, forks none.
-A rank connects to the socket of its world, joins the others and then answers each request with a line.
+The server forks one rank per line of stdin. A rank connects to the socket of its pool, joins the process group and
+answers each request with one line.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> None:
-    for name in ("isthmus.engine.parallel.process_groups", "ranks.tasks"):  # the first quiets megatron
+    for name in ("isthmus.engine.parallel.process_groups", "ranks.tasks"):  # the first disables warnings of megatron
         importlib.import_module(name)
-    gc.freeze()  # ranks collect after each task: what was imported stays out of it, and its pages stay shared
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    gc.freeze()  # garbage collection in ranks skips imported objects; their pages stay shared
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are not waited for
     for line in sys.stdin:
         request = json.loads(line)
         if not (child := os.fork()):
-            be_rank(request)
+            run_rank(request)
         print(child, flush=True)
 
 
-def be_rank(request: dict[str, Any]) -> None:
-    """Join the world and run its tasks until it hangs up; does not return."""
+def run_rank(request: dict[str, Any]) -> None:
+    """Join the process group and run tasks until the socket is closed. Does not return."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.environ.update(request["environment"])
-        # What a library prints goes to the log, and nothing of this process' own streams is left.
+        # Output of libraries goes to the log; the streams of the server are not used.
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT, 0o600)
         for number, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
             os.dup2(descriptor, number)
         with socket.socket(socket.AF_UNIX) as world:
             world.connect(request["socket"])
             world.sendall(f"{os.environ['RANK']}\n".encode())
-            run_tasks(world, request["meeting"])
+            run_tasks(world, request["rendezvous_file"])
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -55,7 +55,7 @@ def be_rank(request: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def run_tasks(world: socket.socket, meeting: str) -> None:
+def run_tasks(world: socket.socket, rendezvous_file: str) -> None:
     import torch
     from megatron.core import parallel_state
 
@@ -64,7 +64,7 @@ def run_tasks(world: socket.socket, meeting: str) -> None:
     from isthmus.platforms.detect import detect
 
     torch.set_num_threads(1)
-    open_groups(ParallelConfig(), detect("cpu"), seed=0, init_method=f"file://{meeting}", timeout_s=120.0)
+    open_groups(ParallelConfig(), detect("cpu"), seed=0, init_method=f"file://{rendezvous_file}", timeout_s=120.0)
     parallel_state.destroy_model_parallel()
     for line in world.makefile():
         request = json.loads(line)
@@ -80,7 +80,7 @@ def run_tasks(world: socket.socket, meeting: str) -> None:
 
 
 def leave_groups() -> None:
-    """End every group but the world: Megatron-Core forgets its groups, but each keeps its threads until it is ended."""
+    """Destroy all groups except the world: Megatron-Core only drops references, and the threads of a group remain."""
     import torch.distributed as dist
 
     world = dist.group.WORLD

@@ -1,8 +1,7 @@
-"""A world of ranks that stays up: started once, it runs one task after another, each under its own layout.
+"""A pool of ranks that runs tasks one after another, each with its own parallel layout.
 
-Starting a process costs seconds of imports and a task often less than one, so tests share the processes, and these are
-forked from one that has imported everything. A task that fails on a rank, or takes too long, ends the world; the next
-task starts a new one.
+Imports take seconds and a task often less than one, so tests share the processes, which are forked from a server with
+all modules imported. A task that fails or times out ends the pool's processes; the next task starts new ones.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MEMBER = Path(__file__).with_name("pool_worker.py")
-FRESH_AFTER_TASKS = 3
-"""Tasks that one set of processes runs: each set of process groups leaves gloo threads behind, and they poll."""
-STRAGGLER_S = 5.0
-"""How long the other ranks may take once one has failed; they often hang in a collective that it never joined."""
+WORKER = Path(__file__).with_name("pool_worker.py")
+RESTART_AFTER_TASKS = 3
+"""Tasks per set of processes: each layout leaves gloo threads behind, which poll."""
+AFTER_FAILURE_S = 5.0
+"""Time for the other ranks after one has failed; they often hang in a collective."""
 
 
 START_S = 120.0
-"""Until a rank that was forked is there: the first has to wait for all imports."""
+"""Time for all ranks to connect, including the imports of the server."""
 
 
 class RankFailure(AssertionError):
-    """A task did not end well on some rank."""
+    """A task failed on a rank."""
 
 
 class RankPool:
-    """``size`` processes on this machine, joined over gloo by a file."""
+    """``size`` processes on this machine with a gloo process group."""
 
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
@@ -52,14 +51,14 @@ class RankPool:
         """Run ``<task>(**settings)`` on every rank and return what rank 0 returned.
 
         Args:
-            task: a function below ``tests/``, such as ``ranks.tasks.train``; it returns something that JSON can hold.
-            timeout_s: for all ranks together, the start included.
+            task: a function below ``tests/``, such as ``ranks.tasks.train``; its result must be JSON.
+            timeout_s: for all ranks, including their start.
             settings: for the task.
 
         Raises:
-            RankFailure: with the traceback, or the end of the log of a rank that fell silent.
+            RankFailure: with the traceback, or the end of the log of a rank without a reply.
         """
-        if self._tasks_done >= FRESH_AFTER_TASKS:
+        if self._tasks_done >= RESTART_AFTER_TASKS:
             self.close()
         if not self._ranks:
             self._start()
@@ -69,7 +68,7 @@ class RankPool:
             for rank in self._ranks:
                 rank.sendall(request)
         except BrokenPipeError:
-            self._give_up(task, {}, "is gone")
+            self._fail(task, {}, "has ended")
         return self._replies(task, time.monotonic() + timeout_s)
 
     def close(self) -> None:
@@ -84,25 +83,30 @@ class RankPool:
 
     def _start(self) -> None:
         self._starts += 1
-        # A file of an earlier meeting would send the ranks to ports that nobody listens on any more.
-        meeting = Path(tempfile.mkdtemp(dir=self.folder)) / "meeting"
-        # The path of a socket has at most 107 bytes, and those of pytest may be longer.
-        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
-            door.bind(f"{folder}/door")
-            door.listen()
-            door.settimeout(START_S)
+        # A rendezvous file of an earlier pool has addresses that are no longer valid.
+        rendezvous_file = Path(tempfile.mkdtemp(dir=self.folder)) / "rendezvous"
+        # The path of a socket has at most 107 bytes; paths of pytest may be longer.
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/socket")
+            listener.listen()
+            listener.settimeout(START_S)
             for rank in range(self.size):
-                of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
-                environment = {name: str(value) for name, value in of_rank.items()}
+                variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
+                environment = {name: str(value) for name, value in variables.items()}
                 log = str(self._log(rank))
                 self._pids.append(
-                    fork_rank(environment=environment, log=log, socket=f"{folder}/door", meeting=str(meeting))
+                    fork_rank(
+                        environment=environment,
+                        log=log,
+                        socket=f"{folder}/socket",
+                        rendezvous_file=str(rendezvous_file),
+                    )
                 )
-            came = {}
+            sockets = {}
             for _ in range(self.size):
-                rank_socket, _ = door.accept()
-                came[int(rank_socket.recv(16))] = rank_socket
-        self._ranks = [came[rank] for rank in range(self.size)]
+                rank_socket, _ = listener.accept()
+                sockets[int(rank_socket.recv(16))] = rank_socket
+        self._ranks = [sockets[rank] for rank in range(self.size)]
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"world-{self.size}-{self._starts}-rank-{rank}.log"
@@ -116,50 +120,50 @@ class RankPool:
             while len(replies) < self.size:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    self._give_up(task, replies, "did not answer in time")
+                    self._fail(task, replies, "did not answer in time")
                 for key, _ in ready:
                     with suppress(ConnectionResetError):
                         data = b""
                         data = self._ranks[key.data].recv(1 << 16)
                     buffers[key.data] += data
                     if not data:
-                        self._give_up(task, replies, "ended")
+                        self._fail(task, replies, "ended")
                     if buffers[key.data].endswith(b"\n"):
                         replies[key.data] = json.loads(buffers[key.data])
                         selector.unregister(key.fileobj)
                         if "error" in replies[key.data]:
-                            deadline = min(deadline, time.monotonic() + STRAGGLER_S)
+                            deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
         if any("error" in reply for reply in replies.values()):
-            self._give_up(task, replies, "")
+            self._fail(task, replies, "")
         return replies[0]["result"]
 
-    def _give_up(self, task: str, replies: dict[int, dict[str, Any]], fate: str) -> None:
+    def _fail(self, task: str, replies: dict[int, dict[str, Any]], reason: str) -> None:
         self.close()
         failures = [f"rank {rank}: {reply['error']}" for rank, reply in sorted(replies.items()) if "error" in reply]
         if not failures:
-            silent = [rank for rank in range(self.size) if rank not in replies]
-            failures = [f"rank {rank} {fate}:\n{self._log(rank).read_text()[-3000:]}" for rank in silent]
+            missing = [rank for rank in range(self.size) if rank not in replies]
+            failures = [f"rank {rank} {reason}:\n{self._log(rank).read_text()[-3000:]}" for rank in missing]
         raise RankFailure(f"{task} on {self.size} ranks\n" + "\n".join(failures))
 
 
 @functools.cache
-def _stem() -> subprocess.Popen[str]:
-    """The process that ranks are forked from, of this process of pytest."""
+def _fork_server() -> subprocess.Popen[str]:
+    """The process that ranks are forked from; one per pytest process."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    stem = subprocess.Popen(
-        [sys.executable, str(MEMBER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    server = subprocess.Popen(
+        [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     )
-    atexit.register(stem.kill)
-    return stem
+    atexit.register(server.kill)
+    return server
 
 
 def fork_rank(**request: Any) -> int:
-    """Fork a process that becomes a rank as ``request`` has it, see :func:`ranks.pool_worker.be_rank`; its number."""
-    stem = _stem()
-    assert stem.stdin is not None and stem.stdout is not None
-    stem.stdin.write(json.dumps(request) + "\n")
-    stem.stdin.flush()
-    return int(stem.stdout.readline())
+    """Fork a rank, see :func:`ranks.pool_worker.run_rank`; returns its pid."""
+    server = _fork_server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return int(server.stdout.readline())

@@ -1,6 +1,6 @@
-"""What a world of ranks can be asked to do; each rank runs it, and what rank 0 returns is the answer.
+"""Tasks of a rank pool: every rank runs the task, and the pool returns the result of rank 0.
 
-A task opens the layout it names and leaves its groups to :mod:`ranks.pool_worker` to close.
+A task creates the process groups of its layout; :mod:`ranks.pool_worker` destroys them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from ranks.tiny import SEQ_LENGTH, open_samples
 
 TOTAL_STEPS = 20
 CLIP_GRAD = 1.5
-"""Between the smallest and the largest gradient norm of these runs, so that both sides of it are met."""
+"""Between the smallest and the largest gradient norm of these runs: some steps are clipped, others are not."""
 
 
 @dataclass
 class Training:
-    """A rank's live parts."""
+    """Model, stepper and batches of a rank."""
 
     model: RankModel
     stepper: Stepper
@@ -75,10 +75,11 @@ def start(
     fresh: bool = True,
     **parallel: Any,
 ) -> Training:
-    """Build a model the way a recipe does, with this store for data.
+    """Build the model, optimizer and batches like a recipe, with the samples of a store.
 
-    ``parallel`` is the section of the config, ``more`` are settings of its section ``train``. With ``dpo``, of section
-    ``dpo``, the samples are pairs; the reference is kept at ``reference``, and taken from there unless ``fresh``.
+    ``parallel``, ``optim``, ``moe`` and ``dpo`` are sections of the config; ``more`` is added to section ``train``.
+    With ``dpo``, the samples are pairs. Reference log-probabilities are saved in folder ``reference``, and loaded from
+    there unless ``fresh``.
     """
     config = RunConfig.model_validate(
         {
@@ -111,7 +112,7 @@ def start(
         "beta2": 0.95,
         "eps": 1e-8,
     } | (optim or {})
-    chosen = OptimConfig.model_construct(**settings)  # not validated: a test keeps the weights with lr=0
+    chosen = OptimConfig.model_construct(**settings)  # not validated: lr=0 is allowed here
     optimizer = build_optimizer(built.stages, chosen, config.train)
     sizes = BatchSettings(
         seq_length=SEQ_LENGTH, micro_batch_size=micro_batch_size, global_batch_size=8, packing=packing
@@ -129,8 +130,8 @@ def start(
         return Training(built, stepper, Batches(store, sizes, shard), Batches(store, in_order, shard))
     pairs, held_out = PairBatches(store, sizes, shard), PairBatches(store, in_order, shard)
     parts = {"train": pairs, "valid": held_out}
-    kept = Path(reference or tempfile.mkdtemp()) / "reference.npz"
-    compute_reference(stepper, parts, kept, built.position, fresh=fresh, stop=StopFlag(), log=print)
+    path = Path(reference or tempfile.mkdtemp()) / "reference.npz"
+    compute_reference(stepper, parts, path, built.position, fresh=fresh, stop=StopFlag(), log=print)
     return Training(built, stepper, pairs, held_out)
 
 
@@ -146,10 +147,10 @@ def train(
     overflow_at: list[int] | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
-    """Train up to step ``steps``; losses, gradient norms and learning rates by step, and a digest of the end state.
+    """Train up to step ``steps``; returns curves by step and a digest of the final state.
 
-    Rank ``late`` takes its time before each stage, so that what others send it lies there unread. In the steps
-    ``overflow_at`` (from 0) the last rank finds one infinite number in its gradients.
+    Rank ``late`` sleeps before each stage, so that messages to it wait. In the steps ``overflow_at`` (from 0) the last
+    rank has one infinite gradient.
     """
     training = start(**layout)
     if dist.get_rank() == late:
@@ -189,7 +190,7 @@ def _poison(stepper: Stepper, *, now: bool) -> None:
     def finalize(*args: Any, **kwargs: Any) -> None:
         finalize_model_grads(*args, **kwargs)
         if now and dist.get_rank() == dist.get_world_size() - 1:
-            # A gradient in this rank's shard, which no other rank's optimizer looks at.
+            # A gradient in the optimizer shard of this rank.
             buckets = [bucket for group in stepper.model[-1].bucket_groups for bucket in group.buckets]
             shard = buckets[-1].grad_data.chunk(parallel_state.get_data_parallel_world_size())
             shard[parallel_state.get_data_parallel_rank()][0] = math.inf
@@ -198,7 +199,7 @@ def _poison(stepper: Stepper, *, now: bool) -> None:
 
 
 def _digest(training: Training) -> list[str]:
-    """Of each rank: weights, main weights, moments and step counts, to the last bit."""
+    """Hash per rank of weights, main weights, moments and step counts."""
     hasher = hashlib.blake2b(digest_size=16)
 
     def add(tensor: torch.Tensor) -> None:
@@ -218,7 +219,7 @@ def _digest(training: Training) -> list[str]:
 
 
 def refusal(*, task: str, **settings: Any) -> dict[str, Any]:
-    """The error that every rank meets in ``task``: its kind, exit code and text. All ranks must meet the same."""
+    """The error that ``task`` raises, which must be the same on all ranks: class name, exit code and message."""
     try:
         result = globals()[task](**settings)
     except IsthmusError as error:
@@ -231,34 +232,34 @@ def refusal(*, task: str, **settings: Any) -> dict[str, Any]:
     return mine
 
 
-def own_tokenizer(model: str | Path) -> Any:
-    """In place of the tokenizer that lies in a model folder, which has none; an export copies what there is."""
+def tokenizer_stub(model: str | Path) -> Any:
+    """Stub of a tokenizer for model folders without one; an export copies the files of the folder."""
     return SimpleNamespace(differs_from_files=False, folder=Path(model))
 
 
 def export(*, model: str, destination: str, precision: str = "fp32", dtype: str | None = None, **parallel: int) -> None:
-    """Load a model folder and export it unchanged, as a run does."""
+    """Load a model folder and export it unchanged, like a run."""
     config = _plain_config(model, **parallel)
     built = join_and_build(config, plan_model(config), detect("cpu"), precision)
-    tokenizer = own_tokenizer(model)
+    tokenizer = tokenizer_stub(model)
     chosen = None if dtype is None else getattr(torch, dtype)
     export_hf(built, Path(destination), tokenizer, dtype=chosen, replace=False)
 
 
-def export_in_files(*, model: str, destination: str, max_shard_bytes: float, tp: int = 1, pp: int = 1) -> None:
-    """Like :func:`export`, cut into files of at most ``max_shard_bytes``."""
+def export_sharded(*, model: str, destination: str, max_shard_bytes: float, tp: int = 1, pp: int = 1) -> None:
+    """Like :func:`export`, with files of at most ``max_shard_bytes``."""
     config = _plain_config(model, tp, pp)
-    plans = plan_model(config)
-    built = join_and_build(config, plans, detect("cpu"), "fp32", training=False)
-    kept = {name: info.dtype for name, info in plans.source.tensors.items()}
-    plan = export_plan(plans.family, plans.architecture, kept, max_shard_bytes=max_shard_bytes)
+    model_plan = plan_model(config)
+    built = join_and_build(config, model_plan, detect("cpu"), "fp32", training=False)
+    dtypes = {name: info.dtype for name, info in model_plan.source.tensors.items()}
+    plan = export_plan(model_plan.family, model_plan.architecture, dtypes, max_shard_bytes=max_shard_bytes)
     folder = Path(destination)
     if built.position.rank == 0:
         folder.mkdir()
         plan.create(folder)
     dist.barrier()
     live = live_tensors(built.stages)
-    export_weights(live, plans.family, plans.architecture, plan, folder, layout=built.layout)
+    export_weights(live, model_plan.family, model_plan.architecture, plan, folder, layout=built.layout)
     dist.barrier()
 
 
@@ -275,12 +276,12 @@ def _plain_config(model: str, tp: int = 1, pp: int = 1, **more: int) -> RunConfi
 
 
 def logits_of(*, model: str, tokens: list[int], tp: int) -> list[list[float]]:
-    """Logits of one sequence from a model spread over ``tp`` ranks."""
+    """Logits of one sequence with tensor parallelism over ``tp`` ranks."""
     return model_logits(load_model(model, {"tp": tp}), torch.tensor(tokens)).tolist()
 
 
 def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str, Any]:
-    """Draw from each stream, save, draw on; then load and draw again what was drawn after saving."""
+    """Draw random numbers after saving, after a new start and after loading the checkpoint, from each stream."""
     layout: dict[str, Any] = {"model": model, "samples": samples, "tp": tp}
     training = start(**layout)
     _draw()
@@ -297,28 +298,28 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
 
 
 def _draw() -> list[float]:
-    """From the stream that tp ranks share, and from the one that each has of its own."""
+    """One number of the stream that tp ranks share, and one of the stream per rank."""
     shared = torch.rand(1).item()
     with get_cuda_rng_tracker().fork():
         return [shared, torch.rand(1).item()]
 
 
 def save_and_export(*, model: str, samples: str, root: str, destination: str, **layout: Any) -> None:
-    """Train for two steps, then leave a checkpoint and an export of the same weights."""
+    """Train for two steps, then write a checkpoint and an export."""
     training = start(model=model, samples=samples, **layout)
     for step in range(2):
         training.stepper.train_step(training.batches.step(step))
     progress = save_load.Progress(step=2, data="these samples")
     save_load.save(Path(root), training.stepper, progress, training.model.plan.parallel, keep=1)
-    tokenizer = own_tokenizer(training.model.plan.source.path)
+    tokenizer = tokenizer_stub(training.model.plan.source.path)
     export_hf(training.model, Path(destination), tokenizer, dtype=None, replace=False)
 
 
 def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Load a converted checkpoint through megatron-core, all that the model asks for, over weights that are all zero.
+    """Load a converted checkpoint with megatron-core into a model of zeros.
 
     Returns:
-        How far the tensors of any rank are from those that come straight from the model folder, and how many there are.
+        ``max_difference`` from the tensors loaded from the model folder, over all ranks, and the number of ``tensors``.
     """
     config = _plain_config(model, tp, pp)
     (live,) = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False).stages
@@ -326,19 +327,19 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.zero_()
-    # Some norms of experts and of latent attention lie in the file under two names, and one of them is not asked for.
+    # Some norms of experts and of latent attention have two names in the file; the model loads one of them.
     two_names = live.architecture.moe is not None or live.architecture.mla is not None
     strict = StrictHandling.RAISE_UNEXPECTED if two_names else StrictHandling.RAISE_ALL
     state = dist_checkpointing.load({"model": live.sharded_state_dict()}, checkpoint_folder, strict=strict)
     live.load_state_dict(state["model"])
-    furthest = max((tensor - wanted[name]).abs().max().item() for name, tensor in live_tensors(live).items())
+    difference = max((tensor - wanted[name]).abs().max().item() for name, tensor in live_tensors(live).items())
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (furthest, len(wanted)))
-    return {"furthest": max(far for far, _ in every), "tensors": sum(count for _, count in every)}
+    dist.all_gather_object(every, (difference, len(wanted)))
+    return {"max_difference": max(difference for difference, _ in every), "tensors": sum(count for _, count in every)}
 
 
 def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Load this rank's legacy file as Megatron-LM does, strictly; see :func:`load_strictly`."""
+    """Load the legacy file of this rank with ``strict=True``, like Megatron-LM; see :func:`load_strictly`."""
     config = _plain_config(model, tp, pp)
     built = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False)
     (live,), position = built.stages, built.position
@@ -350,14 +351,14 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
     folder = Path(checkpoint_folder) / (f"mp_rank_{position.tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
     state = torch.load(folder / "model_optim_rng.pt", weights_only=False)
     live.load_state_dict(state["model"], strict=True)
-    furthest = max((tensor - wanted[name]).abs().max().item() for name, tensor in live_tensors(live).items())
+    difference = max((tensor - wanted[name]).abs().max().item() for name, tensor in live_tensors(live).items())
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (furthest, state["args"].tensor_model_parallel_size))
-    return {"furthest": max(far for far, _ in every), "tp": every[0][1]}
+    dist.all_gather_object(every, (difference, state["args"].tensor_model_parallel_size))
+    return {"max_difference": max(difference for difference, _ in every), "tp": every[0][1]}
 
 
 def each(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
-    """What ``task`` returns for each of the cases, one after the other in the same processes."""
+    """The results of ``task`` for each case, run one after another in the same processes."""
     results = []
     for case in cases:
         parallel_state.destroy_model_parallel()
@@ -367,32 +368,32 @@ def each(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
 
 
 def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, Any]:
-    """What this rank's autograd keeps of one micro batch, and what :mod:`isthmus.train.activation_memory` says it does.
+    """Bytes that autograd saves for one micro batch on this rank, and the estimate of the formula.
 
-    Each piece of memory counts once; the weights' own does not.
+    The formula is :mod:`isthmus.train.activation_memory`. Each storage counts once; weights do not count.
     """
     training = start(model=model, samples=samples, **layout)
     stepper, plans = training.stepper, training.model.plan
-    (line, *_) = training.batches.step(0)
+    (batch, *_) = training.batches.step(0)
     (stage,) = stepper.model
     stage.train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage  # held, so that its address is not used again
+            saved[storage.data_ptr()] = storage  # a reference, so that the address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _forward_step(iter([line]), stage)
+        _forward_step(iter([batch]), stage)
     settings = layout.get("more") or {}
     expected = stage_bytes(
         plans.architecture,
         num_layers=plans.architecture.num_layers,
-        num_tokens=line.input_ids.numel(),
-        loss_tokens=int(line.loss_mask.sum()),
+        num_tokens=batch.input_ids.numel(),
+        loss_tokens=int(batch.loss_mask.sum()),
         bytes_per_element=training.model.dtype.itemsize,
         tp=plans.parallel.tp,
         sp=plans.parallel.sequence_parallel,
@@ -400,16 +401,16 @@ def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, An
         recompute_modules=settings.get("recompute_modules", ["core_attn"]),
         recompute_layers=settings.get("recompute_layers"),
     )
-    return {"measured": sum(storage.nbytes() for storage in kept.values()), "expected": expected}
+    return {"measured": sum(storage.nbytes() for storage in saved.values()), "expected": expected}
 
 
 def said(**layout: Any) -> list[str]:
-    """The messages of building the model."""
+    """Messages of building the model."""
     return list(start(**layout).model.messages)
 
 
-def footprint_and_held(**layout: Any) -> list[dict[str, Any]]:
-    """What ``memory_estimate`` says of the rank that holds most, and the numbers that each rank has."""
+def estimated_and_actual_memory(**layout: Any) -> list[dict[str, Any]]:
+    """The memory estimate and the actual numbers of each rank."""
     training = start(**layout)
     built, optimizer = training.model, training.stepper.optimizer
     config = RunConfig.model_validate(
@@ -418,7 +419,7 @@ def footprint_and_held(**layout: Any) -> list[dict[str, Any]]:
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH}, "parallel": built.plan.parallel,
         }
     )  # fmt: skip
-    said = estimate_memory(built.plan, config, layout.get("precision", "fp32"))
+    estimate = estimate_memory(built.plan, config, layout.get("precision", "fp32"))
     moments = [
         state[name]
         for adam in torch_optimizers(optimizer)
@@ -430,7 +431,7 @@ def footprint_and_held(**layout: Any) -> list[dict[str, Any]]:
     mine = {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "moments": sum(tensor.numel() * tensor.element_size() for tensor in local),
-        "said": {"parameters": said.parameters, "optimizer": said.optimizer, "weights": said.weights},
+        "estimate": {"parameters": estimate.parameters, "optimizer": estimate.optimizer, "weights": estimate.weights},
         "weights": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
     }
     every: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped, under any layout; bad checkpoints are refused."""
+"""Resumed runs equal uninterrupted runs in every layout; damaged checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def halves(
     samples: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., tuple[dict[str, Any], Path]]:
-    """A run of 20 steps that left a checkpoint at step 10, made once for each layout: (the run, the checkpoint)."""
-    made: dict[str, tuple[dict[str, Any], Path]] = {}
+    """A run of 20 steps with a checkpoint at step 10, once per layout: (result, checkpoint folder)."""
+    cache: dict[str, tuple[dict[str, Any], Path]] = {}
 
     def make(ranks: int, **layout: Any) -> tuple[dict[str, Any], Path]:
         key = f"{ranks} {sorted(layout.items())}"
-        if key not in made:
+        if key not in cache:
             root = tmp_path_factory.mktemp("checkpoints")
             settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, **layout}
             run = worlds[ranks].run("ranks.tasks.train", save_at=[HALF], root=root, **settings)
-            made[key] = run, root / f"iter_{HALF:07d}"
-        return made[key]
+            cache[key] = run, root / f"iter_{HALF:07d}"
+        return cache[key]
 
     return make
 
@@ -61,7 +61,7 @@ def test_resume_is_bitwise_identical(
 ) -> None:
     whole, saved = halves(ranks, **layout)
     if ranks == 1:
-        worlds[1].close()  # nothing may live on in the process: the next one is new
+        worlds[1].close()  # resume in a new process
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, **layout}
     rest = worlds[ranks].run("ranks.tasks.train", resume=saved, **settings)
     assert rest["first"] == HALF
@@ -77,7 +77,7 @@ def test_optimizer_offload_is_bitwise_identical(
     halves: Callable[..., tuple[dict[str, Any], Path]],
     tmp_path: Path,
 ) -> None:
-    """On a CPU both places are one memory, so this is about the arithmetic and the checkpoints, in both directions."""
+    """On a CPU the memory is the same: this tests arithmetic and checkpoints, to offload and back."""
     whole, saved = halves(2, precision="bf16")
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "precision": "bf16"}
     offloaded = two.run(
@@ -127,9 +127,9 @@ def test_resume_in_another_layout(
 @pytest.mark.parametrize(
     ("family", "writer", "reader"),
     [
-        pytest.param("gpt2", TP2, PP2, id="gpt2"),  # learned positions, biases
-        pytest.param("olmo2", TP2, ONE, id="olmo2"),  # norms behind blocks and over all heads
-        pytest.param("gemma2", PP2, TP2, id="gemma2"),  # norms on both sides
+        pytest.param("gpt2", TP2, PP2, id="gpt2"),  # position embeddings, biases
+        pytest.param("olmo2", TP2, ONE, id="olmo2"),  # norms after blocks and over all heads
+        pytest.param("gemma2", PP2, TP2, id="gemma2"),  # norms before and after blocks
     ],
 )
 def test_other_families_resume_in_another_layout(
@@ -153,7 +153,7 @@ def test_learning_rate_comes_from_the_config(
 ) -> None:
     whole, saved = halves(1)
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4}
-    optim = {"lr": 6e-3, "min_lr": 6e-4}  # twice what the run began with
+    optim = {"lr": 6e-3, "min_lr": 6e-4}  # twice the values of the first part
     rest = one.run("ranks.tasks.train", resume=saved, optim=optim, **settings)
     assert rest["lr"] == pytest.approx([2 * lr for lr in whole["lr"][HALF:]])
 
@@ -199,53 +199,53 @@ def test_run_resumed_from_an_older_checkpoint_keeps_new_saves(
 
 @pytest.fixture
 def damaged(halves: Callable[..., tuple[dict[str, Any], Path]], tmp_path: Path) -> Path:
-    """A copy of a checkpoint, to be damaged."""
+    """A copy of a checkpoint that a test can damage."""
     _, saved = halves(2, precision="fp32")
     return Path(shutil.copytree(saved, tmp_path / saved.name))
 
 
-def cut(path: Path, share: float) -> None:
+def truncate(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
 def largest(folder: Path) -> Path:
-    """A rank that holds nothing of its own leaves an empty file, which nobody would miss."""
+    """The largest data file; a rank without tensors writes an empty one."""
     return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
 
 
-def cut_a_data_file(folder: Path) -> None:
-    cut(largest(folder), 0.9)
+def truncate_data_file(folder: Path) -> None:
+    truncate(largest(folder), 0.9)
 
 
-def remove_a_data_file(folder: Path) -> None:
+def remove_data_file(folder: Path) -> None:
     largest(folder).unlink()
 
 
-def cut_the_index(folder: Path) -> None:
-    cut(folder / ".metadata", 0.5)
+def truncate_index(folder: Path) -> None:
+    truncate(folder / ".metadata", 0.5)
 
 
-def empty_the_index(folder: Path) -> None:
-    cut(folder / ".metadata", 0)
+def empty_index(folder: Path) -> None:
+    truncate(folder / ".metadata", 0)
 
 
-def cut_the_common_state(folder: Path) -> None:
-    cut(folder / "common.pt", 0.5)
+def truncate_common_state(folder: Path) -> None:
+    truncate(folder / "common.pt", 0.5)
 
 
-def remove_the_common_state(folder: Path) -> None:
+def remove_common_state(folder: Path) -> None:
     (folder / "common.pt").unlink()
 
 
 @pytest.mark.parametrize(
     ("damage", "names"),
     [
-        (cut_a_data_file, ".distcp has "),
-        (remove_a_data_file, ".distcp is missing"),
-        (cut_the_index, ".metadata cannot be read"),
-        (empty_the_index, ".metadata cannot be read"),
-        (cut_the_common_state, "it is damaged"),
-        (remove_the_common_state, "common.pt is missing"),
+        (truncate_data_file, ".distcp has "),
+        (remove_data_file, ".distcp is missing"),
+        (truncate_index, ".metadata cannot be read"),
+        (empty_index, ".metadata cannot be read"),
+        (truncate_common_state, "it is damaged"),
+        (remove_common_state, "common.pt is missing"),
     ],
 )
 def test_damaged_checkpoint_is_refused_on_every_rank(
@@ -295,9 +295,9 @@ def test_data_fingerprint_covers_content_and_order(samples: Path, tmp_path: Path
     store = open_samples(samples)
     names = {"out": "unused", "model": {"path": "unused"}, "data": {"files": ["unused"]}}
 
-    def fingerprint(chosen: SampleStore, **sections: dict[str, Any]) -> str:
+    def fingerprint(samples_store: SampleStore, **sections: dict[str, Any]) -> str:
         given = {name: {**names.get(name, {}), **section} for name, section in sections.items()}
-        return Corpus(chosen, None).fingerprint(RunConfig.model_validate({"recipe": "sft", **names, **given}))
+        return Corpus(samples_store, None).fingerprint(RunConfig.model_validate({"recipe": "sft", **names, **given}))
 
     same = fingerprint(store)
     assert fingerprint(open_samples(build_samples(tmp_path / "again"))) == same
@@ -314,7 +314,7 @@ def test_data_fingerprint_covers_content_and_order(samples: Path, tmp_path: Path
     assert len({same, *others}) == 1 + len(others)
 
 
-def test_data_position_in_other_data_is_refused() -> None:
+def test_resume_with_other_data_is_refused() -> None:
     check_fingerprint("these samples", "these samples", Path("iter_0000010"))
     with pytest.raises(DataError, match="differ from those of"):
         check_fingerprint("these samples", "other samples", Path("iter_0000010"))

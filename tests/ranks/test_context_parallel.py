@@ -1,4 +1,4 @@
-"""A line cut over context parallel ranks trains as it does in one process."""
+"""Training with context parallelism equals training in one process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TOLERANCE = 1e-5
 
 
 def test_context_parallel_attention_equals_single_process(four: RankPool) -> None:
-    """Output and gradients in float64; the chunks of these lines are dealt in several turns."""
-    lines = [((2400,), None), ((700, 20, 1680), None), ((1500, 900), 150)]
+    """Output and gradients in float64; the sequences have several zigzag chunks per rank."""
+    sequences = [((2400,), None), ((700, 20, 1680), None), ((1500, 900), 150)]
     cases = [
         {"lengths": lengths, "window": window, "recompute": recompute}
-        for lengths, window in lines
+        for lengths, window in sequences
         for recompute in (False, True)
     ]
     for differences in four.run("ranks.context_tasks.attend", cases=cases):
@@ -50,8 +50,8 @@ LAYOUTS = {
 MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "grouped queries": ("qwen3", {"tie_word_embeddings": True}, ["cp2", "cp2-tp2-sp", "cp2-pp2", "cp2-dp2"]),
     "latent attention and experts": ("deepseek_v3", {"num_hidden_layers": 2}, ["cp2", "cp2-ep2", "cp2-tp2-sp"]),
-    "a window in some layers, sinks": ("gpt_oss", {"num_hidden_layers": 2}, ["cp2"]),
-    "learned positions": ("gpt2", {"num_hidden_layers": 2}, ["cp2-tp2-sp"]),
+    "sliding window and sinks": ("gpt_oss", {"num_hidden_layers": 2}, ["cp2"]),
+    "position embeddings": ("gpt2", {"num_hidden_layers": 2}, ["cp2-tp2-sp"]),
 }
 
 
@@ -68,7 +68,7 @@ def test_context_parallel_trains_as_single_process(
             "aux_loss": 0.1,
             "seq_aux_loss": 0.05,
             "z_loss": 0.01,
-        }  # of whole samples
+        }  # over whole samples
     truth = one.run("ranks.tasks.train", **run, steps=steps)
     for layout in layouts:
         ranks, sizes = LAYOUTS[layout]
@@ -94,38 +94,38 @@ def test_resume_with_another_cp(
 ) -> None:
     run: dict[str, Any] = {"model": models["qwen2-untied"], "samples": samples, "steps": 4}
     truth = one.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "whole")
-    cut = two.run("ranks.tasks.train", **run, cp=2, save_at=[2], root=tmp_path / "cut")
-    again = one.run("ranks.tasks.train", **run, resume=tmp_path / "cut" / "iter_0000002")
-    cut_again = two.run("ranks.tasks.train", **run, cp=2, resume=tmp_path / "whole" / "iter_0000002")
-    for later in (cut["loss"][2:], again["loss"], cut_again["loss"]):
+    sharded = two.run("ranks.tasks.train", **run, cp=2, save_at=[2], root=tmp_path / "sharded")
+    again = one.run("ranks.tasks.train", **run, resume=tmp_path / "sharded" / "iter_0000002")
+    sharded_again = two.run("ranks.tasks.train", **run, cp=2, resume=tmp_path / "whole" / "iter_0000002")
+    for later in (sharded["loss"][2:], again["loss"], sharded_again["loss"]):
         assert later == pytest.approx(truth["loss"][2:], rel=TOLERANCE)
 
 
 def test_export_equals_single_process(
     one: RankPool, two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
-    for name, world, sizes in (("whole", one, {}), ("cut", two, {"cp": 2})):
+    for name, world, sizes in (("whole", one, {}), ("sharded", two, {"cp": 2})):
         folders = {"root": tmp_path / f"{name}-checkpoints", "destination": tmp_path / name}
         world.run("ranks.tasks.save_and_export", model=models["qwen3-tied"], samples=samples, **folders, **sizes)
-    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert whole.keys() == cut.keys()
-    # AdamW's first steps are as large for a gradient of nearly nothing, whose sign is then a matter of rounding.
-    assert all(torch.allclose(cut[name], whole[name], rtol=0, atol=1e-5) for name in whole)
+    whole, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "sharded"))
+    assert whole.keys() == sharded.keys()
+    # The first AdamW steps have full size also for gradients near zero, where rounding decides the sign.
+    assert all(torch.allclose(sharded[name], whole[name], rtol=0, atol=1e-5) for name in whole)
 
 
 def test_memory_is_linear_in_sequence_length(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
-    """Nor does anything as large as all logits exist, and two ranks take not much more than half of it each.
+    """No tensor has the size of all logits, and each of two ranks needs little more than half the memory.
 
-    What they do not share out is a block of scores at a time.
+    Only one block of attention scores is not sharded.
     """
     vocab, lengths = 12_000, [2048, 8192]
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": vocab}
     model = build_model_folder(tmp_path / "model", "llama", **sizes)
     run: dict[str, Any] = {"model": model, "samples": samples, "lengths": lengths}
     whole = one.run("ranks.context_tasks.memory_of_a_step", **run)
-    cut = two.run("ranks.context_tasks.memory_of_a_step", **run, cp=2)
-    print(whole, cut)
+    sharded = two.run("ranks.context_tasks.memory_of_a_step", **run, cp=2)
+    print(whole, sharded)
     assert whole[1]["peak"] < 4.2 * whole[0]["peak"]
-    for taken in (whole, cut):
-        assert taken[1]["largest"] < 4 * 8192 * 8192 / 8
-    assert cut[1]["peak"] < 0.7 * whole[1]["peak"]
+    for step_bytes in (whole, sharded):
+        assert step_bytes[1]["largest"] < 4 * 8192 * 8192 / 8
+    assert sharded[1]["peak"] < 0.7 * whole[1]["peak"]

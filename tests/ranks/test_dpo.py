@@ -1,4 +1,4 @@
-"""Preferences are learned in every layout as one process learns them, and a run goes on to the last bit."""
+"""DPO in every layout equals DPO in one process, and resumed runs are bitwise identical."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def figures(result: dict[str, Any], name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        pytest.param(1, {"micro_batch_size": 4}, id="lines-of-four"),
-        pytest.param(1, {"micro_batch_size": 4, "packing": False}, id="lines-of-four-in-order"),
+        pytest.param(1, {"micro_batch_size": 4}, id="micro-batch-4"),
+        pytest.param(1, {"micro_batch_size": 4, "packing": False}, id="micro-batch-4-unpacked"),
         pytest.param(2, {"tp": 2, "sp": True, "micro_batch_size": 2}, id="tp2-sp"),
         pytest.param(2, {"pp": 2}, id="pp2"),
         pytest.param(2, {"micro_batch_size": 2}, id="dp2"),
@@ -51,11 +51,11 @@ def figures(result: dict[str, Any], name: str) -> list[float]:
 def test_layout_trains_as_single_process(
     ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], run: dict[str, Any], alone: dict[str, Any]
 ) -> None:
-    spread = worlds[ranks].run(TRAIN, **run | layout)
-    assert_same(spread, alone)
-    assert furthest(figures(spread, "logps/rejected"), figures(alone, "logps/rejected")) < TOLERANCE
-    # Rewards are small differences of large numbers.
-    margins = np.array([figures(result, "rewards/margins") for result in (spread, alone)])
+    result = worlds[ranks].run(TRAIN, **run | layout)
+    assert_same(result, alone)
+    assert furthest(figures(result, "logps/rejected"), figures(alone, "logps/rejected")) < TOLERANCE
+    # Rewards are small differences of large numbers: compare with an absolute tolerance.
+    margins = np.array([figures(each, "rewards/margins") for each in (result, alone)])
     assert np.abs(margins[0] - margins[1]).max() < 1e-4 * np.abs(margins).max()
 
 
@@ -69,25 +69,25 @@ def test_dpo_moe_aux_loss_equals_single_process(one: RankPool, two: RankPool, pa
     run = {"model": model, "samples": pairs, "dpo": {"loss": "ipo"}, "steps": 3, "evaluate": True}
     run["moe"] = {"seq_aux_loss": 0.1}
     truth = one.run(TRAIN, **run)
-    spread = two.run(TRAIN, ep=2, micro_batch_size=2, **run)
-    assert_same(spread, truth)
-    # An even load costs 1 for each label, or here for each pair.
+    result = two.run(TRAIN, ep=2, micro_batch_size=2, **run)
+    assert_same(result, truth)
+    # Normalized by loss tokens, or here by pairs: a uniform load gives 1.
     assert 0.9 < truth["load"][0]["seq_aux_loss"] < 2
-    assert spread["load"][0]["seq_aux_loss"] == pytest.approx(truth["load"][0]["seq_aux_loss"], rel=TOLERANCE)
+    assert result["load"][0]["seq_aux_loss"] == pytest.approx(truth["load"][0]["seq_aux_loss"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_dpo_resumes_bitwise_and_in_another_layout(
     precision: str, one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With the reference of its start, which is not what its weights make of the answers by now."""
+    """The reference of the first start is used again; it differs from the policy at the checkpoint."""
     run = run | {"precision": precision, "micro_batch_size": 2, "reference": tmp_path, "evaluate": False}
-    through = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
-    resumed = {"resume": tmp_path / "iter_0000002", "fresh": False}
+    uninterrupted = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    resume = {"resume": tmp_path / "iter_0000002", "fresh": False}
     before = (tmp_path / "reference.npz").read_bytes()
-    went_on = one.run(TRAIN, **run, **resumed)
-    assert went_on["digest"] == through["digest"]
-    assert went_on["loss"] == through["loss"][2:]
-    elsewhere = two.run(TRAIN, tp=2, **run, **resumed)
-    assert furthest(elsewhere["loss"], through["loss"][2:]) < 0.02
+    resumed = one.run(TRAIN, **run, **resume)
+    assert resumed["digest"] == uninterrupted["digest"]
+    assert resumed["loss"] == uninterrupted["loss"][2:]
+    elsewhere = two.run(TRAIN, tp=2, **run, **resume)
+    assert furthest(elsewhere["loss"], uninterrupted["loss"][2:]) < 0.02
     assert (tmp_path / "reference.npz").read_bytes() == before

@@ -1,4 +1,4 @@
-"""Experts spread over ranks train as in one process: the same losses, norms, checkpoints, exports and figures."""
+"""Expert parallelism equals one process: losses, norms, checkpoints, exports and metrics."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ranks.tiny import build_model_folder
 STEPS = 4
 BALANCED = {"aux_loss": 0.1, "seq_aux_loss": 0.05, "z_loss": 0.01}
 FAMILIES: dict[str, dict[str, Any]] = {
-    # Shared experts, a first layer without, a bias of the choice.
+    # Shared experts, a dense first layer, a router bias.
     "deepseek_v3": {"num_hidden_layers": 2},
-    # Biases of experts, activations that are clamped.
+    # Expert biases, clamped activations.
     "gpt_oss": {"num_hidden_layers": 2},
 }
 MOE: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ MOE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("mixtures")
+    root = tmp_path_factory.mktemp("moe")
     return {family: build_model_folder(root / family, family, **settings) for family, settings in FAMILIES.items()}
 
 
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def alone(
     one: RankPool, folders: dict[str, Path], samples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[dict[str, Any], Path]]:
-    """What one process does, and the checkpoint it leaves half-way."""
+    """Result of one process, and its checkpoint at step 2."""
     found = {}
     for family, model in folders.items():
         root = tmp_path_factory.mktemp("checkpoints")
@@ -90,8 +90,10 @@ def test_all_gather_dispatch_equals_all_to_all(
     samples: Path,
     alone: dict[str, tuple[dict[str, Any], Path]],
 ) -> None:
-    how = settings("gpt_oss", folders["gpt_oss"], samples) | {"moe": MOE["gpt_oss"] | {"dispatcher": "allgather"}}
-    assert_same(worlds[ranks].run("ranks.tasks.train", **how, **layout), alone["gpt_oss"][0])
+    run_settings = settings("gpt_oss", folders["gpt_oss"], samples) | {
+        "moe": MOE["gpt_oss"] | {"dispatcher": "allgather"}
+    }
+    assert_same(worlds[ranks].run("ranks.tasks.train", **run_settings, **layout), alone["gpt_oss"][0])
 
 
 def test_moe_metrics(alone: dict[str, tuple[dict[str, Any], Path]]) -> None:
@@ -106,8 +108,11 @@ def test_moe_metrics(alone: dict[str, tuple[dict[str, Any], Path]]) -> None:
 def test_sequence_aux_loss_does_not_depend_on_micro_batch(
     one: RankPool, folders: dict[str, Path], samples: Path
 ) -> None:
-    how = settings("gpt_oss", folders["gpt_oss"], samples) | {"moe": {"seq_aux_loss": 0.5, "z_loss": 0.1}, "steps": 3}
-    runs = [one.run("ranks.tasks.train", **how | {"micro_batch_size": size}) for size in (1, 4)]
+    run_settings = settings("gpt_oss", folders["gpt_oss"], samples) | {
+        "moe": {"seq_aux_loss": 0.5, "z_loss": 0.1},
+        "steps": 3,
+    }
+    runs = [one.run("ranks.tasks.train", **run_settings | {"micro_batch_size": size}) for size in (1, 4)]
     assert_same(*runs)
 
 
@@ -129,12 +134,14 @@ def test_resume_with_another_ep(
     alone: dict[str, tuple[dict[str, Any], Path]],
     tmp_path: Path,
 ) -> None:
-    how = settings("deepseek_v3", folders["deepseek_v3"], samples)
+    run_settings = settings("deepseek_v3", folders["deepseek_v3"], samples)
     truth, saved = alone["deepseek_v3"]
     if writer[1]:
         saved = tmp_path / "iter_0000002"
-        worlds[writer[0]].run("ranks.tasks.train", **how | {"steps": 2}, save_at=[2], root=tmp_path, **writer[1])
-    run = worlds[reader[0]].run("ranks.tasks.train", **how, resume=saved, **reader[1])
+        worlds[writer[0]].run(
+            "ranks.tasks.train", **run_settings | {"steps": 2}, save_at=[2], root=tmp_path, **writer[1]
+        )
+    run = worlds[reader[0]].run("ranks.tasks.train", **run_settings, resume=saved, **reader[1])
     assert run["first"] == 2
     assert_same(run, truth, 2)
 
@@ -142,9 +149,9 @@ def test_resume_with_another_ep(
 def test_resume_with_same_ep_is_bitwise_identical(
     two: RankPool, folders: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
-    how = settings("deepseek_v3", folders["deepseek_v3"], samples) | {"ep": 2}
-    whole = two.run("ranks.tasks.train", **how, save_at=[2], root=tmp_path)
-    rest = two.run("ranks.tasks.train", **how, resume=tmp_path / "iter_0000002")
+    run_settings = settings("deepseek_v3", folders["deepseek_v3"], samples) | {"ep": 2}
+    whole = two.run("ranks.tasks.train", **run_settings, save_at=[2], root=tmp_path)
+    rest = two.run("ranks.tasks.train", **run_settings, resume=tmp_path / "iter_0000002")
     assert rest["digest"] == whole["digest"]
     assert rest["loss"] == whole["loss"][2:]
 
@@ -161,7 +168,7 @@ def test_export_has_every_expert_once(
     folders: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """No rank holds all of them; what is not written would stay zero."""
+    """No rank has all experts; a missing write would leave zeros."""
     worlds[ranks].run("ranks.tasks.export", model=folders[family], destination=tmp_path / "hf", **layout)
     got, wanted = load_file(tmp_path / "hf/model.safetensors"), load_file(folders[family] / "model.safetensors")
     assert got.keys() == wanted.keys()
@@ -171,12 +178,12 @@ def test_export_has_every_expert_once(
 def test_expert_capacity_drops_tokens(
     one: RankPool, two: RankPool, folders: dict[str, Path], samples: Path, alone: dict[str, tuple[dict[str, Any], Path]]
 ) -> None:
-    """The capacity is of a rank's own tokens, which sending and gathering leave as they are."""
-    how = settings("gpt_oss", folders["gpt_oss"], samples)
+    """The capacity is per rank, so both dispatchers give the same result."""
+    run_settings = settings("gpt_oss", folders["gpt_oss"], samples)
     tight = [
-        two.run("ranks.tasks.train", **how | {"moe": {"capacity_factor": 1.0, "dispatcher": kind}}, ep=2)
+        two.run("ranks.tasks.train", **run_settings | {"moe": {"capacity_factor": 1.0, "dispatcher": kind}}, ep=2)
         for kind in ("alltoall", "allgather")
     ]
     assert_same(tight[0], tight[1])
-    assert_same(one.run("ranks.tasks.train", **how | {"moe": {"capacity_factor": 1.0}}), tight[0])
+    assert_same(one.run("ranks.tasks.train", **run_settings | {"moe": {"capacity_factor": 1.0}}), tight[0])
     assert furthest(tight[0]["loss"], alone["gpt_oss"][0]["loss"]) > 1e-3

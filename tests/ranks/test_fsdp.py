@@ -1,4 +1,4 @@
-"""Fully sharded ranks train as one process does, hold their share and no more, and lose nothing on the way to disk."""
+"""FSDP trains like one process, each rank has only its shard, and exports are complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN = "ranks.tasks.train"
 
 
 def test_fsdp_trains_as_single_process(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
-    """Two micro batches a step, clipping now and then, and an evaluation before the first step."""
+    """Two micro batches per step, clipping in some steps, and an evaluation before the first step."""
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "evaluate": True}
     assert_same(two.run(TRAIN, fsdp=True, **run), one.run(TRAIN, **run))
 
@@ -25,7 +25,7 @@ def test_fsdp_trains_as_single_process(one: RankPool, two: RankPool, models: dic
 @pytest.mark.parametrize(
     "layout",
     [
-        # Rows that four ranks cannot share evenly: of the norms, the 77 words and the experts.
+        # Rows of norms, experts and the vocabulary of 77 are not divisible by four ranks.
         pytest.param({"recompute": "selective"}, id="dp4"),
         pytest.param({"tp": 2, "sp": True, "recompute": "full"}, id="tp2-sp-dp2"),
         pytest.param({"cp": 2}, id="cp2-dp2"),
@@ -39,7 +39,7 @@ def test_fsdp_on_four_ranks(
 
 
 def test_fsdp_with_moe_and_mla(one: RankPool, two: RankPool, four: RankPool, samples: Path, tmp_path: Path) -> None:
-    """They go on from where a sharded run was, in a layout without sharding and the other way round."""
+    """Sharded checkpoints resume without FSDP, and the other way round."""
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run = {
         "model": model,
@@ -51,13 +51,13 @@ def test_fsdp_with_moe_and_mla(one: RankPool, two: RankPool, four: RankPool, sam
     sharded, whole = tmp_path / "sharded", tmp_path / "whole"
     truth = one.run(TRAIN, **run, save_at=[2], root=whole)
     resumed = one.run(TRAIN, **run | {"resume": whole / "iter_0000002"})
-    spread = four.run(TRAIN, fsdp=True, tp=2, sp=False, **run, save_at=[2], root=sharded)
-    assert max(furthest(spread[curve], truth[curve]) for curve in CURVES) < TOLERANCE
-    # Loaded from either, the state is the same but for the order in which two ranks' gradients were added.
+    fsdp = four.run(TRAIN, fsdp=True, tp=2, sp=False, **run, save_at=[2], root=sharded)
+    assert max(furthest(fsdp[curve], truth[curve]) for curve in CURVES) < TOLERANCE
+    # Both checkpoints differ only by the order in which gradients are summed.
     for world, layout, folder in ((one, {}, sharded), (two, {"fsdp": True}, whole), (two, {"fsdp": True}, sharded)):
-        went_on = world.run(TRAIN, **run | layout | {"resume": folder / "iter_0000002"})
-        assert went_on["first"] == 2
-        assert max(furthest(went_on[curve], resumed[curve]) for curve in CURVES) < TOLERANCE
+        restarted = world.run(TRAIN, **run | layout | {"resume": folder / "iter_0000002"})
+        assert restarted["first"] == 2
+        assert max(furthest(restarted[curve], resumed[curve]) for curve in CURVES) < TOLERANCE
 
 
 def test_fsdp_resume_is_bitwise_identical(
@@ -65,10 +65,10 @@ def test_fsdp_resume_is_bitwise_identical(
 ) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "precision": "bf16"}
     run |= {"steps": 4, "fsdp": True}
-    through = two.run(TRAIN, **run, save_at=[2], root=tmp_path)
-    went_on = two.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
-    assert went_on["digest"] == through["digest"]
-    assert went_on["loss"] == through["loss"][2:]
+    uninterrupted = two.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    restarted = two.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
+    assert restarted["digest"] == uninterrupted["digest"]
+    assert restarted["loss"] == uninterrupted["loss"][2:]
 
 
 def test_fsdp_bf16_follows_distributed_optimizer(two: RankPool, models: dict[str, Path], samples: Path) -> None:
@@ -77,7 +77,7 @@ def test_fsdp_bf16_follows_distributed_optimizer(two: RankPool, models: dict[str
     sharded, truth = two.run(TRAIN, fsdp=True, **run), two.run(TRAIN, **run)
     differences = {curve: furthest(sharded[curve], truth[curve]) for curve in CURVES}
     print(differences)
-    # A gradient of one micro batch is rounded to bfloat16 before it is added up, instead of within the product.
+    # FSDP rounds the gradient of each micro batch to bfloat16 before summing.
     assert differences["loss"] < 0.003
     assert differences["grad_norm"] < 0.02
 
@@ -89,8 +89,8 @@ def test_fsdp_bf16_routes_in_fp32(one: RankPool, two: RankPool, samples: Path, t
     assert furthest(sharded["loss"], truth["loss"]) < 0.003
 
 
-def test_fsdp_rank_holds_its_shard_only(two: RankPool, models: dict[str, Path], samples: Path) -> None:
-    """Also behind an evaluation, which gathers all weights and has no backward pass to let them go."""
+def test_fsdp_rank_has_only_its_shard(two: RankPool, models: dict[str, Path], samples: Path) -> None:
+    """Also after an evaluation, which gathers all weights and has no backward pass."""
     layout = {"model": models["qwen2-untied"], "samples": samples, "fsdp": True}
     for rank in two.run("ranks.data_parallel_tasks.shares", **layout):
         for name, share in rank.items():
@@ -111,10 +111,10 @@ def test_fsdp_export_equals_import(two: RankPool, four: RankPool, samples: Path,
 
 
 def test_disk_failure_stops_every_rank(two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
-    """Those that write nothing wait for the rows of the one that failed."""
-    told = two.run(
+    """Ranks that do not write wait for the rank that failed."""
+    error = two.run(
         "ranks.data_parallel_tasks.failed_export",
         destination=tmp_path / "export", model=models["qwen3-tied"], samples=samples, fsdp=True,
     )  # fmt: skip
-    assert "the disk broke" in told["text"]
+    assert "the disk broke" in error["text"]
     assert not (tmp_path / "export").exists()

@@ -1,4 +1,4 @@
-"""MTP layers are trained as DeepSeek-V3's report has it, in every layout, and kept by exports."""
+"""MTP layers (DeepSeek-V3): training as in the paper, in every layout, and exports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ranks.tiny import add_mtp_layers, build_model_folder
 STEPS = 4
 ALL = (*CURVES, "mtp_loss")
 WEIGHT = 0.7
-"""Large enough that a wrong gradient of these layers shows in the norm."""
+"""Large enough that a wrong gradient of these layers changes the norm."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path, one: RankPool, samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The truth for all layouts, with a checkpoint of its second step."""
+    """The single-process result, with a checkpoint of step 2."""
     root = tmp_path_factory.mktemp("alone")
     settings = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "evaluate": True}
     saves = {"save_at": [2], "root": root}
@@ -88,8 +88,8 @@ def test_export_contains_mtp_layers(model: Path, four: RankPool, samples: Path, 
     four.run("ranks.tasks.save_and_export", **settings, **places)
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "export"))
     assert before.keys() == after.keys()
-    learned = [name for name in before if not name.endswith("e_score_correction_bias")]
-    assert not any(torch.equal(before[name], after[name]) for name in learned)
+    trained = [name for name in before if not name.endswith("e_score_correction_bias")]
+    assert not any(torch.equal(before[name], after[name]) for name in trained)
     assert torch.equal(after["model.layers.3.embed_tokens.weight"], after["model.embed_tokens.weight"])
     assert torch.equal(after["model.layers.2.shared_head.head.weight"], after["lm_head.weight"])
     assert json.loads((tmp_path / "export" / "config.json").read_text())["num_nextn_predict_layers"] == 2

@@ -1,4 +1,4 @@
-"""Tiny models with no dead weight in them, and samples whose lengths and learned tokens are uneven."""
+"""Tiny models with random weights in every tensor, and samples with varying lengths and loss masks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from isthmus.families.registry import family_for
 from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
 from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
 
-# As if transformers had the class: tests of the files that travel with an export take it away again.
+# Registered like a class of transformers; tests of exported model code unregister it.
 AutoConfig.register("isthmus", IsthmusConfig)
 AutoModelForCausalLM.register(IsthmusConfig, IsthmusForCausalLM)
 
 VOCAB = 77
-"""No multiple of any number of ranks, so that the embedding is padded."""
+"""Not divisible by any number of ranks: the embedding is padded."""
 SEQ_LENGTH = 24
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -52,7 +52,7 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 ARCHETYPES = ("qwen3", "gpt2", "gpt_oss", "deepseek_v3")
-"""What formats differ by: dense; LayerNorm, biases, learned positions; experts with biases and sinks; MLA."""
+"""Dense; LayerNorm with biases and position embeddings; MoE with biases and sinks; MLA."""
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
@@ -77,7 +77,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"head_dim": 8},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    # GPT-2 with experts, which transformers has no class for.
+    # GPT-2 with experts: transformers has no such model.
     "isthmus": {
         "position_embedding_type": "learned",
         "normalization": "LayerNorm",
@@ -92,13 +92,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": _LATENT | {"n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
 }
-"""Sizes of families that have some."""
+"""Additional sizes of some families."""
 
 
 def build_model_folder(
     folder: Path, family: str, *, dtype: torch.dtype = torch.float32, shards: str = "5GB", **settings: Any
 ) -> Path:
-    """Save a transformers model with random weights, norms and biases included: ones and zeros would hide a swap."""
+    """Save a transformers model with random weights, including norms and biases: equal values would hide errors."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **OWN_SIZES.get(family, {}), **settings})
     model = AutoModelForCausalLM.from_config(config).to(dtype)
@@ -113,7 +113,7 @@ def build_model_folder(
 
 
 def add_mtp_layers(folder: Path) -> Path:
-    """Give a saved model the MTP layers that its config counts and transformers leaves out; returns the folder."""
+    """Add MTP layers to a saved model: transformers does not write them. Returns the folder."""
     config = json.loads((folder / "config.json").read_text())
     family = family_for(config)
     tensors = load_file(folder / "model.safetensors")
@@ -130,7 +130,7 @@ def add_mtp_layers(folder: Path) -> Path:
 
 
 def build_samples(prefix: Path, *, count: int = 60, seed: int = 0) -> Path:
-    """Save ``count`` samples of 3 to 24 tokens; in one the whole text is learned, in the next hardly any of it."""
+    """Save ``count`` samples of 3 to 24 tokens; loss tokens are 90% or 20% of a sample, in alternation."""
     random = np.random.default_rng(seed)
     samples = []
     for number in range(count):
@@ -142,7 +142,7 @@ def build_samples(prefix: Path, *, count: int = 60, seed: int = 0) -> Path:
 
 
 def build_pairs(prefix: Path, *, count: int = 24, seed: int = 0) -> Path:
-    """Save ``count`` pairs of answers: a prompt of 1 to 8 tokens, and two answers of 2 to 16 behind it."""
+    """Save ``count`` pairs of answers: a prompt of 1 to 8 tokens, and two answers of 2 to 16 tokens."""
     random = np.random.default_rng(seed)
     samples = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Run in a rank: Megatron-Core's own GPT of its own local layers, built from what a checkpoint says of its model."""
+"""Rank task: Megatron-Core's GPTModel with its local layers, built from the arguments in a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,49 +22,50 @@ from isthmus.recipes.setup.rank_model import join_and_build
 from ranks.tasks import _plain_config
 
 
-def load_into_its_own_model(
+def load_into_megatron_model(
     *, model: str, checkpoint_folder: str, strict: str, tp: int = 1, pp: int = 1
 ) -> dict[str, Any]:
-    """Load a converted checkpoint into it.
+    """Load a converted checkpoint into Megatron-Core's GPTModel.
 
     Args:
         model: the model folder that was converted.
-        checkpoint_folder: what it was converted to.
-        strict: how, a value of ``StrictHandling``.
+        checkpoint_folder: the converted checkpoint.
+        strict: a value of ``StrictHandling``.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
 
     Returns:
-        How far the tensors of any rank are from those that Isthmus loads from the model folder, and how many there are.
+        ``max_difference`` from the tensors that Isthmus loads from the model folder, over all ranks, and the number of
+        ``tensors``.
     """
     config = _plain_config(model, tp, pp)
     ours = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False).stages
     wanted = live_tensors(ours)
     args = dist_checkpointing.load_common_state_dict(checkpoint_folder)["args"]
-    own = _own_model(args, tp, pp)
+    theirs = _megatron_model(args, tp, pp)
     with torch.no_grad():
-        for parameter in own.parameters():
+        for parameter in theirs.parameters():
             parameter.zero_()
     state = dist_checkpointing.load(
-        {"model": own.sharded_state_dict()}, checkpoint_folder, strict=StrictHandling(strict)
+        {"model": theirs.sharded_state_dict()}, checkpoint_folder, strict=StrictHandling(strict)
     )
-    own.load_state_dict(state["model"])
-    found = live_tensors(own)
+    theirs.load_state_dict(state["model"])
+    found = live_tensors(theirs)
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    furthest = max((tensor - wanted[name]).abs().max().item() for name, tensor in found.items())
+    difference = max((tensor - wanted[name]).abs().max().item() for name, tensor in found.items())
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (furthest, len(found)))
-    return {"furthest": max(far for far, _ in every), "tensors": sum(count for _, count in every)}
+    dist.all_gather_object(every, (difference, len(found)))
+    return {"max_difference": max(difference for difference, _ in every), "tensors": sum(count for _, count in every)}
 
 
-def _own_model(args: Namespace, tp: int, pp: int) -> GPTModel:
-    """As Megatron-LM's ``gpt_builders.py`` makes it of the arguments."""
-    said = {
+def _megatron_model(args: Namespace, tp: int, pp: int) -> GPTModel:
+    """Build the model from arguments like Megatron-LM's ``gpt_builders.py``."""
+    fields = {
         field.name: getattr(args, field.name)
         for field in dataclasses.fields(TransformerConfig)
         if hasattr(args, field.name)
     }
-    said |= {
+    fields |= {
         "num_moe_experts": args.num_experts,
         "gated_linear_unit": args.swiglu,
         "activation_func": F.silu if args.swiglu else F.gelu,
@@ -78,7 +79,7 @@ def _own_model(args: Namespace, tp: int, pp: int) -> GPTModel:
         "gradient_accumulation_fusion": False,
         "transformer_impl": "local",
     }
-    config = TransformerConfig(**said)
+    config = TransformerConfig(**fields)
     if args.num_experts:
         spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
     else:
