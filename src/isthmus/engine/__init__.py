@@ -1,7 +1,8 @@
 """Code that imports megatron.core; other packages import it through this package."""
 
-from isthmus.engine.upstream.compat import compile_on_first_call, quiet_missing_extensions
+import sys
+
+from isthmus.engine.upstream.compat import CompileOnFirstCall, quiet_missing_extensions
 
 quiet_missing_extensions()
-with compile_on_first_call():
-    import megatron.core.jit  # noqa: F401  its jit_fuser is torch.compile
+sys.meta_path.insert(0, CompileOnFirstCall)

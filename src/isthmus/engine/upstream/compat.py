@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
@@ -36,17 +37,38 @@ def quiet_missing_extensions() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
+class CompileOnFirstCall(PathFinder):
+    """megatron-core 0.16 applies torch.compile on import, which loads the compiler: a fifth of a rank's import time.
+
+    As the first finder of sys.meta_path, it defers torch.compile while megatron.core is imported.
+    """
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "megatron.core" or (spec := super().find_spec(name, path, target)) is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_deferring(module: Any) -> None:
+            with deferred_compile():
+                execute(module)
+
+        loader.exec_module = execute_deferring
+        return spec
+
+
 @contextmanager
-def compile_on_first_call() -> Iterator[None]:
-    """megatron-core 0.16 applies torch.compile on import, which loads the compiler: a fifth of a rank's import time."""
+def deferred_compile() -> Iterator[None]:
+    """Make torch.compile, used as a plain decorator, compile on the first call."""
     torch_compile = torch.compile
 
-    def lazy_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_later(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = functools.cache(lambda: torch_compile(function))
         return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
     module: Any = torch
-    module.compile = lazy_compile
+    module.compile = compile_later
     try:
         yield
     finally:

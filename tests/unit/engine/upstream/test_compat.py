@@ -13,7 +13,7 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from isthmus.engine.megatron_model import Decoder
-from isthmus.engine.upstream.compat import compile_on_first_call
+from isthmus.engine.upstream.compat import deferred_compile
 from ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -42,7 +42,7 @@ def test_quiet_missing_extensions() -> None:
 def test_compile_on_first_call() -> None:
     loaded = "import sys; print('torch._inductor.compile_fx' in sys.modules)"
     assert run_python(f"import megatron.core; {loaded}").stdout == "True\n", (
-        "megatron-core no longer compiles on import: drop compat.compile_on_first_call"
+        "megatron-core no longer compiles on import: drop compat.CompileOnFirstCall"
     )
     ours = "import torch; before = torch.compile; import isthmus.recipes.run, isthmus.engine.step; "
     assert run_python(f"{ours}assert torch.compile is before; {loaded}").stdout == "False\n"
@@ -51,7 +51,7 @@ def test_compile_on_first_call() -> None:
 def test_function_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
-    with compile_on_first_call():
+    with deferred_compile():
         double = torch.compile(lambda value: 2 * value)
     assert not compiled
     assert [double(3), double(4)] == [6, 8] and len(compiled) == 1
