@@ -175,7 +175,7 @@ def show(result: dict[str, Any]) -> None:
             continue
         one, many = cost["projected_deepseek_v3"].values()
         print(
-            f"{name:<19}{cost['ms_per_tensor']:>8.3f} ms a tensor{cost['s_per_gb']:>8.3f} s a GB; "
+            f"{name:<19}{cost['ms_per_tensor']:>8.3f} ms per tensor{cost['s_per_gb']:>8.3f} s per GB; "
             f"projected {one / 60:.1f} min on one disk, {many / 60:.1f} min with {WORKERS} workers"
         )
     if not result["quiet"]:

@@ -79,13 +79,13 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     family = "deepseek_v3" if kind == "latent" else "qwen3"
     heads = sizes["num_attention_heads"]
     width = sizes["hidden_size"] // heads
-    of_heads: dict[str, Any] = {"num_key_value_heads": heads // 2, "head_dim": width}
+    head_sizes: dict[str, Any] = {"num_key_value_heads": heads // 2, "head_dim": width}
     if kind == "latent":
-        of_heads = {
+        head_sizes = {
             "num_key_value_heads": heads, "q_lora_rank": 3 * width, "kv_lora_rank": 2 * width, "v_head_dim": width,
             "qk_nope_head_dim": width, "qk_rope_head_dim": width // 2, "first_k_dense_replace": 1,
         }  # fmt: skip
-    hf_config = AutoConfig.for_model(family, num_hidden_layers=1, **sizes, **of_heads)
+    hf_config = AutoConfig.for_model(family, num_hidden_layers=1, **sizes, **head_sizes)
     arch = all_families()[family].to_architecture(hf_config.to_dict())
     config = transformer_config(arch, dtype=dtype)
     ours: Any = build_module(layer_spec(arch, moe=False, settings=MoeConfig()), config=config, layer_number=1)
@@ -249,7 +249,7 @@ def _turns(who: dict[str, Step], rounds: int, row: dict[str, Any]) -> list[dict[
         rows.append(
             row | {
                 "contestant": name, "time_s": middle, "time_s_rounds": times[name], "times_isthmus": middle / own,
-                "others_cpu_use": others, "furthest_from_isthmus": far[name],
+                "others_cpu_use": others, "max_difference_from_isthmus": far[name],
             }
         )  # fmt: skip
         print(

@@ -4,8 +4,8 @@
 
 All have the same weights, tokens and routing. Contestants run in alternation in one process, and medians are reported.
 Weight gradients are accumulated over micro batches: in float32 for the first three, in the dtype of the weights for
-transformers. Outputs and gradients are compared before the clock starts. The row of bare products is the time of the
-experts' matmuls alone, which is a lower bound for all contestants. See README.md.
+transformers. Outputs and gradients are compared before the clock starts. Row "matmuls only" is the time of the experts'
+matmuls, which is a lower bound for all contestants. See README.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTESTANTS = {
     "transformers-eager": "the block of transformers, experts one after the other",
     "transformers-grouped": "the block of transformers, with torch's grouped_mm",
 }
-PRODUCTS = "bare products"
+MATMULS_ONLY = "matmuls only"
 """The row of the lower bound, which is not a layer."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 512, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192},
@@ -110,37 +110,37 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
             made.append(expert.linear_fc2(inner)[0])
         return torch.cat(made)
 
-    def of_core(hidden: Any, shares: Any, counts: Any) -> Any:
+    def run_core(hidden: Any, shares: Any, counts: Any) -> Any:
         sizes = counts.tolist()
-        turned = [
+        reversed_parts = [
             torch.cat(each.split(sizes)[::-1]) for each in (hidden, shares)
-        ]  # Megatron-Core has the first expert first
-        made, _ = own(turned[0], counts.flip(0), turned[1])
+        ]  # Megatron-Core has the opposite order of experts
+        made, _ = own(reversed_parts[0], counts.flip(0), reversed_parts[1])
         return torch.cat(made.split(sizes[::-1])[::-1])
 
-    def behind_routing(experts: Callable[..., Any]) -> Callable[[Any], Any]:
+    def with_routing(experts: Callable[..., Any]) -> Callable[[Any], Any]:
         return lambda hidden: block.dispatch(hidden, *block.router(hidden), experts)
 
     found: dict[str, tuple[Callable[[Any], Any], Any]] = {
-        "isthmus": (behind_routing(block.experts), block),
-        "isthmus-loop": (behind_routing(loop), block),
-        "megatron-core": (behind_routing(of_core), own),
+        "isthmus": (with_routing(block.experts), block),
+        "isthmus-loop": (with_routing(loop), block),
+        "megatron-core": (with_routing(run_core), own),
     }
     kind = Qwen3MoeSparseMoeBlock if family == "qwen3_moe" else MixtralSparseMoeBlock
-    for name, how in (("transformers-eager", "eager"), ("transformers-grouped", "grouped_mm")):
+    for name, kernel in (("transformers-eager", "eager"), ("transformers-grouped", "grouped_mm")):
         theirs_config = AutoConfig.for_model(family, norm_topk_prob=False, **sizes)
-        theirs_config._experts_implementation = how
+        theirs_config._experts_implementation = kernel
         theirs = kind(theirs_config).to(dtype)
         experts = block.experts.local_experts
         with torch.no_grad():
             theirs.gate.weight.copy_(block.router.weight)
             theirs.experts.gate_up_proj.copy_(torch.stack([expert.linear_fc1.weight for expert in experts]))
             theirs.experts.down_proj.copy_(torch.stack([expert.linear_fc2.weight for expert in experts]))
-        found[name] = (_of_block(theirs), theirs)
+        found[name] = (_block_output(theirs), theirs)
     return found
 
 
-def _of_block(block: Any) -> Callable[[Any], Any]:
+def _block_output(block: Any) -> Callable[[Any], Any]:
     def run(hidden: Any) -> Any:
         out = block(hidden[None])
         return (out[0] if isinstance(out, tuple) else out)[0]
@@ -148,7 +148,7 @@ def _of_block(block: Any) -> Callable[[Any], Any]:
     return run
 
 
-def bare_products(block: Any, hidden: Any) -> Callable[[], None]:
+def expert_matmuls(block: Any, hidden: Any) -> Callable[[], None]:
     """The six matmuls of each expert, forward and backward, on its number of routed tokens."""
     import torch
 
@@ -240,7 +240,9 @@ def _turns(
         if far > AGREEMENT[precision]:
             raise SystemExit(f"{name} differs from Isthmus by {far:.1e}")
         agreement[name] = far
-    turns = {name: partial(step, run) for name, (run, _) in who.items()} | {PRODUCTS: bare_products(ours[1], hidden)}
+    turns = {name: partial(step, run) for name, (run, _) in who.items()} | {
+        MATMULS_ONLY: expert_matmuls(ours[1], hidden)
+    }
     times: dict[str, list[float]] = {name: [] for name in turns}
     cpu_times: dict[str, list[float]] = {name: [] for name in turns}
     watch = CpuWatch()
@@ -257,7 +259,7 @@ def _turns(
         middle = statistics.median(times[name])
         row = {"contestant": name, "model": family, "precision": precision, "tokens": tokens, "time_s": middle}
         row |= {"time_s_rounds": times[name], "tokens_per_s": tokens / middle, "others_cpu_use": others}
-        row |= {"cpu_time_s": statistics.median(cpu_times[name]), "furthest_from_isthmus": agreement.get(name)}
+        row |= {"cpu_time_s": statistics.median(cpu_times[name]), "max_difference_from_isthmus": agreement.get(name)}
         if "isthmus" in times:
             row["times_isthmus"] = middle / statistics.median(times["isthmus"])
         rows.append(row)

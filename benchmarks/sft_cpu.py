@@ -19,7 +19,7 @@ from typing import Any
 
 from certificate import certificate, cores, result_path, write_result
 from rounds import median, spread, take_turns
-from sft.beside import RATES
+from sft.ceiling_process import RATES
 from sft.workload import TINY, Shape, Turn, make_workload
 
 CEILINGS = {"gflops": "of_ceiling", "own_shapes_gflops": "of_own_shapes_ceiling", "torch_mm_gflops": "of_torch_mm"}
@@ -91,7 +91,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "precision": precision,
             "shape": asdict(shape),
             "tokens": Turn(precision=precision, style="", **turn).micro_batch_size * seq_length,
-            "learned_share": workload["data"]["learned_share"],
+            "loss_token_share": workload["data"]["loss_token_share"],
             "squares": [128] if chosen.quick else [1024, 1536, 2048, 3072, 4096],
             "budget_s": 0.01 if chosen.quick else 0.3,
         }
@@ -187,9 +187,9 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 check(
                     f"{precision}: tokens/s of {name} / trl-packed", 1.0, ours["tokens_per_s"] / packed["tokens_per_s"]
                 )
-            text = f"{precision}: executed GFLOP/s of {name} / matrix-product ceiling"
-            check(f"{text} of torch.mm beside its steps", share, ours["executed_share_of_torch_mm_beside"])
-            check(f"{text} of the faster library beside its steps", share, ours["executed_share_of_faster_beside"])
+            text = f"{precision}: executed GFLOP/s of {name} / matmul ceiling"
+            check(f"{text} of torch.mm measured at its steps", share, ours["executed_share_of_torch_mm_beside"])
+            check(f"{text} of the faster library measured at its steps", share, ours["executed_share_of_faster_beside"])
             check(f"{text}, the best repetition of the whole run", share, ours["executed_share_of_ceiling"])
             if rivals:
                 least = min(rivals, key=lambda row: row["peak_rss_gib"])

@@ -24,7 +24,7 @@ from isthmus.platforms.detect import detect
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def products(spec: dict[str, Any]) -> Iterator[tuple[str, int, int, int, float]]:
+def linear_layers(spec: dict[str, Any]) -> Iterator[tuple[str, int, int, int, float]]:
     """(name, tokens, inputs, outputs, times per step) of each linear layer, for one micro batch of full sequences."""
     shape = spec["shape"]
     hidden, ffn, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
@@ -35,8 +35,8 @@ def products(spec: dict[str, Any]) -> Iterator[tuple[str, int, int, int, float]]
     yield "proj", tokens, heads, hidden, layers
     yield "fc1", tokens, hidden, 2 * ffn, layers
     yield "fc2", tokens, ffn, hidden, layers
-    learned = max(1, round(tokens * spec["learned_share"]))
-    yield "head", learned, hidden, shape["vocab_size"], 1
+    loss_tokens = max(1, round(tokens * spec["loss_token_share"]))
+    yield "head", loss_tokens, hidden, shape["vocab_size"], 1
 
 
 def turns_s(a: Tensor, b: Tensor, budget_s: float) -> tuple[list[float], list[float]]:
@@ -62,11 +62,15 @@ def best_gflops(a: Tensor, b: Tensor, budget_s: float) -> tuple[float, float]:
 
 def layouts(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
     """The three matmuls of a linear layer: forward, gradient of the input, gradient of the weight."""
-    x, weight, grad = drawn(tokens, inputs, dtype), drawn(outputs, inputs, dtype), drawn(tokens, outputs, dtype)
+    x, weight, grad = (
+        random_matrix(tokens, inputs, dtype),
+        random_matrix(outputs, inputs, dtype),
+        random_matrix(tokens, outputs, dtype),
+    )
     return {"forward": (x, weight.t()), "grad_x": (grad, weight), "grad_w": (grad.t(), x)}
 
 
-def drawn(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def random_matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """A matrix of random numbers."""
     return torch.randn(rows, columns).to(dtype)
 
@@ -76,9 +80,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     dtype, budget_s = DTYPES[spec["precision"]], float(spec["budget_s"])
     detect("cpu").prepare_process()  # the allocator keeps memory, as in a run
     watch = CpuWatch()
-    rates = {f"{n}x{n}x{n}": best_gflops(drawn(n, n, dtype), drawn(n, n, dtype), budget_s) for n in spec["squares"]}
+    rates = {
+        f"{n}x{n}x{n}": best_gflops(random_matrix(n, n, dtype), random_matrix(n, n, dtype), budget_s)
+        for n in spec["squares"]
+    }
     flops = seconds = 0.0
-    for name, tokens, inputs, outputs, times in products(spec):
+    for name, tokens, inputs, outputs, times in linear_layers(spec):
         for way, (a, b) in layouts(tokens, inputs, outputs, dtype).items():
             rate = best_gflops(a, b, budget_s)
             rates[f"{name} {way} {a.size(0)}x{a.size(1)}x{b.size(1)}"] = rate

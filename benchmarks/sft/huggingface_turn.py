@@ -84,7 +84,7 @@ def labelled_samples(turn: Turn) -> datasets.Dataset:
     rows = []
     for index in range(len(store)):
         tokens, mask = store[index]
-        labels = [token if learned else IGNORED for token, learned in zip(tokens.tolist(), mask.tolist(), strict=True)]
+        labels = [token if in_loss else IGNORED for token, in_loss in zip(tokens.tolist(), mask.tolist(), strict=True)]
         rows.append({"input_ids": tokens.tolist(), "labels": labels})
     return datasets.Dataset.from_list(rows)
 

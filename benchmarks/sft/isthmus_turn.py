@@ -19,7 +19,7 @@ from isthmus.platforms.environment import apply_env
 from isthmus.recipes.setup.model_plan import plan_model
 from isthmus.recipes.setup.rank_model import join_and_build
 from isthmus.train.flops import flops_per_batch
-from sft.beside import Beside
+from sft.ceiling_process import CeilingProcess
 from sft.clock import Clock
 from sft.workload import Turn
 
@@ -56,28 +56,28 @@ def run(turn: Turn) -> dict[str, Any]:
             shuffle=packed,
         ),
     )
-    beside: Beside | None = None
+    ceiling: CeilingProcess | None = None
     clock, step, executed, model_flops = Clock(turn), 0, 0.0, 0.0
     while not clock.enough:
-        lines = batches.step(step)
-        clock.losses.append(stepper.train_step(lines).loss)
-        num_tokens = sum(line.num_tokens for line in lines)
+        micro_batches = batches.step(step)
+        clock.losses.append(stepper.train_step(micro_batches).loss)
+        num_tokens = sum(batch.num_tokens for batch in micro_batches)
         clock.step_done(num_tokens)
         if step >= turn.warmup_steps:
-            squares = sum(length**2 for line in lines for length in line.lengths)
-            learned = sum(line.num_loss_tokens for line in lines)
-            flops = flops_per_batch(plan.architecture, num_tokens, squares, learned)
+            squares = sum(length**2 for batch in micro_batches for length in batch.lengths)
+            loss_tokens = sum(batch.num_loss_tokens for batch in micro_batches)
+            flops = flops_per_batch(plan.architecture, num_tokens, squares, loss_tokens)
             executed += flops
             model_flops += flops_per_batch(plan.architecture, num_tokens, squares)
-            if beside is not None:
-                beside.step_done(flops, clock.times_s[-1])
+            if ceiling is not None:
+                ceiling.step_done(flops, clock.times_s[-1])
         elif step == turn.warmup_steps - 1 and turn.ceiling is not None:
-            beside = Beside(turn.ceiling)
+            ceiling = CeilingProcess(turn.ceiling)
         clock.restart()
         step += 1
     timed_s = sum(clock.times_s)
     # Closed before the clock reads CPU times: those of a child count as ours once it has been waited for.
-    shares = {} if beside is None else beside.close()
+    shares = {} if ceiling is None else ceiling.close()
     rates = {"executed_gflops": executed / timed_s / 1e9, "all_logits_gflops": model_flops / timed_s / 1e9}
     result = clock.result() | shares | rates
     if turn.profile:

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 # An operation belongs to the first kind with a matching part of its name.
 KINDS = (
-    ("matrix products", ("::mm", "::addmm", "::bmm", "::baddbmm", "::matmul", "::linear")),
+    ("matmuls", ("::mm", "::addmm", "::bmm", "::baddbmm", "::matmul", "::linear")),
     ("attention", ("attention",)),
     ("elementwise", ("::mul", "::add", "::sub", "::div", "::neg", "::silu", "::sigmoid", "::exp", "::log", "::pow",
                      "::sqrt", "::rsqrt", "::cos", "::sin", "::where", "::lerp", "::reciprocal")),

@@ -67,7 +67,7 @@ class Turn:
     """Minimum number of timed steps."""
     lr: float = 1e-4
     ceiling: dict[str, Any] | None = None
-    """Spec of the ceiling that ``sft.beside`` measures at each timed step; only for Isthmus."""
+    """Spec of the ceiling that ``sft.ceiling_process`` measures at each timed step; only for Isthmus."""
     profile: bool = False
     """Profile one more step after the timed ones; only for Isthmus."""
 
@@ -126,7 +126,7 @@ def make_workload(
             "samples": len(store),
             "tokens": store.num_tokens,
             "mean_sample_tokens": float(store.lengths.mean()),
-            "learned_share": sum(int(store[k][1][1:].sum()) for k in range(len(store))) / store.num_tokens,
+            "loss_token_share": sum(int(store[k][1][1:].sum()) for k in range(len(store))) / store.num_tokens,
             "samples_digest": store.digest(),
         },
     }

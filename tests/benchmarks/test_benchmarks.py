@@ -1,4 +1,4 @@
-"""The benchmarks keep running, say what they claim to, and their certificates name no folder of the machine."""
+"""All benchmarks run, report their claims, and their certificates contain no local paths."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def run(repository: Path, out: Path, script: str, *arguments: str) -> dict[str, 
 
 def test_fine_tuning(repository: Path, tmp_path: Path) -> None:
     contestants = ["isthmus"]
-    rivals = importlib.util.find_spec("accelerate") and importlib.util.find_spec("datasets")
-    if rivals:
+    has_trainer = importlib.util.find_spec("accelerate") and importlib.util.find_spec("datasets")
+    if has_trainer:
         contestants.append("trainer-padded")
     chats = tmp_path / "chats.jsonl"
-    turns = [{"role": "user", "content": "Count on from here, please."}, {"role": "assistant", "content": ""}]
+    turns = [{"role": "user", "content": "Continue counting."}, {"role": "assistant", "content": ""}]
     with chats.open("w") as file:
         for number in range(40):
-            answer = " ".join(str(number + more) for more in range(1, 4 + number % 7))
+            answer = " ".join(str(number + offset) for offset in range(1, 4 + number % 7))
             file.write(json.dumps({"messages": [turns[0], turns[1] | {"content": answer}]}) + "\n")
     arguments = ["--data", str(chats), "--precision", "fp32", "--only", ",".join(contestants)]
     result = run(repository, tmp_path / "sft.json", "sft_cpu.py", *arguments)
@@ -49,10 +49,10 @@ def test_fine_tuning(repository: Path, tmp_path: Path) -> None:
     assert all(row["tokens_per_s"] > 0 and row["peak_rss_gib"] > 0 for row in rows.values())
     assert 0 < rows["isthmus"]["executed_share_of_ceiling"] < rows["isthmus"]["all_logits_share_of_ceiling"]
     assert rows["isthmus"]["executed_share_of_ceiling"] <= rows["isthmus"]["executed_share_of_torch_mm"]
-    beside = [rows["isthmus"][f"executed_share_of_{library}_beside"] for library in ("torch_mm", "faster")]
-    assert beside[0] >= beside[1] > 0
+    shares = [rows["isthmus"][f"executed_share_of_{library}_beside"] for library in ("torch_mm", "faster")]
+    assert shares[0] >= shares[1] > 0
     assert sum(result["profile"]["isthmus fp32"]["percent"].values()) == pytest.approx(100, abs=0.1)
-    if rivals:  # same weights, samples, masks and normalisation
+    if has_trainer:  # same weights, samples, masks and normalization
         assert rows["isthmus"]["first_loss"] == pytest.approx(rows["trainer-padded"]["first_loss"], rel=1e-5)
 
 
@@ -84,30 +84,32 @@ def test_preparing(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "prepare.json", "prepare.py", "--only", "encode-batch,isthmus")
     tokens = {(row["data"], row["contestant"]): row["tokens"] for row in result["rows"]}
     assert tokens["chat", "isthmus"] == tokens["chat", "encode-batch"] > 0
-    ends = result["data"]["text"]["records"]
-    assert tokens["text", "isthmus"] == tokens["text", "encode-batch"] + ends > tokens["text-quarter", "isthmus"]
+    num_documents = result["data"]["text"]["records"]
+    assert (
+        tokens["text", "isthmus"] == tokens["text", "encode-batch"] + num_documents > tokens["text-quarter", "isthmus"]
+    )
     assert [claim["claim"].split(":")[0] for claim in result["claims"]][:2] == ["text", "chat"]
 
 
-def test_a_layer_of_experts(repository: Path, tmp_path: Path) -> None:
+def test_moe_layer(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "moe.json", "moe_layer.py")
     rows = [(row["model"], row["precision"], row["contestant"]) for row in result["rows"]]
     assert len(set(rows)) == len(rows) == 2 * 2 * 6
     assert all(row["time_s"] > 0 and row["tokens"] == 32 for row in result["rows"])
-    layers = [row for row in result["rows"] if row["contestant"] != "bare products"]
-    assert max(row["furthest_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
+    layers = [row for row in result["rows"] if row["contestant"] != "matmuls only"]
+    assert max(row["max_difference_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
 
 
 def test_layers(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "layers.json", "layers.py")
     rows = [(row["kind"], row["precision"], row["contestant"]) for row in result["rows"]]
-    assert len(set(rows)) == len(rows) == 2 * (3 * 3 + 2)  # of latent attention, megatron-core has no layer
+    assert len(set(rows)) == len(rows) == 2 * (3 * 3 + 2)  # megatron-core has no layer with latent attention
     assert all(row["time_s"] > 0 and row["tokens"] == 64 for row in result["rows"])
-    layers = [row for row in result["rows"] if row["contestant"] != "bare products"]
-    assert max(row["furthest_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
+    layers = [row for row in result["rows"] if row["contestant"] != "matmuls only"]
+    assert max(row["max_difference_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
 
 
-def test_the_costs_of_conversion_are_told_apart(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_per_tensor_and_per_gb_are_fitted(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
     spec = importlib.util.spec_from_file_location("convert_benchmark", repository / "benchmarks" / "convert.py")
     assert spec is not None and spec.loader is not None
@@ -124,7 +126,7 @@ def test_the_costs_of_conversion_are_told_apart(repository: Path, monkeypatch: p
     assert "verify" not in module.costs(rows[:2])
 
 
-def test_an_unknown_contestant_is_refused(repository: Path) -> None:
+def test_unknown_contestant_is_refused(repository: Path) -> None:
     command = [sys.executable, str(repository / "benchmarks" / "load_weights.py"), "--only", "isthmos"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

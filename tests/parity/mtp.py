@@ -1,4 +1,4 @@
-"""Training with MTP layers, written down in nothing but transformers' modules and torch."""
+"""Reference training with MTP layers, with modules of transformers and torch only."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH, open_samples
 
 
-class Ahead(nn.Module):
-    """A depth of arXiv 2412.19437, section 2.2: embedding and output layer are the model's."""
+class MtpLayer(nn.Module):
+    """One MTP depth of arXiv 2412.19437, section 2.2; embedding and output layer are shared with the model."""
 
     def __init__(self, config: Any, tensors: dict[str, Tensor], layer: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Ahead(nn.Module):
         self.layer.load_state_dict(own)
 
     def forward(self, hidden: Tensor, embedded: Tensor, rotary: nn.Module) -> Tensor:
-        """[1, n, H] each: of the depth before, and the embeddings of the tokens that many places on."""
+        """Hidden states of the previous depth and embeddings of the shifted tokens, [1, n, H] each."""
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         length = joined.size(1)
         mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
@@ -55,17 +55,17 @@ class Ahead(nn.Module):
 def train(
     *, model: str, samples: str, lr: list[float], mtp_loss_weight: float, weight_decay: float = 0.1
 ) -> dict[str, list[float]]:
-    """As :func:`parity.tasks.train`, with the MTP layers that the folder has; ``lr`` has one entry a step."""
+    """Like :func:`parity.tasks.train`, with the MTP layers of the folder; ``lr`` has one entry per step."""
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
     tensors = load_file(Path(model) / "model.safetensors")
     layers = range(network.config.num_hidden_layers, network.config.num_hidden_layers + 9)
     network.mtp = nn.ModuleList(
-        Ahead(network.config, tensors, layer) for layer in layers if f"model.layers.{layer}.enorm.weight" in tensors
+        MtpLayer(network.config, tensors, layer) for layer in layers if f"model.layers.{layer}.enorm.weight" in tensors
     )
-    decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]
-    spared = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
+    with_decay = [parameter for parameter in network.parameters() if parameter.dim() > 1]
+    without_decay = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}],
+        [{"params": with_decay, "weight_decay": weight_decay}, {"params": without_decay, "weight_decay": 0.0}],
         lr=0.0,
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -76,27 +76,26 @@ def train(
     )
     curves: dict[str, list[float]] = {"loss": [], "mtp_loss": [], "grad_norm": []}
     for step, rate in enumerate(lr):
-        lines = batches.step(step)
-        sums = torch.stack([_sums(network, line) for line in lines]).sum(dim=0)
-        loss_sum, learned, mtp_sum, ahead_learned = sums
+        sums = torch.stack([_sums(network, batch) for batch in batches.step(step)]).sum(dim=0)
+        loss_sum, loss_tokens, mtp_sum, mtp_tokens = sums
         optimizer.zero_grad()
-        ((loss_sum + mtp_loss_weight / len(network.mtp) * mtp_sum) / learned.detach()).backward()
+        ((loss_sum + mtp_loss_weight / len(network.mtp) * mtp_sum) / loss_tokens.detach()).backward()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP_GRAD)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        curves["loss"].append((loss_sum / learned).item())
-        curves["mtp_loss"].append((mtp_sum / ahead_learned).item())
+        curves["loss"].append((loss_sum / loss_tokens).item())
+        curves["mtp_loss"].append((mtp_sum / mtp_tokens).item())
         curves["grad_norm"].append(norm.item())
     return curves
 
 
-def _sums(network: Any, line: PackedBatch) -> Tensor:
-    """Loss and learned tokens of the model, and of its MTP layers together, sample by sample."""
+def _sums(network: Any, batch: PackedBatch) -> Tensor:
+    """Loss sums and loss tokens of the model and of all MTP layers, computed per sample."""
     total = torch.zeros(4)
-    for begin, end in itertools.pairwise(itertools.accumulate(line.lengths, initial=0)):
-        assert line.labels is not None and line.loss_mask is not None
-        tokens, labels, mask = line.input_ids[begin:end], line.labels[begin:end], line.loss_mask[begin:end]
+    for begin, end in itertools.pairwise(itertools.accumulate(batch.lengths, initial=0)):
+        assert batch.labels is not None and batch.loss_mask is not None
+        tokens, labels, mask = batch.input_ids[begin:end], batch.labels[begin:end], batch.loss_mask[begin:end]
         hidden = network.model(tokens[None]).last_hidden_state
         total = total + _sum(network, hidden, labels, mask, 0)
         for depth, mtp in enumerate(network.mtp, start=1):
@@ -108,9 +107,9 @@ def _sums(network: Any, line: PackedBatch) -> Tensor:
     return total
 
 
-def _sum(network: Any, hidden: Tensor, labels: Tensor, mask: Tensor, place: int) -> Tensor:
-    found = [torch.zeros(())] * 4
+def _sum(network: Any, hidden: Tensor, labels: Tensor, mask: Tensor, column: int) -> Tensor:
+    sums = [torch.zeros(())] * 4
     if mask.any():
-        found[place] = cross_entropy(network.lm_head(hidden[0][mask]), labels[mask], reduction="sum")
-        found[place + 1] = mask.sum().float()
-    return torch.stack(found)
+        sums[column] = cross_entropy(network.lm_head(hidden[0][mask]), labels[mask], reduction="sum")
+        sums[column + 1] = mask.sum().float()
+    return torch.stack(sums)

@@ -1,4 +1,4 @@
-"""Direct preference optimization as one would write it by hand with transformers and torch, a pair at a time."""
+"""Reference DPO with transformers and torch, one pair at a time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ranks.tiny import SEQ_LENGTH, open_samples
 def train(
     *, model: str, samples: str, lr: list[float], beta: float, smoothing: float, sft_weight: float
 ) -> dict[str, list[float]]:
-    """Loss, accuracy and gradient norm of as many steps as there are learning rates."""
+    """Loss, accuracy and gradient norm per step; ``lr`` has one entry per step."""
     networks: list[Any] = [AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)]
     policy, reference = networks[0].train(), networks[1].eval()
-    decayed = [parameter for parameter in policy.parameters() if parameter.dim() > 1]
-    spared = [parameter for parameter in policy.parameters() if parameter.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    with_decay = [parameter for parameter in policy.parameters() if parameter.dim() > 1]
+    without_decay = [parameter for parameter in policy.parameters() if parameter.dim() <= 1]
+    groups = [{"params": with_decay, "weight_decay": 0.1}, {"params": without_decay, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     batches = PairBatches(
         open_samples(samples),
@@ -32,15 +32,15 @@ def train(
     )
     curves: dict[str, list[float]] = {"loss": [], "rewards/accuracies": [], "grad_norm": []}
     for step, rate in enumerate(lr):
-        losses, right = [], []
-        for line in batches.step(step):
-            chosen, rejected = _log_probs(policy, line)
+        losses, correct = [], []
+        for batch in batches.step(step):
+            chosen, rejected = _log_probs(policy, batch)
             with torch.no_grad():
-                gain_chosen, gain_rejected = _log_probs(reference, line)
-            reward = beta * ((chosen.sum() - gain_chosen.sum()) - (rejected.sum() - gain_rejected.sum()))
+                reference_chosen, reference_rejected = _log_probs(reference, batch)
+            reward = beta * ((chosen.sum() - reference_chosen.sum()) - (rejected.sum() - reference_rejected.sum()))
             loss = -(1 - smoothing) * logsigmoid(reward) - smoothing * logsigmoid(-reward)
             losses.append(loss - sft_weight * chosen.mean())
-            right.append(float(reward > 0))
+            correct.append(float(reward > 0))
         loss = torch.stack(losses).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -49,17 +49,17 @@ def train(
             group["lr"] = rate
         optimizer.step()
         curves["loss"].append(loss.item())
-        curves["rewards/accuracies"].append(sum(right) / len(right))
+        curves["rewards/accuracies"].append(sum(correct) / len(correct))
         curves["grad_norm"].append(norm.item())
     return curves
 
 
-def _log_probs(network: Any, line: PackedBatch) -> list[Tensor]:
+def _log_probs(network: Any, batch: PackedBatch) -> list[Tensor]:
     """Log-probabilities of the tokens of the chosen and of the rejected answer, each [n]."""
-    assert line.labels is not None and line.loss_mask is not None
-    bounds, found = [*itertools.accumulate(line.lengths, initial=0)], []
+    assert batch.labels is not None and batch.loss_mask is not None
+    bounds, found = [*itertools.accumulate(batch.lengths, initial=0)], []
     for sample in (slice(*bounds[k : k + 2]) for k in range(2)):
-        logits = network(line.input_ids[None, sample]).logits[0]
-        log_probs = logits.log_softmax(-1).gather(1, line.labels[sample, None])[:, 0]
-        found.append(log_probs[line.loss_mask[sample]])
+        logits = network(batch.input_ids[None, sample]).logits[0]
+        log_probs = logits.log_softmax(-1).gather(1, batch.labels[sample, None])[:, 0]
+        found.append(log_probs[batch.loss_mask[sample]])
     return found

@@ -1,4 +1,4 @@
-"""Run in a rank's process: the same model in transformers and here, side by side."""
+"""Rank tasks that compare Isthmus with transformers."""
 
 from __future__ import annotations
 
@@ -32,27 +32,30 @@ from ranks.tiny import SEQ_LENGTH, open_samples
 def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int) -> dict[str, Any]:
     """Largest differences, in fp32, over samples of these lengths.
 
-    ``theirs``: each sample alone, from transformers' logits. ``packed``: the samples on one line, from each alone.
-    ``other``: from transformers' logits of another model folder, which lacks what this test is about.
+    ``theirs``: each sample alone, compared with transformers. ``packed``: all samples in one packed sequence, compared
+    with each sample alone. ``other``: compared with transformers' logits of model folder ``other``, where the tested
+    setting is off.
     """
     samples = _samples(lengths, vocab_size)
     ours = load_model(model)
     alone = [model_logits(ours, sample) for sample in samples]
-    result = {"theirs": _furthest(alone, _transformers(model, samples))}
+    result = {"theirs": _max_difference(alone, _transformers(model, samples))}
     with torch.no_grad():
-        line = ours(PackedBatch.for_inference(samples))
-    result["packed"] = _furthest(list(line.split(lengths)), alone)
+        packed = ours(PackedBatch.for_inference(samples))
+    result["packed"] = _max_difference(list(packed.split(lengths)), alone)
     if other is not None:
-        result["other"] = _furthest(alone, _transformers(other, samples))
+        result["other"] = _max_difference(alone, _transformers(other, samples))
     return result
 
 
-def learned(*, models: list[str], lengths: list[int], vocab_size: int) -> list[dict[str, Any]]:
-    """Convert models of unknown types as a user would, then load each by the family that was kept; see ``logits``.
+def convert_with_inferred_family(*, models: list[str], lengths: list[int], vocab_size: int) -> list[dict[str, Any]]:
+    """Convert models of unsupported types with ``--learn``, then load them with the inferred family; see ``logits``.
 
-    Beside a model ``m``, ``m-there`` is the checkpoint and ``m-families`` the folder of the family.
+    For a model ``m``, ``m-megatron`` is the checkpoint and ``m-families`` the folder of the family.
     """
-    done = commands(lines=[["convert", m, f"{m}-there", "--learn", "--keep", f"{m}-families"] for m in models])
+    done = commands(
+        command_lines=[["convert", m, f"{m}-megatron", "--learn", "--keep", f"{m}-families"] for m in models]
+    )
     for model, result in zip(models, done, strict=True):
         if result["code"] == 0:
             os.environ[FAMILIES_ENV] = f"{model}-families"
@@ -61,25 +64,25 @@ def learned(*, models: list[str], lengths: list[int], vocab_size: int) -> list[d
     return done
 
 
-def learned_and_written(*, configs: list[dict[str, Any]]) -> list[list[str]]:
-    """What differs between a family's own module and what is learned of it from its config alone."""
-    return [_apart(config) for config in configs]
+def compare_inferred_families(*, configs: list[dict[str, Any]]) -> list[list[str]]:
+    """Differences between built-in families and families inferred from configs."""
+    return [_family_differences(config) for config in configs]
 
 
-def _apart(config: dict[str, Any]) -> list[str]:
+def _family_differences(config: dict[str, Any]) -> list[str]:
     effective = effective_config(config)
     families = prove(config), family_for(config)
     ours, theirs = (family.to_architecture(effective) for family in families)
-    apart = [field.name for field in fields(ours) if getattr(ours, field.name) != getattr(theirs, field.name)]
+    differences = [field.name for field in fields(ours) if getattr(ours, field.name) != getattr(theirs, field.name)]
     first, second = (
         {name: (place.hf, place.rule.blocks(theirs), place.rule.shard) for name, place in placed.items()}
         for placed in (family.placements(theirs) for family in families)
     )
-    return apart + [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
+    return differences + [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
 
 
 def rounding(*, model: str, lengths: list[int], vocab_size: int) -> dict[str, float]:
-    """Root mean square of what bf16 does to the logits: in transformers, and here."""
+    """Root mean square bf16 error of the logits, in transformers and in Isthmus."""
     samples = _samples(lengths, vocab_size)
     exact = torch.cat(_transformers(model, samples))
     theirs = torch.cat(_transformers(model, samples, torch.bfloat16))
@@ -88,32 +91,32 @@ def rounding(*, model: str, lengths: list[int], vocab_size: int) -> dict[str, fl
     return {"theirs": (theirs - exact).pow(2).mean().sqrt().item(), "ours": (ours - exact).pow(2).mean().sqrt().item()}
 
 
-def commands(*, lines: list[list[str]]) -> list[dict[str, Any]]:
-    """Command lines one after the other: exit code, and what each printed to standard output and error."""
+def commands(*, command_lines: list[list[str]]) -> list[dict[str, Any]]:
+    """Run command lines one after another; returns exit code, stdout and stderr of each."""
     done = []
-    for words in lines:
+    for args in command_lines:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(words)
+            code = main(args)
         done.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
     return done
 
 
-def twice(*, models: list[str], tokens: list[int]) -> list[list[float]]:
-    """Two models loaded one after the other in one process, as somebody who compares them would; the last logits."""
+def logits_of_models(*, models: list[str], tokens: list[int]) -> list[list[float]]:
+    """Load several models in one process; returns the logits of the last token of each."""
     loaded = [load_model(folder) for folder in models]
     return [model_logits(model, torch.tensor(tokens))[-1].tolist() for model in loaded]
 
 
 def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
-    """Largest difference, relative to the largest entry, of each gradient of a model in a loop of the user's own."""
+    """Largest difference of each gradient, relative to its largest entry, in a custom training loop."""
     tokens, labels = _samples([length, length], vocab_size)
     decoder = load_model(model)
     batch = replace(PackedBatch.for_inference([tokens]), labels=labels)
     decoder(batch, loss_positions=torch.arange(length)).backward()
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     cross_entropy(network(tokens[None]).logits[0], labels, reduction="sum").backward()
-    theirs = _gradients_as_in_files(network)
+    theirs = _gradients_by_file_name(network)
     family = family_for(network.config.to_dict())
     placements = family.placements(decoder.architecture)
     result = {}
@@ -127,8 +130,8 @@ def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
     return result
 
 
-def _gradients_as_in_files(network: Any) -> dict[str, Tensor]:
-    """Gradients by the names of files: in memory transformers fuses experts, and takes them apart when it saves."""
+def _gradients_by_file_name(network: Any) -> dict[str, Tensor]:
+    """Gradients by tensor names of files: transformers fuses experts in memory and splits them when saving."""
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -138,16 +141,16 @@ def _gradients_as_in_files(network: Any) -> dict[str, Tensor]:
 
 
 def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> dict[str, list[float]]:
-    """The training of :func:`ranks.tasks.train` written down once more, in nothing but transformers and torch.
+    """Reference implementation of :func:`ranks.tasks.train` with transformers and torch only.
 
-    Every sample goes through the model alone, the loss is the mean over all learned tokens of the global batch, and
-    torch's own AdamW updates the weights. ``lr`` has one entry a step.
+    Samples are not packed, the loss is the mean over the loss tokens of the global batch, and torch's AdamW updates the
+    weights. ``lr`` has one entry per step.
     """
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
-    decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]
-    spared = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
+    with_decay = [parameter for parameter in network.parameters() if parameter.dim() > 1]
+    without_decay = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}],
+        [{"params": with_decay, "weight_decay": weight_decay}, {"params": without_decay, "weight_decay": 0.0}],
         lr=0.0,
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -158,10 +161,10 @@ def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> 
     )
     curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for step, rate in enumerate(lr):
-        lines = batches.step(step)
-        learned = sum(line.num_loss_tokens for line in lines)
+        micro_batches = batches.step(step)
+        loss_tokens = sum(batch.num_loss_tokens for batch in micro_batches)
         optimizer.zero_grad()
-        loss = sum((_loss_sum(network, line) for line in lines), torch.zeros(())) / learned
+        loss = sum((_loss_sum(network, batch) for batch in micro_batches), torch.zeros(())) / loss_tokens
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP_GRAD)
         for group in optimizer.param_groups:
@@ -172,14 +175,14 @@ def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> 
     return curves
 
 
-def _loss_sum(network: Any, line: PackedBatch) -> Tensor:
+def _loss_sum(network: Any, batch: PackedBatch) -> Tensor:
     total = torch.zeros(())
-    for begin, end in itertools.pairwise(itertools.accumulate(line.lengths, initial=0)):
-        assert line.loss_mask is not None and line.labels is not None
-        mask = line.loss_mask[begin:end]
+    for begin, end in itertools.pairwise(itertools.accumulate(batch.lengths, initial=0)):
+        assert batch.loss_mask is not None and batch.labels is not None
+        mask = batch.loss_mask[begin:end]
         if mask.any():
-            scores = network(line.input_ids[None, begin:end]).logits[0][mask]
-            total = total + cross_entropy(scores, line.labels[begin:end][mask], reduction="sum")
+            scores = network(batch.input_ids[None, begin:end]).logits[0][mask]
+            total = total + cross_entropy(scores, batch.labels[begin:end][mask], reduction="sum")
     return total
 
 
@@ -194,5 +197,5 @@ def _transformers(folder: str, samples: list[Tensor], dtype: torch.dtype = torch
     return [network(sample[None]).logits[0].float() for sample in samples]
 
 
-def _furthest(some: list[Tensor], others: list[Tensor]) -> float:
+def _max_difference(some: list[Tensor], others: list[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))

@@ -1,4 +1,4 @@
-"""Model types without a family: what is built is learned, proven and comes back byte for byte; all else is refused."""
+"""Model types without a family: supported ones are inferred, verified and convert back bytewise; others are refused."""
 
 from __future__ import annotations
 
@@ -31,69 +31,75 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a square of relu": ("arcee", {}, "in the feed-forward block the nearest is"),
-    "norms behind the rotation": ("hunyuan_v1_dense", {}, "in the attention the nearest is"),
-    "a bias at the end": ("phi", {"head_dim": 8}, "lm_head.bias [101] has no role"),
+    "squared relu": ("arcee", {}, "in the feed-forward block the nearest is"),
+    "norms after rotary embedding": ("hunyuan_v1_dense", {}, "in the attention the nearest is"),
+    "output layer bias": ("phi", {"head_dim": 8}, "lm_head.bias [101] has no role"),
     "norms without weights": ("olmo", {"eos_token_id": 1}, "expected one final norm with weights"),
-    "a number nobody knows": ("phimoe", WITH_EXPERTS, "router_jitter_noise=0.01 changes the logits"),
-    "two kinds of attention": ("qwen3_next", {"num_hidden_layers": 4}, "layer_types has linear_attention"),
+    "unknown config value": ("phimoe", WITH_EXPERTS, "router_jitter_noise=0.01 changes the logits"),
+    "linear attention": ("qwen3_next", {"num_hidden_layers": 4}, "layer_types has linear_attention"),
 }
-BY_HAND = ["gemma2", "gpt_neox", "gpt2", "olmo2", "mixtral"]
+BUILT_IN = ["gemma2", "gpt_neox", "gpt2", "olmo2", "mixtral"]
 
 
 @pytest.fixture(scope="module")
-def learned(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """By case, the model's folder and what became of it."""
-    folder = tmp_path_factory.mktemp("learned")
+def converted(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Model folder and result of each case."""
+    folder = tmp_path_factory.mktemp("converted")
     models = [
         build_model_folder(folder / case, kind, dtype=torch.bfloat16, **settings)
         for case, (kind, settings) in ACCEPTED.items()
     ]
-    done = one.run("parity.tasks.learned", models=[str(m) for m in models], lengths=LENGTHS, vocab_size=VOCAB)
+    done = one.run(
+        "parity.tasks.convert_with_inferred_family", models=[str(m) for m in models], lengths=LENGTHS, vocab_size=VOCAB
+    )
     return dict(zip(ACCEPTED, zip(models, done, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_learned_family_round_trip(
+def test_inferred_family_round_trip(
     case: str,
-    learned: dict[str, tuple[Path, dict[str, Any]]],
+    converted: dict[str, tuple[Path, dict[str, Any]]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, found = learned[case]
+    model, found = converted[case]
     print(found["err"])
     assert found["code"] == 0 and "proven: logits agree to" in found["err"]
     print(case, found["theirs"], found["packed"])
     assert found["theirs"] < 1e-4 and found["packed"] < 1e-5
     kind = ACCEPTED[case][0]
     assert kind not in all_families() and json.loads(found["out"].partition("\nsource ")[0])["name"] == kind
-    # The way back needs nothing but the checkpoint.
-    there, back = f"{model}-there", tmp_path / "back"
-    assert main(["convert", there, str(back)]) == 0
+    # Converting back needs only the checkpoint.
+    megatron, back = f"{model}-megatron", tmp_path / "back"
+    assert main(["convert", megatron, str(back)]) == 0
     assert (back / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    assert _meaning(back) == _meaning(model)
-    assert main(["verify", str(model), there]) == 2
+    assert _config(back) == _config(model)
+    assert main(["verify", str(model), megatron]) == 2
     assert "isthmus convert --learn" in capsys.readouterr().err
     monkeypatch.setenv(FAMILIES_ENV, f"{model}-families")
-    assert main(["verify", str(model), there]) == 0
+    assert main(["verify", str(model), megatron]) == 0
 
 
-def _meaning(folder: Path) -> dict[str, Any]:
-    """The config as transformers reads it, but for its place and keys of older releases that an export repeats."""
-    told = AutoConfig.from_pretrained(folder).to_dict()
-    return {key: told[key] for key in told if key not in ("_name_or_path", "rope_theta", "rope_scaling", "torch_dtype")}
+def _config(folder: Path) -> dict[str, Any]:
+    """The config as transformers reads it, without its path and keys of older releases."""
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in ("_name_or_path", "rope_theta", "rope_scaling", "torch_dtype")
+    }
 
 
 def test_unproven_mapping_is_refused(one: RankPool, tmp_path: Path) -> None:
-    lines = []
+    command_lines = []
     for case, (kind, settings, _) in REFUSED.items():
         folder = tmp_path / case
         folder.mkdir()
         config = AutoConfig.for_model(kind, **{**SIZES, **settings}).to_dict()
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        lines.append(["convert", str(folder), f"{folder}-there", "--learn", "--keep", f"{folder}-families"])
-    done = one.run("parity.tasks.commands", lines=lines)
+        command_lines.append(["convert", str(folder), f"{folder}-megatron", "--learn", "--keep", f"{folder}-families"])
+    done = one.run("parity.tasks.commands", command_lines=command_lines)
     for (kind, _, reason), found in zip(REFUSED.values(), done, strict=True):
         line = found["err"].splitlines()[-1]
         print(line)
@@ -102,8 +108,8 @@ def test_unproven_mapping_is_refused(one: RankPool, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(REFUSED)
 
 
-def test_learned_family_equals_handwritten_family(one: RankPool) -> None:
+def test_inferred_family_equals_built_in_family(one: RankPool) -> None:
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
-    configs = [AutoConfig.for_model(kind, **sizes).to_dict() for kind in BY_HAND]
-    found = one.run("parity.tasks.learned_and_written", configs=configs)
-    assert dict(zip(BY_HAND, found, strict=True)) == {kind: [] for kind in BY_HAND}
+    configs = [AutoConfig.for_model(kind, **sizes).to_dict() for kind in BUILT_IN]
+    found = one.run("parity.tasks.compare_inferred_families", configs=configs)
+    assert dict(zip(BUILT_IN, found, strict=True)) == {kind: [] for kind in BUILT_IN}

@@ -1,4 +1,4 @@
-"""Every family gives transformers' logits, from transformers' own folder."""
+"""Logits of every family equal those of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
 
 LENGTHS = [97, 1, 40, 2]
-"""Longer than any window and any original context below."""
+"""Up to more than any window and any original context below."""
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 32}
@@ -30,7 +30,7 @@ def _kinds(letters: str) -> list[str]:
 
 
 def _longrope(pairs: int, **share: float) -> dict[str, Any]:
-    """Two of the samples are longer than the original length, two are not."""
+    """Two samples are longer than the original context, two are shorter."""
     factors = {"short_factor": [1.0 + 0.1 * pair for pair in range(pairs)], "long_factor": [4.0] * pairs}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **share}
     return {"head_dim": 8, "original_max_position_embeddings": 32, "rope_parameters": rope}
@@ -53,18 +53,18 @@ MIXED = {
     **{"router_bias": True, "logits_softcap": 3.0, "embedding_multiplier": 4.0, "tie_word_embeddings": True},
     **{"rotary_interleaved": True, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
 }
-"""What no family of transformers has together."""
+"""A combination of settings that no model of transformers has."""
 
 
-# Each case with the settings that turn off what it is about: logits without it must be visibly others.
+# (family, settings, settings that turn the tested feature off); without the feature, logits must differ clearly.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "llama-untied": ("llama", {"tie_word_embeddings": False}, None),
     "llama-tied": ("llama", {"tie_word_embeddings": True}, None),
-    "llama-every-head-its-own-keys": ("llama", {"num_key_value_heads": 4}, None),
-    "llama-one-group": ("llama", {"num_key_value_heads": 1}, None),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}, None),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}, None),
     "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, {}),
-    "llama-rope-llama3-by-8": ("llama", {"rope_parameters": LLAMA3 | {"factor": 8.0}}, {}),
-    "llama-rope-llama3-by-32": ("llama", {"rope_parameters": LLAMA3 | {"factor": 32.0}}, {}),
+    "llama-rope-llama3-factor-8": ("llama", {"rope_parameters": LLAMA3 | {"factor": 8.0}}, {}),
+    "llama-rope-llama3-factor-32": ("llama", {"rope_parameters": LLAMA3 | {"factor": 32.0}}, {}),
     "llama-rope-linear": (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
         {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, "rope_interleave": False},
     ),
-    "deepseek_v3-halves": (
+    "deepseek_v3-half-rotary": (
         "deepseek_v3",
         {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "rms_norm_eps": 1e-2, "q_lora_rank": None},
         {"norm_topk_prob": True},
@@ -114,12 +114,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     ),
     "glm4_moe-plain": ("glm4_moe", {"n_shared_experts": 2, "norm_topk_prob": False}, {"norm_topk_prob": True}),
     "isthmus": ("isthmus", {}, {"num_experts_per_tok": 1}),
-    "isthmus-all-at-once": (
+    "isthmus-mixed": (
         "isthmus",
         MIXED,
         MIXED | {"residual_multiplier": 1.0, "attention_softcap": None, "unrotated_layers": []},
     ),
-    "isthmus-side-by-side": (
+    "isthmus-parallel-layers": (
         "isthmus",
         {"layer_form": "parallel_two_norms", "num_experts_per_tok": 1, "hidden_act": "gelu_pytorch_tanh"},
         {"layer_form": "parallel_two_norms", "num_experts_per_tok": 2, "hidden_act": "gelu_pytorch_tanh"},
@@ -137,14 +137,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"attention_bias": True, "mlp_bias": True},
         {"attention_bias": False, "mlp_bias": False},
     ),
-    "qwen2-window-in-some-layers": ("qwen2", WINDOW | {"max_window_layers": 3}, WINDOW | {"max_window_layers": 2}),
+    "qwen2-window-some-layers": ("qwen2", WINDOW | {"max_window_layers": 3}, WINDOW | {"max_window_layers": 2}),
     "qwen3-window-by-list": (
         "qwen3",
         WINDOW | {"layer_types": _kinds("fsfs")},
         WINDOW | {"layer_types": _kinds("sfsf")},
     ),
     "seed_oss": ("seed_oss", {}, {"attention_bias": False}),
-    "seed_oss-other-biases": (
+    "seed_oss-output-bias": (
         "seed_oss",
         {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
         {"attention_out_bias": False, "mlp_bias": False},
@@ -157,7 +157,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "granite-logits": ("granite", {"logits_scaling": 6.0}, {"logits_scaling": 1.0}),
     "phi3": ("phi3", {"sliding_window": 5}, {"sliding_window": None}),
     "phi3-longrope": ("phi3", LONGROPE, {"rope_parameters": PLAIN}),
-    "phi3-longrope-half-a-head": ("phi3", _longrope(2, partial_rotary_factor=0.5), LONGROPE),
+    "phi3-longrope-partial": ("phi3", _longrope(2, partial_rotary_factor=0.5), LONGROPE),
     "starcoder2": ("starcoder2", {"sliding_window": 5}, {"sliding_window": None}),
     "starcoder2-untied-no-biases": (
         "starcoder2",
@@ -165,7 +165,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"use_bias": True},
     ),
     "gpt_neox": ("gpt_neox", {}, {"use_parallel_residual": False}),
-    "gpt_neox-in-turn": (
+    "gpt_neox-sequential": (
         "gpt_neox",
         {"use_parallel_residual": False, "rotary_pct": 0.5},
         {"rotary_pct": 0.25},
@@ -226,7 +226,7 @@ def test_bf16_error_is_at_most_that_of_transformers(family: str, one: RankPool, 
 def test_logits_on_two_ranks(case: str, length: int, two: RankPool, tmp_path: Path) -> None:
     family, settings, _ = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)
-    tokens = [(7 * place + 3) % VOCAB for place in range(length)]
+    tokens = [(7 * index + 3) % VOCAB for index in range(length)]
     ours = torch.tensor(two.run("ranks.tasks.logits_of", model=model, tokens=tokens, tp=2))
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([tokens])).logits[0]
@@ -238,7 +238,7 @@ def test_logits_on_two_ranks(case: str, length: int, two: RankPool, tmp_path: Pa
 def test_two_models_in_one_process(one: RankPool, tmp_path: Path) -> None:
     models = [build_model_folder(tmp_path / family, family) for family in ("llama", "qwen3")]
     tokens = [1, 5, 9, 2]
-    ours = one.run("parity.tasks.twice", models=[str(model) for model in models], tokens=tokens)
+    ours = one.run("parity.tasks.logits_of_models", models=[str(model) for model in models], tokens=tokens)
     for folder, found in zip(models, ours, strict=True):
         with torch.no_grad():
             theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0, -1]

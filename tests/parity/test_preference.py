@@ -1,4 +1,4 @@
-"""Direct preference optimization here is what one would write by hand: same losses, same norms."""
+"""DPO equals a reference implementation with plain transformers: losses and gradient norms."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ranks.tiny import build_model_folder, build_pairs
 def test_five_steps_equal_plain_transformers(
     smoothing: float, sft_weight: float, one: RankPool, tmp_path: Path
 ) -> None:
-    """Packed lines of pairs there, each sample by itself here."""
+    """Isthmus packs pairs; the reference runs each sample alone."""
     model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
     pairs = build_pairs(tmp_path / "pairs")
     dpo = {"beta": 0.3, "label_smoothing": smoothing, "sft_weight": sft_weight}
     run = {"model": model, "samples": pairs, "steps": 5, "micro_batch_size": 4}
     ours = one.run("ranks.tasks.train", dpo=dpo, **run)
-    by_hand = {"beta": 0.3, "smoothing": smoothing, "sft_weight": sft_weight}
-    theirs = one.run("parity.preference_loss.train", model=model, samples=pairs, lr=ours["lr"], **by_hand)
+    reference = {"beta": 0.3, "smoothing": smoothing, "sft_weight": sft_weight}
+    theirs = one.run("parity.preference_loss.train", model=model, samples=pairs, lr=ours["lr"], **reference)
     differences = {curve: furthest(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     print(differences)
     assert max(differences.values()) < 1e-5
-    # Where nothing has moved yet, rounding decides which of two is ahead.
+    # In the first step both rewards are equal, and rounding decides the accuracy.
     assert [step["rewards/accuracies"] for step in ours["figures"]][1:] == theirs["rewards/accuracies"][1:]
     assert theirs["loss"][-1] < theirs["loss"][0]

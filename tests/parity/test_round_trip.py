@@ -1,4 +1,4 @@
-"""A model goes through the live engine and comes out as it went in: every byte of every tensor."""
+"""Import and export without training are bitwise identical."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder
 
-# Each in one layout, under which all that is peculiar to it is cut.
+# Each in one layout, in which its special tensors are sharded.
 OTHERS: list[tuple[str, dict[str, int]]] = [
     ("llama", {"tp": 2}),
     ("mistral", {"pp": 2}),
@@ -68,32 +68,32 @@ def assert_same_tensors(export: Path, source: Path) -> None:
         assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def assert_loads_without_a_word(export: Path) -> None:
-    _, said = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
-    assert not any(said.values())
+def assert_loads_without_warnings(export: Path) -> None:
+    _, loading = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(loading.values())
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-def test_export_equals_the_file_of_transformers(
+def test_export_equals_transformers_file(
     tied: bool, ranks: int, layout: dict[str, int], worlds: dict[int, RankPool], tmp_path: Path
 ) -> None:
     source = build_model_folder(tmp_path / "source", "qwen3", tie_word_embeddings=tied)
-    assert_comes_back(worlds[ranks], source, tmp_path / "export", **layout)
+    assert_exports_unchanged(worlds[ranks], source, tmp_path / "export", **layout)
 
 
 @pytest.mark.parametrize(("family", "layout"), OTHERS, ids=str)
 def test_export_of_other_families(family: str, layout: dict[str, int], two: RankPool, tmp_path: Path) -> None:
-    assert_comes_back(two, build_model_folder(tmp_path / "source", family), tmp_path / "export", **layout)
+    assert_exports_unchanged(two, build_model_folder(tmp_path / "source", family), tmp_path / "export", **layout)
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_export_of_moe_families(family: str, two: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", family, num_hidden_layers=2)
-    assert_comes_back(two, source, tmp_path / "export", tp=2)
+    assert_exports_unchanged(two, source, tmp_path / "export", tp=2)
 
 
-def assert_comes_back(world: RankPool, source: Path, export: Path, **layout: int) -> None:
+def assert_exports_unchanged(world: RankPool, source: Path, export: Path, **layout: int) -> None:
     world.run("ranks.tasks.export", model=source, destination=export, **layout)
     assert (export / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     exported, original = (AutoConfig.from_pretrained(folder).to_dict() for folder in (export, source))
@@ -117,16 +117,16 @@ def test_export_dtype(one: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "ranks", "layout"), [(False, 2, {"tp": 2}), (True, 1, {}), (True, 2, {"pp": 2}), (True, 2, {"tp": 2})]
+    ("sharded", "ranks", "layout"), [(False, 2, {"tp": 2}), (True, 1, {}), (True, 2, {"pp": 2}), (True, 2, {"tp": 2})]
 )
 def test_sharded_files(
-    cut: bool, ranks: int, layout: dict[str, int], worlds: dict[int, RankPool], tmp_path: Path
+    sharded: bool, ranks: int, layout: dict[str, int], worlds: dict[int, RankPool], tmp_path: Path
 ) -> None:
     source = build_model_folder(tmp_path / "source", "qwen2", shards="40KB", tie_word_embeddings=False)
     assert len(list(source.glob("*.safetensors"))) > 2
     export = tmp_path / "export"
     settings: dict[str, Any] = {"model": source, "destination": export, **layout}
-    if cut:
+    if sharded:
         worlds[ranks].run("ranks.tasks.export_sharded", max_shard_bytes=40e3, **settings)
         index = json.loads((export / "model.safetensors.index.json").read_text())
         files = {file.name for file in export.glob("*.safetensors")}
@@ -137,14 +137,14 @@ def test_sharded_files(
         worlds[ranks].run("ranks.tasks.export", **settings)
         assert [file.name for file in export.glob("*.safetensors")] == ["model.safetensors"]
     assert_same_tensors(export, source)
-    assert_loads_without_a_word(export)
+    assert_loads_without_warnings(export)
 
 
 def test_existing_export_is_not_overwritten(one: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "llama")
     (tmp_path / "export").mkdir()
-    (tmp_path / "export/mine.txt").write_text("precious")
+    (tmp_path / "export/user.txt").write_text("text")
     refused = one.run("ranks.tasks.refusal", task="export", model=source, destination=tmp_path / "export")
     assert (refused["kind"], refused["code"]) == ("NoSpace", 73)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "source"]
-    assert [path.name for path in (tmp_path / "export").iterdir()] == ["mine.txt"]
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["user.txt"]

@@ -1,4 +1,4 @@
-"""``isthmus verify --logits``: models that are the same agree in every family, and no planted fault goes unseen."""
+"""``isthmus verify --logits``: equal models agree in every family, and injected faults are detected."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ LAYER = "model.layers.{}."
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to the Hugging Face side of a pair whose other side is a Megatron checkpoint."""
+    """A change to the Hugging Face model of a pair with a Megatron checkpoint."""
 
     family: str
     layer: int
-    """The first one after which hidden states differ."""
+    """First layer after which hidden states differ."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the model before the fault."""
+    """Config of the model before the fault."""
     tensors: Callable[[Tensors], Tensors] = lambda tensors: tensors
     config: dict[str, Any] = field(default_factory=dict)
     megatron: bool = False
-    """The config is that of the other side."""
+    """Whether ``config`` is for the Megatron model."""
 
 
 def changed(name: str, new: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
     return lambda tensors: tensors | {name: new(tensors[name]).contiguous()}
 
 
-def exchanged(one: str, other: str) -> Callable[[Tensors], Tensors]:
+def swapped(one: str, other: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: tensors | {one: tensors[other], other: tensors[one]}
 
 
-def without(word: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {name: tensor for name, tensor in tensors.items() if word not in name}
+def without(text: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if text not in name}
 
 
 def rope(theta: float) -> dict[str, Any]:
@@ -67,10 +67,10 @@ FAULTS = {
             "model.layers.1.self_attn.q_proj.weight", lambda w: torch.cat((w[32:48], w[16:32], w[:16], w[48:]))
         ),
     ),
-    "gate and up exchanged": Fault(
+    "gate and up swapped": Fault(
         "qwen3",
         2,
-        tensors=exchanged("model.layers.2.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.weight"),
+        tensors=swapped("model.layers.2.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.weight"),
     ),
     "rows permuted": Fault("qwen3", 3, tensors=changed("model.layers.3.mlp.gate_proj.weight", lambda w: w.flip(0))),
     "zeroed": Fault("qwen3", 1, tensors=changed("model.layers.1.self_attn.v_proj.weight", torch.zeros_like)),
@@ -86,7 +86,7 @@ FAULTS = {
     "wrong rope scaling": Fault(
         "llama", 0, {"rope_parameters": LLAMA3}, config={"rope_parameters": LLAMA3 | {"factor": 4.0}}
     ),
-    "rope scaling lost in Megatron": Fault(
+    "rope scaling removed in Megatron": Fault(
         "llama", 0, {"rope_parameters": LLAMA3}, config={**rope(10000.0), "rope_scaling": None}, megatron=True
     ),
     "wrong norm eps": Fault("qwen2", 0, {"rms_norm_eps": 1e-6}, config={"rms_norm_eps": 1e-5}),
@@ -96,23 +96,23 @@ FAULTS = {
     "an expert's rows permuted": Fault(
         "qwen3_moe", 1, tensors=changed("model.layers.1.mlp.experts.3.gate_proj.weight", lambda w: w.flip(0))
     ),
-    "two experts exchanged": Fault(
+    "two experts swapped": Fault(
         "mixtral",
         2,
-        tensors=exchanged(
+        tensors=swapped(
             "model.layers.2.block_sparse_moe.experts.0.w2.weight", "model.layers.2.block_sparse_moe.experts.1.w2.weight"
         ),
     ),
-    "router bias lost": Fault(
+    "router bias zeroed": Fault(
         "deepseek_v3", 2, tensors=changed("model.layers.2.mlp.gate.e_score_correction_bias", torch.zeros_like)
     ),
-    "router's learned bias lost": Fault(
+    "router linear bias zeroed": Fault(
         "gpt_oss", 1, tensors=changed("model.layers.1.mlp.router.bias", torch.zeros_like)
     ),
-    "sinks lost": Fault("gpt_oss", 2, tensors=changed("model.layers.2.self_attn.sinks", torch.zeros_like)),
-    "experts not normalised": Fault("qwen3_moe", 0, {"norm_topk_prob": True}, config={"norm_topk_prob": False}),
+    "sinks zeroed": Fault("gpt_oss", 2, tensors=changed("model.layers.2.self_attn.sinks", torch.zeros_like)),
+    "expert weights not normalized": Fault("qwen3_moe", 0, {"norm_topk_prob": True}, config={"norm_topk_prob": False}),
 }
-PLANTED = [
+FAULT_CASES = [
     pytest.param(
         name,
         marks=[] if fault.family in all_families() else pytest.mark.skip(reason=f"no family {fault.family} yet"),
@@ -122,13 +122,13 @@ PLANTED = [
 
 
 def pair(folder: Path, family: str, **settings: Any) -> list[str]:
-    """A model in both formats."""
+    """The paths of a model in both formats."""
     source = build_model_folder(folder / "hf", family, **settings)
     convert(source, folder / "megatron")
     return [str(source), str(folder / "megatron")]
 
 
-def plant(fault: Fault, folder: Path) -> list[str]:
+def inject(fault: Fault, folder: Path) -> list[str]:
     paths = pair(folder, fault.family, **fault.settings)
     source = Path(paths[0])
     save_file(fault.tensors(load_file(source / "model.safetensors")), source / "model.safetensors", {"format": "pt"})
@@ -141,16 +141,18 @@ def plant(fault: Fault, folder: Path) -> list[str]:
     return [*paths, "--hf-like", str(folder / "wrong")]
 
 
-def run(world: RankPool, lines: dict[str, list[str]]) -> Done:
-    """All in one task: a world is started anew after a few."""
-    done = world.run("parity.tasks.commands", lines=[["verify", *words, "--logits"] for words in lines.values()])
-    return dict(zip(lines, done, strict=True))
+def run(world: RankPool, command_lines: dict[str, list[str]]) -> Done:
+    """Verify all pairs in one task."""
+    done = world.run(
+        "parity.tasks.commands", command_lines=[["verify", *args, "--logits"] for args in command_lines.values()]
+    )
+    return dict(zip(command_lines, done, strict=True))
 
 
 @pytest.fixture(scope="module")
-def planted(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def injected(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
     known = {name: fault for name, fault in FAULTS.items() if fault.family in all_families()}
-    return run(one, {name: plant(fault, tmp_path_factory.mktemp("fault")) for name, fault in known.items()})
+    return run(one, {name: inject(fault, tmp_path_factory.mktemp("fault")) for name, fault in known.items()})
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +161,14 @@ def clean(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
     return run(one, {family: [*paths, "--layer-by-layer", "--json"] for family, paths in pairs.items()})
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_fault_is_detected(name: str, planted: Done) -> None:
-    fault, done = FAULTS[name], planted[name]
+@pytest.mark.parametrize("name", FAULT_CASES)
+def test_injected_fault_is_detected(name: str, injected: Done) -> None:
+    fault, done = FAULTS[name], injected[name]
     print(done["err"])
     assert done["code"] == 1 and done["err"].count("\n") == 1
     assert "their logits differ by" in done["err"]
-    told = f"the first layer after which hidden states differ is {fault.layer} (of 0 to 3)"
-    assert ("check the final norm" if fault.layer == 4 else told) in done["err"]
+    message = f"the first layer after which hidden states differ is {fault.layer} (of 0 to 3)"
+    assert ("check the final norm" if fault.layer == 4 else message) in done["err"]
     config = not fault.config or "they are not the same model" in done["err"]
     assert config and (fault.config or "they differ in" in done["err"])
 
@@ -175,18 +177,18 @@ def test_planted_fault_is_detected(name: str, planted: Done) -> None:
 def test_archetype_agrees_layer_by_layer(family: str, clean: Done) -> None:
     done = clean[family]
     assert done["code"] == 0, done["err"]
-    told = json.loads(done["out"])
-    print(family, told)
-    assert told["formats"] == ["hf", "torch_dist"]
-    assert 0 < told["logits_max_abs"] < 1e-5 and 0 <= told["logits_mean_kl_nats"] < 1e-9
-    assert "transformers and Megatron-Core, 2 samples of 64 tokens, layer by layer" in told["logits_run"]
+    result = json.loads(done["out"])
+    print(family, result)
+    assert result["formats"] == ["hf", "torch_dist"]
+    assert 0 < result["logits_max_abs"] < 1e-5 and 0 <= result["logits_mean_kl_nats"] < 1e-9
+    assert "transformers and Megatron-Core, 2 samples of 64 tokens, layer by layer" in result["logits_run"]
 
 
 def test_whole_model_and_layerwise_runs_agree(one: RankPool, tmp_path: Path) -> None:
     hf, megatron = pair(tmp_path, "qwen3_moe", tie_word_embeddings=True)
     convert(Path(hf), tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2))
     other, legacy = str(shutil.copytree(hf, tmp_path / "other")), str(tmp_path / "legacy")
-    figures = {
+    results = {
         name: json.loads(done["out"])
         for name, done in run(
             one,
@@ -199,10 +201,10 @@ def test_whole_model_and_layerwise_runs_agree(one: RankPool, tmp_path: Path) -> 
             },
         ).items()
     }
-    assert figures["whole"]["logits_max_abs"] == figures["by layer"]["logits_max_abs"] > 0
-    assert figures["legacy"]["logits_max_abs"] == figures["whole"]["logits_max_abs"]
+    assert results["whole"]["logits_max_abs"] == results["by layer"]["logits_max_abs"] > 0
+    assert results["legacy"]["logits_max_abs"] == results["whole"]["logits_max_abs"]
     for name in ("both in transformers", "both in Megatron-Core"):
-        assert figures[name]["logits_max_abs"] == 0 and name in figures[name]["logits_run"]
+        assert results[name]["logits_max_abs"] == 0 and name in results[name]["logits_run"]
 
 
 def test_samples_tolerance_and_incomparable_models(one: RankPool, tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_samples_tolerance_and_incomparable_models(one: RankPool, tmp_path: Path
             "strict": [*window, "--tolerance", "1e-12"],
             "rounded": [window[0], str(half), "--tolerance", "1"],
             "vocabulary": [window[0], str(wider)],
-            "no number": [str(nan), window[1]],
+            "nan": [str(nan), window[1]],
         },
     )
     assert "2 samples of 64 and 134 tokens" in json.loads(done["window"]["out"])["logits_run"]
@@ -233,11 +235,11 @@ def test_samples_tolerance_and_incomparable_models(one: RankPool, tmp_path: Path
     assert done["rounded"]["code"] == 1 and "their logits agree, by 0.0" in done["rounded"]["err"]
     assert done["vocabulary"]["code"] == 1
     assert "vocab_size=77 and 78" in done["vocabulary"]["err"] and "not compared" in done["vocabulary"]["err"]
-    assert done["no number"]["code"] == 1 and "their logits differ by nan" in done["no number"]["err"]
+    assert done["nan"]["code"] == 1 and "their logits differ by nan" in done["nan"]["err"]
 
 
 def in_fp8(tensors: Tensors) -> Tensors:
-    """Projections as codes, and factors of blocks of 16 x 16."""
+    """Projections as FP8 codes with scales of 16 x 16 blocks."""
     found = dict(tensors)
     for name in [name for name in tensors if "_proj" in name]:
         codes = tensors[name].to(torch.float8_e4m3fn)
@@ -258,29 +260,29 @@ def test_quantized_weights_and_mtp_layers(one: RankPool, tmp_path: Path) -> None
     save_file(in_fp8(tensors | mtp), path, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     convert(folder, tmp_path / "megatron")
-    words = [str(folder), str(tmp_path / "megatron"), "--json"]
-    for done in run(one, {"whole": words, "by layer": [*words, "--layer-by-layer"]}).values():
+    args = [str(folder), str(tmp_path / "megatron"), "--json"]
+    for done in run(one, {"whole": args, "by layer": [*args, "--layer-by-layer"]}).values():
         assert done["code"] == 0, done["err"]
         assert 0 < json.loads(done["out"])["logits_max_abs"] < 1e-5
 
 
 def test_layerwise_memory_is_one_layer(tmp_path: Path) -> None:
     deep = {"num_hidden_layers": 40, "hidden_size": 128, "intermediate_size": 3072, "head_dim": 32}
-    big, small = pair(tmp_path / "big", "llama", dtype=torch.bfloat16, **deep), pair(tmp_path / "small", "llama")
-    size = 2 * (Path(big[0]) / "model.safetensors").stat().st_size
+    large, small = pair(tmp_path / "big", "llama", dtype=torch.bfloat16, **deep), pair(tmp_path / "small", "llama")
+    size = 2 * (Path(large[0]) / "model.safetensors").stat().st_size
     code = (
         "import sys\n"
         "from isthmus.cli.main import main\n"
         "def peak():\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith('VmHWM'))\n"
-        "words = ['--logits', '--layer-by-layer', '--tokens', '16']\n"
-        "assert main(['verify', *sys.argv[1:3], *words]) == 0\n"
+        "args = ['--logits', '--layer-by-layer', '--tokens', '16']\n"
+        "assert main(['verify', *sys.argv[1:3], *args]) == 0\n"
         "before = peak()\n"
-        "assert main(['verify', *sys.argv[3:5], *words]) == 0\n"
+        "assert main(['verify', *sys.argv[3:5], *args]) == 0\n"
         "print(peak() - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *small, *big], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, *small, *large], capture_output=True, text=True, check=True)
     peak = int(done.stdout.splitlines()[-1])
     print(f"{size >> 20} MiB of weights, {peak >> 20} MiB more at the peak")
     assert peak < size / 4

@@ -1,10 +1,10 @@
-"""Runs Megatron-LM, as it was released, on a CPU: the adapter and the mends first, then its own code.
+"""Runs unmodified Megatron-LM on a CPU, after the CPU adapter and compatibility patches are installed.
 
-Not a test: ``test_megatron_lm.py`` starts it under torchrun, one process a rank.
+Not a test: ``test_megatron_lm.py`` starts it with torchrun.
 
-    driver.py train MEGATRON_LM FLAGS...            its pretrain_gpt.py
-    driver.py logits MEGATRON_LM IDS OUT FLAGS...   its loader and its model; OUT gets the logits of the tokens in IDS
-    driver.py arguments MEGATRON_LM                 prints a line of JSON for each argument of its parser
+    driver.py train MEGATRON_LM FLAGS...            runs pretrain_gpt.py
+    driver.py logits MEGATRON_LM IDS OUT FLAGS...   loads a model, writes the logits of the tokens in IDS to OUT
+    driver.py arguments MEGATRON_LM                 prints each argument of its parser as a line of JSON
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from isthmus.engine.upstream import compat, cpu_adapter
 
 _KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-"""Imported in every run and used in none of ours; it needs Triton, which a CPU build of torch comes without."""
+"""Always imported but unused here; it needs Triton, which CPU builds of torch lack."""
 
 
 def _prepare(megatron_lm: str) -> None:
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler would ask the GPU that is not there for its name
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the compiler needs the name of a GPU
     cpu_adapter.install()
     import torch
 
-    # What it asks before it starts: one GPU of the last but one generation.
+    # Megatron-LM checks for a GPU at start: report one with compute capability 9.0.
     cuda: Any = torch.cuda
     cuda.is_available, cuda.device_count = lambda: True, lambda: 1
     cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0, name="none", total_memory=1 << 36)
@@ -38,15 +38,15 @@ def _prepare(megatron_lm: str) -> None:
         kernels.__getattr__ = lambda name: None
         sys.modules[_KERNELS] = kernels
     compat.cpu_random_state()
-    # What it compiles in every run: helpers that the package from PyPI brings compiled, and kernels for CUDA.
+    # Skip compilation: the PyPI package has compiled helpers, and CUDA kernels are not needed.
     from megatron.core.datasets import utils
     from megatron.legacy import fused_kernels
 
     builder: Any = utils
     builder.compile_helpers = lambda: None
-    kernels_of_old: Any = fused_kernels
-    kernels_of_old.load = lambda args: None
-    # megatron-core 0.16 without TransformerEngine: the router asks whether this name is None and it is not there.
+    legacy_kernels: Any = fused_kernels
+    legacy_kernels.load = lambda args: None
+    # megatron-core 0.16 without TransformerEngine: the router needs this name, which is undefined.
     from megatron.core.transformer.moe import moe_utils
 
     module: Any = moe_utils
@@ -55,7 +55,7 @@ def _prepare(megatron_lm: str) -> None:
 
 def _train(script: str, flags: list[str]) -> None:
     sys.argv = [script, *flags]
-    # Not runpy: the processes that the saver spawns import the main module again, and have to find this one.
+    # Not runpy: processes that the saver spawns import the main module again, which must be this one.
     exec(compile(Path(script).read_text(), script, "exec"), {"__name__": "__main__", "__file__": script})
 
 
@@ -77,7 +77,7 @@ def _logits(ids: Path, out: Path, flags: list[str]) -> None:
     chunks = get_model(partial(model_provider, gpt_builder), ModelType.encoder_or_decoder, wrap_with_ddp=False)
     load_checkpoint(chunks, None, None)
     tokens = torch.load(ids)
-    lines, length = tokens.shape
+    batch_size, length = tokens.shape
     mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), diagonal=1)
     positions = torch.arange(length).expand_as(tokens)
 
@@ -92,9 +92,9 @@ def _logits(ids: Path, out: Path, flags: list[str]) -> None:
             forward_step_func=forward,
             data_iterator=[None] * len(chunks),
             model=chunks,
-            num_microbatches=stages,  # as many as interleaved chunks of layers ask for
+            num_microbatches=stages,  # the minimum for interleaved stages
             seq_length=length,
-            micro_batch_size=lines,
+            micro_batch_size=batch_size,
             forward_only=True,
             collect_non_loss_data=True,
         )
@@ -115,11 +115,11 @@ def _arguments() -> None:
 
 
 if __name__ == "__main__":
-    what, megatron_lm, *rest = sys.argv[1:]
+    command, megatron_lm, *rest = sys.argv[1:]
     _prepare(megatron_lm)
-    if what == "train":
+    if command == "train":
         _train(f"{megatron_lm}/pretrain_gpt.py", rest)
-    elif what == "arguments":
+    elif command == "arguments":
         _arguments()
     else:
         _logits(Path(rest[0]), Path(rest[1]), rest[2:])

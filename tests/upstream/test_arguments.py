@@ -1,4 +1,4 @@
-"""Every argument of Megatron-LM core_v0.16.1 is known: translated, or with a reason why not, and its own default."""
+"""Every argument of Megatron-LM core_v0.16.1 is translated or has a reason why not; defaults agree."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from isthmus.config.dialects.megatron.known_args import is_neutral, kinds, name_
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
-    pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: name a checkout of core_v0.16.1 in MEGATRON_LM"),
+    pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: set MEGATRON_LM to a checkout of core_v0.16.1"),
     pytest.mark.skipif(
         find_spec("einops") is None or find_spec("six") is None,
         reason="Megatron-LM imports einops and six: pip install einops six",
     ),
 ]
 LAST_FLAG_WINS = {"langrl_external_server", "inference_max_batch_size", "disable_chunked_prefill"}
-"""Names that flags of two meanings share."""
+"""Names that several flags with different meanings share."""
 
 
 @pytest.fixture(scope="module")
@@ -34,26 +34,26 @@ def arguments() -> list[dict[str, Any]]:
         [sys.executable, str(driver), "arguments", MEGATRON_LM], capture_output=True, text=True, check=True
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return [said for line in lines if (said := json.loads(line))["name"] != "help"]
+    return [argument for line in lines if (argument := json.loads(line))["name"] != "help"]
 
 
-def test_none_is_unknown_and_each_flag_means_its_own(arguments: list[dict[str, Any]]) -> None:
+def test_every_flag_has_its_name(arguments: list[dict[str, Any]]) -> None:
     assert len(arguments) > 600
     renamed = {"batch_size": "micro_batch_size", "model_parallel_size": "tensor_model_parallel_size"}
     renamed |= {"warmup": "lr_warmup_fraction"}
-    for said in arguments:
-        for flag in said["flags"]:
+    for argument in arguments:
+        for flag in argument["flags"]:
             name, value = name_of(flag[2:])
-            assert name == renamed.get(said["name"], said["name"]), flag
-            off = said["kind"] == "_StoreFalseAction" or (
-                said["kind"] == "BooleanOptionalAction" and flag.startswith("--no-")
+            assert name == renamed.get(argument["name"], argument["name"]), flag
+            off = argument["kind"] == "_StoreFalseAction" or (
+                argument["kind"] == "BooleanOptionalAction" and flag.startswith("--no-")
             )
             assert value is (False if off else None), flag
 
 
-def test_defaults_are_its_own(arguments: list[dict[str, Any]]) -> None:
-    for said in arguments:
-        name, default = said["name"], said["default"]
+def test_defaults_equal_megatron_lm(arguments: list[dict[str, Any]]) -> None:
+    for argument in arguments:
+        name, default = argument["name"], argument["default"]
         if name in kinds():
             kind, ours = kinds()[name]
             if kind == "list" and default is not None:
@@ -63,6 +63,6 @@ def test_defaults_are_its_own(arguments: list[dict[str, Any]]) -> None:
             assert is_neutral(default, untranslated()[name][2]) or default is None, name
 
 
-def test_a_switch_that_turns_off_says_so() -> None:
+def test_disabling_flags_give_false() -> None:
     read = read_flags(["--disable-bias-linear", "--no-bias-gelu-fusion", "--no-rope-fusion"])
     assert (read.get("add_bias_linear"), read.get("bias_gelu_fusion")) == (False, False)

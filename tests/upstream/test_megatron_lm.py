@@ -1,7 +1,7 @@
-"""Against Megatron-LM as it was released (core_v0.16.1): it loads what we write, and we read what it trained.
+"""Interoperability with unmodified Megatron-LM core_v0.16.1: it loads our checkpoints, and we convert its checkpoints.
 
-Its repository is no package: name a checkout in ``MEGATRON_LM``, and install ``einops`` and ``six``, which it imports.
-Each case starts Megatron-LM's own ``pretrain_gpt.py`` or its own loader and model on the CPU, see ``driver.py``.
+Set ``MEGATRON_LM`` to a checkout, and install ``einops`` and ``six``. Each test runs Megatron-LM's ``pretrain_gpt.py``
+or its loader and model on a CPU, see ``driver.py``.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder
 MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: name a checkout of core_v0.16.1 in MEGATRON_LM"),
+    pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: set MEGATRON_LM to a checkout of core_v0.16.1"),
     pytest.mark.skipif(
         find_spec("einops") is None or find_spec("six") is None,
         reason="Megatron-LM imports einops and six: pip install einops six",
     ),
 ]
 DRIVER = Path(__file__).with_name("driver.py")
-MACHINE = shlex.split(
+CPU_FLAGS = shlex.split(
     "--transformer-impl local --distributed-backend gloo --attention-backend unfused --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-persist-layer-norm --no-bias-swiglu-fusion --no-rope-fusion"
 )
-"""What Megatron-LM needs where there is neither a GPU nor TransformerEngine."""
+"""Flags for runs without a GPU and TransformerEngine."""
 DATA = shlex.split(
     f"--seq-length {SEQ_LENGTH} --max-position-embeddings 128 --mock-data --tokenizer-type NullTokenizer "
     f"--vocab-size {VOCAB - 1} --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --train-iters 3 --log-interval 1 "
@@ -56,14 +56,14 @@ MODELS = {
 LIMIT = 1e-4
 
 
-def megatron_lm(what: str, *words: Any, ranks: int = 1) -> str:
-    """Run it; what it printed."""
+def megatron_lm(command: str, *args: Any, ranks: int = 1) -> str:
+    """Run ``driver.py`` and return its stdout."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
     done = subprocess.run(
-        [*command, str(DRIVER), what, MEGATRON_LM, *map(str, words)],
+        [*launcher, str(DRIVER), command, MEGATRON_LM, *map(str, args)],
         env=os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -82,8 +82,8 @@ def ids(tmp_path: Path) -> Path:
 
 def megatron_logits(ids: Path, *flags: str, ranks: int = 1) -> torch.Tensor:
     out = ids.with_name("logits.pt")
-    printed = megatron_lm("logits", ids, out, *flags, *DATA, *MACHINE, "--exit-on-missing-checkpoint", ranks=ranks)
-    assert "load_return" not in printed, "a strict load failed and Megatron-LM went on without"
+    printed = megatron_lm("logits", ids, out, *flags, *DATA, *CPU_FLAGS, "--exit-on-missing-checkpoint", ranks=ranks)
+    assert "load_return" not in printed, "a strict load failed and Megatron-LM continued"
     found: torch.Tensor = torch.load(out)
     return found[..., :VOCAB]
 
@@ -95,7 +95,7 @@ def hf_logits(ids: Path, folder: Path) -> torch.Tensor:
     return logits
 
 
-def gap(one: torch.Tensor, other: torch.Tensor) -> float:
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
 
 
@@ -116,22 +116,24 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> float:
     ],
 )
 @pytest.mark.parametrize("to", ["torch_dist", "torch"])
-def test_it_loads_what_we_write(family: str, settings: dict[str, Any], to: Any, ids: Path, tmp_path: Path) -> None:
+def test_megatron_lm_loads_converted_checkpoint(
+    family: str, settings: dict[str, Any], to: Any, ids: Path, tmp_path: Path
+) -> None:
     model = build_model_folder(tmp_path / "hf", family, **settings)
-    done = convert(model, tmp_path / "there", to, spelling="local" if to == "torch" else None)
+    done = convert(model, tmp_path / "megatron", to, spelling="local" if to == "torch" else None)
     assert done.megatron_lacks == []
-    flags = [word for flag in done.megatron_flags for word in shlex.split(flag)]
-    found = gap(megatron_logits(ids, *flags), hf_logits(ids, model))
-    print(f"logits differ by {found:.2g}")
-    assert found <= LIMIT
+    flags = [arg for flag in done.megatron_flags for arg in shlex.split(flag)]
+    logits_difference = difference(megatron_logits(ids, *flags), hf_logits(ids, model))
+    print(f"logits differ by {logits_difference:.2g}")
+    assert logits_difference <= LIMIT
 
 
-def test_a_flag_that_is_left_out_shows(ids: Path, tmp_path: Path) -> None:
+def test_missing_flag_changes_logits(ids: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=5)
-    flags = convert(model, tmp_path / "there").megatron_flags
+    flags = convert(model, tmp_path / "megatron").megatron_flags
     assert flags.pop() == "--window-size 4,0"
-    found = megatron_logits(ids, *(word for flag in flags for word in shlex.split(flag)))
-    assert gap(found, hf_logits(ids, model)) > 100 * LIMIT
+    found = megatron_logits(ids, *(arg for flag in flags for arg in shlex.split(flag)))
+    assert difference(found, hf_logits(ids, model)) > 100 * LIMIT
 
 
 @pytest.mark.parametrize(
@@ -151,30 +153,30 @@ def test_a_flag_that_is_left_out_shows(ids: Path, tmp_path: Path) -> None:
         ("mixtral", 2, "--expert-model-parallel-size 2 --ckpt-format torch"),
     ],
 )
-def test_we_read_what_it_trained(family: str, ranks: int, layout: str, ids: Path, tmp_path: Path) -> None:
+def test_megatron_lm_checkpoint_converts(family: str, ranks: int, layout: str, ids: Path, tmp_path: Path) -> None:
     built = [*shlex.split(MODELS[family]), *layout.split(), "--make-vocab-size-divisible-by", "8"]
     saved = tmp_path / "saved"
-    megatron_lm("train", *built, *DATA, *MACHINE, "--save", saved, "--save-interval", 3, ranks=ranks)
+    megatron_lm("train", *built, *DATA, *CPU_FLAGS, "--save", saved, "--save-interval", 3, ranks=ranks)
     assert convert(saved, tmp_path / "hf").family == family
     theirs = megatron_logits(ids, "--load", str(saved), "--no-load-optim", "--no-load-rng", *built, ranks=ranks)
-    found = gap(theirs, hf_logits(ids, tmp_path / "hf"))
-    print(f"logits differ by {found:.2g}")
-    assert found <= LIMIT
+    logits_difference = difference(theirs, hf_logits(ids, tmp_path / "hf"))
+    print(f"logits differ by {logits_difference:.2g}")
+    assert logits_difference <= LIMIT
 
 
 @pytest.mark.parametrize(("to", "layout"), [("torch_dist", {}), ("torch", {"tp": 2})])
-def test_there_trained_on_and_back(to: Any, layout: dict[str, int], ids: Path, tmp_path: Path) -> None:
+def test_training_between_conversions(to: Any, layout: dict[str, int], ids: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "qwen3")
-    how = {"layout": LegacyLayout(**layout), "spelling": "local"} if to == "torch" else {}
-    done = convert(model, tmp_path / "there", to, **how)  # type: ignore[arg-type]
-    flags = [word for flag in done.megatron_flags for word in shlex.split(flag)]
+    options = {"layout": LegacyLayout(**layout), "spelling": "local"} if to == "torch" else {}
+    done = convert(model, tmp_path / "megatron", to, **options)  # type: ignore[arg-type]
+    flags = [arg for flag in done.megatron_flags for arg in shlex.split(flag)]
     saved, ranks = tmp_path / "saved", layout.get("tp", 1)
-    megatron_lm("train", *flags, *DATA, *MACHINE, "--save", saved, "--save-interval", 3, ranks=ranks)
+    megatron_lm("train", *flags, *DATA, *CPU_FLAGS, "--save", saved, "--save-interval", 3, ranks=ranks)
     convert(saved, tmp_path / "back")
-    given = [flags[0], str(saved), *flags[2:]]
-    theirs = megatron_logits(ids, *given, "--no-load-optim", "--no-load-rng", ranks=ranks)
+    loading = [flags[0], str(saved), *flags[2:]]
+    theirs = megatron_logits(ids, *loading, "--no-load-optim", "--no-load-rng", ranks=ranks)
     back = hf_logits(ids, tmp_path / "back")
-    found = gap(theirs, back)
-    print(f"logits differ by {found:.2g}")
-    assert found <= LIMIT
-    assert gap(back, hf_logits(ids, model)) > LIMIT, "nothing was learned"
+    logits_difference = difference(theirs, back)
+    print(f"logits differ by {logits_difference:.2g}")
+    assert logits_difference <= LIMIT
+    assert difference(back, hf_logits(ids, model)) > LIMIT, "training did not change the model"

@@ -12,18 +12,18 @@ import subprocess
 import sys
 from typing import Any
 
-from sft.ceiling import DTYPES, drawn, layouts, products, turns_s
+from sft.ceiling import DTYPES, layouts, linear_layers, random_matrix, turns_s
 
 RATES = ("torch_mm", "faster")
 """With ``torch.mm``, and with the library that Isthmus uses if that is faster."""
 
 
-class Beside:
+class CeilingProcess:
     """The measuring process and the sums of its results."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         """Start it; ``spec`` is that of :mod:`sft.ceiling`."""
-        command = [sys.executable, "-m", "sft.beside", json.dumps(spec)]
+        command = [sys.executable, "-m", "sft.ceiling_process", json.dumps(spec)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._flops = 0.0
         self._possible = dict.fromkeys(RATES, 0.0)
@@ -56,8 +56,8 @@ def measure(spec: dict[str, Any]) -> dict[str, float]:
     """The rate of the fastest shape, in 10^9 operations a second: mean of three repetitions, or of 10 ms."""
     dtype = DTYPES[spec["precision"]]
     rates: dict[str, list[float]] = {name: [] for name in RATES}
-    pairs = [(drawn(n, n, dtype), drawn(n, n, dtype)) for n in spec["squares"][:2]]
-    for name, tokens, inputs, outputs, _ in products(spec):
+    pairs = [(random_matrix(n, n, dtype), random_matrix(n, n, dtype)) for n in spec["squares"][:2]]
+    for name, tokens, inputs, outputs, _ in linear_layers(spec):
         if name != "head":  # not faster than the others, and takes as long as all of them together
             pairs += layouts(tokens, inputs, outputs, dtype).values()
     for a, b in pairs:
