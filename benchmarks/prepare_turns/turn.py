@@ -75,24 +75,24 @@ def _isthmus(spec: dict[str, Any], threads: int) -> Callable[[], int]:
 
 
 def _isthmus_command(spec: dict[str, Any], threads: int) -> Callable[[], int]:
-    words = ["isthmus", "prepare", spec["data"], spec["out"], "--tokenizer", spec["tokenizer"]]
-    return _command([sys.executable, "-m", *words, "--workers", str(threads)], spec["out"])
+    args = ["isthmus", "prepare", spec["data"], spec["out"], "--tokenizer", spec["tokenizer"]]
+    return _command([sys.executable, "-m", *args, "--workers", str(threads)], spec["out"])
 
 
 def _megatron_lm(spec: dict[str, Any], threads: int) -> Callable[[], int]:
     script = Path(os.environ["MEGATRON_LM"]) / "tools" / "preprocess_data.py"
-    words = ["--input", spec["data"], "--output-prefix", spec["out"], "--append-eod", "--workers", str(threads)]
-    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", spec["tokenizer"]]
+    args = ["--input", spec["data"], "--output-prefix", spec["out"], "--append-eod", "--workers", str(threads)]
+    args += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", spec["tokenizer"]]
     return _command(
-        [sys.executable, "-m", "prepare_turns.megatron_lm", str(script), *words], spec["out"] + "_text_document"
+        [sys.executable, "-m", "prepare_turns.megatron_lm", str(script), *args], spec["out"] + "_text_document"
     )
 
 
-def _command(words: list[str], prefix: str) -> Callable[[], int]:
+def _command(args: list[str], prefix: str) -> Callable[[], int]:
     def run() -> int:
-        done = subprocess.run(words, capture_output=True, text=True)
+        done = subprocess.run(args, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{words} failed with code {done.returncode}:\n{done.stderr[-4000:]}")
+            raise RuntimeError(f"{args} failed with code {done.returncode}:\n{done.stderr[-4000:]}")
         from isthmus.data.store.indexed_dataset import open_indexed
 
         return len(open_indexed(prefix).tokens)

@@ -11,7 +11,7 @@ from isthmus.families.registry import all_families
 from isthmus.hf.model_folder import ModelFolder
 from ranks.rank_pool import RankPool
 from ranks.tasks import CLIP_GRAD
-from ranks.test_layouts import furthest
+from ranks.test_layouts import max_relative_difference
 from ranks.tiny import VOCAB, build_model_folder
 
 CAPPED = {"sliding_window": 5, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
@@ -62,7 +62,7 @@ def test_twenty_steps_equal_plain_transformers(
     model = build_model_folder(tmp_path / "model", family, **settings)
     ours = one.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2)
     theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
-    differences = {curve: furthest(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
+    differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     print(family, differences)
     assert max(differences.values()) < 1e-5
     assert min(theirs["grad_norm"]) < CLIP_GRAD < max(theirs["grad_norm"])
@@ -100,6 +100,6 @@ def test_first_steps_on_two_ranks_equal_plain_transformers(
     model = build_model_folder(tmp_path / "model", family, **settings)
     ours = two.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2, steps=3, **layout)
     theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
-    differences = {curve: furthest(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
+    differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     print(family, differences)
     assert max(differences.values()) < 1e-5

@@ -143,25 +143,25 @@ def train(
     keep: int = 2,
     resume: str | None = None,
     evaluate: bool = False,
-    late: int | None = None,
+    slow_rank: int | None = None,
     overflow_at: list[int] | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
     """Train up to step ``steps``; returns curves by step and a digest of the final state.
 
-    Rank ``late`` sleeps before each stage, so that messages to it wait. In the steps ``overflow_at`` (from 0) the last
-    rank has one infinite gradient.
+    Rank ``slow_rank`` sleeps before each stage, so that messages to it wait. In the steps ``overflow_at`` (from 0) the
+    last rank has one infinite gradient.
     """
     training = start(**layout)
-    if dist.get_rank() == late:
+    if dist.get_rank() == slow_rank:
         for stage in training.stepper.model:
             stage.register_forward_pre_hook(lambda *_: time.sleep(0.02))
     stepper, parallel = training.stepper, training.model.plan.parallel
     first = 0
     if resume is not None:
         first = save_load.load(Path(resume), stepper, parallel).step
-    curves = ("loss", "grad_norm", "lr", "learned", "mtp_loss", "load")
-    result: dict[str, Any] = {"first": first, "figures": [], **{curve: [] for curve in curves}}
+    curves = ("loss", "grad_norm", "lr", "loss_tokens", "mtp_loss", "load")
+    result: dict[str, Any] = {"first": first, "metrics": [], **{curve: [] for curve in curves}}
     if evaluate:
         result["valid_before"] = stepper.evaluate(training.held_out.eval_batches()).loss
     names = ("loss_scale", "skipped") if stepper.loss_scale is not None else ()
@@ -172,9 +172,9 @@ def train(
         result["loss"].append(done.loss)
         result["grad_norm"].append(done.grad_norm)
         result["lr"].append(done.lr)
-        result["figures"].append(dict(done.metrics))
+        result["metrics"].append(dict(done.metrics))
         result["mtp_loss"].append(done.metrics.get("mtp_loss"))
-        result["learned"].append(done.loss_tokens)
+        result["loss_tokens"].append(done.loss_tokens)
         result["load"].append(None if done.load is None else done.load.metrics())
         for name in names:
             result[name].append(getattr(done, name))
@@ -357,7 +357,7 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
     return {"max_difference": max(difference for difference, _ in every), "tp": every[0][1]}
 
 
-def each(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
+def run_cases(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
     """The results of ``task`` for each case, run one after another in the same processes."""
     results = []
     for case in cases:
@@ -367,7 +367,7 @@ def each(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
     return results
 
 
-def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, Any]:
+def saved_activations(*, model: str, samples: str, **layout: Any) -> dict[str, Any]:
     """Bytes that autograd saves for one micro batch on this rank, and the estimate of the formula.
 
     The formula is :mod:`isthmus.train.activation_memory`. Each storage counts once; weights do not count.
@@ -404,7 +404,7 @@ def kept_activations(*, model: str, samples: str, **layout: Any) -> dict[str, An
     return {"measured": sum(storage.nbytes() for storage in saved.values()), "expected": expected}
 
 
-def said(**layout: Any) -> list[str]:
+def build_messages(**layout: Any) -> list[str]:
     """Messages of building the model."""
     return list(start(**layout).model.messages)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ranks.rank_pool import RankPool
-from ranks.test_layouts import CURVES, furthest
+from ranks.test_layouts import CURVES, max_relative_difference
 from ranks.tiny import add_mtp_layers, build_model_folder
 
 TASK = "ranks.data_parallel_tasks.train_in_buckets"
@@ -47,13 +47,13 @@ def test_buckets_overlap_with_computation(
     assert overlapped["reduced_early"] == overlapped["buckets"] * 4
     assert overlapped["gathered_late"] >= overlapped["buckets"] * 5
     for curve in CURVES:
-        assert furthest(overlapped[curve], plain[curve]) < 1e-6
+        assert max_relative_difference(overlapped[curve], plain[curve]) < 1e-6
     assert overlapped["valid_after"] == pytest.approx(plain["valid_after"], rel=1e-6)
     resumed = world.run(
         "ranks.tasks.train", **run | {"save_at": None, "resume": tmp_path / "overlapped" / "iter_0000003"}
     )
     for curve in CURVES:
-        assert furthest(resumed[curve], plain[curve][3:]) < 1e-6
+        assert max_relative_difference(resumed[curve], plain[curve][3:]) < 1e-6
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -65,7 +65,7 @@ def test_expert_buckets_are_synchronized(ep: int, two: RankPool, samples: Path, 
     overlapped = two.run(TASK, bucket_elements=SMALL, **run | BOTH)
     assert overlapped["buckets"] > 1
     for curve in CURVES:
-        assert furthest(overlapped[curve], plain[curve]) < 1e-6
+        assert max_relative_difference(overlapped[curve], plain[curve]) < 1e-6
 
 
 @pytest.mark.parametrize("mtp", [False, True])
@@ -79,4 +79,4 @@ def test_pipeline_stages_synchronize_their_buckets(mtp: bool, four: RankPool, sa
     plain = four.run("ranks.tasks.train", **run)
     overlapped = four.run(TASK, bucket_elements=SMALL, **run | BOTH)
     for curve in (*CURVES, *(["mtp_loss"] if mtp else [])):
-        assert furthest(overlapped[curve], plain[curve]) < 1e-6
+        assert max_relative_difference(overlapped[curve], plain[curve]) < 1e-6

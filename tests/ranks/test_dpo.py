@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ranks.rank_pool import RankPool
-from ranks.test_layouts import TOLERANCE, assert_same, furthest
+from ranks.test_layouts import TOLERANCE, assert_same, max_relative_difference
 from ranks.tiny import build_model_folder, build_pairs
 
 TRAIN = "ranks.tasks.train"
@@ -31,8 +31,8 @@ def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
     return dict(one.run(TRAIN, **run))
 
 
-def figures(result: dict[str, Any], name: str) -> list[float]:
-    return [step[name] for step in result["figures"]]
+def metric(result: dict[str, Any], name: str) -> list[float]:
+    return [step[name] for step in result["metrics"]]
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_layout_trains_as_single_process(
 ) -> None:
     result = worlds[ranks].run(TRAIN, **run | layout)
     assert_same(result, alone)
-    assert furthest(figures(result, "logps/rejected"), figures(alone, "logps/rejected")) < TOLERANCE
+    assert max_relative_difference(metric(result, "logps/rejected"), metric(alone, "logps/rejected")) < TOLERANCE
     # Rewards are small differences of large numbers: compare with an absolute tolerance.
-    margins = np.array([figures(each, "rewards/margins") for each in (result, alone)])
+    margins = np.array([metric(each, "rewards/margins") for each in (result, alone)])
     assert np.abs(margins[0] - margins[1]).max() < 1e-4 * np.abs(margins).max()
 
 
 def test_dpo_increases_the_margin(alone: dict[str, Any]) -> None:
-    assert figures(alone, "rewards/margins")[-1] > 0.1
+    assert metric(alone, "rewards/margins")[-1] > 0.1
     assert alone["valid_after"] < alone["valid_before"] - 0.05
 
 
@@ -89,5 +89,5 @@ def test_dpo_resumes_bitwise_and_in_another_layout(
     assert resumed["digest"] == uninterrupted["digest"]
     assert resumed["loss"] == uninterrupted["loss"][2:]
     elsewhere = two.run(TRAIN, tp=2, **run, **resume)
-    assert furthest(elsewhere["loss"], uninterrupted["loss"][2:]) < 0.02
+    assert max_relative_difference(elsewhere["loss"], uninterrupted["loss"][2:]) < 0.02
     assert (tmp_path / "reference.npz").read_bytes() == before

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ranks.rank_pool import RankPool
-from ranks.test_layouts import CURVES, TOLERANCE, assert_same, furthest
+from ranks.test_layouts import CURVES, TOLERANCE, assert_same, max_relative_difference
 from ranks.tiny import build_model_folder
 
 TRAIN = "ranks.tasks.train"
@@ -52,12 +52,12 @@ def test_fsdp_with_moe_and_mla(one: RankPool, two: RankPool, four: RankPool, sam
     truth = one.run(TRAIN, **run, save_at=[2], root=whole)
     resumed = one.run(TRAIN, **run | {"resume": whole / "iter_0000002"})
     fsdp = four.run(TRAIN, fsdp=True, tp=2, sp=False, **run, save_at=[2], root=sharded)
-    assert max(furthest(fsdp[curve], truth[curve]) for curve in CURVES) < TOLERANCE
+    assert max(max_relative_difference(fsdp[curve], truth[curve]) for curve in CURVES) < TOLERANCE
     # Both checkpoints differ only by the order in which gradients are summed.
     for world, layout, folder in ((one, {}, sharded), (two, {"fsdp": True}, whole), (two, {"fsdp": True}, sharded)):
         restarted = world.run(TRAIN, **run | layout | {"resume": folder / "iter_0000002"})
         assert restarted["first"] == 2
-        assert max(furthest(restarted[curve], resumed[curve]) for curve in CURVES) < TOLERANCE
+        assert max(max_relative_difference(restarted[curve], resumed[curve]) for curve in CURVES) < TOLERANCE
 
 
 def test_fsdp_resume_is_bitwise_identical(
@@ -75,7 +75,7 @@ def test_fsdp_bf16_follows_distributed_optimizer(two: RankPool, models: dict[str
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "precision": "bf16"}
     run |= {"steps": 8}
     sharded, truth = two.run(TRAIN, fsdp=True, **run), two.run(TRAIN, **run)
-    differences = {curve: furthest(sharded[curve], truth[curve]) for curve in CURVES}
+    differences = {curve: max_relative_difference(sharded[curve], truth[curve]) for curve in CURVES}
     print(differences)
     # FSDP rounds the gradient of each micro batch to bfloat16 before summing.
     assert differences["loss"] < 0.003
@@ -86,7 +86,7 @@ def test_fsdp_bf16_routes_in_fp32(one: RankPool, two: RankPool, samples: Path, t
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 4, "precision": "bf16"}
     sharded, truth = two.run(TRAIN, fsdp=True, **run), one.run(TRAIN, **run)
-    assert furthest(sharded["loss"], truth["loss"]) < 0.003
+    assert max_relative_difference(sharded["loss"], truth["loss"]) < 0.003
 
 
 def test_fsdp_rank_has_only_its_shard(two: RankPool, models: dict[str, Path], samples: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: the same losses and gradient norms, step by step."""
+"""Every parallel layout trains like one process: losses and gradient norms of all steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TOLERANCE = 1e-5
 CURVES = ("loss", "grad_norm")
 
 
-def furthest(got: list[float], wanted: list[float]) -> float:
+def max_relative_difference(got: list[float], wanted: list[float]) -> float:
     """The largest relative difference of two curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.fixture(scope="module")
 def alone(one: RankPool, models: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
-    """What one process does with each model: the truth for all layouts."""
+    """The single-process result of each model."""
     return {
         name: one.run("ranks.tasks.train", model=folder, samples=samples, micro_batch_size=2, evaluate=True)
         for name, folder in models.items()
@@ -32,22 +32,22 @@ def alone(one: RankPool, models: dict[str, Path], samples: Path) -> dict[str, di
 
 def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
     steps = len(run["loss"])
-    assert run["learned"] == truth["learned"][:steps]
+    assert run["loss_tokens"] == truth["loss_tokens"][:steps]
     assert run["lr"] == truth["lr"][:steps]
-    differences = {curve: furthest(run[curve], truth[curve][:steps]) for curve in CURVES}
+    differences = {curve: max_relative_difference(run[curve], truth[curve][:steps]) for curve in CURVES}
     print(differences)
     assert max(differences.values()) < TOLERANCE
     for held_out in ("valid_before", "valid_after")[: 1 if steps < TOTAL_STEPS else 2]:
         assert run[held_out] == pytest.approx(truth[held_out], rel=TOLERANCE)
 
 
-def test_reference_run_learns_and_clips_some_steps(alone: dict[str, dict[str, Any]]) -> None:
+def test_single_process_reduces_loss_and_clips_some_steps(alone: dict[str, dict[str, Any]]) -> None:
     for run in alone.values():
         assert len(run["loss"]) == TOTAL_STEPS
         assert run["loss"][-1] < run["loss"][0] - 0.5
         assert run["valid_after"] < run["valid_before"] - 0.5
         assert min(run["grad_norm"]) < CLIP_GRAD < max(run["grad_norm"])
-        assert len(set(run["learned"])) > 5
+        assert len(set(run["loss_tokens"])) > 5
 
 
 BY_NAME: dict[str, tuple[int, dict[str, Any]]] = {
@@ -61,7 +61,7 @@ BY_NAME: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    # Untied embeddings matter where the first and the last stage are apart and the vocabulary is split.
+    # Untied embeddings matter with several stages and a sharded vocabulary.
     [*(("qwen3-tied", layout) for layout in BY_NAME), ("qwen2-untied", "tp2-pp2")],
 )
 def test_layout_trains_as_single_process(
@@ -92,18 +92,18 @@ EXPERTS = {
 def test_moe_trains_as_single_process(
     family: str, layout: str, one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
 ) -> None:
-    """With layers that have none, with shared experts, with biases."""
+    """With dense layers, shared experts and biases."""
     model = build_model_folder(tmp_path / "model", family, **EXPERTS[family][0])
-    ranks, spread_over = BY_NAME[layout]
+    ranks, sizes = BY_NAME[layout]
     run = {"model": model, "samples": samples, "steps": 4, "evaluate": True, "micro_batch_size": 2}
     truth = one.run("ranks.tasks.train", **run)
-    spread = worlds[ranks].run("ranks.tasks.train", **run | spread_over)
-    assert_same(spread, truth)
-    assert spread["valid_after"] == pytest.approx(truth["valid_after"], rel=TOLERANCE)
+    result = worlds[ranks].run("ranks.tasks.train", **run | sizes)
+    assert_same(result, truth)
+    assert result["valid_after"] == pytest.approx(truth["valid_after"], rel=TOLERANCE)
 
 
 def test_moe_resumes_in_another_layout(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
-    """And with activations that are computed again."""
+    """Also with activation recomputation."""
     settings = {
         "model": build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2),
         "samples": samples,
@@ -114,13 +114,13 @@ def test_moe_resumes_in_another_layout(one: RankPool, two: RankPool, samples: Pa
     for recompute in ("selective", "full"):
         resume = tmp_path / "checkpoints" / "iter_0000002"
         run = one.run("ranks.tasks.train", **settings, resume=resume, recompute=recompute)
-        assert max(furthest(run[curve], truth[curve][2:]) for curve in CURVES) < TOLERANCE
+        assert max(max_relative_difference(run[curve], truth[curve][2:]) for curve in CURVES) < TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        # Two query groups over four ranks: each rank holds half a group.
+        # Two query groups over four ranks: each rank has half a group.
         pytest.param("qwen3-tied", {"tp": 4}, id="tp4-of-two-groups"),
         pytest.param("qwen2-untied", {"tp": 2}, id="tp2-dp2"),
         pytest.param("qwen3-tied", {"pp": 2}, id="pp2-dp2"),
@@ -160,9 +160,9 @@ def test_bf16_follows_fp32(
         **layout,
     )
     truth = alone["qwen3-tied"]
-    differences = {curve: furthest(run[curve], truth[curve][:8]) for curve in CURVES}
+    differences = {curve: max_relative_difference(run[curve], truth[curve][:8]) for curve in CURVES}
     print(differences)
-    # 8 bits of mantissa; a gradient that was lost or counted twice differs by tenths.
+    # 8 bits of mantissa; a missing or doubled gradient would differ by tenths.
     assert differences["loss"] < 0.003
     assert differences["grad_norm"] < 0.02
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from ranks.rank_pool import RankPool
-from ranks.test_layouts import CURVES, TOLERANCE, furthest
+from ranks.test_layouts import CURVES, TOLERANCE, max_relative_difference
 from ranks.tiny import add_mtp_layers, build_model_folder
 
 STEPS = 4
@@ -42,7 +42,7 @@ def alone(model: Path, one: RankPool, samples: Path, tmp_path_factory: pytest.Te
 def test_mtp_loss_equals_the_paper(model: Path, alone: dict[str, Any], one: RankPool, samples: Path) -> None:
     settings = {"model": model, "samples": samples, "lr": alone["lr"], "mtp_loss_weight": WEIGHT}
     theirs = one.run("parity.mtp.train", **settings)
-    differences = {curve: furthest(alone[curve], theirs[curve]) for curve in ALL}
+    differences = {curve: max_relative_difference(alone[curve], theirs[curve]) for curve in ALL}
     print(differences)
     assert max(differences.values()) < TOLERANCE
 
@@ -60,7 +60,7 @@ def test_mtp_in_every_layout(
 ) -> None:
     settings = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "evaluate": True}
     run = worlds[ranks].run("ranks.tasks.train", **settings, mtp_loss_weight=WEIGHT, **layout)
-    differences = {curve: furthest(run[curve], alone[curve]) for curve in ALL}
+    differences = {curve: max_relative_difference(run[curve], alone[curve]) for curve in ALL}
     print(differences)
     assert max(differences.values()) < TOLERANCE
     assert run["valid_after"] == pytest.approx(alone["valid_after"], rel=TOLERANCE)
@@ -71,7 +71,7 @@ def test_mtp_resumes_from_virtual_pipeline(one: RankPool, two: RankPool, samples
     settings = {"model": add_mtp_layers(deeper), "samples": samples, "micro_batch_size": 2, "steps": STEPS}
     whole = two.run("ranks.tasks.train", **settings, pp=2, vpp=2, save_at=[2], root=tmp_path / "root")
     rest = one.run("ranks.tasks.train", **settings, resume=tmp_path / "root" / "iter_0000002")
-    assert max(furthest(rest[curve], whole[curve][2:]) for curve in ALL) < TOLERANCE
+    assert max(max_relative_difference(rest[curve], whole[curve][2:]) for curve in ALL) < TOLERANCE
 
 
 def test_mtp_single_process_checkpoint_resumes_in_pipeline(
@@ -79,7 +79,7 @@ def test_mtp_single_process_checkpoint_resumes_in_pipeline(
 ) -> None:
     settings = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "pp": 2}
     rest = two.run("ranks.tasks.train", **settings, mtp_loss_weight=WEIGHT, resume=alone["saved"])
-    assert max(furthest(rest[curve], alone[curve][2:]) for curve in ALL) < TOLERANCE
+    assert max(max_relative_difference(rest[curve], alone[curve][2:]) for curve in ALL) < TOLERANCE
 
 
 def test_export_contains_mtp_layers(model: Path, four: RankPool, samples: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Pipelines of virtual and of uneven stages, and latent attention on them, train as one process does.
+"""Pipelines with virtual and uneven stages, also with latent attention, train like one process.
 
-MTP layers, of which a checkpoint is written by virtual stages with experts, are in test_mtp.py.
+MTP layers with virtual stages are in test_mtp.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from ranks.rank_pool import RankPool
-from ranks.test_layouts import CURVES, TOLERANCE, furthest
+from ranks.test_layouts import CURVES, TOLERANCE, max_relative_difference
 from ranks.tiny import build_model_folder
 
 YARN = {
@@ -43,16 +43,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: build_model_folder(root / name, family, **settings) for name, (family, settings) in MODELS.items()}
 
 
-class Truths:
-    """What one process does with each model, run once and only as far as a test asks."""
+class SingleProcessRuns:
+    """Single-process results by model and number of steps, each computed once."""
 
     def __init__(self, one: RankPool, folders: dict[str, Path], samples: Path) -> None:
         self._one, self._folders, self._samples = one, folders, samples
-        self._made: dict[tuple[str, int], dict[str, Any]] = {}
+        self._results: dict[tuple[str, int], dict[str, Any]] = {}
 
     def of(self, name: str, steps: int) -> dict[str, Any]:
-        if (name, steps) not in self._made:
-            self._made[name, steps] = self._one.run(
+        if (name, steps) not in self._results:
+            self._results[name, steps] = self._one.run(
                 "ranks.tasks.train",
                 model=self._folders[name],
                 samples=self._samples,
@@ -60,12 +60,12 @@ class Truths:
                 steps=steps,
                 evaluate=True,
             )
-        return self._made[name, steps]
+        return self._results[name, steps]
 
 
 @pytest.fixture(scope="module")
-def truths(one: RankPool, folders: dict[str, Path], samples: Path) -> Truths:
-    return Truths(one, folders, samples)
+def single_process(one: RankPool, folders: dict[str, Path], samples: Path) -> SingleProcessRuns:
+    return SingleProcessRuns(one, folders, samples)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,11 @@ def truths(one: RankPool, folders: dict[str, Path], samples: Path) -> Truths:
     [
         pytest.param("tied", 2, 20, {"pp": 2, "vpp": 2}, id="tied-pp2-vpp2"),
         pytest.param(
-            "tied", 4, STEPS, {"pp": 2, "vpp": 2, "micro_batch_size": 1, "late": 0}, id="tied-pp2-vpp2-dp2-late-rank"
+            "tied",
+            4,
+            STEPS,
+            {"pp": 2, "vpp": 2, "micro_batch_size": 1, "slow_rank": 0},
+            id="tied-pp2-vpp2-dp2-slow-rank",
         ),
         pytest.param("untied", 4, STEPS, {"tp": 2, "pp": 2, "vpp": 2}, id="untied-tp2-pp2-vpp2"),
         pytest.param("eight", 4, STEPS, {"pp": 4, "vpp": 2, "recompute": "full"}, id="tied-pp4-vpp2-recomputed"),
@@ -91,14 +95,14 @@ def test_pipeline_trains_as_single_process(
     worlds: dict[int, RankPool],
     folders: dict[str, Path],
     samples: Path,
-    truths: Truths,
+    single_process: SingleProcessRuns,
 ) -> None:
-    """Lines are packed and of all lengths; held-out lines run out in the middle of a round of virtual stages."""
+    """Packed sequences of all lengths; the last evaluation batches do not fill the virtual pipeline."""
     settings = {"micro_batch_size": 2, "steps": steps, "evaluate": True, **layout}
     run = worlds[ranks].run("ranks.tasks.train", model=folders[name], samples=samples, **settings)
-    truth = truths.of(name, steps)
-    assert run["learned"] == truth["learned"]
-    differences = {curve: furthest(run[curve], truth[curve]) for curve in CURVES}
+    truth = single_process.of(name, steps)
+    assert run["loss_tokens"] == truth["loss_tokens"]
+    differences = {curve: max_relative_difference(run[curve], truth[curve]) for curve in CURVES}
     print(differences)
     assert max(differences.values()) < TOLERANCE
     for held_out in ("valid_before", "valid_after"):
@@ -121,7 +125,7 @@ def test_checkpoints_are_independent_of_stages(
     samples: Path,
     tmp_path: Path,
 ) -> None:
-    """To the last bit under the same stages, and as closely as layouts agree without them, there and back."""
+    """Bitwise with the same stages, within tolerance with other stages, in both directions."""
     settings = {"model": folders[name], "samples": samples, "micro_batch_size": 2, "steps": STEPS}
     saves = {"save_at": [2], "root": tmp_path / "staged"}
     whole = two.run("ranks.tasks.train", **settings, **layout, **saves)
@@ -129,9 +133,9 @@ def test_checkpoints_are_independent_of_stages(
     same = two.run("ranks.tasks.train", **settings, **layout, resume=saved)
     assert same["loss"] == whole["loss"][2:] and same["digest"] == whole["digest"]
     plain = one.run("ranks.tasks.train", **settings, resume=saved, save_at=[3], root=tmp_path / "plain")
-    assert max(furthest(plain[curve], whole[curve][2:]) for curve in CURVES) < TOLERANCE
+    assert max(max_relative_difference(plain[curve], whole[curve][2:]) for curve in CURVES) < TOLERANCE
     back = two.run("ranks.tasks.train", **settings, **layout, resume=tmp_path / "plain" / "iter_0000003")
-    assert max(furthest(back[curve], whole[curve][3:]) for curve in CURVES) < TOLERANCE
+    assert max(max_relative_difference(back[curve], whole[curve][3:]) for curve in CURVES) < TOLERANCE
 
 
 @pytest.mark.parametrize(
