@@ -211,8 +211,8 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         for precision in chosen.precision:
             dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
             for tokens in chosen.tokens:
-                who = loss(dtype, tokens, sizes) if kind == "loss" else decoder_layer(kind, dtype, tokens, sizes)
-                rows += _turns(who, chosen.rounds, {"kind": kind, "precision": precision, "tokens": tokens})
+                steps = loss(dtype, tokens, sizes) if kind == "loss" else decoder_layer(kind, dtype, tokens, sizes)
+                rows += _turns(steps, chosen.rounds, {"kind": kind, "precision": precision, "tokens": tokens})
     close_groups()
     return {
         "kinds": {kind: KINDS[kind] for kind in chosen.kinds},
@@ -222,21 +222,21 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _turns(who: dict[str, Step], rounds: int, row: dict[str, Any]) -> list[dict[str, Any]]:
-    wanted = who["isthmus"]()
-    far = {}
-    for name, step in who.items():
+def _turns(steps: dict[str, Step], rounds: int, row: dict[str, Any]) -> list[dict[str, Any]]:
+    wanted = steps["isthmus"]()
+    difference = {}
+    for name, step in steps.items():
         got = step()
-        far[name] = max(
+        difference[name] = max(
             ((a.float() - b.float()).abs().mean() / b.float().abs().mean()).item()
             for a, b in zip(got, wanted, strict=True)
         )
-        if far[name] > AGREEMENT[row["precision"]]:
-            raise SystemExit(f"{row}: {name} differs from Isthmus by {far[name]:.1e}")
-    times: dict[str, list[float]] = {name: [] for name in who}
+        if difference[name] > AGREEMENT[row["precision"]]:
+            raise SystemExit(f"{row}: {name} differs from Isthmus by {difference[name]:.1e}")
+    times: dict[str, list[float]] = {name: [] for name in steps}
     watch = CpuWatch()
     for _ in range(rounds):
-        for name, step in who.items():
+        for name, step in steps.items():
             started_s = time.perf_counter()
             for _ in range(3):
                 step()
@@ -244,17 +244,17 @@ def _turns(who: dict[str, Step], rounds: int, row: dict[str, Any]) -> list[dict[
     others = watch.shares()["others_cpu_use"]
     own = statistics.median(times["isthmus"])
     rows = []
-    for name in who:
-        middle = statistics.median(times[name])
+    for name in steps:
+        median_s = statistics.median(times[name])
         rows.append(
             row | {
-                "contestant": name, "time_s": middle, "time_s_rounds": times[name], "times_isthmus": middle / own,
-                "others_cpu_use": others, "max_difference_from_isthmus": far[name],
+                "contestant": name, "time_s": median_s, "time_s_rounds": times[name], "times_isthmus": median_s / own,
+                "others_cpu_use": others, "max_difference_from_isthmus": difference[name],
             }
         )  # fmt: skip
         print(
-            f"{row['kind']:<13} {row['precision']} {row['tokens']:>5} {name:<14}{middle * 1e3:>9.2f} ms"
-            f"{middle / own:>7.2f} x isthmus",
+            f"{row['kind']:<13} {row['precision']} {row['tokens']:>5} {name:<14}{median_s * 1e3:>9.2f} ms"
+            f"{median_s / own:>7.2f} x isthmus",
             flush=True,
         )
     return rows

@@ -203,9 +203,9 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     for family in chosen.models:
         for precision in chosen.precision:
             built = contestants(family, shapes[family], precision)
-            who = {name: built[name] for name in chosen.only}
+            layers = {name: built[name] for name in chosen.only}
             for tokens in chosen.tokens:
-                rows += _turns(who, built["isthmus"], shapes[family], chosen.rounds, precision, tokens, family)
+                rows += _turns(layers, built["isthmus"], shapes[family], chosen.rounds, precision, tokens, family)
     close_groups()
     disturbed = [row for row in rows if row["others_cpu_use"] > MOST_FOR_OTHERS]
     return {
@@ -218,7 +218,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _turns(
-    who: dict[str, Any], ours: Any, sizes: dict[str, Any], rounds: int, precision: str, tokens: int, family: str
+    layers: dict[str, Any], ours: Any, sizes: dict[str, Any], rounds: int, precision: str, tokens: int, family: str
 ) -> list[dict[str, Any]]:
     import torch
 
@@ -234,13 +234,13 @@ def _turns(
 
     wanted = step(ours[0])
     agreement = {}
-    for name, (run, _) in who.items():
+    for name, (run, _) in layers.items():
         got = step(run)
-        far = max(((a - b).abs().mean() / b.abs().mean()).item() for a, b in zip(got, wanted, strict=True))
-        if far > AGREEMENT[precision]:
-            raise SystemExit(f"{name} differs from Isthmus by {far:.1e}")
-        agreement[name] = far
-    turns = {name: partial(step, run) for name, (run, _) in who.items()} | {
+        difference = max(((a - b).abs().mean() / b.abs().mean()).item() for a, b in zip(got, wanted, strict=True))
+        if difference > AGREEMENT[precision]:
+            raise SystemExit(f"{name} differs from Isthmus by {difference:.1e}")
+        agreement[name] = difference
+    turns = {name: partial(step, run) for name, (run, _) in layers.items()} | {
         MATMULS_ONLY: expert_matmuls(ours[1], hidden)
     }
     times: dict[str, list[float]] = {name: [] for name in turns}
@@ -256,15 +256,15 @@ def _turns(
     others = watch.shares()["others_cpu_use"]
     rows = []
     for name in turns:
-        middle = statistics.median(times[name])
-        row = {"contestant": name, "model": family, "precision": precision, "tokens": tokens, "time_s": middle}
-        row |= {"time_s_rounds": times[name], "tokens_per_s": tokens / middle, "others_cpu_use": others}
+        median_s = statistics.median(times[name])
+        row = {"contestant": name, "model": family, "precision": precision, "tokens": tokens, "time_s": median_s}
+        row |= {"time_s_rounds": times[name], "tokens_per_s": tokens / median_s, "others_cpu_use": others}
         row |= {"cpu_time_s": statistics.median(cpu_times[name]), "max_difference_from_isthmus": agreement.get(name)}
         if "isthmus" in times:
-            row["times_isthmus"] = middle / statistics.median(times["isthmus"])
+            row["times_isthmus"] = median_s / statistics.median(times["isthmus"])
         rows.append(row)
         print(
-            f"{family:<10} {precision} {tokens:>5} {name:<22}{middle * 1e3:>9.2f} ms"
+            f"{family:<10} {precision} {tokens:>5} {name:<22}{median_s * 1e3:>9.2f} ms"
             f"{row['cpu_time_s'] * 1e3:>9.2f} ms of CPU time",
             flush=True,
         )

@@ -96,13 +96,13 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "budget_s": 0.01 if chosen.quick else 0.3,
         }
         own = {"profile": chosen.profile, "ceiling": ceiling_spec}
-        asked = {name: CONTESTANTS[name] for name in chosen.only}
+        selected = {name: CONTESTANTS[name] for name in chosen.only}
         contestants = {
             name: (
                 module,
                 Turn(precision=precision, style=style, **turn, **(own if module == ISTHMUS else {})).spec(),
             )
-            for name, (module, style) in asked.items()
+            for name, (module, style) in selected.items()
         }
         results = take_turns(
             {"ceiling": (CEILING, ceiling_spec), **contestants}, rounds=chosen.rounds, threads=chosen.threads

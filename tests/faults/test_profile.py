@@ -32,7 +32,7 @@ def table(out: Path, rank: int = 0) -> dict[str, tuple[float, float]]:
     """Milliseconds and calls per step of each row."""
     text = (out / "profile" / f"rank{rank}.md").read_text()
     found = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| [\d.]+% \| ([\d.]*) ?\|", text, re.MULTILINE)
-    return {what: (float(ms), float(calls or 0)) for what, ms, calls in found}
+    return {name: (float(ms), float(calls or 0)) for name, ms, calls in found}
 
 
 def trace(out: Path, rank: int = 0) -> set[str]:
@@ -59,17 +59,17 @@ def test_table_sums_to_step_time_and_lists_largest_rows(
         assert total_ms == pytest.approx(measured_ms, rel=0.25)
         # Four weights per layer with forward and both gradients each. With tp=2, qkv and fc2 have the same shape.
         matmul_rows = re.compile("matmuls of .*(attention|feed)")
-        matmuls = {what: calls for what, (_, calls) in profile.items() if matmul_rows.match(what)}
+        matmuls = {name: calls for name, (_, calls) in profile.items() if matmul_rows.match(name)}
         assert sum(matmuls.values()) == 4 * 3 * LAYERS * MICRO_BATCHES
         assert size == 2 or matmuls["matmuls of the feed-forward block"] == 2 * 3 * LAYERS * MICRO_BATCHES
         assert profile["attention"][1] == 2 * LAYERS * MICRO_BATCHES and profile["optimizer"][1] == 1
         assert size == 1 or profile["communication between ranks"][1] > 10 * LAYERS
-        largest = sorted(profile, key=lambda what: -profile[what][0])[:3]
+        largest = sorted(profile, key=lambda name: -profile[name][0])[:3]
         head = (out / "profile" / f"rank{rank}.md").read_text().partition("| what")[0]
         assert re.search(r" \d+%, ".join(map(re.escape, largest)) + r" \d+% of the step", head)
         if rank == 0:
             (line,) = [line for line in done[0].stderr.splitlines() if line.startswith("profile of steps 2-3")]
-            assert all(what in line for what in largest)
+            assert all(name in line for name in largest)
 
 
 def test_interrupted_profile_is_written_and_continued_on_resume(
@@ -95,6 +95,6 @@ def test_interrupted_profile_is_written_and_continued_on_resume(
 def test_profile_of_steps_beyond_the_run_is_refused(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     (command,) = start(isthmus, [*sft_args, "train.steps=4", "train.profile=3-5"], 1).wait()
     assert "train.profile" in command.error(2) and "from 1 to 4" in command.error(2)
-    by_epochs = [word for word in sft_args if not word.startswith("train.steps")]
+    by_epochs = [arg for arg in sft_args if not arg.startswith("train.steps")]
     (command,) = start(isthmus, [*by_epochs, "train.epochs=0.25", "train.profile=3-500"], 1).wait()
     assert "goes beyond the" in command.error(2) and not (tmp_path / "out").exists()

@@ -39,7 +39,7 @@ def test_files_and_metrics_of_a_run(isthmus: ForkServer, sft_args: list[str], mo
     assert test == {4: result["test_loss"]} and 0 < test[4] != valid[4]
 
     config = load_config("sft", out / "config.yaml", [], {})
-    args = [word for word in sft_args[7:] if "=" in word]
+    args = [arg for arg in sft_args[7:] if "=" in arg]
     flags = {"model": sft_args[2], "data": [sft_args[4]], "out": sft_args[6]}
     again = load_config("sft", None, [*args, *more], flags)
     assert config == again
@@ -115,7 +115,7 @@ def test_more_steps_resume(isthmus: ForkServer, sft_args: list[str], tmp_path: P
 def test_dry_run_prints_a_loadable_config_and_writes_nothing(
     isthmus: ForkServer, sft_args: list[str], tmp_path: Path
 ) -> None:
-    args = [word for word in sft_args if word != "--json"]
+    args = [arg for arg in sft_args if arg != "--json"]
     printed = isthmus(*args, "--dry-run", "parallel.tp=2")
     assert printed.returncode == 0 and not printed.stderr and not list(tmp_path.iterdir())
     (tmp_path / "run.yaml").write_text(printed.stdout)

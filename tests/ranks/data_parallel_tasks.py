@@ -33,7 +33,7 @@ def shares(**layout: Any) -> list[dict[str, float]]:
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "moments": [adam.state[parameter]["exp_avg"] for parameter in parameters if parameter in adam.state],
     }
-    stepper.evaluate(training.held_out.eval_batches())
+    stepper.evaluate(training.valid.eval_batches())
     tensors_by_kind["weights"] = list(live_tensors(training.model.stages).values())
     mine = {name: _numel(tensors, own=True) / _numel(tensors, own=False) for name, tensors in tensors_by_kind.items()}
     every: list[Any] = [None] * dist.get_world_size()

@@ -55,7 +55,7 @@ class Training:
     model: RankModel
     stepper: Stepper
     batches: Batches
-    held_out: Batches
+    valid: Batches
 
 
 def start(
@@ -128,11 +128,11 @@ def start(
     stepper = Stepper(built.stages, optimizer, build_schedule(optimizer, chosen, TOTAL_STEPS), objective_of(config))
     if dpo is None:
         return Training(built, stepper, Batches(store, sizes, shard), Batches(store, in_order, shard))
-    pairs, held_out = PairBatches(store, sizes, shard), PairBatches(store, in_order, shard)
-    parts = {"train": pairs, "valid": held_out}
+    pairs, valid = PairBatches(store, sizes, shard), PairBatches(store, in_order, shard)
+    parts = {"train": pairs, "valid": valid}
     path = Path(reference or tempfile.mkdtemp()) / "reference.npz"
     compute_reference(stepper, parts, path, built.position, fresh=fresh, stop=StopFlag(), log=print)
-    return Training(built, stepper, pairs, held_out)
+    return Training(built, stepper, pairs, valid)
 
 
 def train(
@@ -163,7 +163,7 @@ def train(
     curves = ("loss", "grad_norm", "lr", "loss_tokens", "mtp_loss", "load")
     result: dict[str, Any] = {"first": first, "metrics": [], **{curve: [] for curve in curves}}
     if evaluate:
-        result["valid_before"] = stepper.evaluate(training.held_out.eval_batches()).loss
+        result["valid_before"] = stepper.evaluate(training.valid.eval_batches()).loss
     names = ("loss_scale", "skipped") if stepper.loss_scale is not None else ()
     result |= {name: [] for name in names}
     for step in range(first, steps):
@@ -182,7 +182,7 @@ def train(
             progress = save_load.Progress(step=step + 1, data="these samples")
             save_load.save(Path(root or ""), stepper, progress, parallel, keep=keep)
     if evaluate:
-        result["valid_after"] = stepper.evaluate(training.held_out.eval_batches()).loss
+        result["valid_after"] = stepper.evaluate(training.valid.eval_batches()).loss
     return result | {"digest": _digest(training)}
 
 

@@ -296,8 +296,8 @@ def test_data_fingerprint_covers_content_and_order(samples: Path, tmp_path: Path
     names = {"out": "unused", "model": {"path": "unused"}, "data": {"files": ["unused"]}}
 
     def fingerprint(samples_store: SampleStore, **sections: dict[str, Any]) -> str:
-        given = {name: {**names.get(name, {}), **section} for name, section in sections.items()}
-        return Corpus(samples_store, None).fingerprint(RunConfig.model_validate({"recipe": "sft", **names, **given}))
+        values = {name: {**names.get(name, {}), **section} for name, section in sections.items()}
+        return Corpus(samples_store, None).fingerprint(RunConfig.model_validate({"recipe": "sft", **names, **values}))
 
     same = fingerprint(store)
     assert fingerprint(open_samples(build_samples(tmp_path / "again"))) == same

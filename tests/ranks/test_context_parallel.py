@@ -36,8 +36,8 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
         difference = max(abs(a - b) / abs(b) for a, b in zip(run[curve], truth[curve][:steps], strict=True))
         print(curve, difference)
         assert difference < TOLERANCE
-    for held_out in ("valid_before", "valid_after")[: 2 if steps == len(truth["loss"]) else 1]:
-        assert run[held_out] == pytest.approx(truth[held_out], rel=TOLERANCE)
+    for key in ("valid_before", "valid_after")[: 2 if steps == len(truth["loss"]) else 1]:
+        assert run[key] == pytest.approx(truth[key], rel=TOLERANCE)
 
 
 LAYOUTS = {

@@ -37,8 +37,8 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
     differences = {curve: max_relative_difference(run[curve], truth[curve][:steps]) for curve in CURVES}
     print(differences)
     assert max(differences.values()) < TOLERANCE
-    for held_out in ("valid_before", "valid_after")[: 1 if steps < TOTAL_STEPS else 2]:
-        assert run[held_out] == pytest.approx(truth[held_out], rel=TOLERANCE)
+    for key in ("valid_before", "valid_after")[: 1 if steps < TOTAL_STEPS else 2]:
+        assert run[key] == pytest.approx(truth[key], rel=TOLERANCE)
 
 
 def test_single_process_reduces_loss_and_clips_some_steps(alone: dict[str, dict[str, Any]]) -> None:

@@ -105,8 +105,8 @@ def test_pipeline_trains_as_single_process(
     differences = {curve: max_relative_difference(run[curve], truth[curve]) for curve in CURVES}
     print(differences)
     assert max(differences.values()) < TOLERANCE
-    for held_out in ("valid_before", "valid_after"):
-        assert run[held_out] == pytest.approx(truth[held_out], rel=TOLERANCE)
+    for key in ("valid_before", "valid_after"):
+        assert run[key] == pytest.approx(truth[key], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def alone(one: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def spread(two: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
+def two_ranks(two: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
     """The same on two ranks."""
     cases: dict[str, dict[str, Any]] = {
         "fp16": {"precision": "fp16", "more": {"initial_loss_scale": 256.0}},
@@ -58,8 +58,8 @@ def differences(run: dict[str, Any], truth: dict[str, Any]) -> tuple[float, floa
     return found
 
 
-def test_fp16_follows_fp32(alone: dict[str, dict[str, Any]], spread: dict[str, dict[str, Any]]) -> None:
-    for run in (alone["fp16"], spread["fp16"]):
+def test_fp16_follows_fp32(alone: dict[str, dict[str, Any]], two_ranks: dict[str, dict[str, Any]]) -> None:
+    for run in (alone["fp16"], two_ranks["fp16"]):
         assert set(run["skipped"]) == {0} and set(run["loss_scale"]) == {256}
         assert run["lr"] == alone["fp32"]["lr"]
         loss, norm = differences(run, alone["fp32"])
@@ -107,14 +107,14 @@ def test_overflow_at_the_lowest_scale_fails(one: RankPool, wide: Path, samples: 
     assert refused["code"] == 79 and "the gradient norm is inf" in refused["text"]
 
 
-def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], spread: dict[str, dict[str, Any]]) -> None:
-    for run in (alone["tensorwise"], alone["rowwise"], *(spread[name] for name in spread if "wise" in name)):
+def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], two_ranks: dict[str, dict[str, Any]]) -> None:
+    for run in (alone["tensorwise"], alone["rowwise"], *(two_ranks[name] for name in two_ranks if "wise" in name)):
         loss, norm = differences(run, alone["fp32"])
         # 4 bits of mantissa forward and 3 backward, in sums over 32 to 64 numbers.
         assert 0 < loss < 0.01 and norm < 0.1
     assert alone["tensorwise"]["loss"] != alone["rowwise"]["loss"]
     # The same matrices per rank; only bfloat16 rounding differs.
-    loss, norm = differences(spread["tensorwise-sp"], spread["tensorwise"])
+    loss, norm = differences(two_ranks["tensorwise-sp"], two_ranks["tensorwise"])
     assert loss < 0.003 and norm < 0.03
 
 
