@@ -17,7 +17,7 @@ from isthmus.data.store.sample_views import chat_samples
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.demo.python_docs import python_documentation
 from isthmus.hf.tiny_model import train_tokenizer
-from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from isthmus.recipes.data.prepare import tokenize_files
 
 VOCAB_SIZE = 32000
@@ -115,7 +115,7 @@ def make_workload(
             writer.end_documents((1,))
     write_manifest(folder / "samples", {"pair": writer.close()})
     parameters = _write_model(folder / "model", shape)
-    chosen.save(folder / "model")  # TRL needs one, although the samples are tokenized
+    save_tokenizer(chosen.inner, folder / "model")  # TRL needs one, although the samples are tokenized
     return {
         "model": {"family": "qwen3", "parameters": parameters, **asdict(shape)},
         "data": {
