@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -111,7 +112,8 @@ class _Signals:
         self._process = psutil.Process()
         self._other_children = {child.pid for child in self._process.children()}
         self._stop_file = stop_file
-        self._first_s = 0.0
+        self._first_request = threading.Lock()
+        self._first_s = math.inf
         self._previous: dict[int, object] = {}
         self._timer = threading.Timer(SAVE_TIMEOUT_S, self._send, (signal.SIGKILL,))
         self._timer.daemon = True
@@ -135,7 +137,7 @@ class _Signals:
     def _received(self, number: int, frame: FrameType | None) -> None:
         if not self.ranks_started:
             raise Preempted("stopped before any rank was started, as requested.")
-        if not self.stop_requested:
+        if self._first_request.acquire(blocking=False):  # a second signal may interrupt this handler
             self.stop_requested, self._first_s = True, time.monotonic()
             self._stop_file.touch()  # for a rank that has no signal handler yet
             self._send(signal.SIGTERM)

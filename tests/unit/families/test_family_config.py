@@ -85,7 +85,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
         {"qkv_bias": True, "proj_bias": True, "mlp_bias": True},
     ),
-    "qwen2-window-in-some-layers": (
+    "qwen2-window-some-layers": (
         {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
         {"sliding_window": 9, "full_attention_layers": (0, 1)},
     ),
@@ -114,7 +114,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "gpt_neox", "rotary_emb_base": 5000, "rotary_pct": 0.5},
         {"rotary_base": 5000.0, "rotary_percent": 0.5, "form": "parallel_two_norms", "activation": "gelu"},
     ),
-    "gpt_neox-in-turn": (
+    "gpt_neox-sequential": (
         {"model_type": "gpt_neox", "use_parallel_residual": False},
         {"form": "pre", "rotary_percent": 0.25},
     ),

@@ -49,6 +49,7 @@ def init_process_group(
 
         cpu_adapter.install()
         compat.cpu_random_state()
+        compat.share_gloo_devices()
     else:
         torch.cuda.set_device(rank_env.local_rank())
     if dist.is_initialized():

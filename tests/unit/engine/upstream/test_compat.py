@@ -31,6 +31,13 @@ def test_cpu_random_state(one: RankPool) -> None:
 
 
 @pytest.mark.processes
+def test_share_gloo_devices(one: RankPool) -> None:
+    found = one.run("unit.engine.upstream.upstream_tasks.gloo_threads")
+    assert found["upstream"] == 3, "gloo groups share a thread now: drop compat.share_gloo_devices"
+    assert found["shared"] == 0
+
+
+@pytest.mark.processes
 def test_quiet_missing_extensions() -> None:
     noise = run_python("import megatron.core.optimizer, megatron.core.distributed").stderr
     assert "Apex" in noise, "megatron-core no longer warns on import: drop compat.quiet_missing_extensions"

@@ -6,6 +6,7 @@ Each returns the result of upstream alone, and with the workaround.
 from __future__ import annotations
 
 import importlib.util
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,3 +167,21 @@ def _misplaced(training: Any, optimizer: Any) -> int:
     (buffer,) = optimizer.buffers
     pairs = zip(buffer.param_index_map, state.values(), strict=True)
     return sum(not torch.equal(parameter.detach(), tensors["param"].data) for parameter, tensors in pairs)
+
+
+def gloo_threads() -> dict[str, int]:
+    """Polling threads of three groups, with torch's class and with ours; ours have started with the world."""
+
+    def count() -> int:
+        return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+    before = count()
+    groups = [dist.new_group([0]) for _ in range(3)]
+    shared = count()
+    store = dist.HashStore()
+    limit = timedelta(seconds=10)
+    upstream = [dist.ProcessGroupGloo(dist.PrefixStore(str(k), store), 0, 1, limit) for k in range(3)]
+    found = {"upstream": count() - shared, "shared": shared - before, "groups": len(groups) + len(upstream)}
+    for group in groups:
+        dist.destroy_process_group(group)
+    return found
