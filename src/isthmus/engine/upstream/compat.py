@@ -91,7 +91,8 @@ class SharedDevicesGloo(torch.distributed.ProcessGroupGloo):
     """A gloo process group on the devices that all groups of this process share."""
 
     def __init__(self, store: torch.distributed.Store, rank: int, size: int, timeout: timedelta) -> None:
-        options: Any = torch.distributed.ProcessGroupGloo._Options()
+        gloo: Any = torch.distributed.ProcessGroupGloo
+        options = gloo._Options()
         options._devices, options._timeout = gloo_devices(), timeout
         super().__init__(store, rank, size, options)
 
