@@ -1,6 +1,6 @@
 """The rank pools of a test file, and the tiny models and samples of a test process.
 
-Pools are closed after each file: idle ranks have hundreds of polling gloo threads, which use up to one of two cores.
+Pools are closed after each file, which frees the memory and the threads of their process groups.
 """
 
 from __future__ import annotations

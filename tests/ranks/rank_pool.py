@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).with_name("pool_worker.py")
-RESTART_AFTER_TASKS = 3
-"""Tasks per set of processes: each layout leaves gloo threads behind, which poll."""
+RESTART_AFTER_TASKS = 10
+"""Tasks per set of processes: each layout leaves the threads of its process groups behind."""
 AFTER_FAILURE_S = 5.0
 """Time for the other ranks after one has failed; they often hang in a collective."""
 
