@@ -234,6 +234,7 @@ _GUIDES = {
     "verify": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",
     "config": "[Config files](../how-to/config-files.md)",
     "config from-megatron": "[Migrate from Megatron-LM](../how-to/migrate-from-megatron-lm.md)",
+    "config to-megatron": "[Migrate from Megatron-LM](../how-to/migrate-from-megatron-lm.md)",
     "config from-primus": "[Migrate from Primus](../how-to/migrate-from-primus.md)",
     "config from-env": "[Migrate from ROCm Megatron-LM](../how-to/migrate-from-rocm-megatron-lm.md)",
 }

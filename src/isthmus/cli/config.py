@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isthmus.cli.train_verbs import Words
+from isthmus.cli.train_verbs import Data, Words
 from isthmus.errors import NoSpace, UsageError
 
 app = typer.Typer(
@@ -157,6 +157,11 @@ def from_megatron(
 @app.command("from-primus", short_help="Translate an experiment of Primus into a config.")
 def from_primus(
     experiment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="An experiment of the Megatron backend.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings of Isthmus such as optim.lr=2e-5, which win."),
+    ] = None,
+    data: Data = None,
     models: Annotated[
         Path | None,
         typer.Option(
@@ -165,11 +170,25 @@ def from_primus(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
 ) -> int:
-    """Print the config of a Primus experiment and its model files."""
+    """Print the config of a Primus experiment and its model files, with settings given here."""
     from isthmus.cli.translate import from_primus as translated
     from isthmus.cli.translate import print_translation
 
-    return print_translation(translated(experiment, models), json_wanted=as_json)
+    return print_translation(translated(experiment, models, overrides or [], data or []), json_wanted=as_json)
+
+
+@app.command("to-megatron", short_help="Translate a config into Megatron-LM's arguments.")
+def to_megatron(
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print arguments and remarks as JSON.")] = False,
+) -> int:
+    """Print the arguments of Megatron-LM's pretrain_gpt.py for a config, one per line.
+
+    Settings that they do not express are named on stderr.
+    """
+    from isthmus.cli.to_megatron import print_arguments
+
+    return print_arguments(words or [], json_wanted=as_json)
 
 
 @app.command("from-env", short_help="Translate variables of ROCm Megatron-LM's scripts into a config.")

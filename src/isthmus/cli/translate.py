@@ -15,10 +15,12 @@ from isthmus.config.dialects.megatron.training_command import read_command
 from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_command
 from isthmus.config.dialects.primus.translate_primus import translate_experiment
 from isthmus.config.dialects.translation import Translation, World, as_json, as_yaml
-from isthmus.config.load import load_config
+from isthmus.config.load import load_config, load_settings, origins_of
 from isthmus.errors import IOFailure, MissingInput, UsageError
 
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
+_COMMENT = re.compile(r"""('[^']*'|"(?:[^"\\]|\\.)*"|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
+"""A comment of a shell, or text in quotes (the group), which may contain #."""
 
 
 def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
@@ -48,14 +50,21 @@ def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
     return _with_model(translate_command(read_command(words)))
 
 
-def from_primus(experiment: Path, models: Path | None) -> Translation:
-    """Translate a Primus experiment and its model. A UsageError contains all errors."""
-    return _with_model(translate_experiment(experiment, models))
+def from_primus(experiment: Path, models: Path | None, overrides: Sequence[str], data: Sequence[str]) -> Translation:
+    """Translate a Primus experiment and its model. A UsageError contains all errors.
+
+    ``overrides`` (``optim.lr=2e-5``) and ``data``, the training files, win over the experiment.
+    """
+    given = load_settings(None, None, overrides, {"data": data or None}, check=False)
+    translation = _with_model(translate_experiment(experiment, models))
+    for name, value, origin in origins_of(given.given, given.origins):
+        translation.put(name, value, origin)
+    return translation
 
 
 def print_translation(translation: Translation, *, json_wanted: bool, command: str = "", title: str = "") -> int:
     """Validate a translation and print it as a config file, or as JSON; ``title`` is the first comment."""
-    load_config(None, None, [], {"recipe": translation.recipe, **translation.settings})
+    load_config(None, None, [], {"recipe": translation.recipe, **translation.settings}, translation.origins)
     command = command or start_command(translation.recipe, translation.world, "run.yaml")
     if json_wanted:
         print(json.dumps(as_json(translation) | {"command": command}, indent=2))
@@ -96,10 +105,11 @@ def _vocab_size(translation: Translation) -> int:
     """Embedding rows: from the tokenizer's files, or those of the model that its name belongs to."""
     path = translation.settings.get("tokenizer.path")
     local = Path(path) if path is not None and Path(path).exists() else None
-    if local is not None and (local.is_file() or list(local.glob("tokenizer*")) or list(local.glob("vocab.json"))):
-        from isthmus.hf.tokenizer.tokenizer import load_tokenizer
+    if local is not None and (local.is_file() or any(local.glob("tokenizer*")) or any(local.glob("*vocab.json"))):
+        from isthmus.hf.tokenizer.tokenizer_kinds import open_tokenizer
 
-        return load_tokenizer(local.parent if local.is_file() else local).vocab_size
+        code = bool(translation.settings.get("model.trust_remote_code"))
+        return open_tokenizer(local, translation.settings.get("tokenizer.type"), trust_remote_code=code).vocab_size
     if (rows := rows_by_name(translation)) is not None:
         why = f"The tokenizer is not on this machine; by its name it has {rows} tokens. --vocab-size changes that."
         translation.remark(translation.origins["tokenizer.path"], "different", why)
@@ -114,7 +124,7 @@ def _vocab_size(translation: Translation) -> int:
 def _split(path: Path, text: str) -> list[str]:
     """Split a file of arguments in shell syntax; lines may end with a backslash."""
     try:
-        return shlex.split(re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " "))
+        return shlex.split(_COMMENT.sub(lambda found: found[1] or "", text).replace("\\\n", " "))
     except ValueError as error:
         raise UsageError(f"{path} is not a list of arguments: {error}.") from error
 

@@ -39,7 +39,11 @@ class LoadedSettings:
 
 
 def load_config(
-    recipe: str | None, file: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+    recipe: str | None,
+    file: Path | None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    origins: Mapping[str, str] | None = None,
 ) -> RunConfig:
     """Load and validate the settings of a run.
 
@@ -49,11 +53,12 @@ def load_config(
         overrides: such as ``optim.lr=2e-5``, with YAML values; they win over flags, later ones over earlier ones.
         flags: options by name (``model``, ``data``, ``out``, ``hf_every``) or dotted setting; they win over the file.
             None: the option is not given.
+        origins: for messages, where flags with a dotted name come from, if not from the command line.
 
     Raises:
         UsageError: contains all errors, each with its file and line, setting, reason and a hint.
     """
-    config = load_settings(recipe, file, overrides, flags).config
+    config = load_settings(recipe, file, overrides, flags, origins).config
     assert config is not None
     return config
 
@@ -63,6 +68,7 @@ def load_settings(
     file: Path | None,
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
+    origins: Mapping[str, str] | None = None,
     *,
     check: bool = True,
     kind: Kind = "train",
@@ -77,7 +83,8 @@ def load_settings(
     for name, value in (flags or {}).items():
         if value is not None:
             option = _OPTIONS.get(name)
-            draft.put(GIVEN_BY[option] if option else tuple(name.split(".")), _plain(value), option or "command line")
+            origin = option or (origins or {}).get(name, "command line")
+            draft.put(GIVEN_BY[option] if option else tuple(name.split(".")), _plain(value), origin)
     for override in overrides:
         draft.add_override(override)
     if not check:

@@ -1,8 +1,9 @@
-"""``isthmus config from-megatron`` and ``from-primus`` print configs of the described models."""
+"""``isthmus config from-megatron``, ``from-primus`` and ``to-megatron``: configs of the described models, and back."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from math import prod
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 
 from isthmus.cli.main import parse_and_run
 from isthmus.config.load import load_config
+from isthmus.config.schema import RunConfig
 from isthmus.errors import MissingInput, UsageError
 from isthmus.families.registry import family_for
 from unit.config.dialects.examples import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B, MIXTRAL, MODEL_FILES, experiment
+from unit.hf.tokenizer.gpt2_files import write_gpt2_files
 
 
 def parameters(file: Path) -> int:
@@ -40,6 +43,91 @@ def test_a_file_of_arguments_becomes_a_config(
     config = load_config(None, tmp_path / "run.yaml")
     assert (config.model.config["model_type"], config.logging.every) == (family, 7)
     assert parameters(tmp_path / "run.yaml") == count
+
+
+def config_of(capsys: pytest.CaptureFixture[str], *words: str) -> RunConfig:
+    """The config that ``isthmus config <words>`` prints, which is written to ``run.yaml``."""
+    assert parse_and_run(["config", *words]) == 0
+    Path("run.yaml").write_text(capsys.readouterr().out)
+    return load_config(None, Path("run.yaml"))
+
+
+@pytest.mark.parametrize("source", [LLAMA3_8B, MIXTRAL, DEEPSEEK_V2_LITE, GPT_345M, "llama3.1_8B", "mixtral_tiny"])
+def test_a_config_as_arguments_is_read_as_the_same_config(
+    source: list[str] | str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if isinstance(source, str):
+        for name, text in MODEL_FILES.items():
+            Path(name).write_text(text)
+        Path("first.yaml").write_text(experiment(source))
+        first = config_of(capsys, "from-primus", "first.yaml")
+    else:
+        Path("megatron.txt").write_text(shlex.join(source))
+        first = config_of(capsys, "from-megatron", "megatron.txt")
+    assert parse_and_run(["config", "to-megatron", "run.yaml"]) == 0
+    Path("megatron.txt").write_text(capsys.readouterr().out)
+    assert config_of(capsys, "from-megatron", "megatron.txt") == first
+
+
+def test_settings_without_an_argument_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "{recipe: pretrain, out: x, model: {path: 'preset:qwen3-0.6b', init: random}, data: {files: [a.txt]}}"
+    )
+    more = ["train.steps=9", "checkpoint.keep=5", "train.precision=fp8", "train.fp8_scaling=rowwise"]
+    assert parse_and_run(["config", "to-megatron", str(file), *more]) == 0
+    out, err = capsys.readouterr()
+    assert "--qk-layernorm\n" in out and "--train-iters 9\n" in out and "--fp8-format hybrid\n" in out
+    named = {line.split(" (")[0] for line in err.splitlines()}
+    assert named >= {"checkpoint.keep=5", "train.fp8_scaling=rowwise", "a.txt", "tokenizer.path"}
+    for words, message in (
+        (["train.epochs=2"], "Megatron-LM counts steps. Give train.steps=N"),
+        (["train.steps=9", "model.config.rope_scaling={rope_type: linear, factor: 2.0}"], "no option for rope scaling"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            parse_and_run(["config", "to-megatron", str(file), *words])
+
+
+def test_files_of_gpt2_give_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_gpt2_files(tmp_path / "gpt2", ["the sea is blue " * 9], prefix="gpt2-")
+    place = GPT_345M.index("--vocab-file")
+    words = [*GPT_345M[:place], *GPT_345M[place + 4 :], "--vocab-file", f"{folder}/gpt2-vocab.json", "--merge-file"]
+    args = ["config", "from-megatron", "--json", "--"]
+    assert parse_and_run([*args, *words, f"{folder}/gpt2-merges.txt"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert config["tokenizer"] == {"path": str(folder), "type": "GPT2BPETokenizer"}
+    assert config["model"]["config"]["vocab_size"] == len(json.loads((folder / "gpt2-vocab.json").read_text()))
+    with pytest.raises(UsageError, match="must be in one folder"):
+        parse_and_run([*args, *words, "merges.txt"])
+
+
+def test_comments_and_quotes_of_a_file_of_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"# don't\n{shlex.join(GPT_345M)} \\\n  # more\n --save 'runs/a #1' --load x#2  # \"end"
+    (tmp_path / "train.txt").write_text(text)
+    assert parse_and_run(["config", "from-megatron", "--json", str(tmp_path / "train.txt")]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["out"], config["checkpoint"]["resume"]) == ("runs/a #1", "x#2")
+
+
+def test_settings_and_data_win_over_an_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = experiment("llama3.1_8B", "\ndisable_wandb: false\ndisable_mlflow: true\ndisable_tensorboard: true")
+    Path("first.yaml").write_text(text.replace("mock_data: true", ""))
+    with pytest.raises(UsageError, match=r"data.files  is missing: .* --data or data.files="):
+        parse_and_run(["config", "from-primus", "first.yaml"])
+    words = ["from-primus", "first.yaml", "--data", "a.jsonl", "train.steps=3", "model.config.vocab_size=99"]
+    config = config_of(capsys, *words)
+    assert (config.data.files, config.train.steps, config.model.config["vocab_size"]) == (("a.jsonl",), 3, 99)
+    assert (config.model.config["initializer_range"], config.logging.tensorboard) == (0.008, False)
+    printed = Path("run.yaml").read_text()
+    assert "# - disable_wandb: false (unsupported): The loggers are" in printed and "disable_mlflow" not in printed
+    assert "steps: 3  # command line" in printed
+    Path("first.yaml").write_text(text.replace("min_lr: 0.0", ""))
+    with pytest.raises(UsageError, match=r"^pre_trainer, default of Primus: min_lr: 2.5e-05  optim.min_lr"):
+        parse_and_run(["config", "from-primus", "first.yaml"])
 
 
 def test_an_experiment_becomes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,14 @@ Names and meaning follow Megatron-LM core_v0.16.1: ``megatron/training/arguments
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from isthmus.config.dialects.megatron.known_args import is_default, words_of
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.families.architecture import Architecture, Moe, RopeScaling
 
@@ -20,37 +22,16 @@ ROPE_SCALING = RopeScaling(kind="llama3", factor=8.0)
 YARN = (4096, 32.0, 1.0)
 """Original context of YaRN, ``beta_fast`` and ``beta_slow``; there are no flags for them."""
 CLAMPED_SWIGLU = {"quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
-FLAGS_NOT_RESTORED: dict[str, tuple[str, Any]] = {
-    "layernorm_epsilon": ("--norm-epsilon", 1e-5),
-    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", False),
-    "qk_layernorm": ("--qk-layernorm", False),
-    "window_size": ("--window-size", None),
-    "window_attn_skip_freq": ("--window-attn-skip-freq", None),
-    "no_rope_freq": ("--no-rope-freq", None),
-    "use_rope_scaling": ("--use-rope-scaling", False),
-    "softmax_type": ("--softmax-type", "vanilla"),
-    "bias_gelu_fusion": ("--no-bias-gelu-fusion", True),
-    "quick_geglu": ("--quick-geglu", False),
-    "activation_func_clamp_value": ("--activation-func-clamp-value", None),
-    "glu_linear_offset": ("--glu-linear-offset", 0.0),
-    "moe_shared_expert_gate": ("--moe-shared-expert-gate", False),
-    "moe_router_num_groups": ("--moe-router-num-groups", None),
-    "moe_router_group_topk": ("--moe-router-group-topk", None),
-    "moe_router_dtype": ("--moe-router-dtype", None),
-    "multi_latent_attention": ("--multi-latent-attention", False),
-    "q_lora_rank": ("--q-lora-rank", None),
-    "kv_lora_rank": ("--kv-lora-rank", 32),
-    "qk_head_dim": ("--qk-head-dim", 128),
-    "qk_pos_emb_head_dim": ("--qk-pos-emb-head-dim", 64),
-    "v_head_dim": ("--v-head-dim", 128),
-    "rope_type": ("--rope-type", None),
-    "rotary_scaling_factor": ("--rotary-scaling-factor", 1.0),
-    "mscale": ("--mscale", 1.0),
-    "mscale_all_dim": ("--mscale-all-dim", 0.0),
-    "mtp_num_layers": ("--mtp-num-layers", None),
-}
-"""Flags and defaults of args that ``load_args_from_checkpoint`` does not restore, among them ``layernorm_1p``, which it
-looks up under its older name."""
+_NOT_RESTORED = (
+    *("layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "window_size", "window_attn_skip_freq"),
+    *("no_rope_freq", "use_rope_scaling", "softmax_type", "bias_gelu_fusion", "quick_geglu"),
+    *("activation_func_clamp_value", "glu_linear_offset", "moe_shared_expert_gate", "moe_router_num_groups"),
+    *("moe_router_group_topk", "moe_router_dtype", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
+    *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_scaling_factor", "mscale"),
+    *("mscale_all_dim", "mtp_num_layers"),
+)
+"""Args that ``load_args_from_checkpoint`` does not restore, among them ``layernorm_1p``, which it looks up under its
+older name."""
 _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("layers of the form '{0.form}'", lambda arch: arch.form != "pre"),
     ("norms without a bias", lambda arch: arch.normalization == "LayerNorm" and not arch.norm_bias),
@@ -91,7 +72,7 @@ def megatron_args(
         format_args["moe_grouped_gemm"] = spelling == "te"  # torch_dist loads with and without it
     layout = layout or LegacyLayout()
     return Namespace(
-        **_model_args(arch),
+        **model_args(arch),
         **format_args,
         transformer_impl="transformer_engine" if spelling == "te" else "local",
         iteration=0,
@@ -117,8 +98,8 @@ def megatron_args(
     )
 
 
-def _model_args(arch: Architecture) -> dict[str, Any]:
-    """Args of the model, without ``unsupported_features``."""
+def model_args(arch: Architecture) -> dict[str, Any]:
+    """Megatron-LM's args of the model, without its ``unsupported_features``."""
     biases = bool(_has_biases(arch))
     layers = range(arch.num_layers)
     windows = [int(arch.window(layer) is not None) for layer in layers]
@@ -278,19 +259,12 @@ def unsupported_features(arch: Architecture) -> list[str]:
 
 def required_flags(arch: Architecture) -> list[str]:
     """Flags beside ``--use-checkpoint-args``, quoted for a shell."""
-    args = _model_args(arch)
+    args = model_args(arch)
     return [
-        _flag(flag, args[name])
-        for name, (flag, default) in FLAGS_NOT_RESTORED.items()
-        if name in args and args[name] != default
+        shlex.join(words_of(name, args[name]))
+        for name in _NOT_RESTORED
+        if name in args and not is_default(name, args[name])
     ]
-
-
-def _flag(flag: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return flag
-    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
-    return f"{flag} '[{text}]'" if isinstance(value, list) else f"{flag} {text}"
 
 
 def _rope_is_supported(arch: Architecture) -> bool:

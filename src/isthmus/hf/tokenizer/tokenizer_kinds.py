@@ -66,18 +66,28 @@ def _sentencepiece(path: Path, kind: str | None) -> Tokenizer:
 
 
 def _from_merges(path: Path) -> Tokenizer:
-    for name in ("vocab.json", "merges.txt"):
-        if not (path / name).is_file():
-            raise MissingInput(
-                f"{path / name} does not exist. A GPT2BPETokenizer needs vocab.json and merges.txt, or tokenizer.json."
-            )
-    read: Callable[..., GPT2Tokenizer] = GPT2Tokenizer.from_pretrained
+    found = [path / name if (path / name).is_file() else _only(path, name) for name in ("vocab.json", "merges.txt")]
+    build: Callable[..., GPT2Tokenizer] = GPT2Tokenizer
     try:
-        return Tokenizer(read(path, local_files_only=True), path, differs_from_files=True)
+        return Tokenizer(build(*map(str, found)), path, differs_from_files=True)
     except UsageError:
         raise
     except Exception as error:  # the tokenizers library raises bare exceptions
         raise DataError(f"{path}: vocab.json and merges.txt cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _only(path: Path, name: str) -> Path:
+    """The only file whose name ends in ``name``, such as gpt2-vocab.json."""
+    match sorted(path.glob(f"*{name}")):
+        case [file]:
+            return file
+        case []:
+            raise MissingInput(
+                f"{path / name} does not exist. A GPT2BPETokenizer needs vocab.json and merges.txt, or tokenizer.json."
+            )
+        case [first, second, *_]:
+            raise UsageError(f"{path} has {first.name} and {second.name}. Keep one of them, or name it {name}.")
+    raise AssertionError
 
 
 class NumberTokenizer(Tokenizer):

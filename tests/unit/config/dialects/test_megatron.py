@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -265,7 +266,8 @@ def test_each_argument_is_in_one_table() -> None:
     tables = [TABLES[name] for name in ("translated", "extra", "different", "unsupported", "refused")]
     names = [entry.split("=")[0] for table in tables for entries in table.values() for entry in entries.split()]
     assert {name: count for name, count in Counter([*names, *NEVER]).items() if count > 1} == {}
-    named = {*TABLES["renamed"].values(), *TABLES["turned_off"].values(), *ARGUMENTS, *SETTINGS.values()}
+    flags = [TABLES[name].values() for name in ("renamed", "other_names", "turned_off")]
+    named = {*chain(*flags), *ARGUMENTS, *SETTINGS.values()}
     assert named <= set(names)
 
 

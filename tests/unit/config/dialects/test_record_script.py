@@ -101,6 +101,7 @@ def test_commands_that_may_train_beside_the_training_run_are_named() -> None:
     command = record_script(script(f"python train_tokenizer.py --vocab 9\n{TRAIN}"))
     assert (command.flags, command.not_run) == (("--num-layers", "2"), ("python train_tokenizer.py --vocab 9",))
     more = "--hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1"
+    more += " --mock-data"
     remarks = translate_command(command, more.split()).translation.remarks
     assert any(remark.option == "python train_tokenizer.py --vocab 9" for remark in remarks)
 
@@ -123,7 +124,14 @@ def test_commands_that_may_train() -> None:
         "torchrun x.py",
         "python3 -u a/finetune_llama.py",
         "x --lr 1",
+        "srun -c 8 -m block python train.py",
     ):
         assert may_train(words.split()), words
-    for words in ("python -c 1", "python -m pip install x", "python tools/preprocess_data.py --workers 2", "srun date"):
+    for words in (
+        "python -c 1",
+        "python -m pip install x",
+        "python tools/preprocess_data.py --workers 2",
+        "srun date",
+        "srun -c 8 python -c 1",
+    ):
         assert not may_train(words.split()), words

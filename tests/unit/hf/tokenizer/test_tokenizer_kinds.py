@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer, open_tokenizer
+from unit.hf.tokenizer.gpt2_files import write_gpt2_files
 
 MARKS = ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 
@@ -20,18 +20,14 @@ MARKS = ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581s
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder ``fast``, one ``deepseek``, and one of ``gpt2`` files: the same words in each."""
     root = tmp_path_factory.mktemp("kinds")
-    for name, specials in (("fast", ("<e>",)), ("deepseek", MARKS), ("gpt2", ("<|endoftext|>",))):
+    texts = ["the sea is blue " * 9]
+    write_gpt2_files(root / "gpt2", texts)
+    write_gpt2_files(root / "prefixed", texts, prefix="gpt2-")
+    for name, specials in (("fast", ("<e>",)), ("deepseek", MARKS)):
         (root / name).mkdir()
         last = specials[-1]
-        inner = train_tokenizer(
-            ["the sea is blue " * 9], vocab_size=300, special_tokens=specials, eos_token=last, pad_token=last
-        )
-        if name != "gpt2":
-            save_tokenizer(inner, root / name)
-            continue
-        model = json.loads(inner.backend_tokenizer.to_str())["model"]
-        (root / name / "vocab.json").write_text(json.dumps(model["vocab"]))
-        (root / name / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"])]) + "\n")
+        inner = train_tokenizer(texts, vocab_size=300, special_tokens=specials, eos_token=last, pad_token=last)
+        save_tokenizer(inner, root / name)
     return root
 
 
@@ -44,6 +40,7 @@ def test_each_type_opens_its_files(folders: Path, tmp_path: Path) -> None:
     gpt2 = open_tokenizer(folders / "gpt2", "GPT2BPETokenizer")
     assert gpt2.decode(gpt2.encode(text)) == text and gpt2.inner.convert_ids_to_tokens(gpt2.eos_id) == "<|endoftext|>"
     assert gpt2.files == []  # transformers does not read them by themselves
+    assert open_tokenizer(folders / "prefixed", "GPT2BPETokenizer").encode(text) == gpt2.encode(text)
     save_tokenizer(gpt2.inner, tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == gpt2.encode(text)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
 
 _SPLIT = "969, 30, 1"
@@ -59,6 +60,33 @@ def _put_blend(args: Arguments, translation: Translation, name: str) -> None:
             unique, number = f"{stem}-{number}", number + 1
         sets[unique] = {"files": [path], "weight": weight}
     translation.put("data.sets", sets, source)
+
+
+def write_data(written: WrittenArguments) -> None:
+    data = written.config.data
+    written.put("data.mock", "data.seq_length")
+    if data.seed == written.config.train.seed:
+        written.put("data.seed")
+    weighted = [
+        word for one in data.sets.values() for path in one.files for word in (str(one.weight / len(one.files)), path)
+    ]
+    if any(len(one.files) > 1 for one in data.sets.values()):
+        why = "The files of a set get equal shares of its weight; in Isthmus their sizes decide."
+        written.remark("data.sets", "different", why)
+    separate = bool(data.valid_files or data.test_files)
+    paths = weighted or list(data.files)
+    written.set("train_data_path" if separate else "data_path", paths or None, "data.files", "data.sets")
+    for part in ("valid", "test"):
+        files = list(getattr(data, f"{part}_files"))
+        written.set(f"{part}_data_path", files or None, f"data.{part}_files")
+    shares = (1 - data.valid_fraction - data.test_fraction, data.valid_fraction, data.test_fraction)
+    if not separate:
+        split = ",".join(f"{share:.9f}".rstrip("0").rstrip(".") for share in shares)
+        written.set("split", split, "data.valid_fraction", "data.test_fraction")
+        if shares[1:] == (0.0, 0.0):
+            written.set("eval_iters", 0)
+    elif data.valid_files:
+        written.set("split", None, "data.valid_fraction")  # not used
 
 
 def weighted_paths(words: Sequence[Any]) -> list[tuple[float, str]]:

@@ -18,6 +18,9 @@ ARGUMENTS: list[str] = TABLES["model"].split()
 """Arguments that define the model."""
 NEVER: Mapping[str, str] = TABLES["never"]
 """Flags that Megatron-LM never had, and what to use instead."""
+_RENAMED: Mapping[str, str] = {**TABLES["renamed"], **TABLES["other_names"]}
+_FLAGS = {name: flag for flag, name in TABLES["renamed"].items()}
+_FLAGS_OFF = {name: flag for flag, name in TABLES["turned_off"].items()}
 _EXPECTED = {
     "int": "a whole number",
     "size": "a whole number of 1 or more",
@@ -29,8 +32,8 @@ _EXPECTED = {
 def name_of(word: str) -> tuple[str | None, bool | None]:
     """The argument of a flag, and its value if the flag alone sets it; (None, None) for an unknown flag."""
     name = word.replace("-", "_")
-    if name in TABLES["renamed"]:
-        return TABLES["renamed"][name], None
+    if name in _RENAMED:
+        return _RENAMED[name], None
     if name in TABLES["turned_off"]:
         return TABLES["turned_off"][name], False
     if is_known(name):
@@ -41,13 +44,34 @@ def name_of(word: str) -> tuple[str | None, bool | None]:
     return None, None
 
 
+def words_of(name: str, value: Any) -> list[str]:
+    """The flag that sets an argument to a value, and its words: the inverse of ``name_of`` and ``typed``."""
+    flag = _FLAGS.get(name, name)
+    if value is False:
+        flag = _FLAGS_OFF.get(name, f"no_{name}")
+    words = [f"--{flag.replace('_', '-')}"]
+    if isinstance(value, bool):
+        return words
+    if kinds().get(name, ("",))[0] == "list":
+        return [*words, *map(str, value)]
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return [*words, f"[{text}]" if isinstance(value, list) else text]
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Whether Megatron-LM has this value if no flag sets it."""
+    if name in untranslated():
+        return is_neutral(value, untranslated()[name][2])
+    return value is None or bool(value == kinds()[name][1])
+
+
 def is_known(name: str) -> bool:
     """Whether an argument of this name exists, now or in an old release."""
     return name in kinds() or name in untranslated() or name in NEVER
 
 
 def near(name: str) -> str | None:
-    every = [*kinds(), *untranslated(), *TABLES["renamed"], *TABLES["turned_off"]]
+    every = [*kinds(), *untranslated(), *_RENAMED, *TABLES["turned_off"]]
     return next(iter(difflib.get_close_matches(name, every, n=1)), None)
 
 
@@ -63,7 +87,7 @@ def kinds() -> Mapping[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     for table in (TABLES["translated"], TABLES["extra"]):
         for kind, names in table.items():
-            for name, default in _entries(names):
+            for name, default in entries(names):
                 off = False if kind == "bool" else None
                 found[name] = (kind, typed(kind, [default]) if default else off)
     return found
@@ -76,11 +100,12 @@ def untranslated() -> Mapping[str, tuple[Any, str, str]]:
         name: (status, why, default)
         for status in ("different", "unsupported", "refused")
         for why, names in TABLES[status].items()
-        for name, default in _entries(names)
+        for name, default in entries(names)
     }
 
 
-def _entries(names: str) -> Iterator[tuple[str, str]]:
+def entries(names: str) -> Iterator[tuple[str, str]]:
+    """The names of a table and their values: ``name=value`` or ``name``."""
     for entry in names.split():
         name, _, default = entry.partition("=")
         yield name, default

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from isthmus.config.dialects.megatron.arguments import Arguments
-from isthmus.config.dialects.megatron.known_args import ARGUMENTS, TABLES
+from isthmus.config.dialects.megatron.known_args import ARGUMENTS, TABLES, untranslated
+from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
+from isthmus.config.presets import is_model_file
 
 _TYPES = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer")
 _BY_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
@@ -20,6 +23,9 @@ _UNSUPPORTED = (
     "MultimodalTokenizer",
     "NullMultimodalTokenizer",
 )
+_DROPOUT = ("hidden_dropout", "attention_dropout")
+_WITHOUT_FLAGS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+"""Arguments that only Primus has; Megatron-LM has their usual values."""
 
 
 def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]:
@@ -43,7 +49,7 @@ def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]
     elif args.given("vocab_size"):
         # NullTokenizer adds an end-of-document token.
         found["padded_vocab_size"] = args.get("vocab_size") + (args.get("tokenizer_type") == "NullTokenizer")
-    for name in ("hidden_dropout", "attention_dropout"):
+    for name in _DROPOUT:
         if args.get(name):
             option = (
                 args.source(name) if args.given(name) else f"--{name.replace('_', '-')} {args.get(name)} (the default)"
@@ -71,12 +77,14 @@ def put_tokenizer(args: Arguments, translation: Translation) -> None:
     if path is not None:
         args.put(translation, "tokenizer.path")
     elif args.given("vocab_file"):
-        folder = posixpath.dirname(args.get("vocab_file")) or "."
-        translation.put("tokenizer.path", folder, args.source("vocab_file", "merge_file"))
+        source = args.source("vocab_file", "merge_file")
+        files = [args.get("vocab_file"), args.get("merge_file") or args.get("vocab_file")]
+        folder, other = (posixpath.dirname(file) or "." for file in files)
+        if folder != other:
+            args.errors.append(f"{source}  must be in one folder, which becomes tokenizer.path")
+        translation.put("tokenizer.path", folder, source)
         if kind is None:
             kind = "GPT2BPETokenizer"  # the only type with these two files
-        why = "Both files must be in one folder, as vocab.json and merges.txt."
-        translation.remark(args.source("vocab_file", "merge_file"), "different", why)
     if kind in _TYPES:
         translation.put("tokenizer.type", kind, args.source("tokenizer_type"))
     elif kind is not None:
@@ -89,3 +97,46 @@ def put_tokenizer(args: Arguments, translation: Translation) -> None:
         args.put(translation, "tokenizer.vocab_size")
     if args.get("trust_remote_code"):
         args.put(translation, "model.trust_remote_code")
+
+
+def write_model(model: Mapping[str, Any], written: WrittenArguments) -> None:
+    """``model`` are the args of its architecture."""
+    grouped = model["group_query_attention"]
+    for name, value in model.items():
+        if (name in ARGUMENTS and name not in _WITHOUT_FLAGS) or name in (*_DROPOUT, *untranslated()):
+            written.set(name, value if name != "num_query_groups" or grouped else None)
+    written.set("num_layers", model["num_layers"], "model.path", "model.config", "model.init")
+    if written.config.model.init == "hf":
+        why = (
+            f"The arguments have no weights. isthmus convert {written.config.model.path} CHECKPOINT --to torch_dist "
+            "writes them for --pretrained-checkpoint CHECKPOINT."
+        )
+        written.remark("model.init=hf", "unsupported", why)
+
+
+def write_tokenizer(written: WrittenArguments, rows: int) -> None:
+    """``rows`` are the rows of the model's embedding."""
+    config, kind = written.config, written.config.tokenizer.type
+    path = config.tokenizer.path
+    if path is None and config.model.path is not None and not is_model_file(config.model.path):
+        path = config.model.path
+    numbers = config.tokenizer.vocab_size
+    if kind is None and path is None and config.data.mock:
+        kind, numbers = "NullTokenizer", rows - 1
+    if kind == "NullTokenizer":
+        written.set("tokenizer_type", kind, "tokenizer.type")
+        written.set("vocab_size", numbers, "tokenizer.vocab_size")
+    elif kind == "GPT2BPETokenizer" and path is not None:
+        written.set("tokenizer_type", kind, "tokenizer.type", "tokenizer.path")
+        for name, file in (("vocab_file", "vocab.json"), ("merge_file", "merges.txt")):
+            written.set(name, posixpath.join(path, file))
+    elif path is not None:
+        by_file = "SentencePieceTokenizer" if path.endswith(".model") else "HuggingFaceTokenizer"
+        written.set("tokenizer_type", kind or by_file, "tokenizer.type")
+        written.set("tokenizer_model", path, "tokenizer.path")
+    else:
+        written.remark("tokenizer.path", "mistake", "It is not given, and the model has no tokenizer.")
+    if numbers != rows - 1:
+        # Without padding, if tensor parallelism allows it.
+        written.set("vocab_size" if rows % config.parallel.tp else "padded_vocab_size", rows)
+    written.put("model.trust_remote_code")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
 
 _LOSSES = {"aux_loss": "moe.aux_loss", "seq_aux_loss": "moe.seq_aux_loss"}
@@ -46,6 +47,19 @@ def put_moe(args: Arguments, translation: Translation) -> None:
     if args.get("moe_router_enable_expert_bias"):
         args.put(translation, "moe.expert_bias_update_rate")
     _put_losses(args, translation)
+
+
+def write_moe(written: WrittenArguments, *, expert_bias: bool) -> None:
+    """For a model with experts."""
+    moe = written.config.moe
+    written.put("moe.dispatcher", "moe.capacity_factor")
+    written.set("moe_z_loss_coeff", moe.z_loss or None, "moe.z_loss")
+    weights = {kind: getattr(moe, kind) for kind in _LOSSES if getattr(moe, kind)}
+    if weights:
+        written.set("moe_router_load_balancing_type", [*weights], *_LOSSES.values())
+        written.set("moe_aux_loss_coeff", [*weights.values()])
+    if expert_bias:
+        written.put("moe.expert_bias_update_rate")
 
 
 def _put_losses(args: Arguments, translation: Translation) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 
 from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
 
 
@@ -60,3 +61,24 @@ def put_logging(args: Arguments, translation: Translation) -> None:
         translation.remark(
             args.source("tensorboard_dir"), "different", "TensorBoard files are written into the run folder."
         )
+
+
+def write_output(written: WrittenArguments) -> None:
+    out, checkpoint = written.config.out, written.config.checkpoint
+    saves = checkpoint.save_final or checkpoint.every is not None
+    if saves:
+        written.put("out", "checkpoint.every")
+        if not checkpoint.save_final:
+            written.remark("checkpoint.save_final", "different", "Megatron-LM also saves after the last step.")
+    else:
+        written.remark("out", "different", "Without checkpoints, Megatron-LM has no --save.")
+        written.set("save", None, "checkpoint.save_final")
+    load = {"auto": out, "never": None}.get(checkpoint.resume, checkpoint.resume)
+    written.set("load", load, "checkpoint.resume")
+    if load is not None:
+        folder = posixpath.join(out, "checkpoints") if load == out else load
+        why = f"Checkpoints that Isthmus has written are in {folder}: give that folder to resume from one."
+        written.remark("checkpoint.resume", "different", why)
+    written.put("logging.every")
+    folder = posixpath.join(out, "tensorboard")
+    written.set("tensorboard_dir", folder if written.config.logging.tensorboard else None, "logging.tensorboard")

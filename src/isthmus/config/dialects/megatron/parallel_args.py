@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.megatron.known_args import SETTINGS
+from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
+
+_SIZES = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.etp")
 
 
 def put_parallel(args: Arguments, translation: Translation) -> None:
     fsdp = next((name for name in ("use_torch_fsdp2", "use_megatron_fsdp") if args.get(name)), None)
-    sizes = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.etp")
-    args.put(translation, *(size for size in sizes if args.given(SETTINGS[size])))
+    args.put(translation, *(size for size in _SIZES if args.given(SETTINGS[size])))
     if args.get("tensor_model_parallel_size") > 1:
         # The defaults differ: on in Isthmus, off in Megatron-LM.
         args.put(translation, "parallel.sp")
@@ -30,6 +34,19 @@ def put_parallel(args: Arguments, translation: Translation) -> None:
     if args.given("distributed_timeout_minutes"):
         seconds = 60.0 * args.get("distributed_timeout_minutes")
         translation.put("parallel.timeout_s", seconds, args.source("distributed_timeout_minutes"))
+
+
+def write_parallel(written: WrittenArguments) -> None:
+    parallel = written.config.parallel
+    written.put(*_SIZES, "parallel.overlap_grad_reduce", "parallel.overlap_param_gather")
+    written.set("sequence_parallel", parallel.sequence_parallel, "parallel.sp")
+    if parallel.vpp > 1:
+        written.put("parallel.vpp")
+    written.set("use_torch_fsdp2", parallel.fsdp, "parallel.fsdp")
+    minutes = math.ceil(parallel.timeout_s / 60)
+    written.set("distributed_timeout_minutes", minutes, "parallel.timeout_s")
+    if minutes * 60 != parallel.timeout_s:
+        written.remark("parallel.timeout_s", "different", f"Megatron-LM counts minutes: {minutes}.")
 
 
 def _put_virtual_stages(args: Arguments, translation: Translation) -> None:

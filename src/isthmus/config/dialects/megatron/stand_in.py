@@ -34,12 +34,14 @@ def may_train(words: Sequence[str]) -> bool:
     """Whether a command may train or start ranks; then it is recorded and not run."""
     if has_training_flag(words):
         return True
+    program = False  # a launcher's own -c and -m have other meanings
     for place, word in enumerate(words):
-        if word == "-c":
+        if program and word == "-c":
             return False
-        if word == "-m":
+        if program and word == "-m":
             return words[place + 1 : place + 2] != [] and words[place + 1].startswith(_MODULES)
         name = os.path.basename(word)
+        program = program or name.startswith("python") or name in ("bash", "sh")
         if name in ("torchrun", "accelerate", "deepspeed") or _SCRIPT.fullmatch(name):
             return True
         if name.endswith(".py"):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
+from isthmus.errors import UsageError
 
 _MODULES = {"core_attn": "core_attn", "mlp": "mlp", "moe": "moe", "shared_experts": None, "layernorm": None}
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+_OPTIMIZER = tuple(f"optim.{name}" for name in ("lr", "min_lr", "weight_decay", "clip_grad", "beta1", "beta2", "eps"))
 
 
 def put_train(args: Arguments, translation: Translation) -> None:
@@ -154,8 +157,7 @@ def _put_optimizer(args: Arguments, translation: Translation) -> None:
         args.errors.append(f"{source}  is not supported: use --optimizer adam, which is AdamW")
     if not args.given("lr"):
         args.errors.append("--lr  is missing")
-    names = ("lr", "min_lr", "weight_decay", "clip_grad", "beta1", "beta2", "eps")
-    args.put(translation, *(f"optim.{name}" for name in names))
+    args.put(translation, *_OPTIMIZER)
     if args.get("optimizer_cpu_offload"):
         source = args.source("optimizer_cpu_offload")
         why = "Adam's moments are in host memory; main weights and the update stay on the GPU."
@@ -210,3 +212,51 @@ def _steps(args: Arguments, name: str, batch: int, default: int) -> int:
     if samples:
         return max(1, int(samples) // batch)
     return int(iterations) if iterations else default
+
+
+def write_train(written: WrittenArguments, *, mtp: bool) -> None:
+    """``mtp``: the model has MTP layers."""
+    train, optim = written.config.train, written.config.optim
+    if train.steps is None:
+        raise UsageError(f"train.epochs={train.epochs:g}: Megatron-LM counts steps. Give train.steps=N.")
+    written.put("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.eval_every", "train.seed")
+    _write_precision(written)
+    _write_recompute(written)
+    if mtp:
+        written.put("train.mtp_loss_weight")
+    if steps := train.profiled_steps:
+        written.set("profile", True, "train.profile")
+        written.set("use_pytorch_profiler", True)
+        written.set("profile_step_start", steps[0] - 1)
+        written.set("profile_step_end", steps[-1])
+    written.put(*_OPTIMIZER, "optim.offload")
+    style = next(style for style, schedule in _SCHEDULES.items() if schedule == optim.schedule)
+    written.set("lr_decay_style", style, "optim.schedule")
+    written.set("lr_warmup_iters", optim.warmup_steps, "optim.warmup_steps")
+    written.set("lr_decay_iters", optim.schedule_steps, "optim.schedule_steps")
+    written.set("lr_wsd_decay_iters", optim.decay_steps, "optim.decay_steps")
+    written.set("lr_wsd_decay_style", None if optim.decay_steps is None else "linear")
+
+
+def _write_precision(written: WrittenArguments) -> None:
+    precision = written.config.train.precision
+    if precision == "fp16":
+        written.set("fp16", True, "train.precision")
+        written.put("train.initial_loss_scale", "train.loss_scale_window")
+    else:
+        written.set("bf16", precision != "fp32", "train.precision")
+    if precision == "fp8":
+        written.put("train.fp8_format")
+        written.set("fp8_recipe", "tensorwise")
+
+
+def _write_recompute(written: WrittenArguments) -> None:
+    train = written.config.train
+    if train.recompute == "none":
+        return
+    written.set("recompute_granularity", train.recompute, "train.recompute", "train.recompute_layers")
+    if train.recompute == "full":
+        written.set("recompute_method", "uniform" if train.recompute_layers is None else "block")
+        written.set("recompute_num_layers", train.recompute_layers or 1)
+    else:
+        written.set("recompute_modules", list(train.recompute_modules), "train.recompute_modules")

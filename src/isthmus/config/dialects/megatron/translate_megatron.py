@@ -1,21 +1,23 @@
-"""Translates Megatron-LM's arguments to the settings of a run."""
+"""Translates Megatron-LM's arguments to the settings of a run, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from isthmus.config.dialects.megatron.arguments import Arguments, read_flags
-from isthmus.config.dialects.megatron.data_args import put_data
-from isthmus.config.dialects.megatron.model_args import model_arguments, put_tokenizer
-from isthmus.config.dialects.megatron.moe_args import put_moe, take_megablocks
-from isthmus.config.dialects.megatron.output_args import put_checkpoints, put_logging, put_out
-from isthmus.config.dialects.megatron.parallel_args import put_parallel
-from isthmus.config.dialects.megatron.train_args import put_train
+from isthmus.config.dialects.megatron.data_args import put_data, write_data
+from isthmus.config.dialects.megatron.model_args import model_arguments, put_tokenizer, write_model, write_tokenizer
+from isthmus.config.dialects.megatron.moe_args import put_moe, take_megablocks, write_moe
+from isthmus.config.dialects.megatron.output_args import put_checkpoints, put_logging, put_out, write_output
+from isthmus.config.dialects.megatron.parallel_args import put_parallel, write_parallel
+from isthmus.config.dialects.megatron.train_args import put_train, write_train
 from isthmus.config.dialects.megatron.training_command import TrainingCommand
+from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation, World
+from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 
 _OTHER_SCRIPTS = ("bert", "t5", "mamba", "vision", "vlm", "retro", "ict", "biencoder", "multimodal", "mimo")
@@ -43,7 +45,10 @@ def translate_command(
         raise UsageError(
             f"{command.script} trains another kind of model. Isthmus trains text decoders (pretrain_gpt.py)."
         )
-    translated = translate_arguments(read_flags([*command.flags, *more]), command.world, name)
+    args = read_flags([*command.flags, *more])
+    if not any(args.get(name) for name in ("data_path", "train_data_path", "mock_data")):
+        args.errors.append("--data-path  is missing (or --train-data-path, or --mock-data)")
+    translated = translate_arguments(args, command.world, name)
     if command.environment:
         variables = " ".join(f"{name}={value}" for name, value in command.environment.items())
         why = "Isthmus sets the environment variables that its platform needs, and keeps those that you set."
@@ -70,3 +75,25 @@ def translate_arguments(args: Arguments, world: World, name: str, *, model: bool
     put_logging(args, translation)
     args.raise_errors()
     return MegatronTranslation(translation, described)
+
+
+def write_arguments(config: RunConfig, model: Mapping[str, Any], rows: int) -> WrittenArguments:
+    """Megatron-LM's arguments for a run, the inverse of :func:`translate_arguments`.
+
+    ``model`` are Megatron-LM's args of the model's architecture, ``rows`` the rows of its embedding. A UsageError if
+    Megatron-LM has no such run.
+    """
+    if config.recipe == "dpo":
+        raise UsageError("recipe dpo: Megatron-LM does not train on preference pairs.")
+    written = WrittenArguments(config)
+    written.set("sft", config.recipe == "sft", "recipe")
+    write_model(model, written)
+    write_tokenizer(written, rows)
+    write_data(written)
+    write_parallel(written)
+    if model["num_experts"]:
+        write_moe(written, expert_bias=model["moe_router_enable_expert_bias"])
+    write_train(written, mtp=bool(model["mtp_num_layers"]))
+    write_output(written)
+    written.remark_on_the_rest()
+    return written

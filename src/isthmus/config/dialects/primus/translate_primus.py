@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.dialects.megatron.arguments import Arguments
-from isthmus.config.dialects.megatron.known_args import ARGUMENTS, name_of, near
+from isthmus.config.dialects.megatron.known_args import ARGUMENTS, entries, is_neutral, name_of, near
 from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_arguments
 from isthmus.config.dialects.primus.primus_files import CHECKOUT, PrimusFile, find_file, read_file
 from isthmus.config.dialects.translation import OptionRemark, Translation, World, grouped
@@ -23,11 +23,10 @@ _RUN_FOLDER = ("work_group", "user_name", "exp_name", "workspace")
 """Keys of the run folder, which Primus requires."""
 _RUN_KEYS = {
     *_RUN_FOLDER,
-    *"auto_continue_train disable_last_saving sft_dataset_name sft_dataset_split hf_path".split(),
+    *"auto_continue_train disable_last_saving disable_tensorboard sft_dataset_name sft_dataset_split hf_path".split(),
 }
 """Keys that are translated in this file, not with Megatron-LM's."""
 _MODULE_KEYS = ("framework", "config", "model", "overrides", "name")
-_SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "max_position_embeddings", "vocab_size")
 
 
 def translate_experiment(path: Path, models: Path | None = None) -> MegatronTranslation:
@@ -143,8 +142,9 @@ def _set(
 ) -> None:
     """``unknown_keys`` collects unknown keys of Primus' own files; with None they are errors."""
     if (found := _primus_key(key)) is not None:
-        status, why = found
-        on = bool(value) and (not isinstance(value, dict) or bool(value.get("enabled")))
+        status, why, neutral = found
+        on = not is_neutral(value, neutral) if neutral else bool(value)
+        on = on and (not isinstance(value, dict) or bool(value.get("enabled")))
         if status == "refused" and on:
             args.errors.append(f"{source}  {why}")
         elif status != "refused" and on and unknown_keys is None:
@@ -157,7 +157,8 @@ def _set(
         if unknown_keys is not None:
             unknown_keys.append(key)
             return
-        names = " ".join(" ".join(_KEYS[table].values()) for table in ("different", "unsupported", "refused")).split()
+        tables = (_KEYS[status].values() for status in ("different", "unsupported", "refused"))
+        names = [name for table in tables for patterns in table for name, _ in entries(patterns)]
         guess = near(key) or next(iter(difflib.get_close_matches(key, names, n=1)), None)
         args.errors.append(
             f"{key}  is not a key of Primus or Megatron-LM" + (f" (did you mean {guess}?)" if guess else "")
@@ -173,12 +174,13 @@ def _line(key: str, value: Any) -> str:
     return f"{key}: {json.dumps(value) if value is None or isinstance(value, bool | list | dict) else value}"
 
 
-def _primus_key(key: str) -> tuple[Any, str] | None:
-    """Status (or ``refused``) and reason of a key that only Primus has."""
+def _primus_key(key: str) -> tuple[Any, str, str] | None:
+    """Status (or ``refused``), reason and value without effect of a key that only Primus has."""
     for status in ("different", "unsupported", "refused"):
         for why, patterns in _KEYS[status].items():
-            if any(fnmatchcase(key, pattern) for pattern in patterns.split()) and key not in ARGUMENTS:
-                return status, why
+            for pattern, neutral in entries(patterns):
+                if fnmatchcase(key, pattern) and key not in ARGUMENTS:
+                    return status, why, neutral
     return None
 
 
@@ -196,6 +198,8 @@ def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[
         translation.put("checkpoint.save_final", False, "disable_last_saving: true")
     elif parts:
         translation.put("checkpoint.save_final", True, "disable_last_saving: false")
+    if (disabled := given.get("disable_tensorboard")) is not None:
+        translation.put("logging.tensorboard", not disabled, f"disable_tensorboard: {json.dumps(disabled)}")
     if given.get("auto_continue_train"):
         translation.put("checkpoint.resume", "auto", "auto_continue_train: true")
     if name := given.get("sft_dataset_name"):
@@ -215,7 +219,7 @@ def _put_preset(translation: Translation, preset: str, args: Arguments, override
     changed: dict[str, Any] = {}
     for key in overrides:
         name, _ = name_of(key)
-        if name is None or not args.given(name) or name not in (*ARGUMENTS, *_SIZES):
+        if name is None or not args.given(name) or name not in (*ARGUMENTS, "vocab_size"):
             continue
         if name in _KEYS["config_keys"]:
             changed[_KEYS["config_keys"][name]] = args.get(name)

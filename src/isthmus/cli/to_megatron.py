@@ -1,0 +1,47 @@
+"""``isthmus config to-megatron``: a config as Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from isthmus.cli.cli_args import config_and_overrides
+from isthmus.config.dialects.megatron.translate_megatron import write_arguments
+from isthmus.config.dialects.translation import remark_line
+from isthmus.config.load import load_config
+from isthmus.errors import UsageError
+
+
+def print_arguments(words: Sequence[str], *, json_wanted: bool) -> int:
+    """Print the arguments, one flag per line, and on stderr what they do not express."""
+    from isthmus.convert.legacy.megatron_args import model_args, unsupported_features
+    from isthmus.data.readers.arrow_reader import HUB
+    from isthmus.data.readers.file_sources import is_data_file
+    from isthmus.families.registry import family_for
+    from isthmus.recipes.setup.model_source import open_source
+
+    file, overrides = config_and_overrides(words)
+    config = load_config(None, file, overrides)
+    source = open_source(config.model.model_copy(update={"init": "random"}))  # downloads no weights
+    arch = family_for(source.config).to_architecture(source.config, source.tensors or None)
+    if lacking := unsupported_features(arch):
+        raise UsageError(f"{source}: Megatron-LM 0.16.1 has no option for {', '.join(lacking)}.")
+    written = write_arguments(config, model_args(arch), arch.vocab_size)
+    data = config.data
+    files = [*data.files, *data.valid_files, *data.test_files]
+    files += [file for one in data.sets.values() for file in one.files]
+    if raw := [file for file in files if file.startswith(HUB) or is_data_file(Path(file))]:
+        written.remark(", ".join(raw), "unsupported", "Megatron-LM reads indexed files. isthmus prepare writes them.")
+    if json_wanted:
+        arguments = [word for words in written.words() for word in words]
+        print(json.dumps({"arguments": arguments, "remarks": [asdict(one) for one in written.remarks]}, indent=2))
+        return 0
+    for remark in written.remarks:
+        print(remark_line(remark), file=sys.stderr)
+    for words_of_flag in written.words():
+        print(shlex.join(words_of_flag))
+    return 0

@@ -1,0 +1,55 @@
+"""The settings of a run as Megatron-LM's arguments, by name, and the settings that no argument expresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+from isthmus.config.dialects.megatron.known_args import SETTINGS, TABLES, is_default, words_of
+from isthmus.config.dialects.translation import OptionRemark, Status, grouped
+from isthmus.config.schema import RunConfig
+
+
+class WrittenArguments:
+    """The inverse of ``Arguments``: each ``write_*`` function is beside the ``put_*`` function that it inverts."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.remarks: list[OptionRemark] = []
+        self._values: dict[str, Any] = {}
+        self._expressed: set[str] = set()
+
+    def put(self, *settings: str) -> None:
+        """Write settings that are one argument with the same value."""
+        for setting in settings:
+            value: Any = reduce(getattr, setting.split("."), self.config)
+            self.set(SETTINGS[setting], value, setting)
+
+    def set(self, name: str, value: Any, *settings: str) -> None:
+        """Write an argument, which expresses ``settings``; None leaves it out."""
+        self._values[name] = value
+        self._expressed.update(settings)
+
+    def remark(self, setting: str, status: Status, reason: str) -> None:
+        """``setting`` is expressed, but not exactly."""
+        self._expressed.add(setting)
+        self.remarks.append(OptionRemark(setting, status, reason))
+
+    def words(self) -> Iterator[list[str]]:
+        """Each flag with its words; arguments with Megatron-LM's default are left out."""
+        for name, value in self._values.items():
+            if not is_default(name, value):
+                yield words_of(name, value)
+
+    def remark_on_the_rest(self) -> None:
+        """Add a remark for each setting that differs from its default and that no argument expresses."""
+        rest: list[OptionRemark] = []
+        given = self.config.model_dump(mode="json", exclude_defaults=True)
+        for section, inner in given.items():
+            names = {f"{section}.{name}": one for name, one in inner.items()} if isinstance(inner, dict) else {}
+            for name, value in (names or {section: inner}).items():
+                if name not in self._expressed:
+                    why = TABLES["unwritten"].get(name, "Megatron-LM has no such argument.")
+                    rest.append(OptionRemark(f"{name}={value}", "unsupported", why))
+        self.remarks += grouped(rest)
