@@ -113,7 +113,7 @@ def test_calls_of_megatron_bridge(model: Path, four: RankPool, tmp_path: Path) -
 
 
 def test_refusals(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="preset:qwen3-0.6b is a model without weights"):
+    with pytest.raises(UsageError, match="is a model without weights"):
         AutoBridge.from_hf_pretrained("preset:qwen3-0.6b")
     with pytest.raises(UsageError, match="has not built this model"):
         AutoBridge.from_hf_pretrained(model).save_hf_pretrained([], tmp_path / "out")
