@@ -88,7 +88,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 12,
         "mlp_only_layers": [2],
         "auto_map": dict(ISTHMUS.auto_map),
-        **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "expert_mlp_bias"), True),
+        **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "expert_mlp_bias", "moe_output_bias"), True),
     },
     "deepseek_v3": _LATENT | {"n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
 }

@@ -193,7 +193,9 @@ def to_megatron(
 
 @app.command("from-env", short_help="Translate variables of ROCm Megatron-LM's scripts into a config.")
 def from_env(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="llama2, llama3 or deepseek_v2.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="llama2, llama3, deepseek_v2, qwen3-0.6b or llama3.2-1b.")
+    ],
     words: Annotated[
         list[str] | None,
         typer.Argument(

@@ -47,7 +47,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
         return _summarise(run, log, ranks)
     batch_size_error = run.batch_size_error(ranks, batch_names(script))
     file = log.with_suffix(".yaml")
-    command = ["pretrain", str(file), *(["--nproc", str(nproc)] if nproc > 1 and world.nnodes == 1 else [])]
+    command = [run.translation.recipe, str(file), *(["--nproc", str(nproc)] if nproc > 1 and world.nnodes == 1 else [])]
     shown = shlex.join(["isthmus", *command] if world.nnodes == 1 else _torchrun(run, nproc, command))
     plan = [f"{world.nnodes} x {nproc} ranks ({why}), this is node {world.node_rank}"]
     plan += [f"log file {log}{'' if run.tee else ', no output on the terminal'}", f"command: {shown}"]
@@ -125,7 +125,7 @@ def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
 
     process.argv = command
     status = save_traceback(
-        exit_status_of(lambda: train("pretrain", command[1:2], {}, nproc=nproc)), process.run_folder
+        exit_status_of(lambda: train(run.translation.recipe, command[1:2], {}, nproc=nproc)), process.run_folder
     )
     print_error(status, debug=False)
     return status.exit_code

@@ -31,16 +31,24 @@ def verify(
         bool,
         typer.Option("--layer-by-layer", help="Keep the weights of one layer in memory at a time, even if all fit."),
     ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let --logits run modelling code of a model folder.")
+    ] = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:
     """Compare two models bit by bit, in any formats; exit code 1 if they differ."""
-    if not logits and (tolerance is not None or tokens is not None or layer_by_layer):
-        raise UsageError("--tolerance, --tokens and --layer-by-layer need --logits. Add it.")
+    if not logits and (tolerance is not None or tokens is not None or layer_by_layer or trust_remote_code):
+        raise UsageError("--tolerance, --tokens, --layer-by-layer and --trust-remote-code need --logits. Add it.")
     from isthmus.convert.verify.compare import compare_models
     from isthmus.convert.verify.compare_logits import TOLERANCE, LogitsCheck
 
-    check = LogitsCheck(tolerance=TOLERANCE if tolerance is None else tolerance, tokens=tokens, by_layer=layer_by_layer)
+    check = LogitsCheck(
+        tolerance=TOLERANCE if tolerance is None else tolerance,
+        tokens=tokens,
+        by_layer=layer_by_layer,
+        trust_remote_code=trust_remote_code,
+    )
     with progress_bar("comparing") as progress:
         found = compare_models(
             first, second, hf_like=hf_like, bin=bin, logits=check if logits else None, progress=progress

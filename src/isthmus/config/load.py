@@ -23,6 +23,9 @@ _TEXT = {("out",), ("model",), ("model", "path"), ("tokenizer", "path"), ("check
 """Settings whose override is text and not YAML: a folder may be named 2026-11-21."""
 _SHORT: dict[Key, Key] = {("model",): ("model", "path")}
 """Sections that can be plain text, and the setting that the text is for."""
+_EXCLUSIVE: Mapping[str, tuple[str, ...]] = {
+    name: getattr(section.annotation, "exclusive", ()) for name, section in RunConfig.model_fields.items()
+}
 _OPTIONS = {option.lstrip("-").replace("-", "_"): option for option in GIVEN_BY}
 
 
@@ -51,6 +54,7 @@ def load_config(
         recipe: the recipe of the command, an error if the file has another one. None: the file must have it.
         file: YAML file, or None.
         overrides: such as ``optim.lr=2e-5``, with YAML values; they win over flags, later ones over earlier ones.
+            One of exclusive settings, such as train.steps and train.epochs, also replaces the file's other one.
         flags: options by name (``model``, ``data``, ``out``, ``hf_every``) or dotted setting; they win over the file.
             None: the option is not given.
         origins: for messages, where flags with a dotted name come from, if not from the command line.
@@ -148,6 +152,7 @@ class _Draft:
             for name, inner in value.items():
                 self.put((*key, str(name)), inner, origin)
             return
+        self._drop_alternatives(key, value, origin)
         place = self.values
         for depth, part in enumerate(key[:-1], start=1):
             if place.get(part) is None:
@@ -159,6 +164,16 @@ class _Draft:
         self.origins[key] = origin
         if value != {} or not isinstance(place.get(key[-1]), dict):  # an empty mapping removes nothing from a section
             place[key[-1]] = value
+
+    def _drop_alternatives(self, key: Key, value: Any, origin: str) -> None:
+        """Remove exclusive settings that another file, which this one builds on, has chosen."""
+        names = _EXCLUSIVE.get(key[0], ())
+        if len(key) < 2 or key[1] not in names or value in (None, False, {}, []):
+            return
+        for other in ((key[0], name) for name in names if name != key[1]):
+            if other in self.origins and _file_of(self.origins[other]) != _file_of(origin):
+                self.values[key[0]].pop(other[1], None)
+                self.origins = {each: place for each, place in self.origins.items() if each[:2] != other}
 
     def raise_errors(self) -> None:
         if self.errors:
@@ -213,6 +228,12 @@ class _Draft:
         origins = (self.origins[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in self.origins)
         origin = next(origins, self.file)
         return "  ".join(filter(None, [origin, dotted(key), why]))
+
+
+def _file_of(origin: str) -> str:
+    """Empty for options and overrides."""
+    place = re.fullmatch(r"(.+):\d+:\d+", origin)
+    return place[1] if place else ""
 
 
 def _key_of(error: Any) -> Key:

@@ -15,6 +15,7 @@ from isthmus.convert.hf.hf_tensors import HfWeights
 from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.convert.legacy.from_legacy import LegacyFolder, LegacyWeights
 from isthmus.convert.legacy.model_from_args import architecture_from_args
+from isthmus.convert.legacy.pre_core_args import pre_core_architecture
 from isthmus.convert.torch_dist.dcp_metadata import METADATA_FILE
 from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, TorchDistWeights
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
@@ -88,20 +89,15 @@ def checkpoint_folder(path: Path) -> Path | None:
     return folder
 
 
-def checkpoint_config(path: Path) -> Path | None:
-    """The model folder, with config and tokenizer, of a checkpoint; None if it has none, or is not a checkpoint."""
-    if (checkpoint := checkpoint_folder(path)) is None:
-        return None
-    folders = (at / HF_SUBFOLDER for at in (path, checkpoint, checkpoint.parent))
-    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
-
-
 def _open_checkpoint(
     path: Path, checkpoint: Path, hf_like: Path | None, vocab_size: int | None, alike: OpenedModel | None
 ) -> OpenedModel:
     legacy = any(checkpoint.glob("mp_rank_*"))
     folder = LegacyFolder(checkpoint) if legacy else TorchDistFolder(checkpoint)
-    config = hf_like or checkpoint_config(path)
+    around = (path, checkpoint, checkpoint.parent)
+    config = hf_like or next(
+        (at / HF_SUBFOLDER for at in around if (at / HF_SUBFOLDER / "config.json").is_file()), None
+    )
     notes: tuple[str, ...] = ()
     if config is None:
         hf_folder = None
@@ -111,7 +107,6 @@ def _open_checkpoint(
         hf_folder = ModelFolder.from_config(config, read_model(str(config))) if preset else ModelFolder.open(config)
         if vocab_size is not None:
             raise UsageError(f"{hf_folder} sets the vocabulary size. Omit --vocab-size.")
-        around = (path, checkpoint, checkpoint.parent)
         family_file = next((at / FAMILY_FILE for at in around if (at / FAMILY_FILE).is_file()), None)
         family = family_for(hf_folder.config, family_file)
         arch = family.to_architecture(hf_folder.config)
@@ -127,7 +122,10 @@ def _from_args(
     if (args := folder.args) is None:
         raise MissingInput(f"{folder} has neither a config nor args. Give the model's folder: --hf-like DIR.")
     try:
-        arch, notes = architecture_from_args(args, vocab_size)
+        if isinstance(folder, LegacyFolder) and folder.pre_core_names:
+            arch, notes = pre_core_architecture(args, folder.pre_core_names, vocab_size)
+        else:
+            arch, notes = architecture_from_args(args, vocab_size)
         if alike is not None and notes:
             arch = replace(arch, vocab_size=min(arch.vocab_size, alike.arch.vocab_size))
         family, arch, others = match_family(arch, first=alike.family.name if alike is not None else None)

@@ -89,6 +89,8 @@ class Moe:
     router_float32: bool = False
     """The router's weights are always float32."""
     expert_mlp_bias: bool = False
+    output_bias: bool = False
+    """A bias that is added to the weighted sum of the experts' outputs."""
 
     def invalid_reason(self) -> str | None:
         if self.num_experts % self.num_groups:

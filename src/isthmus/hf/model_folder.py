@@ -151,13 +151,17 @@ def write_model_files(
     if tokenizer is not None:
         copied = [path for path in copied if not _matches(path.name, _TOKENIZER_FILES)] + [*tokenizer]
     if "auto_map" in hf_config:
-        modelling = (Path(__file__).parent / "shim").glob("*.py")
-        copied += sorted(path for path in modelling if path.name != "__init__.py")
+        copied += modeling_files()
     for path in copied:
         shutil.copyfile(path, folder / path.name)
     if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):
         kept = {key: value for key, value in _read_json(folder / GENERATION_FILE).items() if key not in _GENERATION}
         _write_json(folder / GENERATION_FILE, kept | generation)
+
+
+def modeling_files() -> list[Path]:
+    """The modelling files of an export that transformers has no class for."""
+    return sorted(path for path in (Path(__file__).parent / "shim").glob("*.py") if path.name != "__init__.py")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

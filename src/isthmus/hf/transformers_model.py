@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from isthmus.errors import DataError, UsageError
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.hf.modeling_code import folder_classes
 from isthmus.hf.tiny_model import no_progress_bars
 
 try:
@@ -39,18 +41,17 @@ class Source(Protocol):
 class TransformersModel:
     """A decoder in float32 on the CPU, with its layers accessible one by one."""
 
-    def __init__(self, config: Mapping[str, Any], source: Source, *, by_layer: bool) -> None:
+    def __init__(self, folder: ModelFolder, source: Source, *, by_layer: bool, trust_remote_code: bool = False) -> None:
         """Build the model, and load it unless ``by_layer``: ``fill`` does then, and parameters have no memory before.
 
-        ``config`` has no ``quantization_config`` if ``source`` dequantizes.
+        ``source`` has the tensors of ``folder``, dequantized. An UnsafeInput if the folder has modelling code that
+        Isthmus did not write, unless ``trust_remote_code``.
         """
         self._source = source
-        kind = str(config.get("model_type"))
-        if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UsageError(f"the installed transformers has no causal language model of type {kind}. Omit --logits.")
-        settings = CONFIG_MAPPING[kind].from_dict(dict(config))
+        config_class, self._class = _classes(folder, trust_remote_code=trust_remote_code)
+        settings = config_class.from_dict(dict(folder.config))
         with no_progress_bars(warnings=False):  # missing and mismatched keys are checked here
-            self.module = AutoModelForCausalLM.from_config(settings, **_EXACT) if by_layer else self._loaded(settings)
+            self.module = self._class._from_config(settings, **_EXACT) if by_layer else self._loaded(settings)
         self.module.eval()
         self._prefix = self._layers_name(settings.num_hidden_layers)
         self.layers: Sequence[nn.Module] = list(self.module.get_submodule(self._prefix))
@@ -106,10 +107,11 @@ class TransformersModel:
         return outer[0]
 
     def _loaded(self, settings: Any) -> Any:
-        network: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
         lazy = {name: _LazyTensor(self._source, name) for name in self._source.tensors}
         try:
-            found = network.from_pretrained(None, config=settings, state_dict=lazy, output_loading_info=True, **_EXACT)
+            found = self._class.from_pretrained(
+                None, config=settings, state_dict=lazy, output_loading_info=True, **_EXACT
+            )
         except (RuntimeError, ValueError) as error:
             raise DataError(
                 f"{self._source}: transformers cannot load the weights: {' '.join(str(error).split())}"
@@ -154,6 +156,16 @@ class TransformersModel:
         )
         if faults := [*info.mismatched_keys, *info.conversion_errors.values(), *info.error_msgs]:
             raise DataError(f"{self._source}: transformers cannot load the weights: {faults[0]}.")
+
+
+def _classes(folder: ModelFolder, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The classes of the config and of the model: those of transformers, else those of the folder."""
+    kind = str(folder.config.get("model_type"))
+    if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return CONFIG_MAPPING[kind], MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    if "AutoModelForCausalLM" in (folder.config.get("auto_map") or {}):
+        return folder_classes(folder, trust_remote_code=trust_remote_code)
+    raise UsageError(f"the installed transformers has no causal language model of type {kind}. Omit --logits.")
 
 
 class _LazyTensor:

@@ -115,6 +115,60 @@ def test_a_documented_command_trains_on_a_cpu_and_writes_its_log(
     assert "here: Is a directory" in capsys.readouterr().err
 
 
+def test_fine_tuning_variables_are_translated(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def config(script: str, *words: str) -> tuple[int, str, str]:
+        code = main(["config", "from-env", script, *words])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    code, text, _ = config(
+        "llama3.2-1b", "NUM_QUERY_GROUPS=8", "CONVERT_SEQUENCE_PARALLEL=1", "BASE_CKPT_DIR=base_tp8_pp1", "LR=1e-5"
+    )
+    found = YAML(typ="safe").load(text)
+    assert code == 0 and found["recipe"] == "sft" and found["train"]["global_batch_size"] == 128
+    assert found["optim"]["lr"] == 1e-5 and found["optim"]["min_lr"] == pytest.approx(1e-6)
+    assert found["model"]["path"] == "meta-llama/Llama-3.2-1B-Instruct" and found["parallel"] == {"tp": 8, "pp": 1}
+    for option in ("NUM_QUERY_GROUPS=8", "CONVERT_SEQUENCE_PARALLEL=1", "BASE_CKPT_DIR=base_tp8_pp1"):
+        assert f"# - {option} (different): " in text
+    code, text, _ = config("qwen3-0.6b", "KV_CHANNELS=128", "NUM_QUERY_GROUPS=8", "TRAIN_ITERS=6", "TP=1")
+    assert code == 0 and YAML(typ="safe").load(text)["train"]["steps"] == 6
+    wrong = {
+        "NUM_QUERY_GROUPS=4": "config.json has num_key_value_heads=8",
+        "HF_MODEL_DIR=model KV_CHANNELS=128": "config.json has head_dim=16",
+        "LR=fast": "LR=fast: must be a number above 0",
+        "BS=4": "no variable BS; did you mean MBS?",
+    }
+    for words, message in wrong.items():
+        code, _, error = config("qwen3-0.6b", "TP=1", *words.split())
+        assert code == 2 and message in error
+    (Path("old") / "mp_rank_00").mkdir(parents=True)
+    code, _, error = config("qwen3-0.6b", "INIT_CHECKPOINT=old")
+    assert code == 2 and "isthmus convert old old-hf --to hf, then set HF_MODEL_DIR=old-hf" in error
+
+
+@pytest.mark.processes
+def test_fine_tuning_scripts_start_from_a_megatron_checkpoint(model: Path) -> None:
+    """Both scripts of a model: the chats are tokenized, the checkpoint is converted, and two ranks train."""
+    from isthmus.convert.legacy.legacy_layout import LegacyLayout
+    from isthmus.convert.transfer import convert
+
+    convert(model, Path("base_tp1_pp1"), "torch", layout=LegacyLayout())
+    turns = [{"role": "user", "content": "To be?"}, {"role": "assistant", "content": "That is the question."}]
+    Path("chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 16)
+    folder = ROOT / "examples/qwen3-0.6b"
+    done = bash(f"DATASET=chats.jsonl HF_MODEL_DIR=model DATA_DIR=tokens bash {folder}/02-generate.sh")
+    assert done.returncode == 0 and Path("tokens/sft.idx").is_file(), done.stderr
+    variables = "BASE_CKPT_DIR=base_tp1_pp1 HF_MODEL_DIR=model DATA_DIR=tokens TRAIN_ITERS=2 GBS=2 SEQ_LENGTH=32 TP=2"
+    shapes = "NUM_QUERY_GROUPS=1 KV_CHANNELS=16 CONVERT_SEQUENCE_PARALLEL=1 LOG_DIR=log"
+    done = bash(f"{variables} {shapes} NPROC=2 bash {folder}/03-train-dense.sh platform=cpu train.precision=fp32")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert (Path("base_tp1_pp1-hf") / "tokenizer.json").is_file()
+    rows = [json.loads(row) for row in Path("log/run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert (Path("log/run/hf") / "model.safetensors").is_file()
+    assert "NUM_QUERY_GROUPS=1" in Path("log/train.log").read_text()
+
+
 @pytest.mark.processes
 def test_a_layout_that_does_not_fit_the_machine_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = Path("large")

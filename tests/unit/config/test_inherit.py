@@ -46,6 +46,34 @@ def test_overrides_win_over_the_rest_of_the_file(tmp_path: Path) -> None:
     assert load_config("sft", below).optim.lr == 5e-5
 
 
+@pytest.mark.parametrize("name", ["qwen3-0.6b-sft", "llama3.2-1b-sft"])
+def test_steps_replace_epochs_of_a_base_and_the_reverse(name: str, tmp_path: Path) -> None:
+    here = config_path(f"preset:{name}", "train")
+    given = {"data": ["a.json"], "out": "o"}
+    assert load_config("sft", here, ["train.steps=6"], given).train.steps == 6
+    preset = load_config("sft", here, ["train.epochs=2"], given).train
+    assert (preset.steps, preset.epochs) == (None, 2.0)
+    mine = write(tmp_path / "mine.yaml", f"bases: [preset:{name}]\ntrain: {{epochs: 3}}\n")
+    assert load_config("sft", mine, [], given).train.epochs == 3.0
+    below = write(tmp_path / "below.yaml", "bases: [mine.yaml]\ntrain: {steps: 7}\n")
+    loaded = load_settings("sft", below, ["train.micro_batch_size=1"], given)
+    assert loaded.config is not None and loaded.config.train.steps == 7
+    assert ("train", "epochs") not in loaded.origins
+    assert "got steps=7 and epochs=4; keep one" in refusal(
+        write(tmp_path / "both.yaml", BASE + "train: {steps: 7, epochs: 4}\n")
+    )
+
+
+def test_other_data_replace_those_of_a_base(tmp_path: Path) -> None:
+    base = write(tmp_path / "base.yaml", BASE)
+    mixed = load_config("sft", base, ["data.sets.web.files=[w.json]", "data.sets.books.files=[b.json]"])
+    assert set(mixed.data.sets) == {"web", "books"} and not mixed.data.files
+    assert load_config("sft", base, ["data.mock=true", "train.steps=1"]).data.mock
+    assert load_config("sft", base, ["data.mock=false"]).data.files == ("a.json",)
+    mock = write(tmp_path / "mock.yaml", "bases: [base.yaml]\ndata: {mock: true}\ntrain: {steps: 1}\n")
+    assert load_config("sft", mock, [], {"data": ["c.json"]}).data.files == ("c.json",)
+
+
 def test_every_setting_has_its_origin(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", BASE)
     mine = write(tmp_path / "mine.yaml", "bases: [base.yaml]\noverrides:\n  train:\n    seed: 7\n")

@@ -46,6 +46,7 @@ YARN = RopeScaling(kind="yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.8, trun
         {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_multiplier": 0.25, "tie_embeddings": True},
         {"moe": replace(MOE, dense_layers=(0,), score="sigmoid", expert_bias=True, num_groups=2, group_score="max")},
         {"moe": replace(MOE, shared_ffn_hidden_size=20, shared_gate=True, router_bias=True, expert_mlp_bias=True)},
+        {"moe": replace(MOE, output_bias=True)},
         {"moe": replace(MOE, normalize=True, normalize_min=0.5, scaling_factor=2.5, router_float32=True)},
     ],
     ids=lambda changed: next(iter(changed)),

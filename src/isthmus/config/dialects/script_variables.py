@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -81,6 +82,20 @@ class Variables:
             self.errors.append(f"{name}={value}: must be a whole number of {least} or more")
             return default
         return int(float(value))
+
+    def positive(self, name: str) -> float | None:
+        """A number above 0; None if it is not given."""
+        value = self._value(name)
+        if value is None:
+            return None
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < math.inf:
+            self.errors.append(f"{name}={value}: must be a number above 0")
+            return None
+        return number
 
     def switch(self, name: str, default: bool) -> bool:
         """True for 1, False for 0."""

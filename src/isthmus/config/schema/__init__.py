@@ -43,7 +43,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _schedule_fits_steps(self) -> RunConfig:
-        steps, warmup, decay = self.train.steps, self.optim.warmup_steps, self.optim.decay_steps or 0
+        steps, decay = self.train.steps, self.optim.decay_steps or 0
+        warmup = self.optim.warmup(steps or 0)
         if steps is not None and (warmup >= steps or warmup + decay > steps):
             both = f" and decay_steps={decay} do" if decay else " does"
             reason = f"warmup_steps={warmup}{both} not fit in train.steps={steps}; lower it, or raise train.steps"

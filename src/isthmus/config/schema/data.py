@@ -21,6 +21,7 @@ class DataSet(Section):
 class DataConfig(Section):
     """Training, validation and test data, and how samples are made of them."""
 
+    exclusive = ("files", "sets", "mock")
     files: Paths = ()
     """Training files, folders, patterns, hf:ORG/NAME:SPLIT or prepared prefixes; required without sets and mock."""
     sets: dict[str, DataSet] = Field(default_factory=dict)
@@ -54,7 +55,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        given = [name for name in ("files", "sets", "mock") if getattr(self, name)]
+        given = [name for name in self.exclusive if getattr(self, name)]
         if not given:
             lacks("files")
         if len(given) > 1:

@@ -12,6 +12,7 @@ from isthmus.config.schema.section import Count, Section, refuse
 class OptimConfig(Section):
     """AdamW and its learning rate schedule."""
 
+    exclusive = ("warmup_steps", "warmup_fraction")
     lr: float = Field(default=2e-5, gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
@@ -20,6 +21,8 @@ class OptimConfig(Section):
     """Decay from lr to min_lr after the warm-up; wsd (warm-up, stable, decay) decays in the last decay_steps only."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0 to lr."""
+    warmup_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Instead of warmup_steps: share of the run's steps, rounded down."""
     schedule_steps: Count | None = None
     """cosine, linear: step of the run at which lr reaches min_lr; null: the last step."""
     decay_steps: Count | None = None
@@ -37,8 +40,17 @@ class OptimConfig(Section):
     offload: bool = False
     """Keep Adam's moments (8 bytes per parameter) in host memory instead of GPU memory; steps get slower."""
 
+    def warmup(self, steps: int) -> int:
+        """Steps of the warm-up in a run of ``steps``."""
+        return self.warmup_steps or int(self.warmup_fraction * steps)
+
     @model_validator(mode="after")
     def _schedule_fits(self) -> OptimConfig:
+        if self.warmup_steps and self.warmup_fraction:
+            refuse(
+                "warmup_fraction",
+                f"got warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction:g}; keep one of them",
+            )
         if self.min_lr > self.lr:
             refuse("min_lr", f"min_lr={self.min_lr:g} is above lr={self.lr:g}; lower it")
         if self.schedule == "wsd" and self.decay_steps is None:

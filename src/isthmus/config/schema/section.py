@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, NoReturn
+from typing import Annotated, ClassVar, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -45,3 +45,5 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    exclusive: ClassVar[tuple[str, ...]] = ()
+    """Settings of which one may be given; the command line's, or a file's, replaces that of its bases."""

@@ -16,6 +16,7 @@ _OF_PRECISION = {"fp16": ("initial_loss_scale", "loss_scale_window"), "fp8": ("f
 class TrainConfig(Section):
     """Length, batch sizes, precision and recomputation."""
 
+    exclusive = ("steps", "epochs")
     steps: Count | None = None
     """Optimizer steps; give this or epochs."""
     epochs: float | None = Field(default=None, gt=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,26 @@ from torch import Tensor
 
 from isthmus.convert.canonical import CanonicalWeights
 from isthmus.convert.coverage import first_few, reject_mismatch
-from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, local_slices
+from isthmus.convert.legacy.legacy_layout import DataParallelExpertLayout, LegacyLayout, RankFile, local_slices
+from isthmus.convert.legacy.pre_core_args import current_args, shards_experts_over_dp
+from isthmus.convert.legacy.rank_tensors import (
+    Piece,
+    RankTensor,
+    flat_tensors,
+    in_current_order,
+    is_pre_core,
+    rank_tensors,
+)
 from isthmus.convert.torch_pickle import args_in, read_torch_pickle
 from isthmus.engine.checkpoint.checkpoint_names import live_names
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Index, intersect_rows
-from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
+from isthmus.hf.tensors.safetensors_format import TensorReader
 
 FILE = "model_optim_rng.pt"
+_FILES = (FILE, "model_rng.pt")  # the second with a distributed optimizer of early 2023
 _SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -29,19 +38,6 @@ _SIZES = {
     "etp": "expert_tensor_parallel_size",
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_GROUPED = re.compile(r"(.*mlp\.experts\.)weight([12])")
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalTensor:
-    """One rank's shard of a tensor."""
-
-    info: TensorInfo
-    transposed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.info.shape[::-1] if self.transposed else self.info.shape
 
 
 class LegacyFolder:
@@ -50,25 +46,38 @@ class LegacyFolder:
     def __init__(self, path: Path) -> None:
         """Derive the layout from the args, and check that the files of all ranks exist."""
         self.path = path
-        opened = {folder.name: _open(folder / FILE) for folder in sorted(path.glob("mp_rank_*"))}
+        found = {folder.name: _model_file(folder) for folder in sorted(path.glob("mp_rank_*"))}
+        opened = {name: _open(file) for name, file in found.items() if file is not None}
         some = next(iter(opened.values()))
-        if (args := args_in(some)) is None:
+        chunks = [state for key, state in some.items() if str(key).startswith("model")]
+        self.pre_core_names = frozenset(
+            name for state in chunks if is_pre_core(state) for name, _ in flat_tensors(state)
+        )
+        """Names in the first file; empty if Megatron-Core wrote it."""
+        self.version = float(some.get("checkpoint_version", 0)) if self.pre_core_names else 3.0
+        self.args = args_in(some)
+        if self.args is None and not (self.pre_core_names and len(opened) == 1):
             raise DataError(f"{path} has no args, so its parallel sizes are unknown. Fetch the whole checkpoint.")
-        self.args = args
-        sizes = {size: int(args[name]) for size, name in _SIZES.items() if args.get(name) is not None}
-        self.layout = LegacyLayout(**sizes, vpp=sum(str(key).startswith("model") for key in some))
+        self.layout = self._read_layout(len(chunks))
         files = {self.layout.folder(file): file for file in self.layout.files()}
         if missing := [name for name in files if name not in opened]:
             raise DataError(f"{path}: {first_few(missing)} of {len(files)} ranks missing. Fetch them.")
         if more := [name for name in opened if name not in files]:
             raise DataError(f"{path}: {first_few(more)} are not part of {self.layout}. Remove them.")
-        self.ranks: dict[RankFile, list[dict[str, _LocalTensor]]] = {
+        self.ranks: dict[RankFile, list[dict[str, RankTensor]]] = {
             file: [
-                _local_tensors(opened[name].get(self.layout.chunk_key(number)), self.layout.ep)
+                rank_tensors(opened[name].get(self.layout.chunk_key(number)), self.layout.ep)
                 for number in range(self.layout.vpp)
             ]
             for name, file in files.items()
         }
+
+    def _read_layout(self, vpp: int) -> LegacyLayout:
+        args, kind = self.args or {}, LegacyLayout
+        if self.pre_core_names:
+            kind = DataParallelExpertLayout if shards_experts_over_dp(args) else LegacyLayout
+            args = current_args(args)
+        return kind(**{size: int(args[name]) for size, name in _SIZES.items() if args.get(name) is not None}, vpp=vpp)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -85,10 +94,11 @@ class LegacyFolder:
 
 class LegacyWeights(CanonicalWeights):
     def __init__(self, folder: LegacyFolder, family: Family, arch: Architecture) -> None:
-        self.source, self._arch, self._layout = folder, arch, folder.layout
+        self.source: LegacyFolder = folder
+        self._arch, self._layout = arch, folder.layout
         self._layout.check_sizes(arch)
         self._placements: dict[str, Placement] = {}
-        self._parts: dict[str, list[tuple[_LocalTensor, list[tuple[Index, Index]]]]] = {}
+        self._parts: dict[str, list[tuple[Piece, list[tuple[Index, Index]]]]] = {}
         self._reader = TensorReader()
         layers = folder.layers()
         if (total := sum(map(sum, layers))) != arch.num_layers:
@@ -127,7 +137,7 @@ class LegacyWeights(CanonicalWeights):
         shape = self._placements[canonical].rule.canonical_shape(self._arch)
         found = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=self.dtype(canonical))
         seen: set[tuple[tuple[int | None, int | None], ...]] = set()
-        for tensor, slices in self._parts[canonical]:
+        for piece, slices in self._parts[canonical]:
             for whole, local in slices:
                 where = tuple((cut.start, cut.stop) for cut in whole)
                 if where in seen or (shared := intersect_rows(whole, local, rows)) is None:
@@ -135,21 +145,34 @@ class LegacyWeights(CanonicalWeights):
                 seen.add(where)
                 in_rows, in_file = shared
                 target = found[in_rows]
-                if tensor.transposed:
+                if piece.transposed:
                     in_file = (in_file[1] if len(in_file) > 1 else slice(None), in_file[0])
                     target = target.mT
-                self._reader.read(tensor.info, in_file, into=target)
+                self._reader.read(piece.info, in_file, into=target)
         return found
 
-    def _add_part(self, placed: Placement, file: RankFile, tensor: _LocalTensor) -> list[str]:
+    def _add_part(self, placed: Placement, file: RankFile, tensor: RankTensor) -> list[str]:
         """Returns a message if the shape of the shard differs from the expected one."""
         padded = tensor.shape[0] * self._layout.tp if placed.rule.shard == "vocab" else self._arch.vocab_size
         padded = max(padded, self._arch.vocab_size)
         expected, slices = local_slices(placed.rule, self._arch, self._layout, file, padded)
         if tensor.shape != expected:
             return [f"{placed.canonical} is {list(tensor.shape)} in {self._layout.folder(file)}, not {list(expected)}"]
-        self._parts[placed.canonical].append((tensor, slices))
+        if placed.rule.shard == "heads":
+            tensor = in_current_order(tensor, self.source.version, self._arch.kv_channels)
+        at = 0
+        for piece in tensor.pieces:
+            rows = slice(at, at + piece.shape[0])
+            inside = [intersect_rows(local, whole, rows) for whole, local in slices]
+            self._parts[placed.canonical].append((piece, [(there, here) for here, there in filter(None, inside)]))
+            at = rows.stop
         return []
+
+
+def _model_file(folder: Path) -> Path | None:
+    """A rank's file; None if the folder has only a part of a distributed optimizer."""
+    named = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    return None if named is None and (folder / "optim.pt").is_file() else named or folder / FILE
 
 
 def _open(path: Path) -> dict[str, Any]:
@@ -159,22 +182,3 @@ def _open(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or not any(str(key).startswith("model") for key in state):
         raise DataError(f"{path} has no model. Fetch it again.")
     return state
-
-
-def _local_tensors(state: Any, ep: int) -> dict[str, _LocalTensor]:
-    """The tensors of a chunk of layers; experts stored in one tensor, [in, out] each, are split."""
-    found: dict[str, _LocalTensor] = {}
-    states = state if isinstance(state, dict) else {}
-    for name, info in states.items():
-        if not isinstance(info, TensorInfo) or name.endswith("_extra_state"):
-            continue
-        if (grouped := _GROUPED.fullmatch(name)) is None:
-            found[name] = _LocalTensor(info)
-            continue
-        experts = states[grouped[1].replace("experts.", "router.") + "weight"].shape[0] // ep
-        rows, columns = info.shape
-        shape = (rows, columns // experts) if grouped[2] == "1" else (rows // experts, columns)
-        for expert in range(experts):
-            one = TensorInfo(info.dtype, shape, info.file, info.offset + expert * info.nbytes // experts)
-            found[f"{grouped[1]}linear_fc{grouped[2]}.weight{expert}"] = _LocalTensor(one, transposed=True)
-    return found

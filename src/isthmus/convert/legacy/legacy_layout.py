@@ -123,6 +123,23 @@ class LegacyLayout:
         return renumbered(local, expert=number) if rank == file.ep else None
 
 
+class DataParallelExpertLayout(LegacyLayout):
+    """MegaBlocks shards experts over the data parallel ranks: by their number, and by their width if ranks are left.
+
+    A file is named by tp, data parallel and pipeline rank, in this order. Tensor parallel ranks have the same experts.
+    """
+
+    __slots__ = ()
+
+    def files(self) -> list[RankFile]:
+        ranks = [(etp, ep) for etp in range(self.expert_tp) for ep in range(self.ep)]
+        return [RankFile(tp, pp, ep, etp) for pp in range(self.pp) for tp in range(self.tp) for etp, ep in ranks]
+
+    def folder(self, file: RankFile) -> str:
+        stage = f"_{file.pp:03d}" if self.pp > 1 else ""
+        return f"mp_rank_{file.tp:02d}_{file.etp * self.ep + file.ep:03d}{stage}"
+
+
 @cache  # layers share their rules
 def local_slices(
     rule: Rule, arch: Architecture, layout: LegacyLayout, file: RankFile, padded_vocab_size: int

@@ -48,6 +48,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("biases in some linear layers only", lambda arch: _has_biases(arch) is None),
     ("the activation {0.activation} in this model", lambda arch: _activation_args(arch) is None),
     ("this expert routing", lambda arch: arch.moe is not None and _routing_args(arch.moe) is None),
+    ("a bias of the sum of the experts' outputs", lambda arch: arch.moe is not None and arch.moe.output_bias),
     ("embedding_multiplier={0.embedding_multiplier:g}", lambda arch: arch.embedding_multiplier != 1),
     ("residual_multiplier={0.residual_multiplier:g}", lambda arch: arch.residual_multiplier != 1),
     ("logits_multiplier={0.logits_multiplier:g}", lambda arch: arch.logits_multiplier != 1),

@@ -153,7 +153,7 @@ def _window(args: ArgsReader, num_layers: int) -> dict[str, Any]:
     if window is None or window[0] < 0:
         return {}
     if tuple(window)[1] != 0:
-        raise _not_supported(f"window_size={tuple(window)}")
+        raise not_supported(f"window_size={tuple(window)}")
     if args.get("window_attn_skip_freq") is None:
         return {"sliding_window": window[0] + 1}
     windowed = args.layers("window_attn_skip_freq", num_layers, selected=lambda layer, n: layer % n != 0)
@@ -167,7 +167,7 @@ def _activation(args: ArgsReader, *, biased: bool, experts: bool) -> dict[str, A
     if args.get("quick_geglu", False):
         values = {name: args.get(name) for name in CLAMPED_SWIGLU}
         if values != CLAMPED_SWIGLU:
-            raise _not_supported(" ".join(f"{name}={value}" for name, value in values.items()))
+            raise not_supported(" ".join(f"{name}={value}" for name, value in values.items()))
         return {"activation": "clamped_swiglu"}
     # The fused bias-GELU kernel uses the tanh approximation; experts do not use the kernel.
     fused = biased and not experts and args.get("bias_gelu_fusion", True)
@@ -178,7 +178,7 @@ def _latent(args: ArgsReader) -> Mla | None:
     if not args.get("multi_latent_attention", False):
         return None
     if not args.get("qk_layernorm", False):
-        raise _not_supported("multi_latent_attention=True and qk_layernorm=False")
+        raise not_supported("multi_latent_attention=True and qk_layernorm=False")
     return Mla(
         kv_lora_rank=args.number("kv_lora_rank", 32),
         qk_nope_head_dim=args.number("qk_head_dim", 128),
@@ -221,7 +221,7 @@ def _expert_groups(args: ArgsReader, top_k: int, *, scores_first: bool) -> dict[
         return {}
     experts_per_group = top_k // groups
     if experts_per_group not in (1, 2) or not scores_first:
-        raise _not_supported(f"moe_router_group_topk={groups} and moe_router_topk={top_k}")
+        raise not_supported(f"moe_router_group_topk={groups} and moe_router_topk={top_k}")
     score = "max" if experts_per_group == 1 else "top2"
     return {"num_groups": args.number("moe_router_num_groups"), "group_top_k": groups, "group_score": score}
 
@@ -251,16 +251,11 @@ class ArgsReader:
         return value
 
     def check_supported(self) -> None:
-        if (length := self.get("decoder_seq_length")) is not None:
-            raise UsageError(
-                f"Megatron-LM's args are of an encoder-decoder model such as T5 (decoder_seq_length={length}); only "
-                "decoder-only models are supported."
-            )
         for name, supported in _SUPPORTED_VALUES.items():
             if (value := self.get(name)) is not None and value not in supported:
-                raise _not_supported(f"{name}={value!r}")
+                raise not_supported(f"{name}={value!r}")
         if "sinkhorn" in self.get("moe_router_load_balancing_type", ()):
-            raise _not_supported("moe_router_load_balancing_type=sinkhorn")
+            raise not_supported("moe_router_load_balancing_type=sinkhorn")
 
     def layers(self, name: str, num_layers: int, *, selected: Callable[[int, int], bool]) -> list[int]:
         """Layers that a list marks with 1; for an integer frequency, those with ``selected(layer + 1, frequency)``."""
@@ -274,5 +269,5 @@ class ArgsReader:
         return [layer for layer, mark in enumerate(frequency) if mark]
 
 
-def _not_supported(what: str) -> UsageError:
+def not_supported(what: str) -> UsageError:
     return UsageError(f"Megatron-LM's args have {what}, which no family can express.")

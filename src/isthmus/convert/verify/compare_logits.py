@@ -28,11 +28,15 @@ _KL_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsCheck:
-    """``tokens`` is the length of a sample; ``by_layer`` loads weights layer by layer even if all fit."""
+    """``tokens`` is the length of a sample; ``by_layer`` loads weights layer by layer even if all fit.
+
+    ``trust_remote_code`` permits to run modelling code in a model folder.
+    """
 
     tolerance: float = TOLERANCE
     tokens: int | None = None
     by_layer: bool = False
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def compare_logits(
 
     def run(side: OpenedModel, size: int, inspect: Callable[[tuple[int, int], Tensor], None]) -> list[Tensor]:
         found = []
-        with open_network(side, by_layer=by_layer) as network:
+        with open_network(side, by_layer=by_layer, trust_remote_code=check.trust_remote_code) as network:
             step = size / (len(network.layers) + 1)
             for number, sample in enumerate(samples):
 

@@ -28,14 +28,16 @@ Seen = Callable[[int, Tensor], None]
 
 
 @contextmanager
-def open_network(side: OpenedModel, *, by_layer: bool) -> Iterator[DecoderRunner]:
+def open_network(side: OpenedModel, *, by_layer: bool, trust_remote_code: bool = False) -> Iterator[DecoderRunner]:
     """The model in float32; ``by_layer`` leaves its weights on the meta device."""
     empty = init_empty_weights() if by_layer else nullcontext()
     if isinstance(side.weights, HfWeights) and side.hf_folder is not None:
         from isthmus.hf.transformers_model import TransformersModel
 
         with empty:
-            network = TransformersModel(side.hf_folder.config, side.weights.source, by_layer=by_layer)
+            network = TransformersModel(
+                side.hf_folder, side.weights.source, by_layer=by_layer, trust_remote_code=trust_remote_code
+            )
         yield network
         return
     from isthmus.engine.single_process_model import SingleProcessModel, single_process_groups

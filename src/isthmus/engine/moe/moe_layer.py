@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
@@ -87,6 +87,10 @@ class MoeBlock(MegatronModule):
         self.shared_experts: SharedExpertMLP | None = None
         if moe.shared_ffn_hidden_size:
             self.shared_experts = SharedExpertMLP(config, submodules, moe.shared_gate, groups)
+        self.output_bias: nn.Parameter | None = None
+        if moe.output_bias:
+            self.output_bias = nn.Parameter(torch.zeros(config.hidden_size, dtype=config.params_dtype))
+            self.output_bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.layer = 0
         self.recomputed = False
         """Activation recomputation of this block."""
@@ -105,7 +109,8 @@ class MoeBlock(MegatronModule):
             hidden = hidden_states[:, 0]
             weights, chosen = self.router(hidden, batch)
             out: Tensor = self.dispatch(hidden, weights, chosen, self.experts)[:, None]
-            return out if self.shared_experts is None else out + self.shared_experts(hidden_states)
+            out = out if self.shared_experts is None else out + self.shared_experts(hidden_states)
+            return out if self.output_bias is None else out + self.output_bias
 
         if self.recomputed and self.training:
             return tensor_parallel.checkpoint(run, False, hidden_states), None

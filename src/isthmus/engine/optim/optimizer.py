@@ -121,14 +121,14 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
     """Linear warm-up from zero to ``lr``, then decay to ``min_lr`` at ``schedule_steps`` (default: the last step)."""
-    end = optim.schedule_steps or total_steps
+    end, warmup = optim.schedule_steps or total_steps, optim.warmup(total_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
-        lr_warmup_steps=optim.warmup_steps,
-        lr_decay_steps=max(end, optim.warmup_steps + 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(end, warmup + 1),
         lr_decay_style="WSD" if optim.schedule == "wsd" else optim.schedule,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,

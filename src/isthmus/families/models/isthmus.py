@@ -51,6 +51,7 @@ _MOE = {
     "router_bias": flag("router_bias"),
     "router_float32": flag("router_float32"),
     "expert_mlp_bias": flag("expert_mlp_bias"),
+    "output_bias": flag("moe_output_bias"),
 }
 _DENSE_LAYERS = _layers("mlp_only_layers")
 
@@ -121,6 +122,7 @@ FAMILY = Family(
         *(replace(rule, unless="moe.router_float32") for rule in expert_tensors.ROUTER),
         *(replace(rule, when="moe.router_float32", dtype="float32") for rule in expert_tensors.ROUTER),
         in_layer("mlp.router.bias", "mlp.gate.bias", "E", layers="moe", init="zeros", when="moe.router_bias"),
+        in_layer("mlp.output_bias", "mlp.output_bias", "H", layers="moe", init="zeros", when="moe.output_bias"),
         *expert_tensors.EXPERT_BIAS,
         *expert_tensors.EXPERTS,
         *expert_tensors.SHARED_EXPERTS,

@@ -65,6 +65,7 @@ DEFAULTS: dict[str, Any] = {
     "router_bias": False,
     "router_float32": False,  # the router's weights are always float32
     "expert_mlp_bias": False,
+    "moe_output_bias": False,  # a bias that is added to the weighted sum of the experts' outputs
     # Embedding and logits.
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,  # of the outputs of attention and feed-forward block

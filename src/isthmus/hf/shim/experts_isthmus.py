@@ -95,6 +95,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = Mlp(config, shared, bias=False) if shared else None
         weighted = shared and config.shared_expert_gate
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if weighted else None
+        self.output_bias = nn.Parameter(torch.zeros(config.hidden_size)) if config.moe_output_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
@@ -110,4 +111,6 @@ class MixtureOfExperts(nn.Module):
             if self.shared_expert_gate is not None:
                 shared = shared * self.shared_expert_gate(tokens).sigmoid()
             out = out + shared
+        if self.output_bias is not None:
+            out = out + self.output_bias
         return out.view_as(x)

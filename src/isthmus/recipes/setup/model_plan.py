@@ -107,7 +107,7 @@ def check_precision(platform: Platform, precision: str) -> None:
 
 def check_schedule(config: RunConfig, steps: int) -> None:
     """Check that warm-up and decay fit; with ``train.epochs`` the steps are known only after loading the data."""
-    warmup, decay = config.optim.warmup_steps, config.optim.decay_steps or 0
+    warmup, decay = config.optim.warmup(steps), config.optim.decay_steps or 0
     if warmup >= steps or warmup + decay > steps:
         verb = f" and optim.decay_steps={decay} do" if decay else " does"
         raise UsageError(

@@ -50,12 +50,14 @@ def test_missing_weights_are_refused(qwen3: OpenedModel, tmp_path: Path) -> None
     save_file({name: t for name, t in tensors.items() if "k_norm" not in name}, folder / "model.safetensors")
     for by_layer in (False, True):
         with pytest.raises(DataError, match=r"finds no tensor for model\.layers\.0\.self_attn\.k_norm\.weight"):
-            TransformersModel(qwen3.hf_folder.config, ModelFolder.open(folder), by_layer=by_layer)
+            TransformersModel(ModelFolder.open(folder), ModelFolder.open(folder), by_layer=by_layer)
 
 
 def test_unknown_model_type_is_refused(qwen3: OpenedModel) -> None:
     with pytest.raises(UsageError, match="no causal language model of type unheard-of"):
-        TransformersModel({"model_type": "unheard-of"}, qwen3.hf_folder, by_layer=False)
+        TransformersModel(
+            ModelFolder.from_config("model", {"model_type": "unheard-of"}), qwen3.hf_folder, by_layer=False
+        )
 
 
 def test_memory_decides_on_layer_by_layer(qwen3: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:

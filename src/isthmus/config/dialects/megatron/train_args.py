@@ -232,7 +232,7 @@ def write_train(written: WrittenArguments, *, mtp: bool) -> None:
     written.put(*_OPTIMIZER, "optim.offload")
     style = next(style for style, schedule in _SCHEDULES.items() if schedule == optim.schedule)
     written.set("lr_decay_style", style, "optim.schedule")
-    written.set("lr_warmup_iters", optim.warmup_steps, "optim.warmup_steps")
+    written.set("lr_warmup_iters", optim.warmup(train.steps), "optim.warmup_steps", "optim.warmup_fraction")
     written.set("lr_decay_iters", optim.schedule_steps, "optim.schedule_steps")
     written.set("lr_wsd_decay_iters", optim.decay_steps, "optim.decay_steps")
     written.set("lr_wsd_decay_style", None if optim.decay_steps is None else "linear")

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from isthmus.config.dialects.rocm_scripts import deepseek_script, llama_script
+from isthmus.config.dialects.rocm_scripts import deepseek_script, llama_script, sft_script
 from isthmus.config.dialects.rocm_scripts.script_run import NODE, TABLES, TIME, ScriptRun
 from isthmus.config.dialects.script_variables import Variables
 
-SCRIPTS = ("llama2", "llama3", "deepseek_v2")
+SCRIPTS = ("llama2", "llama3", "deepseek_v2", *sft_script.MODELS)
 
 
 def read_script(script: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> ScriptRun:
-    """The run of ``train_<script>.sh``. A UsageError contains all errors.
+    """The run of ``train_<script>.sh``, or of ``<script>/03-train-dense.sh``. A UsageError contains all errors.
 
     ``arguments`` are ``NAME=VALUE`` and win over the environment: variables of the script, dotted settings, or library
     variables such as ``NCCL_IB_HCA``.
     """
-    table = TABLES["deepseek_v2" if script == "deepseek_v2" else "llama"]
+    fine_tuning = script in sft_script.MODELS
+    table = TABLES["sft" if fine_tuning else "deepseek_v2" if script == "deepseek_v2" else "llama"]
     known = [*table["variables"].split(), *TABLES["common"].split()]
     v = Variables(known, environment, arguments, exported=TABLES["exported"].split())
-    run = deepseek_script.read_deepseek(v) if script == "deepseek_v2" else llama_script.read_llama(script, v)
+    if fine_tuning:
+        run = sft_script.read_sft(script, v)
+    else:
+        run = deepseek_script.read_deepseek(v) if script == "deepseek_v2" else llama_script.read_llama(script, v)
     v.check(run.script)
     for option in v.unused():
         run.translation.remark(option, "unsupported", "it has no effect with these values of the other variables")
@@ -40,7 +44,7 @@ def remark_on_full_nodes(script: str, run: ScriptRun) -> None:
 
 def batch_names(script: str) -> tuple[str, str]:
     """The variables of micro batch size and global batch size."""
-    return "MBS", "GBS" if script == "deepseek_v2" else "BS"
+    return "MBS", "BS" if script in ("llama2", "llama3") else "GBS"
 
 
 def with_start_time(run: ScriptRun, now: datetime) -> ScriptRun:

@@ -1,0 +1,98 @@
+"""Args of Megatron-LM before Megatron-Core, and of its fork for MegaBlocks, in terms of today's args.
+
+They follow ``megatron/model`` and ``megatron/arguments.py`` of NVIDIA/Megatron-LM from 2020 to 2024, and
+stanford-futuredata/Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from isthmus.convert.legacy.model_from_args import ArgsReader, architecture_from_args, not_supported
+from isthmus.families.architecture import Architecture, Moe
+
+_RENAMED = {
+    "model_parallel_size": "tensor_model_parallel_size",  # until 2020
+    "moe_num_experts": "num_experts",
+    "num_experts_switch": "num_experts",
+    "moe_top_k": "moe_router_topk",
+}
+_WITHOUT_EFFECT = ("use_legacy_models", "moe_router_load_balancing_type")
+
+
+def current_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The args under the names of core_v0.16.1."""
+    found = {_RENAMED.get(name, name): args[name] for name in args if name not in _WITHOUT_EFFECT}
+    if found.get("use_rotary_position_embeddings"):
+        found["position_embedding_type"] = "rope"
+    elif found.get("add_position_embedding") is False and found.get("position_embedding_type") != "rope":
+        raise not_supported("add_position_embedding=False")
+    if found.get("ffn_hidden_size") is None and isinstance(found.get("hidden_size"), int):
+        found["ffn_hidden_size"] = 4 * found["hidden_size"]
+    if _has_megablocks(args):
+        ranks, experts = 1, int(found["num_experts"])
+        if shards_experts_over_dp(args):
+            sizes = [int(found.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline")]
+            ranks = int(found.get("data_parallel_size") or int(found["world_size"]) // (sizes[0] * sizes[1]))
+        ep = min(ranks, experts)
+        found |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": ranks // ep}
+    return found
+
+
+def shards_experts_over_dp(args: Mapping[str, Any]) -> bool:
+    """Whether each data parallel rank has a file with its part of MegaBlocks' experts."""
+    return _has_megablocks(args) and bool(args.get("moe_expert_model_parallelism"))
+
+
+def pre_core_architecture(
+    args: Mapping[str, Any], names: Collection[str], vocab_size: int | None = None
+) -> tuple[Architecture, list[str]]:
+    """The model that these args and tensor names describe, and notes for the user.
+
+    The arguments and errors are those of :func:`isthmus.convert.legacy.model_from_args.architecture_from_args`;
+    ``names`` are the tensors in a file.
+    """
+    arch, notes = architecture_from_args(current_args(args), vocab_size)
+    known = ArgsReader(args)
+    if arch.moe is None:
+        # ``--openai-gelu`` wins over every other activation.
+        return (replace(arch, activation="gelu_tanh", gated=False) if known.get("openai_gelu", False) else arch), notes
+    if any(".router.layer." in name for name in names):
+        capacity = known.get("moe_capacity_factor", 0)
+        if capacity > 0:
+            notes = [
+                *notes,
+                f"training dropped tokens beyond moe_capacity_factor={capacity}; the converted model drops none.",
+            ]
+        gated = any(name.endswith(".v1") for name in names)
+        return replace(arch, activation="gelu_tanh", gated=gated, moe=_megablocks(arch.moe, known, names)), notes
+    tanh = not arch.gated and arch.proj_bias and known.get("bias_gelu_fusion", True)
+    moe = replace(
+        arch.moe,
+        top_k=1,
+        score="sigmoid" if any(".local_experts." in name for name in names) else "softmax",  # since 2023-10
+        normalize=False,
+        router_bias=any(name.endswith(".router.bias") for name in names),
+    )
+    return replace(arch, activation="gelu_tanh" if tanh else arch.activation, moe=moe), notes
+
+
+def _megablocks(moe: Moe, args: ArgsReader, names: Collection[str]) -> Moe:
+    norm = args.get("moe_normalize_expert_weights")
+    if norm not in (None, 1):
+        raise not_supported(f"moe_normalize_expert_weights={norm:g}")
+    return replace(
+        moe,
+        top_k=args.number("moe_top_k", 1),
+        score="softmax",
+        normalize=norm is not None,
+        router_bias=False,
+        expert_mlp_bias=False,
+        output_bias=any(name.endswith(".bias") and ".mlp." in name for name in names),
+    )
+
+
+def _has_megablocks(args: Mapping[str, Any]) -> bool:
+    return bool(args.get("moe_num_experts")) and not args.get("moe_use_megatron_switch")

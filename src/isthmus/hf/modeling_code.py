@@ -1,0 +1,49 @@
+"""Modelling files in a model folder: those that Isthmus writes, and others, which run only with permission."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import DataError, UnsafeInput
+from isthmus.hf.model_folder import ModelFolder, modeling_files
+
+
+def folder_classes(folder: ModelFolder, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The config class and the causal language model of a folder with ``auto_map``.
+
+    Files with the content that this Isthmus writes are not run: the same classes are imported from Isthmus. Raises
+    UnsafeInput for other files unless ``trust_remote_code``, and DataError if they cannot be imported.
+    """
+    own = modeling_files()
+    unlike = [path.name for path in own if not _same(folder.path / path.name, path)]
+    if not unlike and set(_modules(folder)) <= {path.stem for path in own}:
+        from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
+        from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
+
+        return IsthmusConfig, IsthmusForCausalLM
+    auto_map = folder.config["auto_map"]
+    if not trust_remote_code:
+        raise UnsafeInput(
+            f"{folder} has its own modelling code ({auto_map['AutoModelForCausalLM']}), which this Isthmus did not "
+            "write, and --logits would run it. If you trust it, add --trust-remote-code; otherwise omit --logits."
+        )
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        network: Any = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], str(folder.path))
+        config: Any = network.config_class
+        if "AutoConfig" in auto_map:
+            config = get_class_from_dynamic_module(auto_map["AutoConfig"], str(folder.path))
+    except (OSError, ImportError, AttributeError, SyntaxError, ValueError) as error:
+        raise DataError(f"{folder}: its modelling code cannot be imported: {error}. Correct it.") from error
+    return config, network
+
+
+def _modules(folder: ModelFolder) -> list[str]:
+    """Names of the modules in ``auto_map``; a reference to another repository keeps its prefix."""
+    return [str(reference).rpartition(".")[0] for reference in folder.config["auto_map"].values()]
+
+
+def _same(file: Path, own: Path) -> bool:
+    return file.is_file() and file.read_bytes() == own.read_bytes()
