@@ -295,7 +295,14 @@ def _parameter(parameter: Any, context: Any) -> str | None:
 _API = {
     "Configuration": ("isthmus.config.load.load_config",),
     "Conversion": ("isthmus.convert.verify.compare.compare_models",),
-    "Models": ("isthmus.recipes.setup.load_model.model_logits",),
+    "Models": (
+        "isthmus.recipes.setup.load_model.model_logits",
+        "isthmus.data.batching.packed_batch.PackedBatch",
+        "isthmus.engine.step.Stepper",
+        "isthmus.engine.optim.optimizer.build_optimizer",
+        "isthmus.engine.optim.optimizer.build_schedule",
+    ),
+    "Families": ("isthmus.families.family.Family", "isthmus.families.rules.rule.renamed"),
     "Prepared data": ("isthmus.recipes.data.prepare.prepare", "isthmus.data.store.indexed_dataset.open_indexed"),
 }
 
@@ -307,9 +314,10 @@ def api_page() -> str:
         "",
         _MADE,
         "",
-        "`isthmus.sft`, `isthmus.dpo`, `isthmus.pretrain`, `isthmus.convert` and `isthmus.load_model` are imported on",
-        "first use, so `import isthmus` takes milliseconds. The commands call the same functions. `isthmus.sft`,",
-        "`isthmus.dpo` and `isthmus.pretrain` are the `run` functions of their recipes.",
+        "The functions and classes of the package are imported on first use, so `import isthmus` takes milliseconds.",
+        "The commands call the same functions. `isthmus.sft`, `isthmus.dpo` and `isthmus.pretrain` are the `run`",
+        "functions of their recipes. For a training loop of your own see",
+        "[Use a model from Python](../how-to/use-from-python.md).",
         "",
         "```python",
         "from pathlib import Path",
@@ -335,6 +343,9 @@ def api_page() -> str:
             lines += _directive(_result_of(functions["convert"]))
         if title == "Models":
             lines += _directive(functions["load_model"], "isthmus.load_model")
+            lines += _directive(functions["AutoBridge"], "isthmus.AutoBridge")
+        if title == "Families":
+            lines += _directive(functions["register_family"], "isthmus.register_family")
         for path in paths:
             module, _, name = path.rpartition(".")
             lines += _directive(getattr(importlib.import_module(module), name))
@@ -352,10 +363,13 @@ def _result_of(function: Callable[..., Any]) -> Any:
     return result
 
 
+_WITH_METHODS = ("AutoBridge", "Stepper")
+
+
 def _directive(target: Any, shown_as: str | None = None) -> list[str]:
     path = f"{target.__module__}.{target.__qualname__}"
     options = [f"      heading: {shown_as}"] if shown_as else []
-    if dataclasses.is_dataclass(target):
+    if dataclasses.is_dataclass(target) or target.__name__ in _WITH_METHODS:
         options += ["      members: true", "      show_if_no_docstring: true"]
     return [f"::: {path}", *(["    options:"] if options else []), *options, ""]
 

@@ -2,7 +2,8 @@
 
 ``isthmus.sft(config)``, ``isthmus.dpo(config)``, ``isthmus.pretrain(config)`` and
 ``isthmus.convert(source, destination)`` are what the commands of the same name run;
-``isthmus.load_model(hf_dir, ...)`` gives the live Megatron-Core model. They are imported on first use, since
+``isthmus.load_model(hf_dir, ...)`` gives the live Megatron-Core model, ``isthmus.AutoBridge`` also writes it back, and
+``isthmus.register_family`` adds the weight mapping of an architecture. They are imported on first use, since
 importing torch takes longer than everything the command line does by itself; ``__init__.pyi`` has their types.
 """
 
@@ -17,6 +18,8 @@ _LAZY = {
     "sft": ("isthmus.recipes.sft", "run"),
     "dpo": ("isthmus.recipes.dpo", "run"),
     "pretrain": ("isthmus.recipes.pretrain", "run"),
+    "AutoBridge": ("isthmus.recipes.setup.auto_bridge", "AutoBridge"),
+    "register_family": ("isthmus.families.registry", "register_family"),
     "load_model": ("isthmus.recipes.setup.load_model", "load_model"),
 }
 __all__ = ["__version__", "convert", *_LAZY]

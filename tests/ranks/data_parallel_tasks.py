@@ -18,7 +18,7 @@ from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from isthmus.recipes.setup import rank_model
 from isthmus.recipes.setup.hf_export import export_hf
 from ranks.tasks import refusal as _refusal
-from ranks.tasks import start, tokenizer_stub, train
+from ranks.tasks import start, train
 
 
 def shares(**layout: Any) -> list[dict[str, float]]:
@@ -48,7 +48,6 @@ def _numel(tensors: list[torch.Tensor], *, own: bool) -> int:
 def export(*, destination: str, fail: bool = False, **layout: Any) -> None:
     """Export a loaded model; with ``fail``, the third write of rank 0 raises an I/O error."""
     model = start(**layout).model
-    tokenizer = tokenizer_stub(model.plan.source.path)
     write, count = SafetensorsWriter.write, 0
 
     def write_or_fail(self: Any, *args: Any) -> int:
@@ -59,7 +58,7 @@ def export(*, destination: str, fail: bool = False, **layout: Any) -> None:
         return write(self, *args)
 
     with patch.object(SafetensorsWriter, "write", write_or_fail):
-        export_hf(model, Path(destination), tokenizer, dtype=None, replace=False)
+        export_hf(model, Path(destination), None, dtype=None, replace=False)
 
 
 def failed_export(**settings: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -232,18 +231,12 @@ def refusal(*, task: str, **settings: Any) -> dict[str, Any]:
     return mine
 
 
-def tokenizer_stub(model: str | Path) -> Any:
-    """Stub of a tokenizer for model folders without one; an export copies the files of the folder."""
-    return SimpleNamespace(differs_from_files=False, folder=Path(model))
-
-
 def export(*, model: str, destination: str, precision: str = "fp32", dtype: str | None = None, **parallel: int) -> None:
     """Load a model folder and export it unchanged, like a run."""
     config = _plain_config(model, **parallel)
     built = join_and_build(config, plan_model(config), detect("cpu"), precision)
-    tokenizer = tokenizer_stub(model)
     chosen = None if dtype is None else getattr(torch, dtype)
-    export_hf(built, Path(destination), tokenizer, dtype=chosen, replace=False)
+    export_hf(built, Path(destination), None, dtype=chosen, replace=False)
 
 
 def export_sharded(*, model: str, destination: str, max_shard_bytes: float, tp: int = 1, pp: int = 1) -> None:
@@ -311,8 +304,7 @@ def save_and_export(*, model: str, samples: str, root: str, destination: str, **
         training.stepper.train_step(training.batches.step(step))
     progress = save_load.Progress(step=2, data="these samples")
     save_load.save(Path(root), training.stepper, progress, training.model.plan.parallel, keep=1)
-    tokenizer = tokenizer_stub(training.model.plan.source.path)
-    export_hf(training.model, Path(destination), tokenizer, dtype=None, replace=False)
+    export_hf(training.model, Path(destination), None, dtype=None, replace=False)
 
 
 def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:

@@ -79,6 +79,10 @@ def _options(
 
 def parse_and_run(argv: Sequence[str]) -> int:
     """Does not catch errors."""
+    if argv[:1] == ["convert"]:
+        from isthmus.cli.megatron_convert import translate
+
+        argv = translate(argv)
     result: Any = app(args=spread_data(argv) or ["--help"], prog_name="isthmus", standalone_mode=False)
     return int(result or 0)
 

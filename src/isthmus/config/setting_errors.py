@@ -43,6 +43,12 @@ _OTHER_NAMES = {
     "dtype": "train.precision",
     "rpo_alpha": "dpo.sft_weight",
     "loss_type": "dpo.loss",
+    "sft_loss_weight": "dpo.sft_weight",
+    "sft_average_log_probs": "dpo.sft_weight, whose loss is the mean over tokens",
+    "preference_loss_weight": "dpo.sft_weight, relative to a preference loss of weight 1",
+    "preference_average_log_probs": "dpo.length_normalized",
+    "reference_policy_kl_penalty": "dpo.beta",
+    "gpus_per_node": "--nproc",
 }
 """Names in other programs that are not similar to ours."""
 
@@ -60,6 +66,8 @@ def reason(error: Mapping[str, Any], key: Key) -> str:
         if len(sections) >= len(key) and (*sections, last) in settings():
             return f"is not a key; in a file write `{': {'.join((*sections, last))}: ...{'}' * len(sections)}`"
         guess = _suggestion(key)
+        if guess is None and isinstance(value, dict):  # a section of another program
+            guess = next(filter(None, map(_OTHER_NAMES.get, value)), None)
         return "is not a setting" + (f" (did you mean {guess}?)" if guess else "")
     if kind in ("missing", "lacks"):
         option = next((option for option, stands_for in GIVEN_BY.items() if stands_for == key), None)

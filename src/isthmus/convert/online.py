@@ -1,8 +1,9 @@
-"""Imports and exports the live tensors of one rank, slice by slice; ranks communicate only with FSDP."""
+"""Imports and exports the live tensors of one rank, slice by slice."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from isthmus.convert.coverage import check_coverage
 from isthmus.convert.weight_source import WeightSource
+from isthmus.engine.parallel.process_groups import sum_bytes
 from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
@@ -87,15 +89,62 @@ def export_weights(
     try:
         with SafetensorsWriter(plan, folder) as writer:
             for placement in placements:
-                rule, tensor = placement.rule, full_tensor(live[placement.canonical])
-                if not writes or rule.alias or (rule.shard == "whole" and layout.rank_and_size(rule)[0]):
-                    continue
-                for piece in tensor_slices(rule, arch, layout, placement.expert):
-                    num_bytes += writer.write(placement.hf[piece.part], piece.hf, piece.view(tensor))
+                tensor = full_tensor(live[placement.canonical])
+                for name, index, values in _own_slices(placement, tensor, arch, layout) if writes else ():
+                    num_bytes += writer.write(name, index, values)
     finally:
         for placement in placements:  # after a failure, other ranks still wait in these all-gathers
             full_tensor(live[placement.canonical])
     return num_bytes
+
+
+@torch.no_grad()
+def full_weights(
+    live: Mapping[str, Tensor],
+    family: Family,
+    arch: Architecture,
+    dtypes: torch.dtype | Mapping[str, torch.dtype],
+    *,
+    layout: Layout,
+    device: torch.device,
+    writes: bool = True,
+    rank0_only: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every Hugging Face tensor by name, whole, on ``device``; a collective of all ranks.
+
+    The other arguments are those of :func:`export_weights`. Memory is that of one tensor, or of the
+    expert tensors of a layer if a file has them stacked. With ``rank0_only`` the other ranks yield nothing.
+    """
+    _placed(live, family, arch, layout)  # check all tensors before the first collective
+    shapes, placements = family.hf_shapes(arch), [p for p in family.placements(arch).values() if not p.rule.alias]
+    missing = Counter(name for placement in placements for name in {*placement.hf})
+    incomplete: dict[str, Tensor] = {}
+    for placement in placements:
+        names = dict.fromkeys(placement.hf)
+        for name in names.keys() - incomplete.keys():
+            dtype = dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
+            incomplete[name] = torch.zeros(shapes[name], dtype=dtype, device=device)
+        if placement.canonical in live:
+            tensor = full_tensor(live[placement.canonical])
+            for name, index, values in _own_slices(placement, tensor, arch, layout) if writes else ():
+                incomplete[name][index] = values.to(incomplete[name].dtype)
+        for name in names:
+            missing[name] -= 1
+            if not missing[name]:
+                whole = incomplete.pop(name)
+                if sum_bytes(whole, rank0_only=rank0_only):
+                    yield name, whole
+
+
+def _own_slices(
+    placement: Placement, tensor: Tensor, arch: Architecture, layout: Layout
+) -> list[tuple[str, tuple[slice, ...], Tensor]]:
+    """(name, index, values) of this rank's elements of Hugging Face tensors; over all tp ranks each appears once."""
+    rule = placement.rule
+    if rule.alias or (rule.shard == "whole" and layout.rank_and_size(rule)[0]):
+        return []
+    slices = tensor_slices(rule, arch, layout, placement.expert)
+    return [(placement.hf[piece.part], piece.hf, piece.view(tensor)) for piece in slices]
 
 
 def _placed(live: Mapping[str, Tensor], family: Family, arch: Architecture, layout: Layout) -> list[Placement]:

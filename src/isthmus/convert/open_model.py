@@ -89,15 +89,20 @@ def checkpoint_folder(path: Path) -> Path | None:
     return folder
 
 
+def checkpoint_config(path: Path) -> Path | None:
+    """The model folder, with config and tokenizer, of a checkpoint; None if it has none, or is not a checkpoint."""
+    if (checkpoint := checkpoint_folder(path)) is None:
+        return None
+    folders = (at / HF_SUBFOLDER for at in (path, checkpoint, checkpoint.parent))
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
 def _open_checkpoint(
     path: Path, checkpoint: Path, hf_like: Path | None, vocab_size: int | None, alike: OpenedModel | None
 ) -> OpenedModel:
     legacy = any(checkpoint.glob("mp_rank_*"))
     folder = LegacyFolder(checkpoint) if legacy else TorchDistFolder(checkpoint)
-    around = (path, checkpoint, checkpoint.parent)
-    config = hf_like or next(
-        (at / HF_SUBFOLDER for at in around if (at / HF_SUBFOLDER / "config.json").is_file()), None
-    )
+    config = hf_like or checkpoint_config(path)
     notes: tuple[str, ...] = ()
     if config is None:
         hf_folder = None
@@ -107,6 +112,7 @@ def _open_checkpoint(
         hf_folder = ModelFolder.from_config(config, read_model(str(config))) if preset else ModelFolder.open(config)
         if vocab_size is not None:
             raise UsageError(f"{hf_folder} sets the vocabulary size. Omit --vocab-size.")
+        around = (path, checkpoint, checkpoint.parent)
         family_file = next((at / FAMILY_FILE for at in around if (at / FAMILY_FILE).is_file()), None)
         family = family_for(hf_folder.config, family_file)
         arch = family.to_architecture(hf_folder.config)

@@ -1,4 +1,4 @@
-"""Finds families: modules of ``models/`` that define ``FAMILY``, and files of ``isthmus convert --learn``."""
+"""Finds families: modules of ``models/``, registered families, and files of ``isthmus convert --learn``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,45 @@ from isthmus.families.family import Family
 
 FAMILIES_ENV = "ISTHMUS_FAMILIES"
 """Environment variable: a folder of inferred families, ``<model_type>.json``."""
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+_REGISTERED: dict[str, Family] = {}
+
+
+def all_families() -> dict[str, Family]:
+    """All families by ``model_type``, in alphabetical order."""
+    return dict(sorted((_shipped() | _REGISTERED).items())) if _REGISTERED else _shipped()
+
+
+def register_family(family: Family, *, replace: bool = False) -> Family:
+    """Make the weight mapping of a new architecture available in this process, for conversion and training.
+
+    Call it before the model is opened, on every rank. A registered family has precedence over an inferred one.
+
+    Args:
+        family: the table, as in ``isthmus/families/models/*.py``; its ``name`` is the ``model_type`` of config.json.
+        replace: replace an existing family of this ``model_type``.
+
+    Returns:
+        ``family``.
+
+    Raises:
+        UsageError: the ``model_type`` has a family and ``replace`` is false, or the table has no rule for the token
+            embedding.
+    """
+    if family.name in all_families() and not replace:
+        raise UsageError(
+            f"the model_type {family.name!r} has a family already. Choose another name, or pass replace=True."
+        )
+    if all(rule.canonical != _EMBEDDING for rule in family.rules):
+        raise UsageError(f"family {family.name!r} has no rule for {_EMBEDDING}. Add one, see isthmus.families.rules.")
+    _REGISTERED[family.name] = family
+    return family
 
 
 @cache
-def all_families() -> dict[str, Family]:
-    """All families by ``model_type``, in alphabetical order."""
+def _shipped() -> dict[str, Family]:
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
         family = getattr(importlib.import_module(module.name), "FAMILY", None)
@@ -45,6 +79,11 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
     if beside is None and name in all_families():
         return all_families()[name]
     path = beside or _user_file(name)
+    if path is None and hf_config.get("is_encoder_decoder"):
+        raise UsageError(
+            f"config.json: model_type {model_type!r} is an encoder-decoder model; only decoder-only models are "
+            "supported. Use transformers for it, or choose a decoder-only model."
+        )
     if path is None:
         known = ", ".join(all_families())
         raise UsageError(

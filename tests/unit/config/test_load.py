@@ -116,6 +116,11 @@ def test_an_unknown_key_is_reported_with_its_line_and_a_suggestion(tmp_path: Pat
         ("paralel.tp=2", "parallel"),
         ("parallel.sequence-parallel=true", "parallel.sp"),
         ("seed=1", "data.seed or train.seed"),
+        ("cluster.gpus_per_node=8", "--nproc"),
+        ("dpo.sft_loss_weight=0.1", "dpo.sft_weight"),
+        ("dpo.preference_average_log_probs=true", "dpo.length_normalized"),
+        ("dpo.preference_loss_weight=1", "dpo.sft_weight, relative to a preference loss of weight 1"),
+        ("dpo.reference_policy_kl_penalty=0.05", "dpo.beta"),
     ],
 )
 def test_a_setting_of_another_name_or_section_is_suggested(tmp_path: Path, written: str, meant: str) -> None:

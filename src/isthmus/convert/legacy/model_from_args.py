@@ -251,6 +251,11 @@ class ArgsReader:
         return value
 
     def check_supported(self) -> None:
+        if (length := self.get("decoder_seq_length")) is not None:
+            raise UsageError(
+                f"Megatron-LM's args are of an encoder-decoder model such as T5 (decoder_seq_length={length}); only "
+                "decoder-only models are supported."
+            )
         for name, supported in _SUPPORTED_VALUES.items():
             if (value := self.get(name)) is not None and value not in supported:
                 raise not_supported(f"{name}={value!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,23 @@ class PackedBatch:
         lengths = tuple(sample.numel() for sample in samples)
         positions = torch.cat([torch.arange(length) for length in lengths])
         return cls(input_ids=torch.cat(list(samples)), position_ids=positions.to(samples[0].device), lengths=lengths)
+
+    @classmethod
+    def for_training(cls, samples: Sequence[Tensor], loss_masks: Sequence[Tensor] | None = None) -> PackedBatch:
+        """Pack token sequences, int64 [n] each, to predict each token from those before it in its sample.
+
+        ``loss_masks`` (bool [n] each) selects the tokens with loss; default: all but the first of a sample.
+        """
+        if loss_masks is None:
+            loss_masks = [torch.ones_like(sample, dtype=torch.bool) for sample in samples]
+        loss_mask = torch.cat([mask[1:] for mask in loss_masks])
+        return replace(
+            cls.for_inference([sample[:-1] for sample in samples]),
+            labels=torch.cat([sample[1:] for sample in samples]) * loss_mask,
+            loss_mask=loss_mask,
+            loss_tokens=tuple(int(mask[1:].sum()) for mask in loss_masks),
+            sample_ids=tuple(range(len(samples))),
+        )
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:

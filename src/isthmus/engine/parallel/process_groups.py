@@ -116,6 +116,20 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return total.tolist()
 
 
+def sum_bytes(tensor: torch.Tensor, *, rank0_only: bool = False) -> bool:
+    """Assemble a contiguous tensor in place: each element is set on at most one rank, and zero on the others.
+
+    Returns whether this rank has the result. Bytes are added, so that values such as -0.0 do not change.
+    """
+    flat = tensor.view(-1).view(torch.uint8)
+    words = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
+    if rank0_only:
+        dist.reduce(words, dst=0)
+        return dist.get_rank() == 0
+    dist.all_reduce(words)
+    return True
+
+
 def barrier() -> None:
     dist.barrier()
 

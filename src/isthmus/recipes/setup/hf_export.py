@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from isthmus.convert.hf.hf_weights import config_dtype
 from isthmus.convert.legacy.megatron_args import megatron_args
-from isthmus.convert.online import export_plan, export_weights
+from isthmus.convert.online import export_plan, export_weights, full_weights
 from isthmus.convert.open_model import HF_SUBFOLDER
 from isthmus.engine.checkpoint.checkpoint_names import expert_of
 from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
@@ -25,17 +26,15 @@ from isthmus.recipes.setup.rank_model import RankModel
 
 
 def export_hf(
-    model: RankModel, destination: Path, tokenizer: Tokenizer, *, dtype: torch.dtype | None, replace: bool
+    model: RankModel, destination: Path, tokenizer: Tokenizer | None, *, dtype: torch.dtype | None, replace: bool
 ) -> None:
     """Write a Hugging Face model folder; a collective. Each rank writes its own slices, no rank gathers the model.
 
-    ``dtype`` None keeps each tensor's dtype in the source, or the config's dtype without weights. If a rank cannot
-    write, all ranks raise and nothing is published.
+    ``dtype`` None keeps each tensor's dtype in the source, or the config's dtype without weights. ``tokenizer`` None
+    copies the files of the source. If a rank cannot write, all ranks raise and nothing is published.
     """
     plan, main = model.plan, model.position.rank == 0
-    source_dtypes = {name: info.dtype for name, info in plan.weights.source.tensors.items()}
-    dtypes = dtype or source_dtypes or config_dtype(plan.source.config, torch.float32)
-    files = export_plan(plan.family, plan.architecture, dtypes)
+    files = export_plan(plan.family, plan.architecture, _dtypes(plan, dtype))
     staged = StagedFolder(destination, replace=replace)
 
     def begin() -> None:
@@ -64,6 +63,30 @@ def export_hf(
             staged.discard()
         raise
     barrier()
+
+
+def iterate_full_weights(
+    model: RankModel, *, dtype: torch.dtype | None, rank0_only: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that :func:`export_hf` writes, see :func:`isthmus.convert.online.full_weights`."""
+    plan = model.plan
+    gather_weights(model.stages)
+    tensors, writes = _tensors_to_write(model)
+    yield from full_weights(
+        tensors,
+        plan.family,
+        plan.architecture,
+        _dtypes(plan, dtype),
+        layout=model.layout,
+        device=next(model.stages[0].parameters()).device,
+        writes=writes,
+        rank0_only=rank0_only,
+    )
+
+
+def _dtypes(plan: ModelPlan, dtype: torch.dtype | None) -> torch.dtype | dict[str, torch.dtype]:
+    source_dtypes = {name: info.dtype for name, info in plan.weights.source.tensors.items()}
+    return dtype or source_dtypes or config_dtype(plan.source.config, torch.float32)
 
 
 def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
@@ -100,11 +123,12 @@ def checkpoint_args(model: RankModel, step: int) -> Namespace:
     return args
 
 
-def _write_model_files(plan: ModelPlan, folder: Path, tokenizer: Tokenizer, dtype: torch.dtype | None) -> None:
+def _write_model_files(plan: ModelPlan, folder: Path, tokenizer: Tokenizer | None, dtype: torch.dtype | None) -> None:
     dtype_name = str(dtype).removeprefix("torch.") if dtype else None
     config = plan.family.to_hf_config(plan.architecture, plan.source.config, dtype=dtype_name)
-    own = tokenizer.folder == plan.source.path
-    config = config if own else with_tokens_of(tokenizer, config)
-    write_model_files(folder, plan.source, config, None if own else tokenizer.files)
-    if tokenizer.differs_from_files:
+    if tokenizer is None or tokenizer.folder == plan.source.path:
+        write_model_files(folder, plan.source, config)
+    else:
+        write_model_files(folder, plan.source, with_tokens_of(tokenizer, config), tokenizer.files)
+    if tokenizer is not None and tokenizer.differs_from_files:
         save_tokenizer(tokenizer.inner, folder)

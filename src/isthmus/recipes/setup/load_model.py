@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from isthmus.config.load import load_config
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
 from isthmus.recipes.setup.layout_checks import check_fsdp_precision
-from isthmus.recipes.setup.model_plan import check_precision, plan_model
-from isthmus.recipes.setup.rank_model import join_and_build
+from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, plan_model
+from isthmus.recipes.setup.rank_model import RankModel, join_and_build
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
@@ -30,26 +31,47 @@ def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, pr
     Raises:
         UsageError: the layout does not fit or has virtual stages, or ``hf_dir`` is a preset, which has no weights.
     """
-    if is_model_file(str(hf_dir)):
-        raise UsageError(f"{hf_dir} is a model without weights. Give a folder, or an id on the Hub.")
-    config = RunConfig.model_validate(
-        {
-            "recipe": "pretrain",
-            "out": "unused",
-            "model": {"path": str(hf_dir)},
-            "data": {"files": ["unused"]},
-            # With sequence parallelism tp would have to divide the length.
-            "parallel": {"sp": False, **(parallel or {})},
-        }
-    )
-    if config.parallel.vpp > 1:
-        raise UsageError(f"vpp={config.parallel.vpp} is for training only. Leave it out.")
-    platform = detect()
-    check_precision(platform, precision)
+    if (vpp := (parallel or {}).get("vpp", 1)) != 1:
+        raise UsageError(f"vpp={vpp} is for training only. Leave it out, or use isthmus.AutoBridge.")
+    (stage,) = build_from_folder(hf_dir, parallel, precision=precision).stages
+    return stage.eval()
+
+
+def build_from_folder(
+    hf_dir: Path | str,
+    parallel: dict[str, Any] | None = None,
+    *,
+    precision: str = "fp32",
+    training: bool = False,
+    trust_remote_code: bool = False,
+) -> RankModel:
+    """Build this rank's part of the model in a folder; arguments and errors are those of :func:`load_model`.
+
+    ``training`` adds the data-parallel wrapper with gradient buffers, for :class:`isthmus.engine.step.Stepper`.
+    """
+    config, plan = plan_from_folder(hf_dir, parallel, precision=precision, trust_remote_code=trust_remote_code)
+    return join_and_build(config, plan, detect(), precision, training=training)
+
+
+def plan_from_folder(
+    hf_dir: Path | str, parallel: dict[str, Any] | None, *, precision: str, trust_remote_code: bool
+) -> tuple[RunConfig, ModelPlan]:
+    """Check model, layout and precision; arguments are those of :func:`build_from_folder`."""
+    check_is_folder(hf_dir)
+    # With sequence parallelism tp would have to divide the number of tokens.
+    layout = {f"parallel.{name}": size for name, size in ({"sp": False} | (parallel or {})).items()}
+    flags = {"model": str(hf_dir), "data": ["unused"], "out": "unused", "train.precision": precision}
+    config = load_config("pretrain", None, flags=flags | layout | {"model.trust_remote_code": trust_remote_code})
+    check_precision(detect(), precision)
     plan = plan_model(config)
     check_fsdp_precision(config.parallel, precision)
-    (stage,) = join_and_build(config, plan, platform, precision, training=False).stages
-    return stage.eval()
+    return config, plan
+
+
+def check_is_folder(hf_dir: Path | str) -> None:
+    """Raise UsageError for a preset, which has no weights."""
+    if is_model_file(str(hf_dir)):
+        raise UsageError(f"{hf_dir} is a model without weights. Give a folder, or an id on the Hub.")
 
 
 @torch.no_grad()

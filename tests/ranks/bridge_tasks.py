@@ -1,0 +1,65 @@
+"""Tasks that use :class:`isthmus.AutoBridge`, and the examples in examples/python."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import isthmus
+from ranks.live_memory import LiveMemory
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples/python"
+
+
+def run_example(*, name: str, args: list[str]) -> list[float]:
+    """Run an example; returns its losses, if it has any."""
+    with mock.patch.object(sys, "argv", [name, *args]):
+        found: list[float] = runpy.run_path(str(EXAMPLES / name)).get("losses", [])
+    return found
+
+
+def export_weights(
+    *, model: str, rank0_only: bool = False, dtype: str | None = None, **parallel: Any
+) -> list[dict[str, Any]]:
+    """Compare all exported tensors with the file, bit by bit; one result per rank."""
+    wanted = load_file(f"{model}/model.safetensors")
+    bridge = isthmus.AutoBridge.from_hf_pretrained(model)
+    live = bridge.to_megatron_model(parallel)
+    chosen = None if dtype is None else getattr(torch, dtype)
+    names, different = [], []
+    with LiveMemory() as memory:
+        for name, tensor in bridge.export_weights(live, dtype=chosen, rank0_only=rank0_only):
+            names.append(name)
+            expected = wanted[name] if chosen is None else wanted[name].to(chosen)
+            same = tensor.dtype == expected.dtype and tensor.shape == expected.shape
+            if not same or not torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)):
+                different.append(name)
+    total = sum(tensor.nbytes for tensor in wanted.values())
+    result = {"names": sorted(names), "different": different, "peak": memory.peak_bytes / total}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, result)
+    return every
+
+
+def provider_round_trip(*, model: str, destination: str, tp: int, pp: int) -> list[str]:
+    """The calls of Megatron Bridge, in its order; returns the error of a layout that does not fit."""
+    bridge = isthmus.AutoBridge.from_hf_pretrained(model, trust_remote_code=True)
+    provider = bridge.to_megatron_provider()
+    provider.tensor_model_parallel_size = 3
+    try:
+        provider.finalize()
+    except Exception as error:
+        refused = [type(error).__name__, str(error)]
+    provider.tensor_model_parallel_size = tp
+    provider.pipeline_model_parallel_size = pp
+    provider.finalize()
+    megatron_model = provider.provide_distributed_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(megatron_model, destination)
+    return refused

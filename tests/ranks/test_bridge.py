@@ -1,0 +1,119 @@
+"""isthmus.AutoBridge and the examples of the Python API, on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from isthmus.convert.verify.compare import compare_models
+from isthmus.errors import UsageError
+from isthmus.hf.tiny_model import build_tiny_qwen3
+from isthmus.recipes.setup.auto_bridge import AutoBridge
+from ranks.bridge_tasks import EXAMPLES
+from ranks.rank_pool import RankPool
+from ranks.tiny import add_mtp_layers, build_model_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 model with a tokenizer."""
+    return build_tiny_qwen3(
+        tmp_path_factory.mktemp("model") / "tiny",
+        (f"The number after {number} is {number + 1}." for number in range(64)),
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+
+
+def changed(model: Path, exported: Path) -> bool:
+    before, after = load_file(model / "model.safetensors"), load_file(exported / "model.safetensors")
+    assert before.keys() == after.keys()
+    return all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_every_example_is_tested() -> None:
+    tested = Path(__file__).read_text()
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tested] == []
+
+
+def test_plain_loop(model: Path, one: RankPool, two: RankPool, tmp_path: Path) -> None:
+    losses = one.run("ranks.bridge_tasks.run_example", name="train_loop.py", args=[model, tmp_path / "one"])
+    sharded = two.run("ranks.bridge_tasks.run_example", name="train_loop.py", args=[model, tmp_path / "two"])
+    assert sharded == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0] - 0.4
+    assert changed(model, tmp_path / "two") and (tmp_path / "two" / "tokenizer.json").is_file()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+
+
+def test_parallel_loop(model: Path, one: RankPool, four: RankPool, tmp_path: Path) -> None:
+    name = "train_loop_parallel.py"
+    losses = one.run("ranks.bridge_tasks.run_example", name=name, args=[model, tmp_path / "one"])
+    for layout in (["tp=2", "pp=2"], ["pp=2"]):
+        out = tmp_path / "-".join(layout)
+        sharded = four.run("ranks.bridge_tasks.run_example", name=name, args=[model, out, *layout])
+        assert sharded == pytest.approx(losses, rel=1e-5)
+        assert changed(model, out)
+    assert losses[-1] < losses[0] - 0.4
+
+
+def test_engine_gets_the_trained_weights(model: Path, two: RankPool) -> None:
+    two.run("ranks.bridge_tasks.run_example", name="update_inference_engine.py", args=[model])
+
+
+@pytest.mark.parametrize("name", ["convert_checkpoints.py", "register_family.py"])
+def test_conversion_examples(name: str, model: Path, one: RankPool, tmp_path: Path) -> None:
+    one.run("ranks.bridge_tasks.run_example", name=name, args=[model, tmp_path / "out"])
+    for folder in ("hf",) if name == "convert_checkpoints.py" else ("acme-again", "acme-live"):
+        assert (tmp_path / "out" / folder / "model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("folders")
+    tied = build_model_folder(root / "tied", "qwen3", tie_word_embeddings=True)
+    tensors = load_file(tied / "model.safetensors")
+    tensors["model.norm.weight"][3] = -0.0
+    save_file(tensors, tied / "model.safetensors", {"format": "pt"})
+    return {
+        "tied": tied,
+        "stacked experts": build_model_folder(root / "experts", "gpt_oss", dtype=torch.bfloat16),
+        "MTP": add_mtp_layers(build_model_folder(root / "mtp", "deepseek_v3", num_mtp_layers=1)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tied", {"tp": 2}),
+        ("tied", {"pp": 2, "dtype": "bfloat16"}),
+        ("tied", {"fsdp": True, "rank0_only": True}),
+        ("stacked experts", {"ep": 2}),
+        ("MTP", {"pp": 2, "rank0_only": True}),
+    ],
+)
+def test_exported_weights_are_those_of_the_file(
+    name: str, layout: dict[str, Any], folders: dict[str, Path], two: RankPool
+) -> None:
+    names = sorted(load_file(folders[name] / "model.safetensors"))
+    first, second = two.run("ranks.bridge_tasks.export_weights", model=folders[name], **layout)
+    assert first["names"] == names and second["names"] == ([] if "rank0_only" in layout else names)
+    assert first["different"] == second["different"] == []
+    assert 0 < first["peak"] < 0.3  # of the bytes of the model, which has four layers
+
+
+def test_calls_of_megatron_bridge(model: Path, four: RankPool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    kind, text = four.run("ranks.bridge_tasks.provider_round_trip", model=model, destination=out, tp=2, pp=2)
+    assert kind == "UsageError" and "tp=3 does not divide" in text
+    compare_models(model, out)
+
+
+def test_refusals(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a model without weights"):
+        AutoBridge.from_hf_pretrained("preset:qwen3-0.6b")
+    with pytest.raises(UsageError, match="has not built this model"):
+        AutoBridge.from_hf_pretrained(model).save_hf_pretrained([], tmp_path / "out")
