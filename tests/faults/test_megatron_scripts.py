@@ -9,6 +9,7 @@ import pytest
 from faults.command import rows
 from faults.fork_server import ForkServer
 from faults.hosts import rank_variables
+from unit.config.dialects.examples import MODEL_FILES
 from unit.hf.tokenizer.gpt2_files import write_gpt2_files
 
 TEXTS = [f"The number {number} comes before the number {number + 1}, and after {number - 1}." for number in range(96)]
@@ -49,6 +50,44 @@ LINES = {
     "tensor": ("torchrun --nproc_per_node=2 pretrain_gpt.py --tensor-model-parallel-size 2", SCALED, 4),
     "pipeline": ("torchrun --nproc_per_node=2 pretrain_gpt.py --pipeline-model-parallel-size 2", SCALED, 4),
 }
+PRIMUS = """
+   # model to run
+   model: llama3.1_8B.yaml  # Model architecture yaml
+   overrides:
+     # log
+     disable_wandb: false
+     disable_tensorboard: false
+     stderr_sink_level: DEBUG
+
+     log_avg_skip_iterations: 2
+     log_avg_reset_interval: 50
+
+     train_iters: 50
+     micro_batch_size: 2
+     global_batch_size: 128
+
+     seq_length: 8192
+     max_position_embeddings: 8192
+
+     lr: 1.0e-5
+     min_lr: 0.0
+     lr_warmup_iters: 2
+     lr_decay_iters: null
+     lr_decay_style: cosine
+     weight_decay: 0.1
+     adam_beta1: 0.9
+     adam_beta2: 0.95
+     eod_mask_loss: true
+     init_method_std: 0.008
+     norm_epsilon: 1.0e-6
+"""
+PRIMUS_MODEL = """
+num_layers: 2
+hidden_size: 32
+ffn_hidden_size: 64
+num_attention_heads: 4
+num_query_groups: 2
+"""
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +132,22 @@ def test_each_line_of_the_guide_trains(isthmus: ForkServer, folder: Path) -> Non
     assert losses["single"][-1] < losses["single"][0]
     for name in ("data", "tensor", "pipeline"):
         assert losses[name] == pytest.approx(losses["single"], rel=1e-3), name
+
+
+def test_an_experiment_without_data_trains_after_the_error_is_followed(
+    isthmus: ForkServer, folder: Path, tmp_path: Path
+) -> None:
+    for name, text in MODEL_FILES.items():
+        (tmp_path / name).write_text(text + (PRIMUS_MODEL if name == "llama3.1_8B.yaml" else ""))
+    (tmp_path / "llama3.1_8B-pretrain.yaml").write_text(PRIMUS)
+    words = ["config", "from-primus", "llama3.1_8B-pretrain.yaml"]
+    assert "data.files  is missing" in (error := isthmus(*words, cwd=tmp_path).error(2)) and "--data or" in error
+    words += ["--data", f"{folder}/text.txt", f"tokenizer.path={folder}/gpt2", "tokenizer.type=GPT2BPETokenizer"]
+    words += ["data.seq_length=32", "train.global_batch_size=4", "train.steps=4"]
+    found = isthmus(*words, cwd=tmp_path)
+    assert found.returncode == 0 and "disable_wandb: false (unsupported)" in found.stdout, found
+    (tmp_path / "run.yaml").write_text(found.stdout)
+    done = isthmus("pretrain", "run.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done
+    steps = [row for row in rows(tmp_path / "runs" / "llama3.1_8B-pretrain") if "loss" in row]
+    assert [row["lr"] for row in steps][:3] == [0.0, 5e-6, 1e-5] and len(steps) == 4

@@ -56,10 +56,10 @@ def from_primus(experiment: Path, models: Path | None, overrides: Sequence[str],
     ``overrides`` (``optim.lr=2e-5``) and ``data``, the training files, win over the experiment.
     """
     given = load_settings(None, None, overrides, {"data": data or None}, check=False)
-    translation = _with_model(translate_experiment(experiment, models))
+    translated = translate_experiment(experiment, models)
     for name, value, origin in origins_of(given.given, given.origins):
-        translation.put(name, value, origin)
-    return translation
+        translated.translation.put(name, value, origin)
+    return _with_model(translated)  # the tokenizer gives the vocabulary size
 
 
 def print_translation(translation: Translation, *, json_wanted: bool, command: str = "", title: str = "") -> int:
