@@ -1,8 +1,8 @@
-"""Finds families: modules of ``models/``, registered families, and files of ``isthmus convert --learn``."""
+"""Finds families: modules of ``models/``, those of programs and packages, and files of ``isthmus convert --learn``."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import os
 import pkgutil
 from collections.abc import Mapping
@@ -16,6 +16,8 @@ from isthmus.families.discover.config_inference import check_known_settings
 from isthmus.families.discover.json_family import load_family
 from isthmus.families.family import Family
 
+ENTRY_POINTS = "isthmus.families"
+"""Group of entry points whose objects are families; unlike registered ones, all commands have them."""
 FAMILIES_ENV = "ISTHMUS_FAMILIES"
 """Environment variable: a folder of inferred families, ``<model_type>.json``."""
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -26,7 +28,7 @@ _REGISTERED: dict[str, Family] = {}
 
 def all_families() -> dict[str, Family]:
     """All families by ``model_type``, in alphabetical order."""
-    return dict(sorted((_shipped() | _REGISTERED).items())) if _REGISTERED else _shipped()
+    return dict(sorted((_installed() | _REGISTERED).items())) if _REGISTERED else _installed()
 
 
 def register_family(family: Family, *, replace: bool = False) -> Family:
@@ -56,12 +58,19 @@ def register_family(family: Family, *, replace: bool = False) -> Family:
 
 
 @cache
-def _shipped() -> dict[str, Family]:
+def _installed() -> dict[str, Family]:
+    """The families of Isthmus, and of packages with entry points in the group ``isthmus.families``."""
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
         family = getattr(importlib.import_module(module.name), "FAMILY", None)
         if isinstance(family, Family):
             found[family.name] = family
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        family = entry.load()
+        if not isinstance(family, Family) or family.name in found:
+            what = f"has the model_type {family.name!r} twice" if isinstance(family, Family) else "is no Family"
+            raise UsageError(f"the entry point {entry.value} of {ENTRY_POINTS} {what}. Correct or remove its package.")
+        found[family.name] = family
     return dict(sorted(found.items()))
 
 

@@ -219,6 +219,11 @@ def effective_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(built.to_dict())
 
 
+def default_config(model_type: str) -> dict[str, Any]:
+    """The defaults of transformers; empty if it has no such model."""
+    return effective_config({"model_type": model_type}) if model_type in CONFIG_MAPPING else {}
+
+
 def save_random_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
     """Save a model with random weights, also in norms and biases: ones and zeros would hide a swap."""
     try:

@@ -52,10 +52,10 @@ def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
     """A model given as a complete config, which may have keys that only transformers uses."""
     family = family_for(config)
     known = keys_read(family, config) | {*IGNORED_KEYS}
-    if not family.auto_map and family.data is None:  # transformers has the class
-        from isthmus.hf.tiny_model import effective_config  # a slow import
+    if not family.auto_map and family.data is None:
+        from isthmus.hf.tiny_model import default_config  # a slow import
 
-        known |= {*effective_config({"model_type": family.name})}
+        known |= default_config(family.name).keys()
     _check_keys(named, config, known, config)
     return ModelFolder.from_config(named, config)
 
