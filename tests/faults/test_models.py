@@ -57,3 +57,16 @@ def test_null_tokenizer_and_a_model_with_remote_code(isthmus: ForkServer, tmp_pa
     ids = AutoTokenizer.from_pretrained(exported)("1 2 3", return_tensors="pt")["input_ids"]
     assert ids.tolist() == [[1, 2, 3]] and network(ids).logits.shape == (1, 3, 96)
     assert network.config.eos_token_id == 90 and network.config.num_experts == 4
+
+
+def test_steps_of_the_command_line_replace_those_of_a_preset(isthmus: ForkServer, model: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "The number?"}, {"role": "assistant", "content": "It is 7."}]
+    data = tmp_path / "chats.jsonl"
+    data.write_text(f"{json.dumps({'messages': turns})}\n" * 40)
+    run = ["sft", "preset:qwen3-0.6b-sft", "--model", str(model), "--data", str(data), "--json"]
+    run += ["data.seq_length=32", "train.global_batch_size=4", "checkpoint.save_final=false"]
+    assert isthmus(*run, "--out", str(tmp_path / "steps"), "train.steps=6").result["steps"] == 6
+    by_epochs = isthmus(*run, "--out", str(tmp_path / "epochs"), "train.epochs=1").result
+    assert 0 < by_epochs["steps"] <= 10  # 40 chats, 4 sequences per step
+    rows = [json.loads(row) for row in (tmp_path / "steps" / "metrics.jsonl").read_text().splitlines()]
+    assert next(row["lr"] for row in rows if "lr" in row) > 1e-5  # 3% of 6 steps are none for the warm-up

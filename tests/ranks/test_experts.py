@@ -19,10 +19,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 2},
     # Expert biases, clamped activations.
     "gpt_oss": {"num_hidden_layers": 2},
+    # A bias of the sum of the experts' outputs.
+    "isthmus": {"num_hidden_layers": 2, "mlp_only_layers": []},
 }
 MOE: dict[str, dict[str, Any]] = {
     "deepseek_v3": BALANCED | {"expert_bias_update_rate": 0.02},
     "gpt_oss": BALANCED,
+    "isthmus": BALANCED,
 }
 
 
@@ -65,6 +68,7 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any], first: int = 0) -> N
         pytest.param("gpt_oss", 2, {"tp": 2, "etp": 1}, id="tp2-etp1"),
         pytest.param("gpt_oss", 2, {"etp": 2}, id="etp2"),
         pytest.param("gpt_oss", 4, {"tp": 2, "ep": 2}, id="tp2-ep2-etp2"),
+        pytest.param("isthmus", 2, {"tp": 2, "ep": 2, "etp": 1}, id="output-bias-tp2-ep2"),
         pytest.param("deepseek_v3", 4, {"pp": 2, "ep": 2, "recompute": "full"}, id="pp2-ep2-recompute"),
     ],
 )

@@ -56,8 +56,7 @@ def read_sft(model: str, v: Variables) -> ScriptRun:
     put_settings(t, v)
     return ScriptRun(
         f"{model}/03-train-dense.sh", t, log_folder, v.text("TRAIN_LOG", f"{log_folder}/train.log"),
-        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False),
-        no_training=v.switch("NO_TRAINING", False), exports=v.exports,
+        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False), exports=v.exports,
     )  # fmt: skip
 
 
