@@ -13,7 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import isthmus
+from isthmus.data.batching.packed_batch import PackedBatch
 from ranks.live_memory import LiveMemory
+from ranks.tiny import VOCAB
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/python"
 
@@ -23,6 +25,23 @@ def run_example(*, name: str, args: list[str]) -> list[float]:
     with mock.patch.object(sys, "argv", [name, *args]):
         found: list[float] = runpy.run_path(str(EXAMPLES / name)).get("losses", [])
     return found
+
+
+def train_plainly(*, model: str, destination: str, **parallel: Any) -> None:
+    """Two steps of SGD with PyTorch's optimizer; an even number of tokens for sequence parallelism."""
+    bridge = isthmus.AutoBridge.from_hf_pretrained(model)
+    (live,) = bridge.to_megatron_model(parallel)
+    generator = torch.Generator().manual_seed(0)
+    batch = PackedBatch.for_training([torch.randint(VOCAB, (length,), generator=generator) for length in (9, 14, 4)])
+    assert batch.loss_mask is not None and batch.input_ids.numel() % 2 == 0
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
+    live.train()
+    for _ in range(2):
+        loss = live(batch, loss_positions=batch.loss_mask.nonzero()[:, 0]) / batch.num_loss_tokens
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bridge.save_hf_pretrained(live, destination)
 
 
 def export_weights(

@@ -49,6 +49,22 @@ def test_plain_loop(model: Path, one: RankPool, two: RankPool, tmp_path: Path) -
     AutoModelForCausalLM.from_pretrained(tmp_path / "two")
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt2"])
+def test_plain_loop_updates_replicated_parameters_alike(
+    family: str, one: RankPool, two: RankPool, tmp_path: Path
+) -> None:
+    model = build_model_folder(tmp_path / "model", family)
+    one.run("ranks.bridge_tasks.train_plainly", model=model, destination=tmp_path / "one")
+    before, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "one"))
+    for name, tensor in wanted.items():
+        assert not torch.equal(tensor, before[name]) or "e_score_correction_bias" in name or "experts" in name, name
+    for sp in (False, True):
+        out = tmp_path / f"sp-{sp}"
+        two.run("ranks.bridge_tasks.train_plainly", model=model, destination=out, tp=2, sp=sp)
+        got = load_file(out / "model.safetensors")
+        assert {name for name, tensor in wanted.items() if (got[name] - tensor).abs().max() > 2e-6} == set()
+
+
 def test_parallel_loop(model: Path, one: RankPool, four: RankPool, tmp_path: Path) -> None:
     name = "train_loop_parallel.py"
     losses = one.run("ranks.bridge_tasks.run_example", name=name, args=[model, tmp_path / "one"])

@@ -116,7 +116,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_package_imports_its_functions_lazily() -> None:
-    assert {"sft", "pretrain", "load_model"} <= set(dir(isthmus))
+    assert {"sft", "pretrain", "load_model", "AutoBridge", "register_family"} <= set(dir(isthmus))
     with pytest.raises(AttributeError):
         _ = isthmus.nothing  # type: ignore[attr-defined]
 

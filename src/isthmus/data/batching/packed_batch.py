@@ -56,11 +56,13 @@ class PackedBatch:
         if loss_masks is None:
             loss_masks = [torch.ones_like(sample, dtype=torch.bool) for sample in samples]
         loss_mask = torch.cat([mask[1:] for mask in loss_masks])
+        loss_tokens = tuple(int(mask[1:].sum()) for mask in loss_masks)
         return replace(
             cls.for_inference([sample[:-1] for sample in samples]),
             labels=torch.cat([sample[1:] for sample in samples]) * loss_mask,
             loss_mask=loss_mask,
-            loss_tokens=tuple(int(mask[1:].sum()) for mask in loss_masks),
+            loss_tokens=loss_tokens,
+            sample_weights=loss_tokens,
             sample_ids=tuple(range(len(samples))),
         )
 

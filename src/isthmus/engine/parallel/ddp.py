@@ -1,12 +1,14 @@
-"""Data parallelism that overlaps gradient reduction and weight gathering with computation."""
+"""Gradient reduction: data parallelism that overlaps it with computation, and reduction without a wrapper."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from torch import nn
+from torch import Tensor, nn
 
 from isthmus.engine.moe.moe_layer import MoeBlock
 
@@ -58,3 +60,25 @@ def gather_weights(models: Iterable[Any]) -> None:
     for model in models:
         if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
             model.start_param_sync(force_sync=True)
+
+
+def sum_tp_grads(model: nn.Module) -> None:
+    """Sum the gradients of parameters with a copy on each tp rank in the backward pass, for a model without a wrapper.
+
+    For a wrapped model ``finalize_model_grads`` does so after the last micro batch, with the same conditions: each rank
+    has some of the heads that a QK norm is applied to, or some of the tokens.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return
+
+    def summed(grad: Tensor) -> Tensor:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(grad, group=group)
+        return grad
+
+    config: Any = model.config
+    for name, parameter in model.named_parameters():
+        of_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+        if of_heads or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)):
+            parameter.register_hook(summed)

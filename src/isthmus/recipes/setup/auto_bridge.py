@@ -13,6 +13,7 @@ from torch import Tensor
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.open_model import checkpoint_config
 from isthmus.convert.transfer import ConversionResult, convert
+from isthmus.engine.parallel.ddp import sum_tp_grads
 from isthmus.errors import UsageError
 from isthmus.families.registry import family_for
 from isthmus.recipes.setup.hf_export import export_hf, iterate_full_weights
@@ -64,8 +65,8 @@ class AutoBridge:
                 remaining ranks. A second call ends the models of other layouts in this process.
             precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
             wrap_with_ddp: add Megatron-Core's data-parallel wrapper, for its distributed optimizer and
-                :class:`isthmus.engine.step.Stepper`. Without it a PyTorch optimizer can train the parameters, if no
-                other rank has a copy of them: with tp, without pp, and with one data-parallel rank.
+                :class:`isthmus.engine.step.Stepper`. Without it a PyTorch optimizer can train the parameters on one
+                data-parallel rank without pp: the backward pass sums gradients over tp ranks where necessary.
 
         Returns:
             The pipeline stages of this rank as in Megatron-Core: one ``Decoder``, or ``vpp`` of them.
@@ -81,6 +82,9 @@ class AutoBridge:
             training=wrap_with_ddp,
             trust_remote_code=self.trust_remote_code,
         )
+        if not wrap_with_ddp and not self._model.plan.parallel.fsdp:
+            for stage in self._model.stages:
+                sum_tp_grads(stage)
         return self._model.stages
 
     def to_megatron_provider(self) -> ModelProvider:
