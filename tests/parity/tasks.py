@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,6 +22,15 @@ from isthmus.cli.main import main
 from isthmus.convert.learn import prove
 from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.dropout import (
+    ATTENTION_OUTPUT,
+    EMBEDDING,
+    MLP_OUTPUT,
+    AttentionDropout,
+    dropout_keys,
+    hidden_dropout,
+    kept,
+)
 from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.tiny_model import effective_config
@@ -128,6 +138,46 @@ def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
             assert ours.grad is not None, name
             result[name] = ((ours.grad - wanted).abs().max() / wanted.abs().max()).item()
     return result
+
+
+def dropout(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
+    """Differences in training mode, relative to the largest value, if transformers drops what the masks here drop.
+
+    ``without``: from the logits without dropout.
+    """
+    tokens = _samples([length], vocab_size)[0]
+    decoder = load_model(model)
+    batch = replace(PackedBatch.for_inference([tokens]), sample_ids=(5,))
+    evaluated = decoder(batch).detach()
+    batch = replace(batch, dropout=dropout_keys(batch, seed=3, step=7))
+    logits = decoder.train()(batch)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
+    layers = range(1, decoder.architecture.num_layers + 1)
+    places = [(0, EMBEDDING)] if "embedding" in family_for(network.config.to_dict()).dropout else []
+    places += [(layer, place) for layer in layers for place in (ATTENTION_OUTPUT, MLP_OUTPUT)]
+    hidden, attention = iter(places), iter(layers)
+
+    def drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if x.dim() == 3:
+            layer, place = next(hidden)
+            return hidden_dropout(x[0][:, None], batch, p, layer=layer, place=place)[:, 0][None]
+        drops = AttentionDropout(p, next(attention), 0, batch)
+        queries = drops.query_keys(x.size(1), 1)  # groups of one head
+        return x * kept(queries, drops.key_keys(x.size(1)).transpose(1, 2), p) / (1 - p)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", drop)
+        theirs = network(tokens[None]).logits[0]
+    assert next(hidden, None) is None and next(attention, None) is None
+    upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    logits.backward(upstream)
+    theirs.backward(upstream)
+    pairs = {
+        "logits": (logits, theirs),
+        "gradient": (decoder.embedding.word_embeddings.weight.grad, network.get_input_embeddings().weight.grad),
+        "without": (evaluated, theirs),
+    }
+    return {name: ((ours - other).abs().max() / other.abs().max()).item() for name, (ours, other) in pairs.items()}
 
 
 def _gradients_by_file_name(network: Any) -> dict[str, Tensor]:

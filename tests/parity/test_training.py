@@ -103,3 +103,24 @@ def test_first_steps_on_two_ranks_equal_plain_transformers(
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     print(family, differences)
     assert max(differences.values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("gpt2", ("attn_pdrop", "resid_pdrop", "embd_pdrop")),
+        ("gpt_neox", ("attention_dropout", "hidden_dropout")),
+        ("starcoder2", ("attention_dropout", "residual_dropout", "embedding_dropout")),
+        ("phi3", ("attention_dropout", "resid_pdrop")),
+        ("seed_oss", ("attention_dropout", "residual_dropout")),
+    ],
+)
+def test_dropout_is_where_transformers_has_it(
+    family: str, keys: tuple[str, ...], one: RankPool, tmp_path: Path
+) -> None:
+    rates = dict(zip(keys, (0.2, 0.3, 0.4), strict=False))
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": 4}
+    model = build_model_folder(tmp_path / "model", family, **sizes, **rates)
+    found = one.run("parity.tasks.dropout", model=model, length=40, vocab_size=VOCAB)
+    print(family, found)
+    assert max(found["logits"], found["gradient"]) < 2e-5 and found["without"] > 0.05

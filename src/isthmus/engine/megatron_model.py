@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
 from isthmus.engine.layers.embedding import embed, embed_positions
 from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy, token_cross_entropies
 from isthmus.engine.layers.mtp_layer import mtp_spec
@@ -46,9 +48,10 @@ class Decoder(GPTModel):
     ) -> None:
         first_layer = get_transformer_layer_offset(config, vp_stage)
         layers = range(first_layer, first_layer + get_num_layers_to_build(config, vp_stage))
+        spec = {"settings": config.experts, "hidden_dropout": config.hidden_dropout > 0}
         super().__init__(
             config=config,
-            transformer_layer_spec=decoder_spec(architecture, layers, config.experts),  # type: ignore[arg-type]
+            transformer_layer_spec=decoder_spec(architecture, layers, **spec),  # type: ignore[arg-type]
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=first,
@@ -56,7 +59,7 @@ class Decoder(GPTModel):
             share_embeddings_and_output_weights=architecture.tie_embeddings,
             # Rotary embeddings depend on the packed samples, see rotary_tables.
             position_embedding_type="learned_absolute" if architecture.position == "learned" else "none",
-            mtp_block_spec=mtp_spec(architecture, config.experts) if last and config.mtp_num_layers else None,
+            mtp_block_spec=mtp_spec(architecture, **spec) if last and config.mtp_num_layers else None,
             vp_stage=vp_stage,
         )
         self.architecture = architecture
@@ -121,7 +124,7 @@ class Decoder(GPTModel):
             Last stage: summed loss (a scalar, or [1 + depths] with MTP losses), losses [n], or logits [T, V].
             Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
-        hidden = self._embed(batch.input_ids, batch.position_ids) if self.pre_process else None
+        hidden = self._embed(batch) if self.pre_process else None
         tables = None
         if self.architecture.position == "rope":
             tables = rotary_tables(self.architecture, self.frequencies, batch, self.config.params_dtype)
@@ -138,23 +141,26 @@ class Decoder(GPTModel):
         depths = zip(self.mtp.layers, mtp_positions, strict=True) if mtp_positions else ()
         for depth, (layer, positions) in enumerate(depths, start=1):
             # The roll crosses sample boundaries, but no position in ``mtp_positions`` depends on such a token.
-            embedded = self._embed(batch.input_ids.roll(-depth), batch.position_ids)
+            embedded = self._embed(replace(batch, input_ids=batch.input_ids.roll(-depth)), depth)
             hidden = layer(hidden, embedded, tables, batch)
             weight = self.config.mtp_loss_scaling_factor / len(mtp_positions)
             losses.append(self._loss(hidden, positions, labels[positions + depth], weight=weight))
         return torch.stack(losses) if mtp_positions else losses[0]
 
-    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def _embed(self, batch: PackedBatch, mtp_depth: int = 0) -> Tensor:
         sequence_parallel = self.config.sequence_parallel
-        hidden = embed(self.embedding.word_embeddings, input_ids, sequence_parallel=sequence_parallel)
+        hidden = embed(self.embedding.word_embeddings, batch.input_ids, sequence_parallel=sequence_parallel)
         if self.architecture.embedding_multiplier != 1:
             # Rounded to the model's dtype first, as transformers does.
             hidden = hidden * torch.tensor(self.architecture.embedding_multiplier, dtype=hidden.dtype)
         if self.architecture.position == "learned":
             hidden = hidden + embed_positions(
-                self.embedding.position_embeddings.weight, position_ids, sequence_parallel=sequence_parallel
+                self.embedding.position_embeddings.weight, batch.position_ids, sequence_parallel=sequence_parallel
             )
-        return hidden
+        if not self.training:
+            return hidden
+        layer = mtp_depth and self.architecture.num_layers + mtp_depth
+        return hidden_dropout(hidden, batch, self.config.embedding_dropout, layer=layer, place=EMBEDDING)
 
     def _projection(self) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None

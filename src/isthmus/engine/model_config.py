@@ -14,9 +14,9 @@ from isthmus.config.schema.moe import MoeConfig
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.parallel.pipeline_layout import pipeline_layout
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import Architecture, Dropout
 
-_DEFAULTS = (ParallelConfig(), TrainConfig(), MoeConfig())
+_DEFAULTS = (ParallelConfig(), TrainConfig(), MoeConfig(), Dropout())
 _CPU = torch.device("cpu")
 
 
@@ -25,6 +25,13 @@ class DecoderConfig(TransformerConfig):
     experts: MoeConfig = field(default_factory=MoeConfig)
     device: torch.device = _CPU
     """Device of this rank's weights and activations."""
+    embedding_dropout: float = 0.0
+    seed: int = 0
+    """Of dropout masks."""
+
+    @property
+    def has_dropout(self) -> bool:
+        return max(self.attention_dropout, self.hidden_dropout, self.embedding_dropout) > 0
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -41,8 +48,9 @@ def transformer_config(
     train: TrainConfig = _DEFAULTS[1],
     moe: MoeConfig = _DEFAULTS[2],
     mtp: bool = False,
+    dropout: Dropout = _DEFAULTS[3],
 ) -> DecoderConfig:
-    """``train`` sets recomputation and the MTP loss weight; ``mtp`` builds MTP layers."""
+    """``train`` sets recomputation, the MTP loss weight and the seed of dropout; ``mtp`` builds MTP layers."""
     return DecoderConfig(
         experts=moe,
         device=device,
@@ -56,7 +64,10 @@ def transformer_config(
         gated_linear_unit=architecture.gated,
         activation_func=F.silu if architecture.activation == "silu" else F.gelu,
         use_te_activation_func=True,  # lets a spec choose its activation module; does not need TransformerEngine
-        hidden_dropout=0.0,
+        attention_dropout=dropout.attention,
+        hidden_dropout=dropout.hidden,
+        embedding_dropout=dropout.embedding,
+        seed=train.seed,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         params_dtype=dtype,
@@ -86,7 +97,6 @@ def _attention_settings(architecture: Architecture) -> dict[str, Any]:
         "window_attn_skip_freq": [
             int(architecture.window(layer) is not None) for layer in range(architecture.num_layers)
         ],
-        "attention_dropout": 0.0,
     }
 
 

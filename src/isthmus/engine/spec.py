@@ -28,9 +28,14 @@ from isthmus.engine.moe.moe_layer import MoeBlock
 from isthmus.families.architecture import Architecture
 
 
-def decoder_spec(architecture: Architecture, layers: Sequence[int], settings: MoeConfig) -> TransformerBlockSubmodules:
+def decoder_spec(
+    architecture: Architecture, layers: Sequence[int], *, settings: MoeConfig, hidden_dropout: bool
+) -> TransformerBlockSubmodules:
     """``layers`` are the layer numbers of one pipeline stage, from 0."""
-    kinds = {moe: layer_spec(architecture, moe=moe, settings=settings) for moe in (False, True)}
+    kinds = {
+        moe: layer_spec(architecture, moe=moe, settings=settings, hidden_dropout=hidden_dropout)
+        for moe in (False, True)
+    }
     specs = [kinds[architecture.is_moe(layer)] for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_spec(architecture))
 
@@ -41,8 +46,11 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
     return ModuleSpec(module=LayerNorm, params={"bias": architecture.norm_bias})
 
 
-def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig) -> ModuleSpec:
-    """A Megatron-Core layer if it supports the architecture's form, else :class:`FlexibleNormLayer`."""
+def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig, hidden_dropout: bool) -> ModuleSpec:
+    """A Megatron-Core layer if it supports the architecture's form, else :class:`FlexibleNormLayer`.
+
+    With ``hidden_dropout`` the latter, too: Megatron-Core's masks depend on the layout.
+    """
     norm, form = norm_spec(architecture), architecture.form
     # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them: a norm is named after
     # the projection behind it, except the norm before experts.
@@ -65,7 +73,7 @@ def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig) ->
         parts["pre_mlp_layernorm"] = norm
     if form in ("post", "sandwich"):
         parts |= {"post_self_attn_layernorm": norm, "post_mlp_layernorm": norm}
-    if form == "pre" and architecture.residual_multiplier == 1:
+    if form == "pre" and architecture.residual_multiplier == 1 and not hidden_dropout:
         return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
     shape = {"form": form, "residual_multiplier": architecture.residual_multiplier}
     return ModuleSpec(module=FlexibleNormLayer, params=shape, submodules=LayerSubmodules(**parts))

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.dropout import dropout_keys
 from isthmus.engine.layers.mtp_layer import mtp_positions
 from isthmus.engine.moe.load_balancing import ExpertLoad, reduce_load, updated_bias
 from isthmus.engine.moe.moe_layer import MoeBlock
@@ -65,12 +66,17 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _forward_step(iterator: Iterator[PackedBatch], model: Any, objective: Objective = NEXT_TOKEN) -> tuple[Tensor, Any]:
+def _forward_step(
+    iterator: Iterator[PackedBatch], model: Any, objective: Objective = NEXT_TOKEN, step: int = 0
+) -> tuple[Tensor, Any]:
     whole = next(iterator)
-    batch = local_batch(replace(whole, sample_weights=objective.sample_weights(whole)))
-    assert batch.labels is not None and batch.loss_mask is not None
     device = next(model.parameters()).device
     config = get_model_config(model)
+    if model.training and config.has_dropout:
+        keys = dropout_keys(whole, seed=config.seed, step=step)
+        whole = replace(whole, dropout=replace(keys, tokens=_to_device(keys.tokens, device)))
+    batch = local_batch(replace(whole, sample_weights=objective.sample_weights(whole)))
+    assert batch.labels is not None and batch.loss_mask is not None
     depths = (config.mtp_num_layers or 0) if model.training else 0
     positions = batch.loss_mask.nonzero()[:, 0]
     mtp = mtp_positions(positions, batch.position_ids, depths)
@@ -131,6 +137,7 @@ class Stepper:
         self.objective = objective
         self.skipped = 0
         """Steps without an update because a float16 gradient overflowed. Checkpoints save the count."""
+        self.skipped_in_a_row = 0
         self.device: torch.device = next(model[0].parameters()).device
         config = model[0].config  # shared by all stages
         config.finalize_model_grads_func = finalize_model_grads
@@ -172,15 +179,17 @@ class Stepper:
         )
         if loss_scale is not None and not updated and loss_scale > MIN_LOSS_SCALE:
             self.skipped += 1  # the learning rate schedule does not advance
+            self.skipped_in_a_row += 1
             return replace(result, skipped=self.skipped)
         norm = float(grad_norm) if updated else math.inf
         _check_gradient(norm, loss)
         self.schedule.step(increment=1)
+        self.skipped_in_a_row = 0
         return replace(result, grad_norm=norm, skipped=None if loss_scale is None else self.skipped)
 
     def _run_pipeline(self, batches: Sequence[PackedBatch], objective: Objective, *, forward_only: bool) -> _Totals:
         results: list[_Reported] = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, objective=objective),
+            forward_step_func=partial(_forward_step, objective=objective, step=self.step),
             data_iterator=[iter(batches) for _ in self.model],
             model=self.model,
             num_microbatches=len(batches),
@@ -233,6 +242,11 @@ class Stepper:
                 count += totals.count
                 sums = {name: value + totals.sums[name] for name, value in sums.items()}
         return EvalResult(loss_sum / max(1, count), objective.metrics(sums, count))
+
+    @property
+    def step(self) -> int:
+        """Steps done so far, skipped ones too."""
+        return int(self.schedule.num_steps) + self.skipped
 
     @property
     def loss_scale(self) -> float | None:

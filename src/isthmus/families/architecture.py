@@ -106,6 +106,18 @@ class Moe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Dropout:
+    """Dropout rates in training, in [0, 1)."""
+
+    attention: float = 0.0
+    """Of attention probabilities."""
+    hidden: float = 0.0
+    """Of the outputs of attention and of the feed-forward block, before they are added to the residual stream."""
+    embedding: float = 0.0
+    """Of the sum of token and position embeddings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """Everything that determines the tensors and the computation of a decoder-only model."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mla, Moe
+from isthmus.families.architecture import Architecture, Dropout, Mla, Moe
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, field_of
 from isthmus.families.rules.sliding_window import Window, read_window, write_window
@@ -99,6 +99,11 @@ class Derived:
     write: Callable[[Any, Architecture], Mapping[str, Any]]
 
 
+def dropout_rate(name: str, default: float = 0.0) -> Key:
+    """A key of :attr:`Family.dropout`; null means the default."""
+    return Key(name, kind=float, default=default, null=lambda _hf: default)
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A rule applied to one layer and expert: the names of the canonical tensor and of the Hugging Face tensors."""
@@ -122,6 +127,8 @@ class Family:
     """Hugging Face key of each field of the Architecture; ``moe.top_k`` is a field of its Moe."""
     rules: tuple[Rule, ...]
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
+    dropout: Mapping[str, Key] = field(default_factory=lambda: {"attention": dropout_rate("attention_dropout")})
+    """Hugging Face key of each field of :class:`~isthmus.families.architecture.Dropout`."""
     traits: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Architecture that are the same for every model of the family and are not in its configs."""
     derived: Mapping[str, Derived] = field(default_factory=dict)
@@ -178,8 +185,16 @@ class Family:
         return replace(arch, mtp_layers=len(present))
 
     def check_training(self, hf: Mapping[str, Any]) -> None:
-        """Raise UsageError for unsupported settings that only affect training, such as dropout."""
+        """Raise UsageError for unsupported settings that only affect training, such as router noise."""
         self._check_fixed(hf, training=True)
+
+    def read_dropout(self, hf: Mapping[str, Any]) -> Dropout:
+        """The dropout rates of a Hugging Face config; DataError for a rate outside of [0, 1)."""
+        rates = {name: key.read(hf) for name, key in self.dropout.items()}
+        for name, rate in rates.items():
+            if rate >= 1:
+                raise DataError(f"config.json: {self.dropout[name].hf} must be below 1, got {rate:g}.")
+        return Dropout(**rates)
 
     def _check_fixed(self, hf: Mapping[str, Any], *, training: bool) -> None:
         for key, fixed in self.fixed.items():
@@ -195,9 +210,14 @@ class Family:
         )
 
     def to_hf_config(
-        self, arch: Architecture, base: Mapping[str, Any] | None = None, *, dtype: str | None = None
+        self,
+        arch: Architecture,
+        base: Mapping[str, Any] | None = None,
+        *,
+        dtype: str | None = None,
+        dropout: Dropout | None = None,
     ) -> dict[str, Any]:
-        """The Hugging Face config of ``arch``.
+        """The Hugging Face config of ``arch``; ``dropout`` None keeps the rates of ``base``, or is no dropout.
 
         Settings and absent keys of ``base``, the original config, are kept if they mean the same. Its other keys are
         copied, from another family's config only the token ids and the dtype. ``dtype`` is a torch name such as
@@ -221,6 +241,10 @@ class Family:
                 config |= derived.write(value, arch)
         if not known:
             config |= {key: fixed.allowed[0] for key, fixed in self.fixed.items() if fixed.allowed[0] is not None}
+            dropout = dropout or Dropout()
+        for name, key in self.dropout.items() if dropout is not None else ():
+            if not known or key.read(known) != getattr(dropout, name):
+                config[key.hf] = getattr(dropout, name)
         window = (arch.sliding_window, arch.full_attention_layers)
         if not known or self._window(known, self.keys["num_layers"].read(known)) != window:
             config |= write_window(self.sliding_window, *window, arch.num_layers)

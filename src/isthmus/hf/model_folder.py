@@ -59,6 +59,10 @@ class ModelFolder:
         """A model without weights: ``name`` is its folder, if it has one, or a name for messages."""
         return cls(Path(name), {**config, "quantization_config": None}, without_weights=True)
 
+    def with_config(self, config: Mapping[str, Any]) -> ModelFolder:
+        """The same weights under another config."""
+        return ModelFolder(self.path, {**config, "quantization_config": self.quantization})
+
     @property
     def has_weights(self) -> bool:
         """Whether there are safetensors weights; ``.bin`` files are not read."""

@@ -199,7 +199,8 @@ def _load_data(context: RunContext, position: Position, reporter: Reporter, stop
         stop=stop,
         report=reporter.log,
     )
-    train, valid, test = corpus.batches(config, position, config.parallel.dp(plan.world_size))
+    dp, eod = config.parallel.dp(plan.world_size), context.tokenizer.eos_id
+    train, valid, test = corpus.batches(config, position, dp, eod=eod)
     steps = config.train.steps or math.ceil((config.train.epochs or 1) * train.steps_per_epoch)
     if corpus.mixture:
         epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())

@@ -80,6 +80,7 @@ class Loop:
         steps = self.data.steps
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
+        skipped = self.stepper.skipped
         with self.profile, closing(prefetched(self.data.train.step, range(start, steps))) as batches:
             for step in range(start, steps):
                 with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
@@ -96,8 +97,19 @@ class Loop:
                             f"stopped after step {step + 1} of {steps} as requested; the state is saved. "
                             "The same command resumes from there."
                         )
+        self._check_updates(start, skipped)
         valid_loss, test_loss = self.evaluate(steps), self.evaluate(steps, "test")
         return Outcome(loss, valid_loss, test_loss, tokens / seconds if seconds else None)
+
+    def _check_updates(self, start: int, skipped: int) -> None:
+        """Raise Diverged if all steps since ``start``, with ``skipped`` skipped steps, were skipped."""
+        steps, scale = self.data.steps, self.stepper.loss_scale
+        if start < steps and self.stepper.skipped - skipped == steps - start:
+            raise Diverged(
+                f"none of the steps {start + 1} to {steps} changed the weights: each gradient overflowed in float16, "
+                f"and halved the loss scale, now {scale:g}; nothing is exported. Set train.initial_loss_scale to that "
+                "or less, raise train.steps, or use train.precision=bf16."
+            )
 
     def _between_steps(self, done: int, stop_requested: bool) -> None:
         checkpoint = self.config.checkpoint
@@ -127,6 +139,12 @@ class Loop:
         padding = 1 - num_tokens / num_positions
         metrics = self._metrics(step, result, int(num_tokens), int(sum_squared), padding, elapsed_s)
         self.reporter.step(metrics)
+        row = self.stepper.skipped_in_a_row
+        if row >= 4 and row.bit_count() == 1:
+            self.reporter.log(
+                f"warning: {row} steps in a row did not change the weights: their gradients overflowed in float16. The "
+                f"loss scale is now {self.stepper.loss_scale:g}, half after each; see train.initial_loss_scale."
+            )
         return metrics, stops > 0
 
     def _metrics(

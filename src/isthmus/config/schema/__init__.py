@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from isthmus.config.schema.data import DataConfig
+from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.config.schema.dpo import DpoConfig
 from isthmus.config.schema.model import ModelConfig, TokenizerConfig
 from isthmus.config.schema.moe import MoeConfig
@@ -55,9 +55,12 @@ class RunConfig(Section):
     def _settings_belong_to_the_recipe(self) -> RunConfig:
         chats = "is for the chats of sft"
         text = f"{chats}; in pretraining every token of the text is a loss token"
+        documents = dict.fromkeys(DOCUMENT_SETTINGS, "is for the documents of pretraining")
         foreign = {
+            "sft": documents,
             "pretrain": {"loss_on": text, "overlong": text},
-            "dpo": {
+            "dpo": documents
+            | {
                 "loss_on": f"{chats}; the loss of dpo is on the answers behind the prompt",
                 "mock": "makes no preference pairs; give data.files",
                 "length_buckets": "is for packed single samples, and dpo packs pairs",

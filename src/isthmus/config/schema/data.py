@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from isthmus.config.schema.section import Count, Paths, Section, lacks, refuse
 
+DOCUMENT_SETTINGS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+"""What happens at a document end within a sequence, for pretraining."""
+
 
 class DataSet(Section):
     """One of several data sets that are mixed."""
@@ -42,6 +45,12 @@ class DataConfig(Section):
     """Maximum number of tokens of a sequence."""
     packing: bool = True
     """Pack several samples into a sequence; attention stays within each sample."""
+    reset_attention_mask: bool = True
+    """pretrain: attention stays within each document; false: it crosses the document ends of a sequence."""
+    reset_position_ids: bool = True
+    """pretrain: positions restart in each document; false: they continue over document ends."""
+    eod_mask_loss: bool = True
+    """pretrain: no loss for the first token of a document; false: the document before it predicts it."""
     seed: int = Field(default=0, ge=0)
     """Seed of the sample order and of the validation and test split."""
     loss_on: Literal["assistant", "all", "last"] = "assistant"
@@ -52,6 +61,11 @@ class DataConfig(Section):
     """Stop at a record that cannot be read, or skip and count it."""
     length_buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     """Lengths in tokens: each packed sequence of a micro batch is padded to the next one; none: no padding."""
+
+    @property
+    def crosses_documents(self) -> bool:
+        """Whether samples are windows over several documents, as in Megatron-LM, and not of one document."""
+        return not all(getattr(self, name) for name in DOCUMENT_SETTINGS)
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:

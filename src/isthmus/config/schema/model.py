@@ -16,7 +16,8 @@ class ModelConfig(Section):
     path: PathText | None = None
     """Hugging Face model folder, Hub id, preset:NAME, or YAML with the keys of a config.json."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Keys of a config.json that override those of path, or without path a whole config; needs init=random."""
+    """Keys of a config.json that override those of path, or without path a whole config. With the weights of path, the
+    keys must leave its tensors as they are."""
     init: Literal["hf", "random"] = "hf"
     """Initial weights: those of the folder (hf) or random ones."""
     trust_remote_code: bool = False
@@ -28,8 +29,8 @@ class ModelConfig(Section):
     def _is_a_model(self) -> ModelConfig:
         if self.path is None and not self.config:
             lacks("path")
-        if self.config and self.init != "random":
-            refuse("config", "config changes the model, so the weights of path do not fit; set model.init=random")
+        if self.path is None and self.init != "random":
+            refuse("init", "config has no weights; set model.init=random, or give model.path")
         if self.path is not None and is_model_file(self.path) and self.init != "random":
             refuse(
                 "init",

@@ -37,6 +37,12 @@ class TrainConfig(Section):
     """fp8: hybrid uses e5m2 (more range, less precision) for gradients and e4m3 for the rest; e4m3: all e4m3."""
     seed: int = Field(default=0, ge=0)
     """Seed of random weights and of the random number generators."""
+    attention_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Dropout rate of attention probabilities; null: that of the model's config."""
+    hidden_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Dropout rate of embeddings and of the outputs of attention and feed-forward blocks; null: as in the model's
+    config.
+    """
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass: of selected modules, or of full layers."""
     mtp_loss_weight: float = Field(default=0.1, gt=0)

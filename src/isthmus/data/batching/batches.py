@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,28 @@ from isthmus.data.store.sample_store import Samples, SampleStore
 from isthmus.errors import DataError, UsageError
 
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentEnds:
+    """What an end-of-document token in a sample does, as in Megatron-LM."""
+
+    eod: int
+    """The token."""
+    reset_attention_mask: bool
+    reset_position_ids: bool
+    eod_mask_loss: bool
+
+    def apply(self, tokens: npt.NDArray[Any], loss_mask: npt.NDArray[Any], positions: npt.NDArray[Any]) -> list[int]:
+        """Change mask and positions of a sample, [n] like its inputs ``tokens``; returns the lengths to attend in."""
+        ends = np.flatnonzero(tokens == self.eod)
+        if self.eod_mask_loss:
+            loss_mask[ends] = False
+        starts = np.append(0, ends[ends < len(tokens) - 1] + 1)
+        lengths = np.diff(np.append(starts, len(tokens)))
+        if self.reset_position_ids:
+            positions -= np.repeat(starts, lengths)
+        return lengths.tolist() if self.reset_attention_mask else [len(tokens)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +66,8 @@ class BatchSettings:
     """Lengths to pad micro batches to, ascending and multiples of ``BatchShard.pad_to_multiple_of``. The sequences of a
     step are then sorted by length, so that the ranks have micro batches of similar lengths at the same time.
     """
+    documents: DocumentEnds | None = None
+    """None: a sample is one document, or a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,25 +187,32 @@ class Batches:
 
     def _pack(self, samples: list[int]) -> PackedBatch:
         """Concatenate samples; padding is one more sample, without loss."""
-        lengths = self._inputs[samples].tolist()
-        real = sum(lengths)
+        inputs = self._inputs[samples].tolist()
+        real = sum(inputs)
         total = self._padded_length(real)
         input_ids, labels, position_ids = np.zeros((3, total), dtype=np.int64)
         loss_mask = np.zeros(total, dtype=np.bool_)
-        loss_tokens, start = [], 0
-        for sample, length in zip(samples, lengths, strict=True):
+        documents = self.settings.documents
+        lengths: list[int] = []
+        sample_ids: list[int] = []
+        start = 0
+        for sample, length in zip(samples, inputs, strict=True):
             tokens, mask = self.store[sample]
-            end = start + length
-            input_ids[start:end] = tokens[:-1]
-            loss_mask[start:end] = mask[1:]
-            labels[start:end] = tokens[1:] * mask[1:]
-            position_ids[start:end] = np.arange(length)
-            loss_tokens.append(int(loss_mask[start:end].sum()))
-            start = end
+            own = slice(start, start + length)
+            input_ids[own] = tokens[:-1]
+            loss_mask[own] = mask[1:]
+            position_ids[own] = np.arange(length)
+            ends = [length]
+            if documents is not None:
+                ends = documents.apply(tokens[:-1], loss_mask[own], position_ids[own])
+            labels[own] = tokens[1:] * loss_mask[own]
+            lengths += ends
+            sample_ids += [sample] * len(ends)
+            start += length
         if total > real:
             position_ids[real:] = np.arange(total - real) % self.settings.seq_length  # valid positions of the model
             lengths.append(total - real)
-            loss_tokens.append(0)
+        loss_tokens = np.add.reduceat(loss_mask, np.cumsum([0, *lengths[:-1]]), dtype=np.int64).tolist()
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids),
             position_ids=torch.from_numpy(position_ids),
@@ -190,7 +221,7 @@ class Batches:
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(loss_mask),
             loss_tokens=tuple(loss_tokens),
-            sample_ids=tuple(samples),
+            sample_ids=tuple(sample_ids),
         )
 
 

@@ -9,6 +9,16 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class DropoutKeys:
+    """What the dropout masks of a micro batch in one step are computed from."""
+
+    seed: int
+    """Of the micro batch, for kernels that draw their own masks."""
+    tokens: Tensor
+    """int64 [T], a random key of each token of the whole packed sequence."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
     """T tokens of whole samples ("thd" layout), without a batch dimension.
@@ -20,9 +30,10 @@ class PackedBatch:
     input_ids: Tensor
     """int64 [T]"""
     position_ids: Tensor
-    """int64 [T], restarting at 0 in each sample."""
+    """int64 [T], restarting at 0 in each sample, and in each document unless ``data.reset_position_ids`` is off."""
     lengths: tuple[int, ...]
-    """Tokens of each sample, on the host to avoid device syncs; padding is the last sample."""
+    """Tokens of each sample, or of each document in samples that cross documents; on the host to avoid device syncs.
+    Padding is the last one."""
     padding: int = 0
     """Padding tokens at the end."""
     labels: Tensor | None = None
@@ -32,13 +43,15 @@ class PackedBatch:
     loss_tokens: tuple[int, ...] = ()
     """Number of loss tokens of each sample in ``lengths``."""
     sample_ids: tuple[int, ...] = ()
-    """Index of each sample in its store."""
+    """For each of ``lengths`` without padding, the index of its sample in the store."""
     reference_logps: Tensor | None = None
     """float64 [num_samples], log-probabilities under the reference model (DPO)."""
     sample_weights: tuple[float, ...] = ()
     """For each of ``lengths``, its part of the denominator of the mean loss; set by the training step."""
     spans: tuple[tuple[int, int], ...] | None = None
     """Under context parallelism, this rank's ranges [start, end) of the packed sequence."""
+    dropout: DropoutKeys | None = None
+    """Set by the training step of a model with dropout."""
 
     @classmethod
     def for_inference(cls, samples: Sequence[Tensor]) -> PackedBatch:

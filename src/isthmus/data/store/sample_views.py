@@ -10,12 +10,17 @@ from isthmus.data.tokenize.stats import Overlong, TokenizeStats
 from isthmus.errors import DataError
 
 
-def text_samples(indexed: IndexedDataset, seq_length: int) -> tuple[SampleStore, TokenizeStats]:
+def text_samples(
+    indexed: IndexedDataset, seq_length: int, *, crosses_documents: bool = False
+) -> tuple[SampleStore, TokenizeStats]:
     """Windows over documents; adjacent windows share one token, so each token is a target exactly once.
 
-    Each window is its own group: a document may be a whole file.
+    Each window is its own group: a document may be a whole file. With ``crosses_documents`` the windows are over all
+    documents, one after the other, as in Megatron-LM.
     """
     bounds = np.append(indexed.starts, len(indexed.tokens))[indexed.documents]
+    if crosses_documents:
+        bounds = bounds[[0, -1]]
     totals = np.diff(bounds)
     counts = np.maximum(-(-(totals - 1) // seq_length), 0)
     first = np.repeat(np.cumsum(counts) - counts, counts)

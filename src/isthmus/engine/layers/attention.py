@@ -7,13 +7,14 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.norm import ProjectionNorm
 from isthmus.engine.layers.packed_attention_cpu import check_shapes, packed_attention
 from isthmus.engine.layers.rope import rotate
@@ -30,6 +31,7 @@ def sdpa_attention(
     *,
     scale: float | None = None,
     spans: Spans | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """Attend causally within each sample with PyTorch's kernel, one sample after the other.
 
@@ -39,6 +41,7 @@ def sdpa_attention(
 
     check_shapes(q, k, lengths, spans)
     outputs, offset = [], 0
+    dropout_p = 0.0 if dropout is None else dropout.seed_kernels()
     for start, end, first in _query_ranges(lengths, window, spans):
         queries, keys = end - start, end - first
         mask = None
@@ -51,6 +54,7 @@ def sdpa_attention(
             k[first:end].transpose(0, 1)[None],
             v[first:end].transpose(0, 1)[None],
             attn_mask=mask,
+            dropout_p=dropout_p,
             is_causal=mask is None,
             scale=scale,
             enable_gqa=q.size(2) > 1,
@@ -108,6 +112,8 @@ class VarlenAttention(nn.Module):
             heads = config.num_attention_heads // pg_collection.tp.size()
             self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self.layer_number = layer_number
+        self.dropout_rate = config.attention_dropout
         self.recomputed = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
@@ -125,12 +131,15 @@ class VarlenAttention(nn.Module):
         if batch.spans is not None and k.size(0) == q.size(0):
             # Gather inside the recomputed region, so that only this rank's keys and values are saved.
             k, v = gather_sequence(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
-        lengths, spans = batch.lengths, batch.spans
-        plain = self.softcap is None and self.softmax_offset is None
-        if plain and q.device.type != "cpu":
-            return sdpa_attention(q, k, v, lengths, self.window, scale=self.scale, spans=spans).flatten(1)
-        kwargs: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.softmax_offset}
-        return packed_attention(q, k, v, lengths, self.window, spans=spans, **kwargs).flatten(1)
+        kwargs: dict[str, Any] = {"scale": self.scale, "spans": batch.spans}
+        if self.dropout_rate and self.training:
+            heads = q.size(1) * q.size(2)
+            first_head = parallel_state.get_tensor_model_parallel_rank() * heads
+            kwargs["dropout"] = AttentionDropout(self.dropout_rate, self.layer_number, first_head, batch)
+        if q.device.type != "cpu" and self.softcap is None and self.softmax_offset is None:
+            return sdpa_attention(q, k, v, batch.lengths, self.window, **kwargs).flatten(1)
+        kwargs |= {"softcap": self.softcap, "sinks": self.softmax_offset}
+        return packed_attention(q, k, v, batch.lengths, self.window, **kwargs).flatten(1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, hidden_dropout
 from isthmus.families.architecture import Form
 
 
@@ -39,7 +40,7 @@ class LayerSubmodules(TransformerLayerSubmodules):
 
 
 class FlexibleNormLayer(TransformerLayer):
-    """Megatron-Core's layer with a forward pass for every form and norms after its blocks."""
+    """Megatron-Core's layer with a forward pass for every form, norms after its blocks, and dropout."""
 
     def __init__(
         self,
@@ -67,14 +68,20 @@ class FlexibleNormLayer(TransformerLayer):
                 normed, attention_mask=None, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
             ),
             self.post_self_attn_layernorm,
+            packed_seq_params,
+            ATTENTION_OUTPUT,
         )
         parallel = self.form in ("parallel", "parallel_two_norms")
         stream = hidden_states if parallel else hidden_states + attended
         mlp_input = normed if self.form == "parallel" else self.pre_mlp_layernorm(stream)
-        output = self._residual(self.mlp(mlp_input), self.post_mlp_layernorm)
+        output = self._residual(self.mlp(mlp_input), self.post_mlp_layernorm, packed_seq_params, MLP_OUTPUT)
         return stream + (attended + output if parallel else output), None
 
-    def _residual(self, output_with_bias: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
+    def _residual(
+        self, output_with_bias: tuple[Tensor, Tensor | None], norm: nn.Module, batch: PackedBatch, place: int
+    ) -> Tensor:
         output, bias = output_with_bias
         output = norm(output if bias is None else output + bias)
+        if self.training:
+            output = hidden_dropout(output, batch, self.hidden_dropout, layer=self.layer_number, place=place)
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier

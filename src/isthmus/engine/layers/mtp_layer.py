@@ -48,7 +48,7 @@ class MtpLayer(MultiTokenPredictionLayer):
         return run(hidden, embedded)
 
 
-def mtp_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
+def mtp_spec(architecture: Architecture, *, settings: MoeConfig, hidden_dropout: bool) -> ModuleSpec:
     norm = norm_spec(architecture)
     layers = [
         ModuleSpec(
@@ -58,7 +58,10 @@ def mtp_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
                 hnorm=norm,
                 eh_proj=ColumnParallelLinear,
                 transformer_layer=layer_spec(
-                    architecture, moe=architecture.is_moe(architecture.num_layers + depth), settings=settings
+                    architecture,
+                    moe=architecture.is_moe(architecture.num_layers + depth),
+                    settings=settings,
+                    hidden_dropout=hidden_dropout,
                 ),
                 layer_norm=norm,
             ),

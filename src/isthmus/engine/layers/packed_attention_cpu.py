@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus.engine.layers.dropout import AttentionDropout, kept
 from isthmus.engine.parallel.context_parallel import Spans
 
 BLOCK_QUERIES = 96
@@ -187,6 +188,7 @@ class ScoreOptions:
     """Query heads per key head, adjacent in ``q``."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap) before they are masked."""
+    dropout: AttentionDropout | None = None
 
 
 def _scores(q: Tensor, k: Tensor, block: QueryBlock, options: ScoreOptions) -> tuple[Tensor, Tensor | None]:
@@ -217,6 +219,22 @@ def _probabilities(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor
     return torch.softmax(both, -1, out=both).split((keys, 1), -1)  # type: ignore[return-value]
 
 
+def _dropout_masks(
+    stack: SampleStack, groups: int, options: ScoreOptions
+) -> Callable[[tuple[slice, slice], tuple[slice, slice]], Tensor] | None:
+    """Computes the bool mask [B, queries * repeat, keys] of a block of the stack; None without dropout."""
+    if (dropout := options.dropout) is None:
+        return None
+    queries = stack.queries(dropout.query_keys(groups, options.repeat), options.repeat)
+    keys = stack.keys(dropout.key_keys(groups)).transpose(1, 2)
+    return lambda rows, columns: kept(queries[rows], keys[columns[0], :, columns[1]], dropout.rate)
+
+
+def _drop(probabilities: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
+    assert options.dropout is not None
+    return (probabilities * mask).mul_(1 / (1 - options.dropout.rate))
+
+
 def _slices(block: QueryBlock, groups: int, repeat: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
     heads = slice(block.top * groups, block.bottom * groups)
     return (heads, slice(block.start * repeat, block.end * repeat)), (heads, slice(block.first, block.last))
@@ -238,10 +256,13 @@ class _PackedAttention(torch.autograd.Function):
         for stack in stacks:
             stack_q, stack_k, stack_v = stack.queries(q, repeat), stack.keys(k), stack.keys(v)
             stack_out = stack_q.new_empty(*stack_q.shape[:2], width) if stack.rows else stack.queries(out, repeat)
+            mask_of = _dropout_masks(stack, groups, options)
             for block in stack.blocks:
                 queries, keys = _slices(block, groups, repeat)
                 scores, _ = _scores(stack_q[queries], stack_k[keys], block, options)
                 probabilities, _ = _probabilities(scores, sinks)
+                if mask_of is not None:
+                    probabilities = _drop(probabilities, mask_of(queries, keys), options)
                 stack_out[queries] = torch.bmm(probabilities, stack_v[keys])
             stack.unstack(stack_out, out, repeat)
         ctx.save_for_backward(q, k, v, sinks)
@@ -265,12 +286,18 @@ class _PackedAttention(torch.autograd.Function):
                 if stack.rows
                 else (stack.queries(grad_q, repeat), grad_k, grad_v)
             )
+            mask_of = _dropout_masks(stack, groups, ctx.options)
             for block in stack.blocks:
                 queries, keys = _slices(block, groups, repeat)
                 scores, slope = _scores(stack_q[queries], stack_k[keys], block, ctx.options)
                 probabilities, at_sink = _probabilities(scores, sinks)
                 grad_probabilities = torch.bmm(grad_out[queries], stack_v[keys].transpose(1, 2))
-                into_v[keys] += torch.bmm(probabilities.transpose(1, 2), grad_out[queries])
+                weights = probabilities
+                if mask_of is not None:
+                    mask = mask_of(queries, keys)
+                    weights = _drop(probabilities, mask, ctx.options)
+                    grad_probabilities = _drop(grad_probabilities, mask, ctx.options)
+                into_v[keys] += torch.bmm(weights.transpose(1, 2), grad_out[queries])
                 if grad_sinks is not None and at_sink is not None:
                     # A sink has no value: its gradient is that of the probability it takes from the keys.
                     taken = at_sink * (probabilities * grad_probabilities).sum(-1, keepdim=True, dtype=wide)
@@ -307,6 +334,7 @@ def packed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     spans: Spans | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """Attend causally within each sample; returns [T, G, R, Dv], one row per query.
 
@@ -320,11 +348,12 @@ def packed_attention(
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: [G * R], a logit per query head in the softmax denominator.
         spans: positions of the queries in the sequence; None: all.
+        dropout: of the probabilities, after the softmax.
     """
     check_shapes(q, k, lengths, spans)
     _, groups, repeat, width = q.shape
     stacks = plan_stacks(lengths, window, (groups, repeat), q.dtype, q.device, spans)
     rows = q.transpose(0, 1).reshape(groups, -1, width)
-    options = ScoreOptions(width**-0.5 if scale is None else scale, repeat, softcap)
+    options = ScoreOptions(width**-0.5 if scale is None else scale, repeat, softcap, dropout)
     sinks = None if sinks is None else sinks.view(groups, repeat)
     return _PackedAttention.apply(rows, k.transpose(0, 1), v.transpose(0, 1), sinks, stacks, options)

@@ -17,7 +17,7 @@ from typing import Any, get_args
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.family import Derived, Family, Fixed, Key
-from isthmus.families.rules import decoder, expert_tensors
+from isthmus.families.rules import expert_tensors
 from isthmus.families.rules.rule import HfPart, Init, Layers, Rule, Shard
 from isthmus.families.rules.sliding_window import Window, read_window
 
@@ -45,6 +45,10 @@ _RULE_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 _FIELDS = (*(field.name for field in fields(Architecture)), *(f"moe.{field.name}" for field in fields(Moe)))
 _NO_SETTINGS: Mapping[str, Any] = {}
+WHERE_UNKNOWN = (
+    "the family was inferred, and inference does not show where the dropout applies; set it to 0 with model.config, "
+    "and train.attention_dropout or train.hidden_dropout instead"
+)
 WHY = "the family was inferred from a config with another value; infer it for this model (isthmus convert --learn)"
 
 
@@ -102,6 +106,7 @@ def read_family(data: Mapping[str, Any]) -> Family:
             hf_architecture=_text(data["hf_architecture"]),
             keys={_one_of(name, _FIELDS): _key(key, absent) for name, key in data["keys"].items()},
             rules=tuple(map(_rule, data["rules"])),
+            dropout={},
             fixed={name: _fixed(fixed) for name, fixed in data["fixed"].items()},
             traits={_one_of(name, _FIELDS): tuple(value) if isinstance(value, list) else value
                     for name, value in data["traits"].items()},
@@ -185,7 +190,7 @@ def _fixed(entry: Mapping[str, Any]) -> Fixed:
     if "each" in entry:
         return Fixed(_Each((entry["each"],)), WHY, absent=entry["absent"], strict=True)
     if entry.get("training", False):
-        return replace(decoder.NO_DROPOUT, allowed=(entry["is"],), absent=entry["absent"])
+        return Fixed((entry["is"],), WHERE_UNKNOWN, training=True, absent=entry["absent"])
     return Fixed((entry["is"],), WHY, absent=entry["absent"], strict=True)
 
 

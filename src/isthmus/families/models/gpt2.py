@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rate
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import copy, qkv, renamed
@@ -17,7 +17,6 @@ _NAMES = {
     "self_attn.o_proj": "attn.c_proj",
     "model.norm": "transformer.ln_f",
 }
-_DROPOUT = Fixed(decoder.NO_DROPOUT.allowed, decoder.NO_DROPOUT.why, training=True, absent=0.1)
 
 FAMILY = Family(
     name="gpt2",
@@ -49,10 +48,12 @@ FAMILY = Family(
         "scale_attn_by_inverse_layer_idx": Fixed((False,), "attention scores have the same scale in all layers"),
         "reorder_and_upcast_attn": Fixed((False,), "it changes the rounding of attention scores"),
         "add_cross_attention": Fixed((False,), "only decoders without an encoder are supported"),
-        "attn_pdrop": _DROPOUT,
-        "embd_pdrop": _DROPOUT,
-        "resid_pdrop": _DROPOUT,
         "pruned_heads": decoder.FIXED["pruned_heads"],
+    },
+    dropout={
+        "attention": dropout_rate("attn_pdrop", 0.1),
+        "hidden": dropout_rate("resid_pdrop", 0.1),
+        "embedding": dropout_rate("embd_pdrop", 0.1),
     },
     rules=(
         *renamed(decoder.EMBEDDING, _NAMES),

@@ -103,6 +103,7 @@ FAMILY = Family(
         "logits_multiplier": number("logits_multiplier", 1.0),
         "logits_softcap": number("logits_softcap", None),
     },
+    dropout={},
     fixed={"pruned_heads": decoder.FIXED["pruned_heads"]},
     derived={"unrotated_layers": _layers("unrotated_layers"), "moe": Derived(_read_moe, _write_moe)},
     sliding_window="pattern",

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4, dense: fused projections, LongRoPE, partial rotary embedding."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, dropout_rate
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import number
 from isthmus.families.rules.rule import qkv
@@ -15,7 +15,9 @@ FAMILY = Family(
         "max_position_embeddings": Key("max_position_embeddings", default=4096),
         "norm_epsilon": number("rms_norm_eps", 1e-5),
     },
-    fixed=decoder.FIXED | {"resid_pdrop": decoder.NO_DROPOUT, "embd_pdrop": decoder.NO_DROPOUT},
+    fixed=decoder.FIXED,
+    # As transformers, without embd_pdrop, which its model does not use.
+    dropout={"attention": dropout_rate("attention_dropout"), "hidden": dropout_rate("resid_pdrop")},
     sliding_window="always",
     # The config has the original length twice; the one outside the rotary settings has precedence.
     rope_defaults={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},

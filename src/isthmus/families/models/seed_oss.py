@@ -1,10 +1,8 @@
 """Seed-OSS: Llama's tensors, with separate switches for the biases of attention inputs and output."""
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Key, dropout_rate
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag
-
-_DROPOUT = Fixed(decoder.NO_DROPOUT.allowed, decoder.NO_DROPOUT.why, training=True, absent=0.1)
 
 FAMILY = Family(
     name="seed_oss",
@@ -18,6 +16,7 @@ FAMILY = Family(
         "proj_bias": flag("attention_out_bias"),
         "mlp_bias": flag("mlp_bias"),
     },
-    fixed=decoder.FIXED | {"attention_dropout": _DROPOUT, "residual_dropout": _DROPOUT},
+    fixed=decoder.FIXED,
+    dropout={"attention": dropout_rate("attention_dropout", 0.1), "hidden": dropout_rate("residual_dropout", 0.1)},
     rules=decoder.RULES,
 )

@@ -1,6 +1,6 @@
 """StarCoder2: LayerNorms, biases in all linear layers, an MLP without gate, sliding-window attention."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, dropout_rate
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
@@ -21,7 +21,12 @@ FAMILY = Family(
         "init_std": number("initializer_range", 0.018042),
     },
     traits={"normalization": "LayerNorm", "gated": False},
-    fixed=decoder.PLAIN_FIXED | {"residual_dropout": decoder.NO_DROPOUT, "embedding_dropout": decoder.NO_DROPOUT},
+    fixed=decoder.PLAIN_FIXED,
+    dropout={
+        "attention": dropout_rate("attention_dropout"),
+        "hidden": dropout_rate("residual_dropout"),
+        "embedding": dropout_rate("embedding_dropout"),
+    },
     sliding_window="always",
     rules=renamed(decoder.RULES, {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
 )

@@ -142,10 +142,8 @@ def activation(name: str, default: str) -> Key:
     return Key(name, default=default, choices={default: words[default]} | words)
 
 
-NO_DROPOUT = Fixed((0.0,), "training runs without dropout; set it to 0", training=True)
 FIXED = {
     "hidden_act": Fixed(("silu", "swish"), "only the gated SiLU MLP is supported for this family"),
-    "attention_dropout": NO_DROPOUT,
     "pruned_heads": Fixed((None, {}), "models with pruned heads are not supported"),
 }
 """Settings with one supported value; other values are rejected with the reason."""

@@ -35,6 +35,7 @@ def keys_read(family: Family, hf: Mapping[str, Any]) -> set[str]:
     recorded = _RecordingDict(hf)
     family.to_architecture(recorded)
     # Rotary settings are read from a copy, so they are not recorded.
+    family.read_dropout(recorded)
     return recorded.read | family.fixed.keys() | {*ROPE, *WINDOW, *family.rope_names.values()}
 
 

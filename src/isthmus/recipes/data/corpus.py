@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, PairBatches
+from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
+from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, DocumentEnds, PairBatches
 from isthmus.data.chat.chat_records import RECIPES, Kind
 from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources, first_names
@@ -68,10 +69,14 @@ class Corpus:
         data = config.data
         order: list[Any] = [self.train.digest(), data.seq_length, data.packing, data.seed]
         order += [config.train.global_batch_size, [[one.samples, one.weight] for one in self.mixture]]
+        if data.crosses_documents:
+            order += [getattr(data, name) for name in DOCUMENT_SETTINGS]
         return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
 
-    def batches(self, config: RunConfig, position: Position, dp: int) -> tuple[Batches, Batches | None, Batches | None]:
-        """Training, validation and test batches of this rank."""
+    def batches(
+        self, config: RunConfig, position: Position, dp: int, *, eod: int | None
+    ) -> tuple[Batches, Batches | None, Batches | None]:
+        """Training, validation and test batches of this rank; ``eod`` is the tokenizer's end-of-document token."""
         settings = BatchSettings(
             seq_length=config.data.seq_length,
             micro_batch_size=config.train.micro_batch_size,
@@ -80,6 +85,7 @@ class Corpus:
             seed=config.data.seed,
             shuffle=not config.data.mock,  # mock samples are random already
             length_buckets=config.data.length_buckets,
+            documents=_document_ends(config.data, eod),
         )
         shard = BatchShard(
             dp_rank=position.dp_rank,
@@ -94,6 +100,16 @@ class Corpus:
             return None if samples is None else kind(samples, replace(settings, shuffle=False), shard)
 
         return kind(self.train, settings, shard, shares=self.mixture), in_order(self.valid), in_order(self.test)
+
+
+def _document_ends(data: DataConfig, eod: int | None) -> DocumentEnds | None:
+    if not data.crosses_documents or data.mock:  # random tokens are no documents
+        return None
+    settings = {name: getattr(data, name) for name in DOCUMENT_SETTINGS}
+    if eod is None:
+        off = ", ".join(f"data.{name}" for name, on in settings.items() if not on)
+        raise UsageError(f"{off}=false: the tokenizer has no eos_token that ends documents. Set one, or leave it out.")
+    return DocumentEnds(eod=eod, **settings)
 
 
 def check_files(config: RunConfig) -> None:
@@ -289,7 +305,7 @@ def open_source(
         indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
         _check(indexed, config, tokenizer_hashes)
         if config.recipe == "pretrain":
-            store, fit = text_samples(indexed, seq_length)
+            store, fit = text_samples(indexed, seq_length, crosses_documents=config.data.crosses_documents)
         elif config.recipe == "sft":
             store, fit = chat_samples(indexed, seq_length, overlong)
         else:

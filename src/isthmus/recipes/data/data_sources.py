@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isthmus.config.schema import RunConfig
+from isthmus.config.schema.data import DOCUMENT_SETTINGS
 from isthmus.data.readers.arrow_reader import HUB
 from isthmus.data.readers.file_sources import find_sources, is_data_file
 from isthmus.data.store.indexed_dataset import find_prefix
@@ -97,7 +98,7 @@ def _is_partial(path: Path) -> bool:
 
 # Paths; and splitting, mixing, packing and padding, which come after tokenization.
 _IRRELEVANT = {"files", "sets", "valid_files", "test_files", "valid_fraction", "test_fraction", "seed"}
-_IRRELEVANT |= {"packing", "length_buckets"}
+_IRRELEVANT |= {"packing", "length_buckets", *DOCUMENT_SETTINGS}
 _FORMAT = 3
 """Of the files in the run folder."""
 

@@ -120,12 +120,13 @@ def checkpoint_args(model: RankModel, step: int) -> Namespace:
     padded = model.layout.padded_vocab_size
     args = megatron_args(model.plan.architecture, model.dtype, padded_vocab_size=padded)
     args.iteration = step
+    args.attention_dropout, args.hidden_dropout = model.plan.dropout.attention, model.plan.dropout.hidden
     return args
 
 
 def _write_model_files(plan: ModelPlan, folder: Path, tokenizer: Tokenizer | None, dtype: torch.dtype | None) -> None:
     dtype_name = str(dtype).removeprefix("torch.") if dtype else None
-    config = plan.family.to_hf_config(plan.architecture, plan.source.config, dtype=dtype_name)
+    config = plan.family.to_hf_config(plan.architecture, plan.source.config, dtype=dtype_name, dropout=plan.dropout)
     if tokenizer is None or tokenizer.folder == plan.source.path:
         write_model_files(folder, plan.source, config)
     else:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
-from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.config.schema import ParallelConfig, RunConfig, TrainConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import Architecture, Dropout
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import check_tp_size
@@ -31,6 +31,7 @@ class ModelPlan:
     weights: OpenedHfWeights
     family: Family
     architecture: Architecture
+    dropout: Dropout
     parallel: ParallelConfig
     world_size: int
 
@@ -49,7 +50,26 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     config.parallel.check_world_size(world_size)
     check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)
-    return ModelPlan(source, weights, family, architecture, config.parallel, world_size)
+    dropout = _dropout(config.train, family.read_dropout(source.config))
+    return ModelPlan(source, weights, family, architecture, dropout, config.parallel, world_size)
+
+
+def _dropout(train: TrainConfig, configured: Dropout) -> Dropout:
+    """The rates of the run: those of the settings, else those of the model's config."""
+    attention, hidden = train.attention_dropout, train.hidden_dropout
+    if attention is not None:
+        configured = replace(configured, attention=attention)
+    return configured if hidden is None else replace(configured, hidden=hidden, embedding=hidden)
+
+
+def dropout_messages(plan: ModelPlan) -> list[str]:
+    """For the log: the dropout rates, if there are any, and those that the exported config cannot have."""
+    rates = {name: rate for name, rate in asdict(plan.dropout).items() if rate}
+    without = ", ".join(name for name in rates if name not in plan.family.dropout)
+    if not rates:
+        return []
+    text = "dropout: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    return [f"{text} (config.json of {plan.family.name} has no key for: {without})" if without else text]
 
 
 def check_training(config: RunConfig, plan: ModelPlan) -> None:

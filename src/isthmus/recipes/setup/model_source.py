@@ -33,7 +33,31 @@ def open_source(model: ModelConfig) -> ModelFolder:
         return found
     merged = merge_config(found.config, model.config)
     _check_keys("model.config", model.config, keys_read(family_for(merged), merged), merged)
-    return ModelFolder.from_config(found.path, merged)
+    if model.init == "random":
+        return ModelFolder.from_config(found.path, merged)
+    if why := _changed_tensors(found.config, merged):
+        raise UsageError(
+            f"model.config changes the tensors of {found}: {why}. Leave out the keys that do, or set model.init=random."
+        )
+    return found.with_config(merged)
+
+
+def _changed_tensors(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """How the tensors of two configs differ, in names, shapes or the heads that their rows belong to."""
+    families = family_for(before), family_for(after)
+    if families[0].name != families[1].name:
+        return f"model_type is {families[0].name}, with model.config {families[1].name}"
+    old, new = (families[0].to_architecture(config) for config in (before, after))
+    for name in ("num_attention_heads", "num_query_groups", "kv_channels"):
+        if getattr(old, name) != getattr(new, name):
+            key = families[0].keys[name].hf if name in families[0].keys else name
+            return f"{key} is {getattr(old, name)}, with model.config {getattr(new, name)}"
+    shapes, others = (families[0].hf_shapes(arch) for arch in (old, new))
+    for name in sorted(shapes.keys() | others.keys()):
+        if shapes.get(name) != others.get(name):
+            there, here = (list(found[name]) if name in found else "absent" for found in (shapes, others))
+            return f"{name} is {there}, with model.config {here}"
+    return None
 
 
 def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:

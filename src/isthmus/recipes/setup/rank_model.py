@@ -79,6 +79,7 @@ def build_rank_model(
         train=config.train,
         moe=config.moe,
         mtp=True,
+        dropout=plan.dropout,
     )
     stages: list[Any] = (
         [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)

@@ -14,7 +14,7 @@ from isthmus.recipes.data.corpus import check_files
 from isthmus.recipes.run_dir import RunDir
 from isthmus.recipes.setup.layout_checks import check_offload
 from isthmus.recipes.setup.memory_estimate import check_memory
-from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, check_training, plan_model
+from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, check_training, dropout_messages, plan_model
 from isthmus.recipes.setup.model_source import run_tokenizer
 
 
@@ -62,6 +62,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         f"platform {platform.name}: {platform.reason}",
         f"layout: {config.parallel.describe(plan.world_size)}",
         *plan.weights.notes,
+        *dropout_messages(plan),
         memory,
         f"precision {precision}: {reason}",
     )

@@ -157,7 +157,11 @@ def test_values_wider_than_keys() -> None:
 def test_the_layer_takes_its_window_from_the_config() -> None:
     given = inputs(20, 2)
     config = SimpleNamespace(
-        window_size=(3, 0), window_attn_skip_freq=[1, 0], softmax_type="vanilla", recompute_granularity=None
+        window_size=(3, 0),
+        window_attn_skip_freq=[1, 0],
+        softmax_type="vanilla",
+        recompute_granularity=None,
+        attention_dropout=0.0,
     )
     for number, window in ((1, 4), (2, None)):
         layer = VarlenAttention(config, number)

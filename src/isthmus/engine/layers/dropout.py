@@ -1,0 +1,120 @@
+"""Dropout with masks that do not depend on the parallel layout.
+
+A mask is a hash of the seed, the step, the layer, the token (sample and position in it) and the channel or head. So all
+layouts, micro batch sizes and packings have the same masks, a recomputed or resumed step too, and none has to be saved.
+Only PyTorch's attention kernels on GPUs draw their own masks, from a seed per layer and rank (docs/decisions/0027).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from isthmus.data.batching.packed_batch import DropoutKeys, PackedBatch
+from isthmus.engine.parallel.context_parallel import local_tokens
+
+EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, _QUERIES, _KEYS = range(5)
+"""Places of dropout in a layer. Layers are counted from 1; layer 0 is the embedding."""
+_PLACES = 8
+_LOW_31 = 0x7FFFFFFF
+
+
+def dropout_keys(batch: PackedBatch, *, seed: int, step: int) -> DropoutKeys:
+    """The keys of a whole micro batch, on the host."""
+    identity = f"{seed}:{step}:{batch.sample_ids}".encode()
+    whole = int.from_bytes(hashlib.blake2b(identity, digest_size=7).digest(), "little")
+    samples, positions = [], []
+    ids = [*batch.sample_ids, -1] if batch.padding else batch.sample_ids
+    for sample, segments in groupby(zip(ids, batch.lengths, strict=True), key=lambda each: each[0]):
+        length = sum(length for _, length in segments)
+        samples.append(torch.full((length,), sample))
+        positions.append(torch.arange(length))
+    start = _hashed(_hashed(torch.tensor(seed)) + step)
+    return DropoutKeys(whole, _hashed(_hashed(start + torch.cat(samples)) + torch.cat(positions)))
+
+
+def _hashed(x: Tensor) -> Tensor:
+    """MurmurHash3's 64-bit finalizer, elementwise on int64."""
+    x = (x ^ ((x >> 33) & _LOW_31)) * -0xAE502812AA7333
+    x = (x ^ ((x >> 33) & _LOW_31)) * -0x3B314601E57A13AD
+    return x ^ ((x >> 33) & _LOW_31)
+
+
+def _keys_of(batch: PackedBatch) -> DropoutKeys:
+    if batch.dropout is None:
+        raise ValueError(
+            "a model with dropout in training mode needs PackedBatch.dropout, got None; set it to "
+            "isthmus.engine.layers.dropout.dropout_keys(batch, seed=..., step=...), or call model.eval()"
+        )
+    return batch.dropout
+
+
+def _site(tokens: Tensor, layer: int, place: int) -> Tensor:
+    return _hashed(tokens + (layer * _PLACES + place))
+
+
+def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """A bool mask of hashed pairs, True with probability 1 - ``rate``; int32 rows and columns are broadcast."""
+    x = rows + columns
+    x = x.bitwise_xor_(x >> 16).mul_(0x21F0AAAD)
+    x = x.bitwise_xor_(x >> 15).mul_(0x735A2D97)
+    return x >= round(rate * 2**32) - 2**31
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        ctx.rate = rate
+        return (x * kept(rows, columns, rate)).mul_(1 / (1 - rate))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, columns = ctx.saved_tensors
+        return (grads[0] * kept(rows, columns, ctx.rate)).mul_(1 / (1 - ctx.rate)), None, None, None
+
+
+def hidden_dropout(x: Tensor, batch: PackedBatch, rate: float, *, layer: int, place: int) -> Tensor:
+    """Dropout of this rank's hidden states, [T, 1, H], or [T / tp, 1, H] under sequence parallelism."""
+    if not rate:
+        return x
+    tokens = local_tokens(_keys_of(batch).tokens, batch.spans)
+    if x.size(0) < len(tokens):
+        tokens = tokens.chunk(len(tokens) // x.size(0))[parallel_state.get_tensor_model_parallel_rank()]
+    rows = _site(tokens, layer, place).int()[:, None]
+    columns = _hashed(torch.arange(x.size(-1), device=x.device)).int()
+    return _Dropout.apply(x[:, 0], rows, columns, rate)[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionDropout:
+    """Dropout of attention probabilities in one layer, for the heads and queries of this rank."""
+
+    rate: float
+    layer: int
+    first_head: int
+    """Number of this rank's first query head."""
+    batch: PackedBatch
+
+    def query_keys(self, groups: int, repeat: int) -> Tensor:
+        """int32 [G, T * R, 1], T / cp under context parallelism."""
+        tokens = local_tokens(_keys_of(self.batch).tokens, self.batch.spans)
+        heads = torch.arange(groups * repeat, device=tokens.device).view(groups, 1, repeat) + self.first_head
+        return _hashed(_site(tokens, self.layer, _QUERIES)[:, None] + heads).int().flatten(1)[..., None]
+
+    def key_keys(self, groups: int) -> Tensor:
+        """int32 [G, T, 1]"""
+        tokens = _keys_of(self.batch).tokens
+        return _site(tokens, self.layer, _KEYS).int()[None, :, None].expand(groups, -1, -1)
+
+    def seed_kernels(self) -> float:
+        """Seed the GPU's generator for PyTorch's attention kernels; returns their ``dropout_p``."""
+        ranks = parallel_state.get_tensor_model_parallel_rank() << 10 | parallel_state.get_context_parallel_rank()
+        torch.cuda.manual_seed(_keys_of(self.batch).seed ^ self.layer << 20 ^ ranks)
+        return self.rate

@@ -1,0 +1,89 @@
+"""Dropout has the same masks in every layout, in recomputed and in resumed steps, and none in evaluations."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.rank_pool import RankPool
+from ranks.test_layouts import CURVES, TOLERANCE, furthest
+from ranks.tiny import build_model_folder, build_pairs
+
+TRAIN = "ranks.tasks.train"
+RATES = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+
+
+@pytest.fixture(scope="module")
+def run(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Arguments of a run of a GPT-2 with its usual dropout."""
+    model = build_model_folder(tmp_path_factory.mktemp("model") / "gpt2", "gpt2", **RATES)
+    return {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 4}
+
+
+@pytest.fixture(scope="module")
+def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
+    return dict(one.run(TRAIN, **run, evaluate=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, {"micro_batch_size": 8}, id="one-micro-batch"),
+        pytest.param(2, {"tp": 2, "sp": False}, id="tp2"),
+        pytest.param(2, {"tp": 2, "sp": True, "recompute": "full"}, id="tp2-sp-recomputed"),
+        pytest.param(2, {"cp": 2, "recompute": "selective"}, id="cp2-recomputed"),
+        pytest.param(2, {"micro_batch_size": 4}, id="dp2"),
+        pytest.param(2, {"fsdp": True}, id="fsdp2"),
+        pytest.param(4, {"pp": 2, "vpp": 2}, id="pp2-vpp2-dp2"),
+        pytest.param(4, {"tp": 2, "pp": 2, "recompute": "full"}, id="tp2-pp2-recomputed"),
+    ],
+)
+def test_layout_has_the_masks_of_a_single_process(
+    ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], run: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    found = worlds[ranks].run(TRAIN, **run | layout)
+    differences = {curve: furthest(found[curve], alone[curve]) for curve in CURVES}
+    print(differences)
+    assert max(differences.values()) < TOLERANCE
+
+
+def test_dropout_changes_training_and_no_evaluation(one: RankPool, run: dict[str, Any], alone: dict[str, Any]) -> None:
+    without = one.run(TRAIN, **run, evaluate=True, more={"attention_dropout": 0.0, "hidden_dropout": 0.0})
+    assert without["valid_before"] == alone["valid_before"]
+    assert all(abs(a - b) > 1e-3 for a, b in zip(without["loss"], alone["loss"], strict=True))
+    other = one.run(TRAIN, **run, more={"seed": 1})  # the weights are those of the folder
+    assert furthest(other["loss"], alone["loss"]) > 1e-3
+    for place in ("attention_dropout", "hidden_dropout"):
+        one_kind = one.run(TRAIN, **run | {"steps": 1}, more={place: 0.0})["loss"]
+        assert furthest(one_kind, alone["loss"][:1]) > 1e-4 and furthest(one_kind, without["loss"][:1]) > 1e-4
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "precision": "bf16"}, {"precision": "bf16"}], ids=["tp2", "dp2"])
+def test_recomputed_and_resumed_runs_are_bitwise_identical(
+    layout: dict[str, Any], two: RankPool, run: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = two.run(TRAIN, **run | layout, save_at=[2], root=tmp_path)
+    rest = two.run(TRAIN, **run | layout, resume=tmp_path / "iter_0000002", recompute="full")
+    assert rest["first"] == 2 and rest["digest"] == whole["digest"]
+    for curve in CURVES:
+        assert rest[curve] == whole[curve][2:]
+
+
+def test_sinks_windows_and_experts_with_dropout(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
+    """Rates of the settings, for a family whose config has only one."""
+    model = build_model_folder(tmp_path / "model", "gpt_oss", num_hidden_layers=2)
+    run = {"model": model, "samples": samples, "steps": 3, "micro_batch_size": 2}
+    more = {"more": {"attention_dropout": 0.2, "hidden_dropout": 0.1}}
+    found = [pool.run(TRAIN, **run, **more, **layout) for pool, layout in ((one, {}), (two, {"tp": 2}))]
+    assert max(furthest(found[1][curve], found[0][curve]) for curve in CURVES) < TOLERANCE
+    assert furthest(found[0]["loss"], one.run(TRAIN, **run)["loss"]) > 1e-3
+
+
+def test_reference_of_dpo_has_no_dropout(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+    pairs = build_pairs(tmp_path / "pairs")
+    found = one.run(TRAIN, **run | {"samples": pairs, "steps": 1, "dpo": {"beta": 0.3}}, evaluate=True)
+    assert found["valid_before"] == pytest.approx(math.log(2), abs=1e-6)  # the policy equals the reference
+    assert abs(found["loss"][0] - math.log(2)) > 1e-3
