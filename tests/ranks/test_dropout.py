@@ -53,12 +53,13 @@ def test_layout_has_the_masks_of_a_single_process(
 def test_dropout_changes_training_and_no_evaluation(one: RankPool, run: dict[str, Any], alone: dict[str, Any]) -> None:
     without = one.run(TRAIN, **run, evaluate=True, more={"attention_dropout": 0.0, "hidden_dropout": 0.0})
     assert without["valid_before"] == alone["valid_before"]
-    assert all(abs(a - b) > 1e-3 for a, b in zip(without["loss"], alone["loss"], strict=True))
-    other = one.run(TRAIN, **run, more={"seed": 1})  # the weights are those of the folder
-    assert furthest(other["loss"], alone["loss"]) > 1e-3
+    assert all(abs(a - b) > 1e-4 for a, b in zip(without["loss"], alone["loss"], strict=True))
+    other = one.run(TRAIN, **run | {"steps": 1}, more={"seed": 1})  # the weights are those of the folder
+    assert furthest(other["loss"], alone["loss"][:1]) > 1e-4
     for place in ("attention_dropout", "hidden_dropout"):
         one_kind = one.run(TRAIN, **run | {"steps": 1}, more={place: 0.0})["loss"]
-        assert furthest(one_kind, alone["loss"][:1]) > 1e-4 and furthest(one_kind, without["loss"][:1]) > 1e-4
+        print(place, one_kind, alone["loss"][0], without["loss"][0])
+        assert min(furthest(one_kind, other[:1]) for other in (alone["loss"], without["loss"])) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "precision": "bf16"}, {"precision": "bf16"}], ids=["tp2", "dp2"])

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import RopeScaling
+from isthmus.families.architecture import Dropout, RopeScaling
 from isthmus.families.registry import all_families, family_for
 
 SIZES = {
@@ -334,18 +334,31 @@ def test_invalid_numbers_are_named(change: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("config", "setting"),
+    ("config", "dropout"),
     [
-        ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ({"model_type": "gpt2", "attn_pdrop": 0.0, "embd_pdrop": 0.0}, "resid_pdrop=0.1"),
-        ({"model_type": "seed_oss"}, "attention_dropout=0.1"),
-        ({"model_type": "starcoder2", "residual_dropout": 0.2}, "residual_dropout=0.2"),
+        ({"model_type": "llama", "attention_dropout": 0.1}, Dropout(attention=0.1)),
+        ({"model_type": "llama", "attention_dropout": None}, Dropout()),
+        ({"model_type": "gpt2", "attn_pdrop": 0.0}, Dropout(hidden=0.1, embedding=0.1)),
+        ({"model_type": "seed_oss"}, Dropout(attention=0.1, hidden=0.1)),
+        ({"model_type": "starcoder2", "residual_dropout": 0.2}, Dropout(hidden=0.2)),
+        ({"model_type": "gpt_neox", "hidden_dropout": 0.2}, Dropout(hidden=0.2, embedding=0.2)),
+        ({"model_type": "phi3", "resid_pdrop": 0.2, "embd_pdrop": 0.3}, Dropout(hidden=0.2)),
     ],
 )
-def test_dropout_is_rejected_for_training_only(config: dict[str, Any], setting: str) -> None:
+def test_dropout_is_read_and_written(config: dict[str, Any], dropout: Dropout) -> None:
     family = family_for(config)
     own = {"n_embd": 64, "n_layer": 3, "n_head": 8} if family.name == "gpt2" else {"num_key_value_heads": 2}
-    family.to_architecture(SIZES | own | config)
-    with pytest.raises(UsageError, match=f"{setting} is not supported for {family.name}: training runs without"):
-        family.check_training(config)
-    family.check_training({**config, **{key: 0.0 for key, fixed in family.fixed.items() if fixed.training}})
+    whole = SIZES | own | config
+    assert family.read_dropout(whole) == dropout
+    arch = family.to_architecture(whole)
+    assert family.read_dropout(family.to_hf_config(arch, whole)) == dropout
+    assert family.to_hf_config(arch, whole, dropout=dropout) == family.to_hf_config(arch, whole)
+    assert family.read_dropout(family.to_hf_config(arch)) == Dropout()
+    other = Dropout(**{name: 0.25 for name in family.dropout})
+    assert family.read_dropout(family.to_hf_config(arch, whole, dropout=other)) == other
+
+
+def test_a_dropout_rate_is_below_one() -> None:
+    config = {"model_type": "llama", "attention_dropout": 1.0}
+    with pytest.raises(DataError, match="attention_dropout must be below 1, got 1"):
+        family_for(config).read_dropout(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from isthmus.config.schema import ParallelConfig, RunConfig, TrainConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
@@ -31,9 +31,9 @@ class ModelPlan:
     weights: OpenedHfWeights
     family: Family
     architecture: Architecture
-    dropout: Dropout
     parallel: ParallelConfig
     world_size: int
+    dropout: Dropout = field(default_factory=Dropout)
 
 
 def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
@@ -51,7 +51,7 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)
     dropout = _dropout(config.train, family.read_dropout(source.config))
-    return ModelPlan(source, weights, family, architecture, dropout, config.parallel, world_size)
+    return ModelPlan(source, weights, family, architecture, config.parallel, world_size, dropout)
 
 
 def _dropout(train: TrainConfig, configured: Dropout) -> Dropout:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
+from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, DocumentEnds
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.mixture import MixtureSet
@@ -252,3 +252,38 @@ def test_mixtures_are_exact_and_the_same_in_every_layout(packing, micro, dp):
 
 
 ORDER = [[8, 16, 4, 1], [12, 17, 15, 16]]
+
+
+@pytest.mark.parametrize("reset_attention_mask", [False, True])
+@pytest.mark.parametrize("reset_position_ids", [False, True])
+@pytest.mark.parametrize("eod_mask_loss", [False, True])
+def test_document_ends_do_what_they_do_in_megatron_core(
+    reset_attention_mask: bool, reset_position_ids: bool, eod_mask_loss: bool
+) -> None:
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    flags = {
+        "reset_attention_mask": reset_attention_mask,
+        "reset_position_ids": reset_position_ids,
+        "eod_mask_loss": eod_mask_loss,
+    }
+    samples = [[5, 6, 0, 7, 8, 9, 0, 0, 4, 3], [0, 1, 2, 3, 0, 1], [4, 4, 4], [1, 0, 2]]
+    s = SampleStore.from_samples([(tokens, [1] * len(tokens)) for tokens in samples])
+    options = {"packing": True, "shuffle": False, "global_batch_size": 1, "pad_to_multiple_of": 4, "seq_length": 30}
+    (mb,) = make(s, documents=DocumentEnds(eod=0, **flags), **options).step(0)
+    assert sum(mb.lengths) == mb.input_ids.numel() and mb.padding
+    assert len(mb.loss_tokens) == len(mb.lengths) == len(mb.sample_ids) + 1
+    assert mb.loss_tokens == tuple(int(part.sum()) for part in mb.loss_mask.split(mb.lengths))
+    document = torch.arange(len(mb.lengths)).repeat_interleave(torch.tensor(mb.lengths))
+    start = 0
+    for number in dict.fromkeys(mb.sample_ids):
+        tokens = torch.tensor(samples[number])
+        own = slice(start, start + len(tokens) - 1)
+        masked, loss, positions = _get_ltor_masks_and_position_ids(tokens[:-1], 0, create_attention_mask=True, **flags)
+        assert torch.equal(mb.input_ids[own], tokens[:-1]) and torch.equal(mb.position_ids[own], positions)
+        assert torch.equal(mb.loss_mask[own], loss.bool()) and torch.equal(mb.labels[own], tokens[1:] * loss.bool())
+        causal = torch.ones(len(positions), len(positions)).tril().bool()
+        seen = causal & (document[own, None] == document[None, own])
+        assert torch.equal(~masked[0], seen)
+        start = own.stop
+    assert start == mb.num_tokens

@@ -29,6 +29,10 @@ def test_windows_have_each_token_as_target_once(tmp_path, seq_length):
     assert sum(int(store[k][1][1:].sum()) for k in range(len(store))) == sum(
         len(document) - 1 for document in whole if document
     )
+    across, none_left = text_samples(pair, seq_length, crosses_documents=True)
+    stream = [token for document in whole for token in document]
+    expected = [stream[at : at + seq_length + 1] for at in range(0, len(stream) - 1, seq_length)]
+    assert [across[k][0].tolist() for k in range(len(across))] == expected and none_left.changes() == []
     assert left.changes() == ["2 dropped without loss tokens"]
     assert np.shares_memory(store[0][0], pair.tokens)
     assert len(set(store.groups.tolist())) == len(store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers import packed_attention_cpu
 from isthmus.engine.layers.attention import VarlenAttention, sdpa_attention
+from isthmus.engine.layers.dropout import AttentionDropout, dropout_keys, kept
 from isthmus.engine.layers.packed_attention_cpu import packed_attention, plan_stacks
+from isthmus.engine.parallel.context_parallel import Spans, local_tokens
 from unit.engine.recorder import Recorder
 
 HEADS, CHANNELS = 4, 16
@@ -56,6 +59,7 @@ def reference(
     scale: float = CHANNELS**-0.5,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    weights: Tensor | float = 1.0,
 ) -> Tensor:
     """All scores of the packed sequence, then a mask: same sample, not later, within the window."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -72,8 +76,8 @@ def reference(
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         scores = torch.cat((sinks[:, None, None].expand(-1, scores.size(1), 1), scores), -1)
-    weights = scores.softmax(-1)[..., -len(sample) :]
-    return torch.einsum("nts,snd->tnd", weights, v).unflatten(1, (-1, share))
+    probabilities = scores.softmax(-1)[..., -len(sample) :] * weights
+    return torch.einsum("nts,snd->tnd", probabilities, v).unflatten(1, (-1, share))
 
 
 LENGTHS = [(20,), (9, 1, 4, 6), (8, 12), (1, 1, 18), (5, 5, 5, 5), (4, 8, 8)]
@@ -123,6 +127,34 @@ def test_scores_scaled_capped_and_with_sinks(kwargs: dict[str, Any], window: int
     assert torch.allclose(out, wanted)
     assert not torch.allclose(out, reference(*given, lengths, window), atol=1e-3)
     leaves = (*given, changed["sinks"]) if "sinks" in kwargs else given
+    got = torch.autograd.grad(out, leaves, upstream)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, leaves, upstream), strict=True):
+        assert torch.allclose(mine, theirs)
+
+
+@pytest.mark.parametrize("spans", [None, ((0, 3), (7, 20)), ((5, 12),)], ids=["whole", "cp", "cp-inside"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.usefixtures("block_sizes")
+def test_dropout_of_probabilities(window: int | None, spans: Spans | None) -> None:
+    """Masks are a function of head, query and key, however samples are stacked and queries are distributed."""
+    q, k, v = inputs(20, 2)
+    sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    lengths, rate = (9, 1, 4, 6), 0.3
+    batch = replace(
+        PackedBatch.for_inference([torch.zeros(n, dtype=torch.int64) for n in lengths]), sample_ids=(3, 1, 0, 2)
+    )
+    batch = replace(batch, dropout=dropout_keys(batch, seed=1, step=2))
+    whole = AttentionDropout(rate, 1, 8, batch)
+    rows = whole.query_keys(2, HEADS // 2).unflatten(1, (20, -1)).transpose(1, 2).reshape(HEADS, 20, 1)
+    weights = kept(rows, whole.key_keys(1).transpose(1, 2), rate) / (1 - rate)
+    assert 0.6 < weights.count_nonzero() / weights.numel() < 0.8
+    own = replace(whole, batch=replace(batch, spans=spans))
+    changed: dict[str, Any] = {"sinks": sinks, "softcap": 2.0}
+    out = packed_attention(local_tokens(q, spans), k, v, lengths, window, spans=spans, dropout=own, **changed)
+    wanted = local_tokens(reference(q, k, v, lengths, window, weights=weights, **changed), spans)
+    assert torch.allclose(out, wanted)
+    upstream = torch.randn(wanted.shape, dtype=torch.float64)
+    leaves = (q, k, v, sinks)
     got = torch.autograd.grad(out, leaves, upstream)
     for mine, theirs in zip(got, torch.autograd.grad(wanted, leaves, upstream), strict=True):
         assert torch.allclose(mine, theirs)

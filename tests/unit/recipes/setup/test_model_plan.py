@@ -12,12 +12,14 @@ import torch
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.errors import UsageError
+from isthmus.families.architecture import Dropout
 from isthmus.platforms.detect import detect
 from isthmus.recipes.setup.model_plan import (
     check_precision,
     check_profiled_steps,
     check_schedule,
     check_training,
+    dropout_messages,
     plan_model,
 )
 from isthmus.recipes.setup.rank_model import fp8_recipe
@@ -34,8 +36,11 @@ def config_of(model: Path, seq_length: int, **train: Any) -> RunConfig:
     ("family", "settings", "message"),
     [
         ("gpt2", {}, r"data.seq_length=129 is more than the 128 learned positions .* \(gpt2\)\. Use 128 or less\."),
-        ("gpt2", {"max_position_embeddings": 129, "attn_pdrop": 0.1}, "attn_pdrop=0.1 is not supported for gpt2"),
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported for llama"),
+        (
+            "mixtral",
+            {"router_jitter_noise": 0.1},
+            "router_jitter_noise=0.1 is not supported for mixtral: training runs",
+        ),
     ],
 )
 def test_settings_unsupported_in_training(family: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -43,6 +48,20 @@ def test_settings_unsupported_in_training(family: str, settings: dict[str, Any],
     plan = plan_model(config)  # enough for evaluation
     with pytest.raises(UsageError, match=message):
         check_training(config, plan)
+
+
+def test_dropout_rates_are_those_of_the_settings_or_of_the_model(tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "gpt2", "gpt2", num_hidden_layers=1, attn_pdrop=0.3, embd_pdrop=0.2)
+    plan = plan_model(config_of(model, 9))
+    assert plan.dropout == Dropout(attention=0.3, hidden=0.0, embedding=0.2)
+    assert dropout_messages(plan) == ["dropout: attention 0.3, embedding 0.2"]
+    plan = plan_model(config_of(model, 9, attention_dropout=0.0, hidden_dropout=0.1))
+    assert plan.dropout == Dropout(attention=0.0, hidden=0.1, embedding=0.1)
+    assert plan_model(config_of(model, 9, attention_dropout=0.0, hidden_dropout=0.0)).dropout == Dropout()
+    llama = build_model_folder(tmp_path / "llama", "llama", num_hidden_layers=1)
+    assert dropout_messages(plan_model(config_of(llama, 9))) == []
+    (line,) = dropout_messages(plan_model(config_of(llama, 9, attention_dropout=0.1, hidden_dropout=0.1)))
+    assert line.endswith("embedding 0.1 (config.json of llama has no key for: hidden, embedding)")
 
 
 def test_warmup_and_decay_fit_into_the_steps_of_the_epochs() -> None:

@@ -20,9 +20,6 @@ def test_a_user_sees_errors_in_the_documented_order(tmp_path: Path) -> None:
     tokenizer.mkdir()
     save_tokenizer(train_tokenizer(["the sea is blue " * 9], vocab_size=300), tokenizer)
     sound = build_model_folder(tmp_path / "sound", "llama", num_hidden_layers=1, vocab_size=300)
-    dropout = build_model_folder(
-        tmp_path / "dropout", "llama", num_hidden_layers=1, vocab_size=300, attention_dropout=0.1
-    )
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "thesis.txt").touch()
     data = tmp_path / "chats.json"
@@ -30,15 +27,16 @@ def test_a_user_sees_errors_in_the_documented_order(tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "recipe": "sft", "out": str(tmp_path / "occupied"), "model": {"path": str(tmp_path / "nowhere")},
         "data": {"files": [str(tmp_path / "missing.json")], "seq_length": 16}, "platform": "cpu",
-        "train": {"steps": 1, "precision": "fp8"}, "optim": {"offload": True}, "parallel": {"tp": 3},
+        "train": {"steps": 1, "precision": "fp8", "recompute": "full", "recompute_layers": 9},
+        "optim": {"offload": True}, "parallel": {"tp": 3},
     }  # fmt: skip
     # Each error, and the change that leads to the next one.
     steps: list[tuple[type[IsthmusError], str, dict[str, Any]]] = [
         (NoSpace, "is not a run folder", {"out": str(tmp_path / "out")}),
-        (MissingInput, "nowhere", {"model": {"path": str(dropout)}}),
+        (MissingInput, "nowhere", {"model": {"path": str(sound)}}),
         (UsageError, "tp=3", {"parallel": {"tp": 2}}),
         (UsageError, "do not divide the 1 ranks", {"parallel": {}}),
-        (UsageError, "attention_dropout=0.1", {"model": {"path": str(sound)}}),
+        (UsageError, "recompute_layers=9", {"train": {"steps": 1, "precision": "fp8"}}),
         (MissingInput, "missing.json", {"data": {"files": [str(data)], "seq_length": 16}}),
         (MissingInput, "has no tokenizer", {"tokenizer": {"path": str(tokenizer)}}),
         (UsageError, "precision=fp8", {"train": {"steps": 1, "precision": "fp32"}}),
