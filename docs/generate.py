@@ -145,7 +145,7 @@ def families_page() -> str:
         "",
         "## Rejected config values",
         "",
-        "Dropout is rejected for training only; conversion accepts it.",
+        "`router_jitter_noise` is rejected for training only; conversion accepts it.",
         "",
         "| key | families | allowed values | reason |",
         "| --- | --- | --- | --- |",

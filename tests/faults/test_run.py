@@ -279,3 +279,30 @@ def test_context_parallel_ranks_count_tokens_once(isthmus: ForkServer, sft_args:
     assert not any(row["padding"] for row in alone)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in together] == pytest.approx([row[key] for row in alone], rel=1e-5)
+
+
+def test_config_over_weights_and_dropout(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    """The export has the config that the model was trained with."""
+    over = ["model.config.attention_dropout=0.1", "model.config.max_position_embeddings=4096"]
+    over += ["model.config.rope_scaling={rope_type: linear, factor: 2.0}", "train.hidden_dropout=0.2"]
+    run = [*sft_args, *over, "train.steps=2"]
+    done = isthmus(*run)
+    assert done.result["steps"] == 2
+    assert "dropout: attention 0.1, hidden 0.2, embedding 0.2 (config.json of qwen3 has no key for" in done.stderr
+    config = json.loads((tmp_path / "out" / "hf" / "config.json").read_text())
+    assert (config["attention_dropout"], config["max_position_embeddings"]) == (0.1, 4096)
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    line = isthmus(*run, "model.config.num_attention_heads=8").error(2)
+    assert "model.config changes the tensors of" in line and "num_attention_heads is 4" in line
+
+
+def test_fp16_run_without_an_update(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    run = [*sft_args, "train.precision=fp16", "train.initial_loss_scale=4294967296"]
+    failed = isthmus(*run, "train.steps=8", "checkpoint.every=5")
+    line = failed.error(79)
+    assert "none of the steps 1 to 8 changed the weights" in line and "now 1.67772e+07" in line
+    assert "warning: 4 steps in a row did not change the weights" in failed.stderr
+    assert "warning: 8 steps in a row" in failed.stderr
+    assert not (tmp_path / "out" / "hf").exists()
+    done = isthmus(*run, "train.steps=30", "--out", str(tmp_path / "longer"))
+    assert 8 < done.result["steps"] and rows(tmp_path / "longer")[-2]["skipped"] < 30

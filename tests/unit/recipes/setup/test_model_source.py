@@ -52,6 +52,35 @@ def test_changed_config_has_no_weights(tmp_path: Path, words: Path) -> None:
     assert "tokenizer.json" in {path.name for path in found.small_files()}
 
 
+def test_config_over_weights(tmp_path: Path) -> None:
+    folder = build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1)
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    keys = {"attention_dropout": 0.1, "max_position_embeddings": 256, "rope_parameters": scaling, "rms_norm_eps": 1e-4}
+    found = opened(path=str(folder), config=keys)
+    assert found.has_weights and found.tensors == opened(path=str(folder)).tensors
+    assert found.config["rope_parameters"]["factor"] == 2.0 and found.config["rope_parameters"]["rope_theta"]
+    assert {name: found.config[name] for name in keys if name != "rope_parameters"} == {
+        name: value for name, value in keys.items() if name != "rope_parameters"
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"num_hidden_layers": 2}, r"model.layers.1.input_layernorm.weight is absent, with model.config \[32\]"),
+        ({"intermediate_size": 64}, r"mlp.down_proj.weight is \[32, 48\], with model.config \[32, 64\]"),
+        ({"tie_word_embeddings": True}, r"lm_head.weight is \[77, 32\], with model.config absent"),
+        ({"num_attention_heads": 8, "head_dim": 8}, "num_attention_heads is 4, with model.config 8"),
+        ({"model_type": "qwen3"}, "model_type is llama, with model.config qwen3"),
+    ],
+)
+def test_config_that_changes_tensors_needs_random_weights(keys: dict[str, Any], why: str, tmp_path: Path) -> None:
+    folder = build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1)
+    with pytest.raises(UsageError, match=f"model.config changes the tensors of .*{why}. Leave out .*init=random"):
+        opened(path=str(folder), config=keys)
+    opened(path=str(folder), config=keys, init="random")
+
+
 def test_model_from_a_file_or_from_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_hidden_layers: 3\n")
     assert opened(path=str(tmp_path / "mine.yaml"), init="random").config["num_hidden_layers"] == 3
