@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
-# Tokenizes data for the training scripts in this folder, with the variables of ROCm Megatron-LM's script of the same
+# Downloads and tokenizes data for the training scripts, with the variables of ROCm Megatron-LM's script of the same
 # name: DATASET, TOKENIZER_MODEL and DATA_DIR, from the environment or as NAME=VALUE arguments.
+#
+# DATASET is wiki, bookcorpus, fineweb, slimpajama or alpaca_zh; or a file, a folder or hf:ORG/NAME. Files in DATA_DIR
+# with the name of the data set (bookcorpus.jsonl, or a folder bookcorpus) are used instead of a download.
+set -u
+shopt -s nullglob
 for argument in "$@"; do
   case "$argument" in
     DATASET=* | TOKENIZER_MODEL=* | DATA_DIR=*) export "${argument?}" ;;
@@ -11,29 +16,57 @@ for argument in "$@"; do
   esac
 done
 
-if [ -z "${TOKENIZER_MODEL:-}" ]; then
-  echo "prepare_dataset.sh: TOKENIZER_MODEL is missing. Set it to the folder of the model's tokenizer." >&2
-  exit 2
-fi
 name="${DATASET:-bookcorpus}"
+data="${DATA_DIR:-data}"
+kind=text
+# Per data set: files of earlier downloads, and the data set on the Hub.
+files=("$data/$name" "$data/$name".*)
 case "$name" in
-  wiki)
-    source=hf:wikimedia/wikipedia/20231101.en
-    echo "prepare_dataset.sh: DATASET=wiki is English Wikipedia of November 2023, $source."
-    ;;
+  wiki) hub=hf:wikimedia/wikipedia/20231101.en ;;
+  fineweb) hub=hf:HuggingFaceFW/fineweb/sample-10BT ;;
   bookcorpus)
-    echo "prepare_dataset.sh: BookCorpus was withdrawn by its authors, and the Hub has only a script for it, which is not" \
-      "run. Use DATASET=wiki, or DATASET=FILE with a copy of yours (JSON Lines, parquet, text), or DATASET=hf:ORG/NAME." >&2
-    exit 2
+    files+=("$data"/bookcorpus_megatron.json)
+    # Its authors withdrew it; this is a copy of somebody else.
+    hub=hf:rojagtap/bookcorpus
+    ;;
+  slimpajama)
+    files+=("$data"/SlimPajama.json*)
+    hub=hf:DKYoon/SlimPajama-6B
+    ;;
+  alpaca_zh)
+    files+=("$data"/alpaca_zh-train.json*)
+    hub=hf:shibing624/alpaca-zh
+    kind=chat
     ;;
   *)
-    source="$name"
+    files=()
+    hub="$name"
     name="$(basename "${name#hf:}")"
     name="${name%%.*}"
     ;;
 esac
+sources=()
+for file in "${files[@]}"; do
+  [ -e "$file" ] && sources+=("$file")
+done
+[ "${#sources[@]}" -gt 0 ] || sources=("$hub")
 
-prefix="${DATA_DIR:-data}/${name}_text_document"
-mkdir -p "$(dirname "$prefix")"
-"${PYTHON:-python3}" -m isthmus prepare "$source" "$prefix" --tokenizer "$TOKENIZER_MODEL" --kind text || exit
-echo "prepare_dataset.sh: train on it with MOCK_DATA=0 DATA_PATH=$prefix TOKENIZER_MODEL=$TOKENIZER_MODEL"
+# The paths that the training scripts read without DATA_PATH.
+case "$name" in
+  bookcorpus) prefix="$data/bookcorpus_text_sentence" ;;
+  slimpajama) prefix="$data/mmap_deepseekv2_datasets_text_document" ;;
+  *) prefix="$data/${name}_${kind}_document" ;;
+esac
+
+# The default of train_llama3.sh: a folder with the files, else the Hub.
+tokenizer="${TOKENIZER_MODEL:-meta-llama/Llama-3.1-8B}"
+[ -z "${TOKENIZER_MODEL:-}" ] && [ -d "$data/tokenizer_llama3" ] && tokenizer="$data/tokenizer_llama3"
+
+echo "prepare_dataset.sh: DATASET=$name from ${sources[*]} with the tokenizer $tokenizer"
+mkdir -p "$data"
+"${PYTHON:-python3}" -m isthmus prepare "${sources[@]}" "$prefix" --tokenizer "$tokenizer" --kind "$kind" || exit
+if [ "$kind" = chat ]; then
+  echo "prepare_dataset.sh: fine-tune on it with isthmus sft --data $prefix"
+else
+  echo "prepare_dataset.sh: train on it with MOCK_DATA=0 DATA_PATH=$prefix TOKENIZER_MODEL=$tokenizer"
+fi

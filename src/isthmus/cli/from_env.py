@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -48,18 +49,23 @@ def run_script(script: str, words: Sequence[str]) -> int:
     batch_size_error = run.batch_size_error(ranks, batch_names(script))
     file = log.with_suffix(".yaml")
     command = [run.translation.recipe, str(file), *(["--nproc", str(nproc)] if nproc > 1 and world.nnodes == 1 else [])]
+    command += ["--rehearse"] if run.rehearse else []
     shown = shlex.join(["isthmus", *command] if world.nnodes == 1 else _torchrun(run, nproc, command))
     plan = [f"{world.nnodes} x {nproc} ranks ({why}), this is node {world.node_rank}"]
     plan += [f"log file {log}{'' if run.tee else ', no output on the terminal'}", f"command: {shown}"]
     settings = {"recipe": run.translation.recipe, **run.translation.settings}
     if run.dry_run:
+        from isthmus.recipes.setup.rehearsal import rehearse
         from isthmus.recipes.setup.validation import dry_run
 
         print(as_yaml(run.translation, _title(run)), end="")
         if batch_size_error is not None:
             verdict = f"would be refused: {batch_size_error}."
         else:
-            verdict = dry_run(load_config(None, None, [], settings), world_size=ranks, ranks_here=nproc)
+            config = load_config(None, None, [], settings)
+            config, changes = rehearse(config, ranks) if run.rehearse else (config, [])
+            plan += changes
+            verdict = dry_run(config, world_size=ranks, ranks_here=nproc)
         print("\n".join(f"# {line}" for line in (*plan, *verdict.splitlines())))
         return 0
     if batch_size_error is not None:
@@ -70,7 +76,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
     with _redirected_to(log, on_screen=run.tee):
         print("\n".join([*map(remark_line, run.translation.remarks), *plan]), file=sys.stderr, flush=True)
         code = _train(run, nproc, command)
-    if code == 0:
+    if code == 0 and not run.rehearse:  # the speed of a small model means nothing
         _summarise(run, log, ranks)
     elif not run.tee:
         print(f"isthmus: ended with exit code {code}; the error is in {log}.", file=sys.stderr)
@@ -97,8 +103,14 @@ def _command(run: ScriptRun) -> str:
 
 def _ranks_here(run: ScriptRun) -> tuple[int, str]:
     """The number of ranks on this machine, and the reason."""
-    if (chosen := run.translation.world.nproc_per_node) is not None:
-        return chosen, "NPROC"
+    world = run.translation.world
+    if world.nproc_per_node is not None:
+        return world.nproc_per_node, "NPROC"
+    if run.rehearse:
+        sizes = [run.setting(f"parallel.{name}", 1) for name in ("tp", "pp", "cp", "ep")]
+        tp, pp, cp, ep = (size if isinstance(size, int) else 1 for size in sizes)  # load_config reports other values
+        least = math.lcm(tp * cp, tp * ep) * pp
+        return math.ceil(least / world.nnodes), "as the layout needs; NPROC sets another number"
     from isthmus.platforms.detect import detect
 
     platform = detect(run.setting("platform", "auto"))
@@ -125,7 +137,8 @@ def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
 
     process.argv = command
     status = save_traceback(
-        exit_status_of(lambda: train(run.translation.recipe, command[1:2], {}, nproc=nproc)), process.run_folder
+        exit_status_of(lambda: train(run.translation.recipe, command[1:2], {}, nproc=nproc, rehearse=run.rehearse)),
+        process.run_folder,
     )
     print_error(status, debug=False)
     return status.exit_code

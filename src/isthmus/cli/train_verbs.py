@@ -6,15 +6,19 @@ import importlib
 import json as json_module
 import logging
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from isthmus.cli.options import Debug, Json
 from isthmus.errors import Preempted, UsageError
+
+if TYPE_CHECKING:
+    from isthmus.config.schema import RunConfig
 
 Words = Annotated[
     list[str] | None,
@@ -37,6 +41,13 @@ Out = Annotated[
 ]
 Nproc = Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks to start on this machine.")]
 HfEvery = Annotated[int | None, typer.Option(metavar="N", help="Also export to Hugging Face format every N steps.")]
+Rehearse = Annotated[
+    bool,
+    typer.Option(
+        "--rehearse",
+        help="Train a small model of the same architecture and layout for some steps on CPUs, in OUT-rehearsal.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the complete config and stop.")]
 
 
@@ -48,12 +59,15 @@ def _verb(recipe: str, description: str) -> Callable[..., int]:
         out: Out = None,
         nproc: Nproc = 1,
         hf_every: HfEvery = None,
+        rehearse: Rehearse = False,
         dry_run: DryRun = False,
         debug: Debug = False,
         json: Json = False,
     ) -> int:
         flags = {"model": model, "data": data or None, "out": out, "hf_every": hf_every}
-        return train(recipe, words or [], flags, nproc=nproc, dry_run=dry_run, debug=debug, json=json)
+        return train(
+            recipe, words or [], flags, nproc=nproc, rehearse=rehearse, dry_run=dry_run, debug=debug, json=json
+        )
 
     command.__doc__ = description
     return command
@@ -72,6 +86,7 @@ def train(
     flags: Mapping[str, Any],
     *,
     nproc: int,
+    rehearse: bool = False,
     dry_run: bool = False,
     debug: bool = False,
     json: bool = False,
@@ -85,7 +100,7 @@ def train(
     from isthmus.cli.exit import ExitStatus, print_error, save_traceback
     from isthmus.cli.terminal import show
     from isthmus.config.load import dump, load_config
-    from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
+    from isthmus.platforms.rank_env import is_one_of_several_ranks, rank, world_size
 
     if debug:
         logging.basicConfig(format="%(message)s")
@@ -93,7 +108,11 @@ def train(
     file, overrides = config_and_overrides(words)
     joined = is_one_of_several_ranks()  # first: an error in the config is then reported once for all tasks of Slurm
     config = load_config(recipe, file, overrides, flags)
+    if rehearse:
+        config = config.model_copy(update={"out": f"{config.out.rstrip('/')}-rehearsal"})
     process.run_folder = Path(config.out)
+    if rehearse and (joined or nproc == 1 or dry_run):
+        config = _rehearsal(config, world_size() if joined else nproc)
     if dry_run:
         if rank() == 0:
             text = json_module.dumps(config.model_dump(mode="json"), indent=2) if json else dump(config)
@@ -120,6 +139,18 @@ def train(
     if rank() == 0:
         show(result, as_json=json)
     return 0
+
+
+def _rehearsal(config: RunConfig, ranks: int) -> RunConfig:
+    """The config of a rehearsal; prints what differs from the run."""
+    from isthmus.platforms.rank_env import rank
+    from isthmus.recipes.setup.rehearsal import rehearse
+
+    config, changes = rehearse(config, ranks)
+    if rank() == 0:
+        lines = ["rehearsal, not the run: a small model with random weights on CPUs; its loss and speed mean nothing"]
+        print("\n  ".join([*lines, *changes]), file=sys.stderr, flush=True)
+    return config
 
 
 def _stopped_early(number: int, frame: FrameType | None) -> NoReturn:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from isthmus.cli.terminal import interruptible
@@ -34,7 +35,8 @@ def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
     if script is not None:
         with interruptible():  # a signal ends the script too
             command = record_script(script, words[:flags])
-        return _with_model(translate_command(command, words[flags:], script.stem))
+        with _lines_of(script):
+            return _with_model(translate_command(command, words[flags:], script.stem))
     if not words:
         raise UsageError("give the arguments of pretrain_gpt.py after --, a file of arguments, or --run SCRIPT.")
     path = Path(words[0])
@@ -46,8 +48,25 @@ def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
                 f"{path} is a script, and a list of arguments was expected. With --run {path} bash runs it with "
                 "stand-ins for python and torchrun, which record the arguments; its other commands do run."
             )
-        return _with_model(translate_command(read_command(_split(path, text)), words[1:], path.stem))
+        with _lines_of(path):
+            return _with_model(translate_command(read_command(_split(path, text)), words[1:], path.stem))
     return _with_model(translate_command(read_command(words)))
+
+
+@contextmanager
+def _lines_of(path: Path) -> Iterator[None]:
+    """Put the file and line of an argument before it in an error."""
+
+    def with_line(match: re.Match[str]) -> str:
+        word = re.compile(rf"(?<![\w-]){match[2]}(?![\w-])")
+        number = next((n for n, line in lines if word.search(line.partition("# ")[0])), None)
+        return match[0] if number is None else f"{match[1]}{path}:{number}: {match[2]}"
+
+    try:
+        yield
+    except UsageError as error:
+        lines = list(enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1))
+        raise UsageError(re.sub(r"(?m)^( *)(--[\w-]+)", with_line, str(error))) from error
 
 
 def from_primus(experiment: Path, models: Path | None, overrides: Sequence[str], data: Sequence[str]) -> Translation:
@@ -112,6 +131,12 @@ def _vocab_size(translation: Translation) -> int:
         return open_tokenizer(local, translation.settings.get("tokenizer.type"), trust_remote_code=code).vocab_size
     if (rows := rows_by_name(translation)) is not None:
         why = f"The tokenizer is not on this machine; by its name it has {rows} tokens. --vocab-size changes that."
+        if translation.settings.get("data.mock"):
+            why += " Mock data has no text, so no tokenizer is loaded."
+            origin = translation.origins["tokenizer.path"]
+            translation.settings.pop("tokenizer.path")
+            translation.put("tokenizer.type", "NullTokenizer", origin)
+            translation.put("tokenizer.vocab_size", rows - 1, origin)
         translation.remark(translation.origins["tokenizer.path"], "different", why)
         return rows
     what = f"the tokenizer {path} is not on this machine" if path else "no tokenizer is given"

@@ -19,6 +19,8 @@ class RunShape:
     fsdp: bool = False
     tp_or_cp: bool = False
     """Whether ranks communicate within a layer."""
+    gemm_tuning_file: str | None = None
+    """File of this rank for the GEMM kernels that ``train.gemm_tuning`` selects; None: no tuning."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Platform(ABC):
     """``nccl`` for RCCL too."""
     env_defaults: ClassVar[EnvDefaults]
     """Environment variables that do not depend on the run."""
+    no_gemm_tuning: ClassVar[str | None]
+    """Why ``train.gemm_tuning`` has no effect; None: it has."""
     env_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Other names of the variables; a variable set under any of them is not changed."""
 

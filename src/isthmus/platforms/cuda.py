@@ -14,6 +14,7 @@ _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 
 class CudaPlatform(GpuPlatform):
     name = "cuda"
+    no_gemm_tuning = "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects"
     env_defaults: ClassVar[EnvDefaults] = {"PYTORCH_ALLOC_CONF": EXPANDABLE_SEGMENTS}
     env_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}
     # NVIDIA's data sheets, dense (their headline numbers count 2:4 sparsity double); SXM where no form is named.

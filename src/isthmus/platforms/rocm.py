@@ -17,6 +17,7 @@ _MATRIX_CORES = {"bf16": _16_BIT, "fp16": _16_BIT, "fp8": ("gfx942", "gfx950", "
 
 class RocmPlatform(GpuPlatform):
     name = "rocm"
+    no_gemm_tuning = None
     env_defaults: ClassVar[EnvDefaults] = {
         "HSA_NO_SCRATCH_RECLAIM": (
             "1",
@@ -63,6 +64,15 @@ class RocmPlatform(GpuPlatform):
             chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE_SEGMENTS
         if arch == "gfx950":
             chosen["RCCL_WARP_SPEED_AUTO"] = ("0", "AMD's setting for the MI350 series")
+        if run.gemm_tuning_file is not None:
+            chosen |= {
+                "PYTORCH_TUNABLEOP_ENABLED": ("1", "train.gemm_tuning: GEMMs use the fastest kernel in the file"),
+                "PYTORCH_TUNABLEOP_TUNING": (
+                    "1",
+                    "train.gemm_tuning: each new GEMM shape is measured once",
+                ),
+                "PYTORCH_TUNABLEOP_FILENAME": (run.gemm_tuning_file, "the next start reads the results"),
+            }
         if run.nodes > 1:
             chosen |= {
                 "NCCL_CROSS_NIC": ("0", "a ring uses one network card of each node, as rails are wired"),

@@ -86,16 +86,20 @@ def run_recipe(recipe: str, config: RunConfig) -> RunResult:
 
 def _prepare_process(context: RunContext) -> list[str]:
     """Set environment variables, threads and the allocator of this process; returns log messages."""
-    platform, parallel, local_ranks = context.platform, context.plan.parallel, rank_env.local_world_size()
+    config, platform, parallel = context.config, context.platform, context.plan.parallel
+    local_ranks = rank_env.local_world_size()
     shape = RunShape(
         nodes=math.ceil(context.plan.world_size / local_ranks),
         fsdp=parallel.fsdp,
         tp_or_cp=parallel.tp > 1 or parallel.cp > 1,
+        gemm_tuning_file=str(context.run_dir.gemm_tuning(rank_env.rank())) if config.train.gemm_tuning else None,
     )
     on_gpu = platform.device_type == "cuda"
     environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform, shape).items()]
     messages = [*(environment if on_gpu else ()), *remarks_on(os.environ, shape, on_gpu=on_gpu)]
-    threads = context.config.train.threads
+    if shape.gemm_tuning_file is not None and platform.no_gemm_tuning is not None:
+        messages.append(f"train.gemm_tuning=true has no effect: {platform.no_gemm_tuning}")
+    threads = config.train.threads
     if threads is not None:
         torch.set_num_threads(threads)
         messages.append(f"{threads} threads a rank (train.threads)")

@@ -25,6 +25,10 @@ class RunDir:
         self.reference = root / "reference.npz"
         """dpo: log-probabilities of the answers under the reference model."""
 
+    def gemm_tuning(self, rank: int) -> Path:
+        """GEMM kernels that a rank has measured; PyTorch adds the number of its GPU to the name."""
+        return self.root.absolute() / f"gemm_tuning_rank{rank}_gpu.csv"
+
     def export(self, step: int | None = None) -> Path:
         """The exported Hugging Face model: ``hf``, or ``hf-step-0000100`` during the run."""
         return self.root / ("hf" if step is None else f"hf-step-{step:07d}")

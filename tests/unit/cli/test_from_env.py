@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from isthmus.cli import process
 from isthmus.cli.main import main
+from isthmus.config.dialects.rocm_scripts import llama_script
 from isthmus.hf.tiny_model import build_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,7 +65,11 @@ def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     words = ["config", "from-env", "llama3", "MODEL_SIZE=8B", "BS=64", "TP=1", "GEMM_TUNING=1"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "# - GEMM_TUNING=1 (unsupported): " in text and "micro_batch_size: 4  # MBS=4" in text
+    assert (
+        "# - GEMM_TUNING=1 (different): " in text
+        and "gemm_tuning: true" in text
+        and "micro_batch_size: 4  # MBS=4" in text
+    )
     values = YAML(typ="safe").load(text)
     assert values["train"]["global_batch_size"] == 64
     assert main([*words, "--json"]) == 0
@@ -91,12 +96,14 @@ def test_a_documented_command_trains_on_a_cpu_and_writes_its_log(
     script = Path("train_llama3.sh")
     text = (ROOT / "examples/llama/train_llama3.sh").read_text()
     script.write_text(re.sub(r"^TRAIN_LOG=.*$", "TRAIN_LOG=logs/node0/training.log", text, flags=re.MULTILINE))
-    line = f"MBS=2 BS=4 TP=1 TE_FP8=0 SEQ_LENGTH=64 MODEL_SIZE=8 TOTAL_ITERS=5 bash {script} {LOCAL}"
-    done = bash(f"TEE_OUTPUT=0 {line} train.precision=fp32 LOG_DIR=here GEMM_TUNING=1")
+    # Two lines as in the documentation, the first with export.
+    line = "export TEE_OUTPUT=0 MBS=2 BS=4 TP=1 TE_FP8=0 NO_TORCH_COMPILE=1 MODEL_SIZE=8 TOTAL_ITERS=5\n"
+    done = bash(f"{line}SEQ_LENGTH=64 bash {script} {LOCAL} train.precision=fp32 LOG_DIR=here GEMM_TUNING=1")
     assert done.returncode == 0, done.stderr
     log = Path("logs/node0/training.log").read_text()
     assert "lm loss" not in done.stderr + done.stdout and "tokens/GPU/s: " in done.stdout
-    assert "GEMM_TUNING=1 (unsupported)" in log and "memory, estimated: " in log and "1 x 1 ranks (cpu: " in log
+    assert "GEMM_TUNING=1 (different)" in log and "train.gemm_tuning=true has no effect: " in log
+    assert "NO_TORCH_COMPILE=1 (unsupported)" in log and "memory, estimated: " in log and "1 x 1 ranks (cpu: " in log
     tail = "\n".join(log.splitlines()[-15:])
     for pattern in (
         r"throughput per GPU(?:\s*\([^)]*\))?\s*:\s+([0-9\.]+)", r"tokens\/GPU\/s:\s+([0-9]+)",
@@ -193,7 +200,7 @@ def test_a_layout_that_does_not_fit_the_machine_is_refused(model: Path, capsys: 
 
 
 @pytest.mark.processes
-def test_scripts_prepare_data_with_the_expected_names(tmp_path: Path) -> None:
+def test_scripts_prepare_data_with_the_expected_names(model: Path, tmp_path: Path) -> None:
     (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$@" > words\n')  # record the command
     (tmp_path / "python").chmod(0o755)
     script = f"PYTHON=./python bash {ROOT}/examples/llama/prepare_dataset.sh"
@@ -203,9 +210,15 @@ def test_scripts_prepare_data_with_the_expected_names(tmp_path: Path) -> None:
     done = bash(f"{script} DATASET=/d/books.jsonl.gz TOKENIZER_MODEL=tok DATA_DIR=here")
     assert "prepare /d/books.jsonl.gz here/books_text_document " in Path("words").read_text()
     assert "DATA_PATH=here/books_text_document" in done.stdout
-    for line, message in {
-        "DATASET=bookcorpus TOKENIZER_MODEL=tok": "withdrawn by its authors",
-        "DATASET=wiki": "TOKENIZER_MODEL is missing",
-    }.items():
-        refused = bash(f"{line} {script}")
-        assert refused.returncode == 2 and message in refused.stderr
+    assert bash(f"DATASET=bookcorpus {script}").returncode == 0
+    wanted = "prepare hf:rojagtap/bookcorpus data/bookcorpus_text_sentence --tokenizer meta-llama/Llama-3.1-8B "
+    assert wanted in Path("words").read_text()
+    shutil.copytree(model, "books/tokenizer_llama3")  # the folder that ROCm's scripts download it into
+    Path("books/bookcorpus.jsonl").write_text(json.dumps({"text": TEXT}))  # of the user
+    assert bash(f"DATASET=bookcorpus DATA_DIR=books {script}").returncode == 0
+    assert main(Path("words").read_text().split()[2:]) == 0
+    (prepared,) = Path("books").glob("*.bin")
+    assert prepared.name == "bookcorpus_text_sentence.bin" and prepared.stat().st_size > 0
+    assert llama_script._TOKENIZERS["llama3"] == "meta-llama/Llama-3.1-8B"
+    refused = bash(f"{script} DATASETS=wiki")
+    assert refused.returncode == 2 and "DATASETS=wiki is none of DATASET" in refused.stderr

@@ -177,6 +177,32 @@ def test_run_runs_the_script(
     assert (config.out, config.train.micro_batch_size, Path("mine").is_dir()) == ("mine", 4, True)
 
 
+@pytest.mark.processes
+def test_errors_name_lines_and_mock_data_needs_no_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        "#!/bin/bash",
+        "mkdir -p tokenizer_llama3  # the script downloads --nothing into it",
+        "ARGS='--num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --disable-bias-linear'",
+        'ARGS="$ARGS --position-embedding-type rope --normalization RMSNorm --hidden-dropout 0 \\',
+        "  --attention-dropout 0 \\",
+        '  --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer_llama3"',
+        'eval "torchrun pretrain_gpt.py $ARGS --micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --train-iters 3"',
+    ]
+    Path("train.sh").write_text("\n".join(lines))
+    assert parse_and_run(["config", "from-megatron", "--run", "train.sh"]) == 0
+    Path("run.yaml").write_text(capsys.readouterr().out)
+    config = load_config(None, Path("run.yaml"))
+    assert (config.tokenizer.type, config.tokenizer.vocab_size) == ("NullTokenizer", 128255)
+    Path("train.sh").write_text("\n".join(lines).replace("--swiglu", "--swigloo --nothing"))
+    with pytest.raises(UsageError) as refused:
+        parse_and_run(["config", "from-megatron", "--run", "train.sh"])
+    assert "\n  train.sh:3: --swigloo  is not an argument of Megatron-LM (did you mean --swiglu?)" in str(refused.value)
+    assert "\n  train.sh:3: --nothing  is not" in str(refused.value)
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "quote.txt").write_text("--save 'x")

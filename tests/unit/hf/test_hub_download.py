@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,8 @@ from huggingface_hub import constants
 
 from isthmus.errors import IOFailure, MissingInput
 from isthmus.hf.hub import fetch, looks_like_id
+from unit.hub_server import serve_hub
 
-SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": b"{}",
@@ -24,59 +22,17 @@ FILES = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the Hub as a download needs; ``org/gated`` is gated, and only ``org/open`` is there beside it."""
-
-    asked: list[str]
-
-    def do_HEAD(self) -> None:
-        """Like GET."""
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        """Answer, and remember what was asked for."""
-        path = self.path.partition("?")[0]
-        self.asked.append(path)
-        name = path.rpartition("/")[2]
-        if "org/gated" in path:
-            self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
-        elif "org/open" not in path:
-            self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif "/revision/" in path:
-            self._answer(200, json.dumps({"id": "org/open", "sha": SHA, "siblings": []}).encode(), {})
-        elif "/tree/" in path:
-            rows = [{"type": "file", "path": key, "size": len(text), "oid": key} for key, text in FILES.items()]
-            self._answer(200, json.dumps(rows).encode(), {})
-        else:
-            self._answer(200, FILES[name], {"ETag": f'"{name}"', "X-Repo-Commit": SHA})
-
-    def _answer(self, code: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(code)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the server was asked for so far."""
-    found: list[str] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answering", (Hub,), {"asked": found}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("isthmus.hf.hub.get_token", lambda: None)
-    yield found
-    server.shutdown()
-    server.server_close()
+    """What the server was asked for so far; only ``org/open`` can be downloaded."""
+    with serve_hub({"org/open": FILES}, frozenset({"org/gated"})) as hub:
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("isthmus.hf.hub.get_token", lambda: None)
+        yield hub.asked
 
 
 def test_requested_files_are_downloaded_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from isthmus.platforms.environment import apply_env, remarks_on
         ("NCCL_DEBUG", "INFO", "at length"),
         ("MIOPEN_FIND_MODE", "3", "convolutions"),
         ("MIOPEN_DEBUG_CONV_IMPLICIT_GEMM", "1", "convolutions"),
-        ("TE_HIPBLASLT_TUNING_RUN_COUNT", "10", "PYTORCH_TUNABLEOP_ENABLED=1"),
+        ("TE_HIPBLASLT_TUNING_RUN_COUNT", "10", "train.gemm_tuning=true"),
         ("NVTE_CK_USES_BWD_V3", "1", "TransformerEngine"),
     ],
 )
@@ -69,6 +69,26 @@ def test_rocm_variables_depend_on_the_run(
     applied = apply_env(platform, run)
     assert {name: value for name, (value, _) in applied.items()} == always | wanted
     assert all(os.environ[name] == value and len(why) > 20 for name, (value, why) in applied.items())
+
+
+def test_gemm_tuning_is_on_where_there_are_kernels_to_choose_from(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(hip="7.0", name="AMD Instinct", gcnArchName="gfx942")
+    platform = detect()
+    assert platform.no_gemm_tuning is None
+    monkeypatch.setenv("PYTORCH_TUNABLEOP_TUNING", "0")  # of the user: read the file, tune nothing
+    applied = apply_env(platform, RunShape(gemm_tuning_file="/runs/x/gemm_tuning_rank3_gpu.csv"))
+    tunable = {name: value for name, (value, _) in applied.items() if "TUNABLEOP" in name}
+    assert tunable == {
+        "PYTORCH_TUNABLEOP_ENABLED": "1", "PYTORCH_TUNABLEOP_FILENAME": "/runs/x/gemm_tuning_rank3_gpu.csv",
+    }  # fmt: skip
+    assert os.environ["PYTORCH_TUNABLEOP_TUNING"] == "0"
+    assert not any("TUNABLEOP" in name for name in platform.env_of_run(RunShape()))
+    machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0)
+    cuda = detect()
+    assert "cuBLAS" in str(cuda.no_gemm_tuning) and "AMD" in str(detect("cpu").no_gemm_tuning)
+    assert not any("TUNABLEOP" in name for name in cuda.env_of_run(RunShape(gemm_tuning_file="/x.csv")))
 
 
 def test_variables_of_the_user_stay(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,10 @@ from pydantic import Field, model_validator
 from isthmus.config.schema.section import Count, Interval, Section, refuse
 
 RecomputedModule = Literal["core_attn", "mlp", "moe"]
-_OF_PRECISION = {"fp16": ("initial_loss_scale", "loss_scale_window"), "fp8": ("fp8_scaling", "fp8_format")}
+_OF_PRECISION = {
+    "fp16": ("initial_loss_scale", "loss_scale_window"),
+    "fp8": ("fp8_scaling", "fp8_format", "emulate_fp8"),
+}
 """Settings that apply to one precision only."""
 
 
@@ -35,6 +38,10 @@ class TrainConfig(Section):
     """fp8: one scale per tensor, or one per row and column."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """fp8: hybrid uses e5m2 (more range, less precision) for gradients and e4m3 for the rest; e4m3: all e4m3."""
+    emulate_fp8: bool = False
+    """fp8: on a CPU, round the inputs of matmuls to FP8 and multiply them in float32, to rehearse an FP8 run."""
+    gemm_tuning: bool = False
+    """AMD GPUs: measure the GEMM kernels for each new shape and use the fastest (TunableOp); first steps are slow."""
     seed: int = Field(default=0, ge=0)
     """Seed of random weights and of the random number generators."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)

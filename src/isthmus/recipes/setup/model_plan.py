@@ -119,10 +119,14 @@ def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
             )
 
 
-def check_precision(platform: Platform, precision: str) -> None:
+def check_precision(platform: Platform, precision: str, *, emulate_fp8: bool = False) -> None:
+    if emulate_fp8 and platform.device_type != "cpu":
+        raise UsageError(f"train.emulate_fp8=true is for CPUs, and this run is on {platform.name}. Leave it out.")
     supported, reason = platform.supports(precision)
-    if not supported:
-        raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32.")
+    if supported or emulate_fp8:
+        return
+    rehearsal = "; or try the run with a small model and emulated FP8: --rehearse" if precision == "fp8" else ""
+    raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32{rehearsal}.")
 
 
 def check_schedule(config: RunConfig, steps: int) -> None:

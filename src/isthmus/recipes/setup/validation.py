@@ -54,8 +54,9 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     tokenizer = run_tokenizer(config, plan.source, plan.architecture.vocab_size)
     platform = detect(config.platform)
     chosen = config.train.precision
-    precision, reason = (chosen, "train.precision") if chosen is not None else platform.default_precision()
-    check_precision(platform, precision)
+    reason = "train.precision, emulated (train.emulate_fp8)" if config.train.emulate_fp8 else "train.precision"
+    precision, reason = (chosen, reason) if chosen is not None else platform.default_precision()
+    check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
     check_offload(config.optim, config.parallel, platform.device_type)
     memory = check_memory(plan, config, platform, precision, ranks_here=ranks_here)
     messages = (

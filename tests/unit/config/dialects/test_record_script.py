@@ -29,6 +29,40 @@ srun -N 2 torchrun --nproc_per_node 8 --nnodes 2 --node-rank 1 --master-addr $(e
     ${ARGS[@]:0:2} "${ARGS[@]:2}" < /dev/null 2>&1 | tee log.txt
 """
 
+ROCM_SCRIPT = r"""#!/bin/bash
+LIST=$(rdma_of_no_machine link -j | python3 -c "import sys, json; print(json.load(sys.stdin)[0])")
+for ARGUMENT in "$@"; do
+   KEY=$(echo $ARGUMENT | cut -f1 -d=)
+   export "$KEY"="${ARGUMENT:${#KEY}+1}"
+done
+CWD=`pwd`
+GPUS=`python3 -c "import no_torch; print(no_torch.cuda.device_count())"`
+WORLD_SIZE=$(($GPUS*${NNODES:-1}))
+if ! [ -d tokenizer ]; then
+  mkdir -p tokenizer
+  wget --header="Authorization: Bearer hf_secret" -O tokenizer/tokenizer.json http://127.0.0.1:9/tokenizer.json
+fi
+if [[ ${SIZE:-8} -ne 8 ]]; then echo "Not supported."; exit 1; fi
+export TUNING=1
+ARGS="
+    --num-layers 2 \
+    --micro-batch-size $MBS \
+"
+if [ "${TE_FP8:-1}" -eq 1 ]; then
+ARGS="$ARGS --transformer-impl=te \
+    --fp8-format=hybrid \
+"
+fi
+run_cmd="
+    torchrun --nproc_per_node $GPUS --nnodes $NNODES --node_rank 0 --master_addr localhost --master_port 6000 \
+        pretrain_gpt.py $ARGS --eval-iters -1   \
+"
+run_cmd="$run_cmd |& tee $CWD/log.txt"
+eval $run_cmd
+grep -Eo 'throughput per GPU [^|]*' log.txt | sed -E 's/.*: ([0-9\.]+).*/\1/' > tmp.txt
+rm tmp.txt
+"""
+
 
 pytestmark = pytest.mark.processes
 
@@ -84,7 +118,7 @@ def test_every_way_to_start_a_training_run_is_recorded(start: str) -> None:
         (f"{TRAIN}\n{TRAIN} --seed 3", r"starts 2 training runs.*\n  torchrun .* 2\n  torchrun .*--seed 3"),
         (
             "echo hello; srun hostname; exit 3",
-            r"(?s)ended with exit code 3 and .*output:\n  hello\n  .*not run: srun hostname",
+            r"(?s)It ended with exit code 3 after train.sh:1: exit 3\nits output:\n  hello\n  .*not run: srun hostname",
         ),
         ("python train_tokenizer.py", r"no training run with --num-layers, only:\n  python train_tokenizer.py"),
         ("sleep 60", r"was stopped after 0.3 s"),
@@ -95,6 +129,18 @@ def test_scripts_without_exactly_one_training_run(text: str, message: str) -> No
         record_script(script(text), time_limit_s=0.3 if text.startswith("sleep") else 60.0)
     with pytest.raises(MissingInput):
         record_script(Path("none.sh"))
+
+
+def test_a_script_with_backticks_downloads_and_eval() -> None:
+    """The constructs of ROCm's scripts, on a machine without GPUs: its count of them is empty."""
+    command = record_script(script(ROCM_SCRIPT), ["MBS=4", "NNODES=2"])
+    assert command.script == "pretrain_gpt.py" and command.world == World(2, 0, None, "localhost", 6000)
+    words = "--num-layers 2 --micro-batch-size 4 --transformer-impl=te --fp8-format=hybrid --eval-iters -1"
+    assert command.flags == tuple(words.split())
+    assert "TUNING" in command.environment and not Path("tokenizer/tokenizer.json").exists()
+    assert Path("log.txt").read_text() == ""
+    with pytest.raises(UsageError, match=r"exit code 1 after train.sh:14: exit 1\nits output:\n(.*\n)*  Not supported"):
+        record_script(script(ROCM_SCRIPT), ["SIZE=9"])
 
 
 def test_commands_that_may_train_beside_the_training_run_are_named() -> None:

@@ -117,6 +117,7 @@ def test_unsupported_precision_is_refused() -> None:
     check_precision(detect("cpu"), "fp16")
     with pytest.raises(UsageError, match=r"precision=fp8 cannot be used here: CPUs have no fp8 .* Leave it out or use"):
         check_precision(detect("cpu"), "fp8")
+    check_precision(detect("cpu"), "fp8", emulate_fp8=True)
 
 
 def test_fsdp_has_no_loss_scale(tmp_path: Path) -> None:

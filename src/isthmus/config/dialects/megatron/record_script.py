@@ -29,13 +29,14 @@ _OUTPUT_LINES = 20
 _HOOK = """\
 if [ -n "$ISTHMUS_USER_BASH_ENV" ]; then . "$ISTHMUS_USER_BASH_ENV"; fi
 set -o functrace
-trap 'case $PATH in "$ISTHMUS_STAND_INS":*) ;; *) PATH=$ISTHMUS_STAND_INS:$PATH; hash -r ;; esac
+trap 'printf "%s:%s: %s" "${BASH_SOURCE-}" "$LINENO" "$BASH_COMMAND" >| "$ISTHMUS_STAND_INS/last"
+case $PATH in "$ISTHMUS_STAND_INS":*) ;; *) PATH=$ISTHMUS_STAND_INS:$PATH; hash -r ;; esac
 case ${PYTHONPATH-} in
 "$ISTHMUS_STAND_INS"/site*) ;;
 *) export PYTHONPATH=$ISTHMUS_STAND_INS/site${PYTHONPATH:+:$PYTHONPATH} ;;
 esac' DEBUG
 """
-"""Puts the stand-ins first again after the script activates an environment or sets PATH or PYTHONPATH."""
+"""Records the last command; puts the stand-ins first again after the script activates an environment or sets PATH."""
 _SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
 _PROGRAM_PREFIXES = ("BASH_FUNC", "PYENV_", "_PYENV_")
 _SECRET_NAME = re.compile(
@@ -65,6 +66,9 @@ def record_script(
         except OSError as error:
             raise IOFailure(f"{script} cannot be run: {error.strerror}.") from error
         recorded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+        last = folder / "last"
+        if last.is_file():
+            ended += f" after {_shortened(' '.join(last.read_text(encoding='utf-8', errors='replace').split()))}"
     return _training_command(script, recorded, environment, ended, output)
 
 
@@ -130,12 +134,15 @@ def _training_command(
     elif recorded:
         what = f"{script} starts no training run with --num-layers, only:"
     else:
-        what = f"{script} {ended} and started no training run (python or torchrun with a pretrain_*.py)."
+        what = f"{script} started no training run (python or torchrun with a pretrain_*.py). It {ended}"
     raise UsageError(what + shown)
 
 
 def _short(words: Sequence[str]) -> str:
-    text = shlex.join(words)
+    return _shortened(shlex.join(words))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 

@@ -19,7 +19,8 @@ STAND_INS = "ISTHMUS_STAND_INS"
 PYTHONS = ("python", "python3")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "sbatch", "salloc", "mpirun", "mpiexec")
 """Programs that start other programs. ``srun`` and ``sbatch`` of a shell script run that script in this process."""
-REMOTE = ("ssh", "pdsh", "docker", "podman", "singularity", "apptainer", "kubectl")
+REMOTE = ("ssh", "pdsh", "docker", "podman", "singularity", "apptainer", "kubectl", "wget", "curl")
+"""Programs that start others elsewhere or download; they are not run."""
 TRAINING_FLAGS = ("--num-layers", "--micro-batch-size", "--lr")
 """Every Megatron-LM training command has one of these arguments; data preparation has none."""
 _SCRIPT = re.compile(r"(pretrain|train|finetune)\w*\.py")
@@ -82,7 +83,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     elif name == "sbatch" and (scripts := [place for place, word in enumerate(arguments) if _is_batch_script(word)]):
         os.execvp("bash", ["bash", *arguments[scripts[0] :]])
     else:
-        sys.stderr.write("isthmus: not run: {}\n".format(" ".join(words)))
+        sys.stderr.write("isthmus: not run: {}\n".format(re.sub(r"(?i)(bearer|token) \S+", r"\1 ...", " ".join(words))))
     return 0
 
 

@@ -50,6 +50,8 @@ def _world(words: Sequence[str]) -> World:
         if (name := _WORLD.get(flag.lstrip("-").replace("-", "_"))) is None or not flag.startswith("-"):
             continue
         value = value if equals else words[place + 1] if place + 1 < len(words) else ""
+        if name == "nproc_per_node" and (value in ("", "0") or value.startswith("-")):
+            continue  # the script counted the GPUs of this machine, and there are none
         if name == "master_addr":
             found[name] = value
         elif value.isdigit():

@@ -7,6 +7,7 @@ from isthmus.config.dialects.rocm_scripts.script_run import (
     TIME,
     ScriptRun,
     add_remarks,
+    log_of_node,
     name_of_all_nodes,
     put_data,
     put_null_tokenizer,
@@ -54,8 +55,8 @@ def read_deepseek(v: Variables) -> ScriptRun:
     t.put("logging.style", "megatron", "the log format of Megatron-LM")
     put_settings(t, v)
     return ScriptRun(
-        "train_deepseekv2.sh", t, log_folder, v.text("TRAIN_LOG", f"{log_folder}/{name}.log"),
-        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False),
+        "train_deepseekv2.sh", t, log_folder, log_of_node(f"{log_folder}/{name}.log", v, t.world),
+        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False), rehearse=v.switch("REHEARSE", False),
         no_training=v.switch("NO_TRAINING", False), summary_from=1, with_throughput=False, exports=v.exports,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from isthmus.config.dialects.rocm_scripts.script_run import (
     TIME,
     ScriptRun,
     add_remarks,
+    log_of_node,
     name_of_all_nodes,
     put_data,
     put_null_tokenizer,
@@ -79,10 +80,11 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     log_folder = v.text("LOG_DIR", f"experiment/{name}")
     _put_output(t, v, v.text("LOG_DIR", f"experiment/{name_of_all_nodes(name, t.world)}"))
     put_settings(t, v)
-    train_log = v.text("TRAIN_LOG", f"{log_folder}/output_{v.text('EXP_NAME', 'perf')}.log")
+    train_log = log_of_node(f"{log_folder}/output_{v.text('EXP_NAME', 'perf')}.log", v, t.world)
     return ScriptRun(
         f"train_{script}.sh", t, log_folder, train_log, tee=v.switch("TEE_OUTPUT", True),
-        dry_run=v.switch("DRY_RUN", False), no_training=v.switch("NO_TRAINING", False), exports=v.exports,
+        dry_run=v.switch("DRY_RUN", False), rehearse=v.switch("REHEARSE", False),
+        no_training=v.switch("NO_TRAINING", False), exports=v.exports,
     )  # fmt: skip
 
 

@@ -39,6 +39,8 @@ class ScriptRun:
     train_log: str
     tee: bool
     dry_run: bool = False
+    rehearse: bool = False
+    """Train a small model on CPUs."""
     no_training: bool = False
     """Only summarize an existing log file."""
     summary_from: int = 2
@@ -93,6 +95,13 @@ def read_world(v: Variables, port: int | None, translation: Translation) -> Worl
     nproc = v.whole("NPROC", 1) if v.is_given("NPROC") else None
     address = v.text("MASTER_ADDR", "localhost")
     return World(nnodes=nodes, node_rank=rank, nproc_per_node=nproc, master_addr=address, master_port=chosen)
+
+
+def log_of_node(path: str, v: Variables, world: World) -> str:
+    """The log file of this node, by default ``path``; nodes may share ``LOG_DIR``, and each writes its own log."""
+    if world.node_rank == 0 or f"_rank{world.node_rank}_" in path:
+        return v.text("TRAIN_LOG", path)
+    return v.text("TRAIN_LOG", f"{path.removesuffix('.log')}_rank{world.node_rank}.log")
 
 
 def name_of_all_nodes(name: str, world: World) -> str:
@@ -155,6 +164,8 @@ def put_whole(t: Translation, v: Variables, *settings: tuple[str, str, int]) -> 
 
 
 def add_remarks(t: Translation, v: Variables, scripts: str) -> None:
+    if v.is_given("GEMM_TUNING") and v.switch("GEMM_TUNING", False):
+        t.put("train.gemm_tuning", True, v.origin("GEMM_TUNING"))
     for remark in TABLES[scripts]["remarks"]:
         name = remark["variable"]
         if v.is_given(name) and v.given[name] == remark.get("value", v.given[name]):

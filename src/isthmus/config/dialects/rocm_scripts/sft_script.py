@@ -10,6 +10,7 @@ from isthmus.config.dialects.rocm_scripts.script_run import (
     TIME,
     ScriptRun,
     add_remarks,
+    log_of_node,
     name_of_all_nodes,
     put_settings,
     read_world,
@@ -55,8 +56,9 @@ def read_sft(model: str, v: Variables) -> ScriptRun:
     t.put("out", f"{name_of_all_nodes(log_folder, t.world)}/run", v.origin("LOG_DIR", log_folder))
     put_settings(t, v)
     return ScriptRun(
-        f"{model}/03-train-dense.sh", t, log_folder, v.text("TRAIN_LOG", f"{log_folder}/train.log"),
-        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False), exports=v.exports,
+        f"{model}/03-train-dense.sh", t, log_folder, log_of_node(f"{log_folder}/train.log", v, t.world),
+        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False), rehearse=v.switch("REHEARSE", False),
+        exports=v.exports,
     )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ LINES: list[tuple[str, str, dict[str, Any], list[str]]] = [
     (
         "deepseek_v2", "GEMM_TUNING=1 PR=bf16 MBS=4 AC=none SEQ_LEN=4096 PAD_LEN=4096 TRAIN_ITERS=50",
         {"train.micro_batch_size": 4, "train.global_batch_size": 256, "data.seq_length": 4096, "train.steps": 50,
-         "train.recompute": "none"},
+         "train.recompute": "none", "train.gemm_tuning": True},
         ["train_deepseekv2.sh", "GEMM_TUNING=1", "PAD_LEN=4096"],
     ),
 ]  # fmt: skip
@@ -134,6 +134,11 @@ def test_both_nodes() -> None:
         )
         # Each node has a log; the run folder is shared.
         assert run.setting("out") == "experiment/2nodes_train_8B_mbs2_bs256_tp1_pp1_cp1_iter10/TE_FP8_1/run"
+    shared = [read("llama3", f"{line}{rank} LOG_DIR=/nfs EXP_NAME=x").train_log for rank in (0, 1)]
+    assert shared == ["/nfs/output_x.log", "/nfs/output_x_rank1.log"]
+    assert read("llama3", f"{line}1 LOG_DIR=/nfs TRAIN_LOG=/nfs/mine.log").train_log == "/nfs/mine.log"
+    deep = read("deepseek_v2", "NNODES=2 NODE_RANK=1 MASTER_ADDR=n0 TP=1")
+    assert deep.train_log.endswith("_rank1.log") and "rank1" not in deep.setting("out")
     alone = read("llama2", "MODEL_SIZE=7 TP=1 MASTER_ADDR=node0")
     assert "NNODES is not given" in next(r.reason for r in alone.translation.remarks if r.option == "MASTER_ADDR=node0")
     for line, words in {"NNODES=2": "needs MASTER_ADDR", "NODE_RANK=1": "NNODES is not given"}.items():
@@ -224,6 +229,13 @@ def test_variables_without_effect_are_reported() -> None:
     with pytest.raises(UsageError) as refused:
         read_script("llama3", {}, ["MODEL_SIZE=8", "FSDP=yes"])
     assert str(refused.value) == "train_llama3.sh: FSDP=yes: must be 0 or 1."
+
+
+def test_variables_that_were_lost_on_another_line_are_suspected() -> None:
+    (remark,) = [r for r in read("llama2", "SEQ_LENGTH=4096").translation.remarks if r.option == "TP, MBS, BS"]
+    assert remark.status == "mistake" and "start it with export" in remark.reason
+    for line in ("SEQ_LENGTH=4096 MBS=5", "", "DRY_RUN=1"):
+        assert "TP, MBS, BS" not in remark_options(read("llama2", line))
 
 
 def test_similar_environment_variables_are_reported() -> None:

@@ -1,0 +1,142 @@
+"""``--rehearse``: the run on CPUs with a small model of the same architecture and layout, and a few steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.convert.hf.hf_weights import open_weights
+from isthmus.errors import DataError
+from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.family import Family
+from isthmus.families.registry import family_for
+from isthmus.recipes.setup.model_source import open_source
+
+STEPS = 5
+_MOCK_VOCABULARY, _HEAD = 512, 16
+_LENGTH = {True: 128, False: 512}
+"""Tokens of a sequence, by whether the data is mock data."""
+
+
+def rehearse(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
+    """The config of a rehearsal, and one line per changed setting.
+
+    Recipe, model family, kind of layers, parallel layout, precision, micro batch size, data and schedule stay. FP8 is
+    emulated; random weights replace those of the model. Widths are multiples that ``parallel`` and FP8 can divide.
+
+    Raises:
+        MissingInput: the config or tokenizer of the model cannot be read.
+        UsageError: the family does not support the model's config.
+    """
+    random = config.model.model_copy(update={"init": "random"})
+    source = open_source(random)
+    family = family_for(source.config)
+    small = small_architecture(
+        open_weights(source, family).arch, config.parallel, vocab_size=_MOCK_VOCABULARY if config.data.mock else None
+    )
+    keys = _changed_keys(family, small, source.config)
+    settings = _settings(config, world_size) | {f"model.config.{key}": value for key, value in keys.items()}
+    values: dict[str, Any] = config.model_dump(mode="json")
+    lines = []
+    for name, value in settings.items():
+        *sections, last = name.split(".")
+        place = values
+        for section in sections:
+            place = place[section]
+        before = source.config.get(last) if name.startswith("model.config.") else place.get(last)
+        place[last] = value
+        if before != value:
+            lines.append(f"{name}: {before} -> {value}")
+    return RunConfig.model_validate(values), lines
+
+
+def _changed_keys(family: Family, small: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of ``small`` to lay over ``config``, without other spellings of the same settings."""
+    wanted = family.to_hf_config(small, config)
+    keys = {key: value for key, value in wanted.items() if config.get(key) != value}
+    for key in list(keys):
+        rest = {name: value for name, value in keys.items() if name != key}
+        with suppress(DataError):  # sizes that do not fit together
+            if family.to_architecture({**config, **rest}) == small:
+                keys = rest
+    return keys
+
+
+def small_architecture(arch: Architecture, parallel: ParallelConfig, *, vocab_size: int | None) -> Architecture:
+    """A model with the same kinds of layers, small enough for a CPU, that ``parallel`` divides.
+
+    ``vocab_size`` None keeps the vocabulary.
+    """
+    ratio = arch.num_attention_heads // arch.num_query_groups
+    groups = min(arch.num_query_groups, max(parallel.tp, 2 if ratio > 1 else 4))
+    heads = next(groups * n for n in range(min(ratio, 2), ratio + 1) if groups * n % parallel.tp == 0 or n == ratio)
+    layers, dense = _layers(arch, parallel.pp * parallel.vpp)
+    mla = arch.mla and replace(
+        arch.mla, kv_lora_rank=32, q_lora_rank=arch.mla.q_lora_rank and 32, qk_nope_head_dim=_HEAD,
+        qk_rope_head_dim=_HEAD, v_head_dim=_HEAD,
+    )  # fmt: skip
+    rope = arch.rope_scaling and replace(
+        arch.rope_scaling,
+        short_factor=arch.rope_scaling.short_factor[: int(_HEAD * arch.rotary_percent) // 2],
+        long_factor=arch.rope_scaling.long_factor[: int(_HEAD * arch.rotary_percent) // 2],
+    )
+    return replace(
+        arch, num_layers=layers, num_attention_heads=heads, num_query_groups=groups, hidden_size=heads * _HEAD,
+        kv_channels=2 * _HEAD if mla else _HEAD, ffn_hidden_size=max(128, 32 * parallel.tp), mla=mla,
+        moe=arch.moe and _small_experts(arch.moe, parallel, dense), rope_scaling=rope,
+        vocab_size=vocab_size or arch.vocab_size, mtp_layers=min(arch.mtp_layers, 1),
+        unrotated_layers=tuple(layer for layer in arch.unrotated_layers if layer < layers),
+        full_attention_layers=tuple(layer for layer in arch.full_attention_layers if layer < layers),
+    )  # fmt: skip
+
+
+def _layers(arch: Architecture, stages: int) -> tuple[int, tuple[int, ...]]:
+    """The number of layers, and those without experts; both kinds occur, and ``stages`` divide the number."""
+    dense = arch.moe.dense_layers if arch.moe is not None else ()
+    if dense == tuple(range(len(dense))):
+        dense = dense[:1]
+    kinds = [layer in dense for layer in range(arch.num_layers)]
+    least = max(2, 1 + max(kinds.index(True), kinds.index(False)) if any(kinds) and not all(kinds) else 2)
+    layers = min(arch.num_layers, math.ceil(least / stages) * stages)
+    return layers, tuple(layer for layer in dense if layer < layers)
+
+
+def _small_experts(moe: Moe, parallel: ParallelConfig, dense: tuple[int, ...]) -> Moe:
+    multiple = math.lcm(parallel.ep, moe.num_groups)
+    experts = math.ceil(max(2 * moe.top_k, 2 * moe.num_groups) / multiple) * multiple
+    width = 32 * math.lcm(parallel.tp, parallel.expert_tp)
+    shared = width * max(1, moe.shared_ffn_hidden_size // moe.ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
+    return replace(
+        moe, num_experts=min(experts, moe.num_experts), ffn_hidden_size=width, shared_ffn_hidden_size=shared,
+        dense_layers=dense,
+    )  # fmt: skip
+
+
+def _settings(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """All changed settings except ``model.config``."""
+    train, optim, parallel = config.train, config.optim, config.parallel
+    found: dict[str, Any] = {"platform": "cpu", "model.init": "random"}
+    steps = min(train.steps or STEPS, STEPS)
+    found |= {"train.steps": steps, "train.epochs": None}
+    of_ranks = train.micro_batch_size * parallel.dp(world_size)
+    if of_ranks and train.global_batch_size % of_ranks == 0:  # else the usual error
+        found["train.global_batch_size"] = min(train.global_batch_size, of_ranks * 2 * parallel.pp)
+    found["train.precision"] = train.precision or "bf16"
+    if train.precision == "fp8":
+        found["train.emulate_fp8"] = True
+    if train.profile is not None:
+        found["train.profile"] = f"{steps}-{steps}"
+    found["data.seq_length"] = min(config.data.seq_length, _LENGTH[config.data.mock])
+    found["data.length_buckets"] = []
+    if config.tokenizer.type == "NullTokenizer" and config.data.mock:
+        found["tokenizer.vocab_size"] = _MOCK_VOCABULARY - 1
+    if optim.warmup_steps + (optim.decay_steps or 0) > steps - 1:
+        found |= {"optim.warmup_steps": min(optim.warmup_steps, 1), "optim.decay_steps": optim.decay_steps and 1}
+    found["optim.offload"] = False
+    if config.checkpoint.resume != "never":
+        found["checkpoint.resume"] = "auto"
+    return found

@@ -1,0 +1,94 @@
+"""A rehearsal has the architecture and layout of its run, and every size that the layout and FP8 must divide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.config.load import load_config
+from isthmus.config.presets import preset_names
+from isthmus.config.schema import RunConfig
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+from isthmus.families.family import Family
+from isthmus.recipes.setup.model_plan import check_training, plan_model
+from isthmus.recipes.setup.rehearsal import rehearse
+
+FEATURES = (
+    "position", "rotary_percent", "rotary_interleaved", "normalization", "norm_bias", "form", "qkv_bias", "qk_norm",
+    "attention_sinks", "activation", "gated", "mlp_bias", "tie_embeddings", "init_std", "rotary_base",
+)  # fmt: skip
+LAYOUTS = ({}, {"tp": 8}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 3, "cp": 2})
+
+
+def config_of(model: str, **settings: Any) -> RunConfig:
+    base: dict[str, Any] = {"model.path": model, "out": "runs/x", "model.init": "random", "data.mock": True}
+    return load_config("pretrain", None, [], base | {"train.steps": 500} | settings)
+
+
+def both(config: RunConfig, ranks: int) -> tuple[Family, Architecture, Architecture]:
+    small, _ = rehearse(config, ranks)
+    plan = plan_model(small, world_size=ranks)
+    check_training(small, plan)
+    return plan.family, plan_model(config, world_size=ranks).architecture, plan.architecture
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_every_preset_in_several_layouts(preset: str, layout: dict[str, int]) -> None:
+    config = config_of(f"preset:{preset}", **{f"parallel.{name}": size for name, size in layout.items()})
+    ranks = config.parallel.tp * config.parallel.pp * config.parallel.cp
+    try:
+        plan_model(config, world_size=ranks)
+    except UsageError as error:  # this model cannot have the layout
+        pytest.skip(str(error))
+    family, large, small = both(config, ranks)
+    assert [getattr(small, name) for name in FEATURES] == [getattr(large, name) for name in FEATURES]
+    assert (small.mla is None, small.moe is None) == (large.mla is None, large.moe is None)
+    layers = {"all", *("moe" if large.is_moe(layer) else "dense" for layer in range(large.num_layers))}
+    rules = {rule.canonical for rule in family.rules if rule.applies(large) and rule.layers in layers}
+    assert rules == {placement.rule.canonical for placement in family.placements(small).values()}
+    sizes = [small.hidden_size, small.ffn_hidden_size, small.num_attention_heads * small.kv_channels]
+    assert all(size % (16 * config.parallel.tp) == 0 for size in sizes)
+    numel = sum(rows * (columns[0] if columns else 1) for rows, *columns in family.hf_shapes(small).values())
+    assert numel < 40_000_000
+
+
+def test_experts_keep_groups_and_expert_parallelism() -> None:
+    config = config_of("preset:deepseek-v3", **{"parallel.ep": 8, "parallel.tp": 2})
+    _, large, small = both(config, 16)
+    assert large.moe is not None and small.moe is not None and small.num_layers == 2
+    assert (small.moe.num_groups, small.moe.top_k, small.moe.dense_layers) == (8, 8, (0,))
+    assert small.moe.num_experts % 8 == 0 and small.moe.num_experts < large.moe.num_experts
+
+
+def test_settings_and_lines() -> None:
+    config = config_of(
+        "preset:llama3.1-8b",
+        **{
+            "train.precision": "fp8", "train.global_batch_size": 128, "train.micro_batch_size": 2,
+            "data.seq_length": 8192, "data.length_buckets": [16384], "train.profile": "10-12", "platform": "rocm",
+            "optim.warmup_steps": 100, "optim.schedule": "wsd", "optim.decay_steps": 50, "optim.offload": True,
+            "tokenizer.type": "NullTokenizer", "tokenizer.vocab_size": 128255, "checkpoint.resume": "/ckpt",
+        },
+    )  # fmt: skip
+    small, lines = rehearse(config, 8)
+    train = small.train
+    assert (train.steps, train.precision, train.emulate_fp8, train.profile) == (5, "fp8", True, "5-5")
+    assert (train.micro_batch_size, train.global_batch_size, small.platform) == (2, 32, "cpu")
+    assert (small.optim.warmup_steps, small.optim.decay_steps, small.optim.lr) == (1, 1, config.optim.lr)
+    assert small.tokenizer.vocab_size == 511 and small.checkpoint.resume == "auto" and not small.optim.offload
+    wanted = ["model.config.hidden_size: 4096 -> 64", "data.seq_length: 8192 -> 128", "train.steps: 500 -> 5"]
+    assert set(wanted) <= set(lines) and not any("micro_batch" in line or "optim.lr" in line for line in lines)
+    assert not any("rope" in line or "dtype" in line for line in lines)
+    assert small.model.config["hidden_size"] == 64 and small.model.path == "preset:llama3.1-8b"
+
+
+def test_texts_keep_their_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("To be")
+    config = config_of("preset:qwen3-0.6b", **{"data.mock": False, "data.files": [str(tmp_path / "a.txt")]})
+    small, lines = rehearse(config, 1)
+    assert small.data.files == config.data.files and "vocab_size" not in small.model.config
+    assert small.train.precision == "bf16" and "train.precision: None -> bf16" in lines
