@@ -10,7 +10,7 @@ from typing import Any
 
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.convert.hf.hf_weights import open_weights
-from isthmus.errors import DataError
+from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
@@ -60,7 +60,7 @@ def _changed_keys(family: Family, small: Architecture, config: Mapping[str, Any]
     keys = {key: value for key, value in wanted.items() if config.get(key) != value}
     for key in list(keys):
         rest = {name: value for name, value in keys.items() if name != key}
-        with suppress(DataError):  # sizes that do not fit together
+        with suppress(DataError, UsageError):  # sizes that do not fit together
             if family.to_architecture({**config, **rest}) == small:
                 keys = rest
     return keys
