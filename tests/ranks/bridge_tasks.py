@@ -28,12 +28,19 @@ def run_example(*, name: str, args: list[str]) -> list[float]:
 
 
 def train_plainly(*, model: str, destination: str, **parallel: Any) -> None:
-    """Two steps of SGD with PyTorch's optimizer; an even number of tokens for sequence parallelism."""
+    """Two steps of SGD with PyTorch's optimizer, beside a reference model of the same layout.
+
+    The number of tokens is even, for sequence parallelism.
+    """
     bridge = isthmus.AutoBridge.from_hf_pretrained(model)
     (live,) = bridge.to_megatron_model(parallel)
     generator = torch.Generator().manual_seed(0)
     batch = PackedBatch.for_training([torch.randint(VOCAB, (length,), generator=generator) for length in (9, 14, 4)])
     assert batch.loss_mask is not None and batch.input_ids.numel() % 2 == 0
+    reference = isthmus.load_model(model, parallel)
+    with torch.no_grad():
+        before = reference(batch)
+        assert torch.equal(before, live.eval()(batch))
     optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
     live.train()
     for _ in range(2):
@@ -41,6 +48,8 @@ def train_plainly(*, model: str, destination: str, **parallel: Any) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(reference(batch), before) and not torch.equal(live.eval()(batch), before)
     bridge.save_hf_pretrained(live, destination)
 
 

@@ -43,7 +43,10 @@ def convert(
     debug: options.Debug = False,
     json: options.Json = False,
 ) -> int:
-    """Convert between Hugging Face and Megatron-Core without building the model; any layout can load a torch_dist."""
+    """Convert between Hugging Face and Megatron-Core without building the model; any layout can load a torch_dist.
+
+    The options of Megatron-LM's tools/checkpoint/convert.py (--loader, --saver, ...) are accepted instead.
+    """
     _check_names(to, spelling, dtype)
     target: Any = _push_target(to, push, public=public)
     if keep is not None and not learn:

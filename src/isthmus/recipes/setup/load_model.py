@@ -18,7 +18,9 @@ from isthmus.recipes.setup.rank_model import RankModel, join_and_build
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
-    """Load a Hugging Face model folder as a Megatron-Core decoder, for evaluation or a custom training loop.
+    """Load a Hugging Face model folder as a Megatron-Core decoder, for evaluation.
+
+    For a training loop of your own use :class:`isthmus.AutoBridge`.
 
     Args:
         hf_dir: folder with config.json and safetensors, or a model id on the Hub.
