@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 import isthmus
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.dropout import dropout_keys
 from ranks.live_memory import LiveMemory
 from ranks.tiny import VOCAB
 
@@ -43,7 +45,9 @@ def train_plainly(*, model: str, destination: str, **parallel: Any) -> None:
         assert torch.equal(before, live.eval()(batch))
     optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
     live.train()
-    for _ in range(2):
+    for step in range(2):
+        if live.config.has_dropout:
+            batch = replace(batch, dropout=dropout_keys(batch, seed=0, step=step))
         loss = live(batch, loss_positions=batch.loss_mask.nonzero()[:, 0]) / batch.num_loss_tokens
         loss.backward()
         optimizer.step()
