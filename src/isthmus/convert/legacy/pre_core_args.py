@@ -16,7 +16,6 @@ from isthmus.families.architecture import Architecture, Moe
 _RENAMED = {
     "model_parallel_size": "tensor_model_parallel_size",  # until 2020
     "moe_num_experts": "num_experts",
-    "num_experts_switch": "num_experts",
     "moe_top_k": "moe_router_topk",
 }
 _WITHOUT_EFFECT = ("use_legacy_models", "moe_router_load_balancing_type")
@@ -24,13 +23,14 @@ _WITHOUT_EFFECT = ("use_legacy_models", "moe_router_load_balancing_type")
 
 def current_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """The args under the names of core_v0.16.1."""
-    found = {_RENAMED.get(name, name): args[name] for name in args if name not in _WITHOUT_EFFECT}
+    given = {name: value for name, value in args.items() if value is not None and name not in _WITHOUT_EFFECT}
+    found = {_RENAMED.get(name, name): value for name, value in given.items()}
     if found.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"
     elif found.get("add_position_embedding") is False and found.get("position_embedding_type") != "rope":
         raise not_supported("add_position_embedding=False")
-    if found.get("ffn_hidden_size") is None and isinstance(found.get("hidden_size"), int):
-        found["ffn_hidden_size"] = 4 * found["hidden_size"]
+    if isinstance(hidden := found.get("hidden_size"), int):
+        found.setdefault("ffn_hidden_size", 4 * hidden)
     if _has_megablocks(args):
         ranks, experts = 1, int(found["num_experts"])
         if shards_experts_over_dp(args):

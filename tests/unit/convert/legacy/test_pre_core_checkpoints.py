@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,29 @@ def test_logits_are_those_of_the_old_code(case: str, tmp_path: Path) -> None:
     network = kind.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
     wanted = logits(files, IDS)
     assert (network(IDS[None]).logits[0] - wanted).abs().max() < 1e-4 < wanted.abs().max()
+
+
+TRANSFORMER_ENGINE = {
+    "input_layernorm.": "self_attention.layernorm_qkv.layer_norm_",
+    "self_attention.query_key_value.": "self_attention.layernorm_qkv.",
+    "self_attention.dense.": "self_attention.proj.",
+    "post_attention_layernorm.": "layernorm_mlp.layer_norm_",
+    "mlp.dense_h_to_4h.": "layernorm_mlp.fc1_",
+    "mlp.dense_4h_to_h.": "layernorm_mlp.fc2_",
+}
+
+
+def test_layers_of_transformer_engine(tmp_path: Path) -> None:
+    files = Files(OldModel(tp=2))
+    convert(files.save(tmp_path / "local"), tmp_path / "wanted", vocab_size=VOCAB)
+    for state in files.states.values():
+        layers = state["language_model"]["encoder"]
+        for name in list(layers):
+            renamed = reduce(lambda text, pair: text.replace(*pair), TRANSFORMER_ENGINE.items(), name)
+            layers[renamed] = layers.pop(name)
+        layers["layers.0.self_attention.proj._extra_state"] = torch.zeros(3)
+    convert(files.save(tmp_path / "te"), tmp_path / "hf", vocab_size=VOCAB)
+    compare_models(tmp_path / "wanted", tmp_path / "hf")
 
 
 def test_export_is_verified_against_the_checkpoint(tmp_path: Path) -> None:
