@@ -1,11 +1,11 @@
-# `make demo` and `make test` need nothing but make and Python 3.11 (or newer): they set up .venv first if it is not there.
+# `make demo` and `make test` need nothing but make and Python 3.10 (or newer): they set up .venv first if it is not there.
 
 VENV := .venv
 STAMP := $(VENV)/.setup-done
 RUN := $(VENV)/bin/python -m
 PIP := $(RUN) pip install --quiet --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3; do \
-	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
 .PHONY: help setup demo test unit lint check format docs site clean
 help:  ## List the targets
@@ -16,7 +16,7 @@ setup: $(STAMP)  ## Create .venv with all dependencies
 # torch goes first, so that the rest is resolved around it. One that is in .venv already (a ROCm build, say) stays.
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \
-	{ echo "No Python 3.11 or newer with venv on the PATH. Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	{ echo "No Python 3.10 or newer with venv on the PATH. Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(VENV)/bin/python || { echo "Making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@set -e; \
 	tag=py$$($(VENV)/bin/python -c 'import sys; print("%d%d" % sys.version_info[:2])'); \

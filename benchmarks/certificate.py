@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def certificate(arguments: Sequence[str]) -> dict[str, Any]:
     """
     cpu, flags = _cpu()
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")),
         "command": shlex.join(["python", *(_without_folders(argument) for argument in arguments)]),

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Set before torch or transformers is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +29,16 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def repository() -> Path:
     """The root of the checkout."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def pyproject() -> dict[str, Any]:
+    """The contents of pyproject.toml."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10, where pytest requires tomli
+        import tomli as tomllib
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,9 +37,9 @@ def test_paths_that_pages_name_exist(repository: Path) -> None:
     assert [entry for entry in sorted(named) if not (repository / entry[1]).exists()] == []
 
 
-def test_levels_match_the_import_contract(repository: Path) -> None:
+def test_levels_match_the_import_contract(repository: Path, pyproject: dict[str, Any]) -> None:
     rows = re.findall(r"^\| (\d+) \| `src/isthmus/(\w+)", (repository / "ARCHITECTURE.md").read_text(), re.MULTILINE)
-    contracts = tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = pyproject["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     wanted = [
         (str(len(layers) - number), package)

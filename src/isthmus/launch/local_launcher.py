@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,10 @@ LEAVE_TIMEOUT_S = 5
 """Time for the other ranks to exit after a failure."""
 # A batch system may send the same signal twice at once; only a later Ctrl-C is a second request.
 _SECOND_REQUEST_S = 0.5
+# ``python -P -m isthmus``, which Python 3.10 does not have: modules in the current folder do not hide others.
+_RANK_COMMAND = (
+    "-c", "import sys; sys.path = [*filter(None, sys.path)]; from isthmus.cli.main import main; sys.exit(main())"
+)  # fmt: skip
 
 
 def launch(argv: Sequence[str], nproc: int, *, debug: bool = False) -> Failure | None:
@@ -88,12 +93,14 @@ def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals,
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=redirects),
-        signals_to_handle="",
     )
+    # Elastic replaces ${local_rank} in arguments.
+    launcher, words = elastic_launch(config, sys.executable), [word.replace("$", "$$") for word in argv]
     signals.ranks_started = True
     try:
-        # Elastic replaces ${local_rank} in arguments.
-        elastic_launch(config, sys.executable)("-P", "-m", "isthmus", *(word.replace("$", "$$") for word in argv))
+        # Elastic replaces signal handlers only in the main thread, which handles signals while it waits.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(launcher, *_RANK_COMMAND, *words).result()
     except ChildFailedError as error:
         # Elastic rounds to seconds and notices late; 1 s earlier is before the failures that the death caused.
         return [

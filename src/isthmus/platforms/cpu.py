@@ -16,6 +16,7 @@ import torch
 
 from isthmus.platforms.base import EnvDefaults, Platform
 from isthmus.platforms.free_memory import free_bytes
+from isthmus.platforms.torch_features import CPU_CAPABILITIES
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _STATUS = Path("/proc/self/status")
@@ -140,5 +141,4 @@ def _use_huge_pages(libc: ctypes.CDLL) -> bool:
 
 
 def _cpu_capabilities() -> dict[str, Any]:
-    query = getattr(torch.cpu, "get_capabilities", None)
-    return dict(query()) if query else {}
+    return dict(CPU_CAPABILITIES())

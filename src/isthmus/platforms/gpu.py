@@ -48,8 +48,6 @@ class GpuPlatform(Platform):
         arch = self.arch()
         unit = "arithmetic" if capability == "fp32" else "matrix cores"
         supported = capability == "fp32" or self._has_matrix_cores(capability)
-        if supported and capability == "fp8" and not hasattr(torch.nn.functional, "scaled_mm"):
-            return False, f"{arch} has fp8 matrix cores, but torch {torch.__version__} has no scaled_mm"
         return supported, f"{arch} has {'' if supported else 'no '}{capability} {unit}"
 
     def memory_gib(self) -> float:

@@ -100,14 +100,6 @@ def test_nvidia_matrix_cores(machine: Callable[..., None], major: int, minor: in
     assert f"sm_{major}{minor}" in platform.describe() and "8 x NVIDIA" in platform.describe()
 
 
-def test_fp8_needs_scaled_mm(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(cuda="12.8", name="NVIDIA", major=9, minor=0)
-    assert detect().supports("fp8")[0]
-    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
-    supported, why = detect().supports("fp8")
-    assert not supported and why.endswith("has no scaled_mm")
-
-
 def test_gpu_memory_and_count(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0, count=4)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**29)

@@ -16,6 +16,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.nn import functional
 
+from isthmus.platforms.torch_features import SCALED_MM
+
 ALIGNMENT = 16
 """The hardware requires widths that are multiples of it; the sum over tokens is zero-padded."""
 LARGEST_SCALE = 2.0**126
@@ -70,17 +72,11 @@ def emulated_scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """GPU kernel; widths are multiples of 16, and rowwise scaling returns bfloat16."""
-    rowwise = functional.ScalingType.RowWise if a.inverse_scale.dim() else functional.ScalingType.TensorWise
-    return functional.scaled_mm(
-        a.values,
-        b.values.t(),
-        a.inverse_scale,
-        rowwise,
-        b.inverse_scale.t().contiguous(),
-        rowwise,
-        output_dtype=dtype,
-        use_fast_accum=fast,
-    )
+    operands, scale = (a.values, b.values.t()), b.inverse_scale.t().contiguous()
+    if SCALED_MM is None:
+        return torch._scaled_mm(*operands, a.inverse_scale, scale, out_dtype=dtype, use_fast_accum=fast)
+    kind = functional.ScalingType.RowWise if a.inverse_scale.dim() else functional.ScalingType.TensorWise
+    return SCALED_MM(*operands, a.inverse_scale, kind, scale, kind, output_dtype=dtype, use_fast_accum=fast)
 
 
 def _padded(matrix: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from isthmus.platforms.cpu import onednn_is_faster
+from isthmus.platforms.torch_features import ONEDNN_MATMUL
 
 ONEDNN_MIN_FLOP = 1 << 28
 """From this size float32 matmuls on a CPU use oneDNN, which compiles a kernel per shape in 0.3 ms."""
@@ -50,19 +51,18 @@ def _onednn() -> Iterator[None]:
 
     torch does so if the internal precision is bfloat16; oneDNN uses bfloat16 only on processors with AMX.
     """
-    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = setting.fp32_precision
-    setting.fp32_precision = "bf16"
+    before = ONEDNN_MATMUL.fp32_precision
+    ONEDNN_MATMUL.fp32_precision = "bf16"
     try:
         yield
     finally:
-        setting.fp32_precision = before
+        ONEDNN_MATMUL.fp32_precision = before
 
 
 @functools.cache
 def _onednn_is_exact() -> bool:
     """Whether oneDNN is faster on this CPU and computes in full float32."""
-    if not onednn_is_faster() or not hasattr(torch.backends.mkldnn, "matmul"):
+    if not onednn_is_faster() or ONEDNN_MATMUL is None:
         return False
     values = torch.arange(1.0, 256 * 256 + 1).view(256, 256) / 3
     with _onednn():

@@ -1,6 +1,7 @@
 """Grouped GEMM for the experts of a rank.
 
-A GPU uses PyTorch's ``grouped_mm``, which reads the group sizes from device memory. A CPU runs one matmul per group.
+A GPU uses PyTorch's ``grouped_mm``, which reads the group sizes from device memory. A CPU, and torch without the
+function, runs one matmul per group.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from isthmus.engine.layers.matmul import add_matmul
+from isthmus.platforms.torch_features import GROUPED_MM
 
-_GROUPED_MM: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _ALIGNED_BYTES = 16
 """Row alignment that the kernel requires."""
 
@@ -55,7 +55,7 @@ def _grouped_matmul(x: Tensor, counts: Tensor, weights: Sequence[Tensor], *, tra
     if _has_kernel(x, weights[0]):
         stacked = stack_tensors(weights)
         offsets = counts.cumsum(0, dtype=torch.int32)
-        return _GROUPED_MM(x, stacked.mT if transposed else stacked, offs=offsets)
+        return GROUPED_MM(x, stacked.mT if transposed else stacked, offs=offsets)
     sizes = counts.tolist()
     out = x.new_empty(x.size(0), weights[0].size(0 if transposed else 1))
     for part, weight, into in zip(x.split(sizes), weights, out.split(sizes), strict=True):
@@ -67,7 +67,7 @@ def _grouped_matmul(x: Tensor, counts: Tensor, weights: Sequence[Tensor], *, tra
 def _add_gradients(targets: Sequence[Tensor], grad: Tensor, x: Tensor, counts: Tensor) -> None:
     """``targets[g] += grad_g.T @ x_g`` for each group."""
     if _has_kernel(x, targets[0]):
-        made = _GROUPED_MM(grad.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
+        made = GROUPED_MM(grad.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
         torch._foreach_add_(list(targets), list(made.unbind()))
         return
     sizes = counts.tolist()
@@ -78,7 +78,7 @@ def _add_gradients(targets: Sequence[Tensor], grad: Tensor, x: Tensor, counts: T
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     return (
-        _GROUPED_MM is not None
+        GROUPED_MM is not None
         and x.is_cuda
         and x.size(0) > 0
         and x.dtype == torch.bfloat16

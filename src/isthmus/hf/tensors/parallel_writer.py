@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from isthmus.hf.tensors.safetensors_format import (
     row_chunks,
     steps_of,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
 WRITEBACK_BYTES = 32 << 20

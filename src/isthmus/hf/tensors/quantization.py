@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,11 +96,12 @@ class Mxfp4:
         top, bottom = bounds[1]
         # Indexing dominates the time, so both values of a byte are looked up at once.
         blocks = _PAIRS[codes.int()].view(torch.bfloat16)
-        blocks *= scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)[..., None]
+        blocks *= _E8M0[scales.int()][..., None]
         return blocks.flatten(-2).narrow(-1, top % 32, bottom - top).mT
 
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.bfloat16)
+_E8M0 = torch.tensor([2.0**exponent for exponent in range(-127, 128)] + [math.nan], dtype=torch.bfloat16)
 _SIGNED = torch.cat((_E2M1, -_E2M1))
 _PAIRS = torch.stack((_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)), dim=1).view(torch.int32).flatten()
 """The two bfloat16 values of each byte, packed in one int32."""

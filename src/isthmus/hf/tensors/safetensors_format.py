@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import DataError, IOFailure
+from isthmus.platforms.torch_features import FLOAT8_E8M0
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -27,7 +28,6 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -35,6 +35,8 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+if FLOAT8_E8M0 is not None:
+    DTYPES["F8_E8M0"] = FLOAT8_E8M0
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -180,7 +182,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 def _entry(entry: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"unknown dtype {entry['dtype']!r}")
+        raise ValueError(f"torch {torch.__version__} has no dtype {entry['dtype']!r}")
     start, stop = entry["data_offsets"]
     shape = entry["shape"]
     if not all(type(number) is int and number >= 0 for number in [*shape, start, stop]):

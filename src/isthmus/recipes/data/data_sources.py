@@ -25,6 +25,8 @@ from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 
 Use = Literal["train", "valid", "test"]
+_HASHED_BYTES = 1 << 20
+"""Read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +169,11 @@ def file_record(name: str, known: Mapping[str, str]) -> dict[str, Any]:
     seen = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     digest = known.get(json.dumps(seen))
     if digest is None:
+        hashed = hashlib.blake2b(digest_size=16)
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            while block := file.read(_HASHED_BYTES):
+                hashed.update(block)
+        digest = hashed.hexdigest()
     return {"stat": seen, "digest": digest}
 
 

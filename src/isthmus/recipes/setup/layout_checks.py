@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, TrainConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.rules.shard import check_expert_sizes, check_tp_size
+from isthmus.platforms.torch_features import fsdp_sums_gradients
 
 
 def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
@@ -64,6 +67,14 @@ def check_fsdp(parallel: ParallelConfig) -> None:
             f"parallel.fsdp=true with parallel.ep={parallel.ep} and parallel.etp={parallel.expert_tp}: fsdp shards "
             "weights over the data parallel ranks, which already have different experts. Set parallel.ep=1 and leave "
             "parallel.etp out, or leave parallel.fsdp out."
+        )
+
+
+def check_fsdp_torch(parallel: ParallelConfig) -> None:
+    if parallel.fsdp and not fsdp_sums_gradients():
+        raise UsageError(
+            f"parallel.fsdp=true: fully_shard of torch {torch.__version__} averages gradients, and token-weighted "
+            "losses need their sum. Use torch 2.10 or newer, or leave parallel.fsdp out."
         )
 
 

@@ -12,7 +12,7 @@ from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
-from isthmus.recipes.setup.layout_checks import check_fsdp_precision
+from isthmus.recipes.setup.layout_checks import check_fsdp_precision, check_fsdp_torch
 from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, plan_model
 from isthmus.recipes.setup.rank_model import RankModel, join_and_build
 
@@ -66,6 +66,7 @@ def plan_from_folder(
     config = load_config("pretrain", None, flags=flags | layout | {"model.trust_remote_code": trust_remote_code})
     check_precision(detect(), precision)
     plan = plan_model(config)
+    check_fsdp_torch(config.parallel)
     check_fsdp_precision(config.parallel, precision)
     return config, plan
 

@@ -18,6 +18,7 @@ from isthmus.platforms.base import Platform
 from isthmus.recipes.setup.layout_checks import (
     check_experts,
     check_fsdp_precision,
+    check_fsdp_torch,
     check_layout,
     check_micro_batches,
     check_stages,
@@ -78,6 +79,7 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     check_micro_batches(config.train, plan.parallel, plan.world_size)
     _check_positions(config, plan.architecture)
     _check_recompute(config, plan)
+    check_fsdp_torch(plan.parallel)
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
     if config.recipe == "dpo" and plan.architecture.mtp_layers:

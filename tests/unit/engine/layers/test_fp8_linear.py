@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.engine.layers import fp8_linear as module
 from isthmus.engine.layers.fp8_linear import (
     Fp8Recipe,
     Quantized,
@@ -17,6 +18,7 @@ from isthmus.engine.layers.fp8_linear import (
     quantize,
     scaled_mm,
 )
+from isthmus.platforms.torch_features import SCALED_MM
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Scaling = Literal["tensorwise", "rowwise"]
@@ -133,9 +135,13 @@ def test_only_multiples_of_the_alignment_fit() -> None:
     assert fits(torch.empty(48, 32)) and not fits(torch.empty(48, 24)) and not fits(torch.empty(24, 32))
 
 
+@pytest.mark.skipif(SCALED_MM is None, reason=f"torch {torch.__version__} has the kernel for GPUs only")
+@pytest.mark.parametrize("public", [True, False])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_the_kernel_agrees_with_the_emulation(scaling: Scaling) -> None:
+def test_the_kernel_agrees_with_the_emulation(scaling: Scaling, public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU kernel gets the same operands and recipes; torch also implements it for CPUs."""
+    if not public:
+        monkeypatch.setattr(module, "SCALED_MM", None)
     torch.manual_seed(0)
     a, b = quantize(torch.randn(32, 64), E4M3, scaling), quantize(torch.randn(48, 64), E4M3, scaling)
     ours, theirs = emulated_scaled_mm(a, b, torch.bfloat16), scaled_mm(a, b, torch.bfloat16, fast=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 from isthmus.engine.layers import matmul as module
 from isthmus.engine.layers.linear import _fused_linear, _LinearIntoMainGrad
 from isthmus.engine.layers.matmul import add_matmul, matmul
+from isthmus.platforms.torch_features import ONEDNN_MATMUL
 
 ONEDNN = torch.backends.mkldnn.is_available() and module._onednn_is_exact()
 
@@ -29,7 +30,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     @contextmanager
     def watched() -> Iterator[None]:
         with inside():
-            precisions.append(torch.backends.mkldnn.matmul.fp32_precision)
+            precisions.append(ONEDNN_MATMUL.fp32_precision)
             yield
 
     monkeypatch.setattr(module, "_onednn", watched)
@@ -62,7 +63,8 @@ def test_any_layout(library: list[str], rows: tuple[int, ...], request: pytest.F
     room = torch.empty(*rows, 12)
     assert matmul(a, b, out=room) is room and close(room, a, b)
     assert used(library, request)
-    assert torch.backends.mkldnn.matmul.fp32_precision == "none" and torch.get_float32_matmul_precision() == "highest"
+    assert ONEDNN_MATMUL is None or ONEDNN_MATMUL.fp32_precision == "none"
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("shape", [(64, 80, 96), (300, 512, 1024), (2, 4096, 77)])
@@ -105,7 +107,7 @@ def test_small_and_unrepeated_matmuls_use_the_default(library: list[str]) -> Non
 def test_the_setting_is_restored_after_an_error(library: list[str]) -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         matmul(drawn(40, 20), drawn(30, 12))
-    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+    assert ONEDNN_MATMUL is None or ONEDNN_MATMUL.fp32_precision == "none"
 
 
 def test_a_linear_layer_and_its_gradients(library: list[str], request: pytest.FixtureRequest) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from isthmus.engine.moe import grouped_gemm
 from isthmus.engine.moe.grouped_gemm import grouped_linear, stack_tensors
+from isthmus.platforms.torch_features import GROUPED_MM
 
 COUNTS = [3, 0, 5, 1]
 
@@ -66,6 +67,7 @@ def test_stacking_is_a_view_if_possible() -> None:
         assert stack_tensors(others).data_ptr() != others[0].data_ptr()
 
 
+@pytest.mark.skipif(GROUPED_MM is None, reason=f"torch {torch.__version__} has no grouped_mm")
 @pytest.mark.parametrize("evenly", [True, False])
 def test_the_kernel_gets_the_same_matmuls(evenly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's kernel also runs on a CPU, where the loop is the default."""

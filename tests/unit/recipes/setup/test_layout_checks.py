@@ -14,6 +14,7 @@ from isthmus.recipes.setup.layout_checks import (
     check_experts,
     check_fsdp,
     check_fsdp_precision,
+    check_fsdp_torch,
     check_layout,
     check_micro_batches,
     check_offload,
@@ -81,6 +82,14 @@ def test_fsdp_refuses_other_layouts(sizes: dict[str, Any], named: str) -> None:
 
 def test_fsdp_allows_tensor_parallelism() -> None:
     check_fsdp(ParallelConfig(fsdp=True, tp=2, sp=True))
+
+
+def test_fsdp_needs_a_torch_that_sums_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fsdp_torch(ParallelConfig())
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_force_sum_reduction_for_comms", raising=False)
+    check_fsdp_torch(ParallelConfig())
+    with pytest.raises(UsageError, match=r"averages gradients, .* Use torch 2.10 or newer"):
+        check_fsdp_torch(ParallelConfig(fsdp=True))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])

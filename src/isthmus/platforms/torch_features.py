@@ -1,0 +1,34 @@
+"""Parts of torch that the oldest supported release (2.6) does not have, and what is used without them.
+
+They are detected by name and not by version: vendors build development versions. ``docs/decisions/0028`` has the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+GROUPED_MM: Callable[..., Any] | None = getattr(F, "grouped_mm", None)
+"""Experts on a GPU; without it, one matmul per expert. Its private predecessor supports fewer GPUs."""
+
+SCALED_MM: Callable[..., Any] | None = getattr(F, "scaled_mm", None)
+"""FP8 matmuls; without it, ``torch._scaled_mm``."""
+
+FLOAT8_E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
+"""Without it, safetensors files with this dtype are refused."""
+
+ONEDNN_MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
+"""The setting that selects oneDNN for float32 matmuls on a CPU; without it, MKL."""
+
+CPU_CAPABILITIES: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
+"""Instruction sets and name of the CPU; without it, bfloat16 is not known to be fast."""
+
+
+def fsdp_sums_gradients() -> bool:
+    """Whether ``fully_shard`` can sum gradients; without it, ``parallel.fsdp`` is refused."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")

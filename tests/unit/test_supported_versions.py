@@ -1,0 +1,112 @@
+"""Metadata, constraints, container files and pages name the same oldest Python and torch."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+EXTRAS = ("tensorboard", "sentencepiece", "data")
+LINT = {"ruff", "mypy", "import-linter"}
+"""Run on one Python only."""
+
+
+@pytest.fixture(scope="module")
+def oldest(pyproject: dict[str, Any]) -> tuple[str, str]:
+    """The oldest Python and torch, such as ("3.10", "2.6")."""
+    torch = next(each for each in required(pyproject) if each.name == "torch")
+    return pyproject["project"]["requires-python"].removeprefix(">="), lower_bound(torch)
+
+
+def required(pyproject: dict[str, Any]) -> list[Requirement]:
+    """Dependencies with those of the extras that the tests use."""
+    project = pyproject["project"]
+    extras = [line for name in (*EXTRAS, "dev") for line in project["optional-dependencies"][name]]
+    found = [Requirement(line) for line in [*project["dependencies"], *extras]]
+    return [each for each in found if each.name not in (*LINT, "isthmus")]
+
+
+def lower_bound(requirement: Requirement) -> str:
+    (bound,) = [each.version for each in requirement.specifier if each.operator == ">="]
+    return bound
+
+
+def pins(path: Path) -> dict[str, Version]:
+    lines = [line.split("==") for line in path.read_text().splitlines() if "==" in line]
+    return {canonicalize_name(name): Version(version) for name, version in lines}
+
+
+def test_tools_and_pages_name_the_oldest_python(
+    repository: Path, pyproject: dict[str, Any], oldest: tuple[str, str]
+) -> None:
+    python, torch = oldest
+    assert f"Programming Language :: Python :: {python}" in pyproject["project"]["classifiers"]
+    assert pyproject["tool"]["ruff"]["target-version"] == f"py{python.replace('.', '')}"
+    assert pyproject["tool"]["mypy"]["python_version"] == python
+    assert f"sys.version_info < ({python.replace('.', ', ')})" in (repository / "Makefile").read_text()
+    page = (repository / "docs/how-to/install.md").read_text()
+    assert f"Python {python} or newer" in page and f"`torch>={torch}`" in page
+    readme = (repository / "README.md").read_text()
+    assert f"({torch} or newer)" in readme and f"Python {python}" in readme
+
+
+def test_the_lower_bounds_are_a_tested_set(
+    repository: Path, pyproject: dict[str, Any], oldest: tuple[str, str]
+) -> None:
+    tested = pins(repository / f"constraints/cpu-py{oldest[0].replace('.', '')}.txt")
+    for requirement in required(pyproject):
+        bound, pin = Version(lower_bound(requirement)).release, tested[canonicalize_name(requirement.name)]
+        assert pin.release[: len(bound)] == bound, (requirement, pin)
+
+
+def test_megatron_core_sets_the_oldest_torch(oldest: tuple[str, str]) -> None:
+    theirs = [Requirement(line) for line in metadata.requires("megatron-core") or ()]
+    (torch,) = [each for each in theirs if each.name == "torch" and each.marker is None]
+    assert Version(lower_bound(torch)) == Version(oldest[1])
+
+
+def test_constraints_are_in_the_ranges(repository: Path, pyproject: dict[str, Any]) -> None:
+    files = sorted(repository.glob("constraints/*.txt"))
+    assert len(files) == 2
+    for path in files:
+        tested = pins(path)
+        for requirement in required(pyproject):
+            assert tested[canonicalize_name(requirement.name)] in requirement.specifier, (path.name, requirement)
+
+
+def test_container_files_have_the_same_default_image(repository: Path) -> None:
+    text = {path.name: path.read_text() for path in (repository / "docker").iterdir()}
+    (docker,) = re.findall(r"^ARG BASE_IMAGE=(\S+)$", text["Dockerfile"], re.MULTILINE)
+    (apptainer,) = re.findall(r"^    BASE_IMAGE=(\S+)$", text["isthmus.def"], re.MULTILINE)
+    assert docker == apptainer and re.search(r"^From: \{\{ BASE_IMAGE \}\}$", text["isthmus.def"], re.MULTILINE)
+    other = {re.search(r"BASE_IMAGE=(pytorch/\S+)", text[name])[1] for name in ("Dockerfile", "isthmus.def")}  # type: ignore[index]
+    page = (repository / "docs/how-to/install.md").read_text()
+    assert len(other) == 1 and all(f"| `{image}` |" in page for image in (docker, *other))
+
+
+def test_container_files_copy_what_the_build_needs(repository: Path, pyproject: dict[str, Any]) -> None:
+    project = pyproject["project"]
+    needed = {"pyproject.toml", "docker/install.sh", "src", project["readme"], *project["license-files"]}
+    copied = re.findall(r"^COPY (.+) \S+$", (repository / "docker/Dockerfile").read_text(), re.MULTILINE)
+    assert {word for line in copied for word in line.split()} == needed
+    files = (repository / "docker/isthmus.def").read_text().partition("%files\n")[2].partition("%post")[0]
+    pairs = [line.split() for line in files.split("\n") if line.strip()]
+    assert {source for source, _ in pairs} == needed and all(end == f"/opt/isthmus/{source}" for source, end in pairs)
+    kept = re.findall(r"^!(.+)$", (repository / "docker/Dockerfile.dockerignore").read_text(), re.MULTILINE)
+    assert set(kept) == needed
+
+
+def test_images_on_the_install_page_are_not_too_old(repository: Path, oldest: tuple[str, str]) -> None:
+    page = (repository / "docs/how-to/install.md").read_text()
+    rows = re.findall(r"^\| `([^`]+:[^`]+)` \| [\w.]+ [\w.]+ \| ([\d.]+) \| ([\d.]+)", page, re.MULTILINE)
+    assert len(rows) >= 4
+    for image, python, torch in rows:
+        assert Version(python) >= Version(oldest[0]) and Version(torch) >= Version(oldest[1]), image
+        named = re.search(r"_py([\d.]+)_pytorch_release_([\d.]+)$", image)
+        assert named is None or (named[1], named[2]) == (python, torch), image
