@@ -66,8 +66,9 @@ def _walk(node: Any, prefix: Key, places: dict[Key, tuple[int, int]]) -> None:
             raise Syntax(f"key {key.value!r} must be text; put it in quotes", *place)
         if len(prefix) == _MAX_DEPTH:
             raise Syntax(f"more than {_MAX_DEPTH} nested mappings", *place)
-        places[(*prefix, key.value)] = place
-        _walk(value, (*prefix, key.value), places)
+        path = (*prefix, key.value)
+        places[path] = place
+        _walk(value, path, places)
 
 
 def _as_syntax(error: Exception) -> Syntax:

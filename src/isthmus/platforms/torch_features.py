@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-GROUPED_MM: Callable[..., Any] | None = getattr(F, "grouped_mm", None)
+GROUPED_MM: Any = getattr(F, "grouped_mm", None)
 """Experts on a GPU; without it, one matmul per expert. Its private predecessor supports fewer GPUs."""
 
-SCALED_MM: Callable[..., Any] | None = getattr(F, "scaled_mm", None)
+SCALED_MM: Any = getattr(F, "scaled_mm", None)
 """FP8 matmuls; without it, ``torch._scaled_mm``."""
 
 FLOAT8_E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)

@@ -69,7 +69,8 @@ class TorchDistFolder:
             if low >= high:
                 continue
             inner = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))[depth + 1 :]
-            target = found[(slice(low - rows.start, high - rows.start), *inner)]
+            slices = (slice(low - rows.start, high - rows.start), *inner)
+            target = found[slices]
             before = [at - start for at, start in zip(place.index, starts, strict=False)]
             index = (*(slice(at, at + 1) for at in before), slice(low - starts[depth], high - starts[depth]))
             self._reader.read(self._info(place.key, chunk), index, into=target[(None,) * depth])
