@@ -66,8 +66,8 @@ def plan_from_folder(
     config = load_config("pretrain", None, flags=flags | layout | {"model.trust_remote_code": trust_remote_code})
     check_precision(detect(), precision)
     plan = plan_model(config)
-    check_fsdp_torch(config.parallel)
     check_fsdp_precision(config.parallel, precision)
+    check_fsdp_torch(config.parallel)
     return config, plan
 
 

@@ -79,9 +79,9 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     check_micro_batches(config.train, plan.parallel, plan.world_size)
     _check_positions(config, plan.architecture)
     _check_recompute(config, plan)
-    check_fsdp_torch(plan.parallel)
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
+    check_fsdp_torch(plan.parallel)
     if config.recipe == "dpo" and plan.architecture.mtp_layers:
         raise UsageError(
             f"this model has {plan.architecture.mtp_layers} MTP layers (multi-token prediction, "
