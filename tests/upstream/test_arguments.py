@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from isthmus.config.dialects.megatron.arguments import read_flags
-from isthmus.config.dialects.megatron.known_args import is_neutral, kinds, name_of, untranslated
+from isthmus.config.dialects.megatron.known_args import (
+    TABLES,
+    entries,
+    is_neutral,
+    kinds,
+    name_of,
+    untranslated,
+    words_of,
+)
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
@@ -61,6 +69,14 @@ def test_defaults_equal_megatron_lm(arguments: list[dict[str, Any]]) -> None:
             assert ours == default or (kind == "bool" and not ours and not default), name
         elif name in untranslated() and name not in LAST_FLAG_WINS:
             assert is_neutral(default, untranslated()[name][2]) or default is None, name
+
+
+def test_flags_that_are_written_exist(arguments: list[dict[str, Any]]) -> None:
+    flags = {flag for argument in arguments for flag in argument["flags"]}
+    extra = {name for names in TABLES["extra"].values() for name, _ in entries(names)}
+    for name, (kind, default) in kinds().items():
+        if name not in extra:
+            assert words_of(name, not default if kind == "bool" else 1)[0] in flags, name
 
 
 def test_disabling_flags_give_false() -> None:

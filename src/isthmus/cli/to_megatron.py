@@ -22,15 +22,23 @@ def print_arguments(words: Sequence[str], *, json_wanted: bool) -> int:
     from isthmus.data.readers.arrow_reader import HUB
     from isthmus.data.readers.file_sources import is_data_file
     from isthmus.families.registry import family_for
+    from isthmus.recipes.setup.model_plan import dropout_of
     from isthmus.recipes.setup.model_source import open_source
 
     file, overrides = config_and_overrides(words)
     config = load_config(None, file, overrides)
     source = open_source(config.model.model_copy(update={"init": "random"}))  # downloads no weights
-    arch = family_for(source.config).to_architecture(source.config, source.tensors or None)
+    family = family_for(source.config)
+    arch = family.to_architecture(source.config, source.tensors or None)
     if lacking := unsupported_features(arch):
         raise UsageError(f"{source}: Megatron-LM 0.16.1 has no option for {', '.join(lacking)}.")
+    dropout = dropout_of(config.train, family.read_dropout(source.config))
+    rates = {"attention_dropout": dropout.attention, "hidden_dropout": dropout.hidden}
+    config = config.model_copy(update={"train": config.train.model_copy(update=rates)})
     written = write_arguments(config, model_args(arch), arch.vocab_size)
+    if dropout.embedding != dropout.hidden:
+        why = f"The embedding has dropout {dropout.embedding:g}; Megatron-LM has one rate, {dropout.hidden:g}."
+        written.remark("train.hidden_dropout", "different", why)
     data = config.data
     files = [*data.files, *data.valid_files, *data.test_files]
     files += [file for one in data.sets.values() for file in one.files]

@@ -51,11 +51,11 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     config.parallel.check_world_size(world_size)
     check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)
-    dropout = _dropout(config.train, family.read_dropout(source.config))
+    dropout = dropout_of(config.train, family.read_dropout(source.config))
     return ModelPlan(source, weights, family, architecture, config.parallel, world_size, dropout)
 
 
-def _dropout(train: TrainConfig, configured: Dropout) -> Dropout:
+def dropout_of(train: TrainConfig, configured: Dropout) -> Dropout:
     """The rates of the run: those of the settings, else those of the model's config."""
     attention, hidden = train.attention_dropout, train.hidden_dropout
     if attention is not None:

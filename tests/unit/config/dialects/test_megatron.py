@@ -25,6 +25,8 @@ from unit.config.dialects.examples import DEEPSEEK_V2_LITE, GPT_345M, LLAMA3_8B,
 
 _ADAM = {"optim.clip_grad": 1.0, "optim.beta1": 0.9, "optim.eps": 1e-8}
 _SEEDS = {"data.seed": 1234, "train.seed": 1234}
+_DROPOUT = {"train.attention_dropout": 0.0, "train.hidden_dropout": 0.0}
+_DOCUMENTS = dict.fromkeys(("data.reset_attention_mask", "data.reset_position_ids", "data.eod_mask_loss"), False)
 ENOUGH = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
     "--global-batch-size 8 --train-iters 10 --lr 1e-4 --vocab-size 99 --hidden-dropout 0 "
@@ -43,7 +45,7 @@ def statuses(translation: Translation) -> dict[str, str]:
 def test_a_dense_model() -> None:
     command = read_command(LLAMA3_8B)
     result = translate_command(replace(command, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}))
-    assert result.translation.settings == _ADAM | _SEEDS | {
+    assert result.translation.settings == _ADAM | _SEEDS | _DROPOUT | _DOCUMENTS | {
         "out": "checkpoints/llama3",
         "tokenizer.path": "meta-llama/Meta-Llama-3-8B",
         "tokenizer.type": "HuggingFaceTokenizer",
@@ -90,7 +92,7 @@ def test_a_dense_model() -> None:
 
 def test_experts_over_two_machines() -> None:
     result = translated(MIXTRAL, name="mixtral")
-    assert result.translation.settings == _ADAM | _SEEDS | {
+    assert result.translation.settings == _ADAM | _SEEDS | _DROPOUT | _DOCUMENTS | {
         "out": "runs/mixtral",
         "tokenizer.path": "/models/mixtral-8x7b/tokenizer.model",
         "tokenizer.type": "Llama2Tokenizer",
@@ -130,7 +132,7 @@ def test_experts_over_two_machines() -> None:
 
 def test_latent_attention() -> None:
     result = translated(DEEPSEEK_V2_LITE)
-    assert result.translation.settings == _ADAM | _SEEDS | {
+    assert result.translation.settings == _ADAM | _SEEDS | _DROPOUT | {
         "out": "runs/megatron",
         "tokenizer.path": "deepseek-ai/DeepSeek-V2-Lite",
         "tokenizer.type": "DeepSeekV2Tokenizer",
@@ -169,7 +171,7 @@ def test_latent_attention() -> None:
 
 def test_spellings_of_old_releases() -> None:
     result = translated(GPT_345M)
-    assert result.translation.settings == _ADAM | _SEEDS | {
+    assert result.translation.settings == _ADAM | _SEEDS | _DROPOUT | _DOCUMENTS | {
         "out": "ck",
         "tokenizer.path": "gpt2",
         "tokenizer.type": "GPT2BPETokenizer",
@@ -221,6 +223,9 @@ def test_spellings_of_old_releases() -> None:
         ("--moe-num-experts=4 --moe-top-k 2 --moe-loss-weight=0.4 --moe-capacity-factor 1 --moe-zloss-weight 0.5",
          {"moe.aux_loss": 0.05, "moe.capacity_factor": 1.0, "moe.z_loss": 0.5}),
         ("--optimizer-cpu-offload", {"optim.offload": True}),
+        ("--hidden-dropout 0.2", {"train.hidden_dropout": 0.2, "train.attention_dropout": 0.0}),
+        ("--no-mock-data --data-path a --reset-position-ids --eod-mask-loss", _DOCUMENTS
+         | {"data.reset_position_ids": True, "data.eod_mask_loss": True}),
         ("--distributed-timeout-minutes 60", {"parallel.timeout_s": 3600.0}),
     ],
 )  # fmt: skip

@@ -10,8 +10,10 @@ from typing import Any
 from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
+from isthmus.config.schema.data import DOCUMENT_SETTINGS
 
 _SPLIT = "969, 30, 1"
+_DOCUMENTS = tuple(f"data.{name}" for name in DOCUMENT_SETTINGS)
 
 
 def put_data(args: Arguments, translation: Translation) -> None:
@@ -42,6 +44,8 @@ def put_data(args: Arguments, translation: Translation) -> None:
             if part == "valid":
                 translation.settings.pop("data.valid_fraction")
                 translation.origins.pop("data.valid_fraction")
+    if translation.recipe == "pretrain" and not args.get("mock_data"):
+        args.put(translation, *_DOCUMENTS)
     if args.get("train_data_path") and args.given("split") and not args.get("mock_data"):
         translation.remark(args.source("split"), "mistake", "It splits --data-path; these files are separate already.")
 
@@ -65,6 +69,8 @@ def _put_blend(args: Arguments, translation: Translation, name: str) -> None:
 def write_data(written: WrittenArguments) -> None:
     data = written.config.data
     written.put("data.mock", "data.seq_length")
+    if written.config.recipe == "pretrain" and not data.mock:
+        written.put(*_DOCUMENTS)
     if data.seed == written.config.train.seed:
         written.put("data.seed")
     weighted = [

@@ -23,7 +23,6 @@ _UNSUPPORTED = (
     "MultimodalTokenizer",
     "NullMultimodalTokenizer",
 )
-_DROPOUT = ("hidden_dropout", "attention_dropout")
 _WITHOUT_FLAGS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 """Arguments that only Primus has; Megatron-LM has their usual values."""
 
@@ -49,12 +48,6 @@ def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]
     elif args.given("vocab_size"):
         # NullTokenizer adds an end-of-document token.
         found["padded_vocab_size"] = args.get("vocab_size") + (args.get("tokenizer_type") == "NullTokenizer")
-    for name in _DROPOUT:
-        if args.get(name):
-            option = (
-                args.source(name) if args.given(name) else f"--{name.replace('_', '-')} {args.get(name)} (the default)"
-            )
-            translation.remark(option, "unsupported", "Isthmus has no dropout.")
     if args.get("moe_router_force_load_balancing"):
         why = "Tokens go to the experts that the router chooses, so step times are those of real routing."
         translation.remark(args.source("moe_router_force_load_balancing"), "unsupported", why)
@@ -103,7 +96,7 @@ def write_model(model: Mapping[str, Any], written: WrittenArguments) -> None:
     """``model`` are the args of its architecture."""
     grouped = model["group_query_attention"]
     for name, value in model.items():
-        if (name in ARGUMENTS and name not in _WITHOUT_FLAGS) or name in (*_DROPOUT, *untranslated()):
+        if (name in ARGUMENTS and name not in _WITHOUT_FLAGS) or name in untranslated():
             written.set(name, value if name != "num_query_groups" or grouped else None)
     written.set("num_layers", model["num_layers"], "model.path", "model.config", "model.init")
     if written.config.model.init == "hf":

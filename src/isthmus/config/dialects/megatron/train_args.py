@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.known_args import SETTINGS
 from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
 from isthmus.errors import UsageError
 
 _MODULES = {"core_attn": "core_attn", "mlp": "mlp", "moe": "moe", "shared_experts": None, "layernorm": None}
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+DROPOUT = ("train.attention_dropout", "train.hidden_dropout")
 _OPTIMIZER = tuple(f"optim.{name}" for name in ("lr", "min_lr", "weight_decay", "clip_grad", "beta1", "beta2", "eps"))
 
 
-def put_train(args: Arguments, translation: Translation) -> None:
+def put_train(args: Arguments, translation: Translation, *, model: bool) -> None:
+    """Without ``model``, ``args`` do not describe the model, which has its own dropout rates."""
     batch = _put_batch(args, translation)
     steps = _put_steps(args, translation, batch)
-    args.put(translation, "train.seed")
+    args.put(translation, "train.seed", *(name for name in DROPOUT if model or args.is_explicit(SETTINGS[name])))
     _put_precision(args, translation)
     _put_recompute(args, translation)
     if args.get("mtp_num_layers"):
@@ -215,11 +218,12 @@ def _steps(args: Arguments, name: str, batch: int, default: int) -> int:
 
 
 def write_train(written: WrittenArguments, *, mtp: bool) -> None:
-    """``mtp``: the model has MTP layers."""
+    """``mtp``: the model has MTP layers. The dropout rates are not null."""
     train, optim = written.config.train, written.config.optim
     if train.steps is None:
         raise UsageError(f"train.epochs={train.epochs:g}: Megatron-LM counts steps. Give train.steps=N.")
     written.put("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.eval_every", "train.seed")
+    written.put(*DROPOUT)
     _write_precision(written)
     _write_recompute(written)
     if mtp:

@@ -70,7 +70,7 @@ def translate_arguments(args: Arguments, world: World, name: str, *, model: bool
     put_data(args, translation)
     put_parallel(args, translation)
     put_moe(args, translation)
-    put_train(args, translation)
+    put_train(args, translation, model=model)
     put_checkpoints(args, translation)
     put_logging(args, translation)
     args.raise_errors()
@@ -80,8 +80,8 @@ def translate_arguments(args: Arguments, world: World, name: str, *, model: bool
 def write_arguments(config: RunConfig, model: Mapping[str, Any], rows: int) -> WrittenArguments:
     """Megatron-LM's arguments for a run, the inverse of :func:`translate_arguments`.
 
-    ``model`` are Megatron-LM's args of the model's architecture, ``rows`` the rows of its embedding. A UsageError if
-    Megatron-LM has no such run.
+    ``model`` are Megatron-LM's args of the model's architecture, ``rows`` the rows of its embedding. The dropout rates
+    of the config are not null. A UsageError if Megatron-LM has no such run.
     """
     if config.recipe == "dpo":
         raise UsageError("recipe dpo: Megatron-LM does not train on preference pairs.")
