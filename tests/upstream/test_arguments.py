@@ -74,9 +74,10 @@ def test_defaults_equal_megatron_lm(arguments: list[dict[str, Any]]) -> None:
 def test_flags_that_are_written_exist(arguments: list[dict[str, Any]]) -> None:
     flags = {flag for argument in arguments for flag in argument["flags"]}
     extra = {name for names in TABLES["extra"].values() for name, _ in entries(names)}
-    for name, (kind, default) in kinds().items():
-        if name not in extra:
-            assert words_of(name, not default if kind == "bool" else 1)[0] in flags, name
+    values: dict[str, Any] = {
+        name: not default if kind == "bool" else [1] for name, (kind, default) in kinds().items() if name not in extra
+    }
+    assert {name for name, value in values.items() if words_of(name, value)[0] not in flags} == set()
 
 
 def test_disabling_flags_give_false() -> None:

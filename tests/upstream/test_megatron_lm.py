@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from isthmus.cli.main import parse_and_run
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder
@@ -126,6 +127,20 @@ def test_megatron_lm_loads_converted_checkpoint(
     logits_difference = difference(megatron_logits(ids, *flags), hf_logits(ids, model))
     print(f"logits differ by {logits_difference:.2g}")
     assert logits_difference <= LIMIT
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "mixtral"])
+def test_a_config_as_arguments_builds_its_model_and_trains(
+    family: str, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build_model_folder(tmp_path / "hf", family)
+    convert(model, tmp_path / "megatron")
+    settings = "recipe=pretrain data.mock=true data.seq_length=16 data.valid_fraction=0 train.steps=3 logging.every=1"
+    settings += " train.precision=fp32 checkpoint.resume=never checkpoint.save_final=false logging.tensorboard=false"
+    assert parse_and_run(["config", "to-megatron", f"model.path={model}", "out=run", *settings.split()]) == 0
+    args = shlex.split(capsys.readouterr().out)
+    assert difference(megatron_logits(ids, *args, "--load", str(tmp_path / "megatron")), hf_logits(ids, model)) <= LIMIT
+    assert "iteration        3/       3" in megatron_lm("train", *args, *CPU_FLAGS)
 
 
 def test_missing_flag_changes_logits(ids: Path, tmp_path: Path) -> None:

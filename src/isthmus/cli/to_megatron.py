@@ -22,6 +22,7 @@ def print_arguments(words: Sequence[str], *, json_wanted: bool) -> int:
     from isthmus.data.readers.arrow_reader import HUB
     from isthmus.data.readers.file_sources import is_data_file
     from isthmus.families.registry import family_for
+    from isthmus.hf.model_folder import tokenizer_files
     from isthmus.recipes.setup.model_plan import dropout_of
     from isthmus.recipes.setup.model_source import open_source
 
@@ -34,7 +35,11 @@ def print_arguments(words: Sequence[str], *, json_wanted: bool) -> int:
         raise UsageError(f"{source}: Megatron-LM 0.16.1 has no option for {', '.join(lacking)}.")
     dropout = dropout_of(config.train, family.read_dropout(source.config))
     rates = {"attention_dropout": dropout.attention, "hidden_dropout": dropout.hidden}
-    config = config.model_copy(update={"train": config.train.model_copy(update=rates)})
+    tokenizer = config.tokenizer
+    if tokenizer.path is None and tokenizer_files(source.path):
+        tokenizer = tokenizer.model_copy(update={"path": config.model.path})
+    train = config.train.model_copy(update=rates)
+    config = config.model_copy(update={"train": train, "tokenizer": tokenizer})
     written = write_arguments(config, model_args(arch), arch.vocab_size)
     if dropout.embedding != dropout.hidden:
         why = f"The embedding has dropout {dropout.embedding:g}; Megatron-LM has one rate, {dropout.hidden:g}."

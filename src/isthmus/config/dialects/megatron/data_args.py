@@ -71,8 +71,6 @@ def write_data(written: WrittenArguments) -> None:
     written.put("data.mock", "data.seq_length")
     if written.config.recipe == "pretrain" and not data.mock:
         written.put(*_DOCUMENTS)
-    if data.seed == written.config.train.seed:
-        written.put("data.seed")
     weighted = [
         word for one in data.sets.values() for path in one.files for word in (str(one.weight / len(one.files)), path)
     ]

@@ -11,7 +11,6 @@ from isthmus.config.dialects.megatron.arguments import Arguments
 from isthmus.config.dialects.megatron.known_args import ARGUMENTS, TABLES, untranslated
 from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
-from isthmus.config.presets import is_model_file
 
 _TYPES = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer")
 _BY_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
@@ -110,10 +109,7 @@ def write_model(model: Mapping[str, Any], written: WrittenArguments) -> None:
 def write_tokenizer(written: WrittenArguments, rows: int) -> None:
     """``rows`` are the rows of the model's embedding."""
     config, kind = written.config, written.config.tokenizer.type
-    path = config.tokenizer.path
-    if path is None and config.model.path is not None and not is_model_file(config.model.path):
-        path = config.model.path
-    numbers = config.tokenizer.vocab_size
+    path, numbers = config.tokenizer.path, config.tokenizer.vocab_size
     if kind is None and path is None and config.data.mock:
         kind, numbers = "NullTokenizer", rows - 1
     if kind == "NullTokenizer":

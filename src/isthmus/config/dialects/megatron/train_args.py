@@ -222,7 +222,11 @@ def write_train(written: WrittenArguments, *, mtp: bool) -> None:
     train, optim = written.config.train, written.config.optim
     if train.steps is None:
         raise UsageError(f"train.epochs={train.epochs:g}: Megatron-LM counts steps. Give train.steps=N.")
-    written.put("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.eval_every", "train.seed")
+    written.put("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.eval_every")
+    same = ("data.seed",) if written.config.data.seed == train.seed else ()
+    written.set("seed", train.seed or None, "train.seed", *same)
+    if not train.seed:
+        written.remark("train.seed", "different", "Megatron-LM has no seed 0, so it is the default, 1234.")
     written.put(*DROPOUT)
     _write_precision(written)
     _write_recompute(written)
