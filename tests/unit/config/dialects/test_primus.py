@@ -127,12 +127,12 @@ def test_a_known_model_without_its_file_becomes_a_preset_with_overrides(tmp_path
 
 
 def test_sft_defaults_and_data(tmp_path: Path, models: Path) -> None:
-    more = '\nsft_dataset_name: "someone/chats"\nlora: {enabled: false, dim: 32}'
+    more = '\nsft_dataset_name: "someone/chats"\nlora: {enabled: false, dim: 32}\neval_interval: 25'
     text = experiment("llama3_8B", more, "sft_trainer.yaml").replace("mock_data: true", "mock_data: false")
     found = translate_experiment(written(tmp_path, text), models).translation
     assert found.recipe == "sft"
     assert found.settings["data.files"] == ["hf:someone/chats:train"]
-    assert found.settings["train.eval_every"] == 50
+    assert found.settings["train.eval_every"] == 25
     result = translate_experiment(written(tmp_path, text + "      hf_path: someone/model"), models)
     assert (result.model, result.translation.settings["model.path"]) == ({}, "someone/model")
     assert "model.init" not in result.translation.settings

@@ -70,7 +70,7 @@ def _put_steps(args: Arguments, translation: Translation, batch: int | None) -> 
     translation.put("train.steps", steps, source)
     interval = args.get("eval_interval")
     seen = not args.given("eval_iters") or args.get("eval_iters") > 0
-    if interval and seen:
+    if interval and seen and interval != steps:  # validation after the last step needs no setting
         args.put(translation, "train.eval_every")
     if args.is_explicit("eval_iters") and seen:
         translation.remark(args.source("eval_iters"), "different", "Evaluation uses the whole validation set.")
@@ -222,7 +222,8 @@ def write_train(written: WrittenArguments, *, mtp: bool) -> None:
     train, optim = written.config.train, written.config.optim
     if train.steps is None:
         raise UsageError(f"train.epochs={train.epochs:g}: Megatron-LM counts steps. Give train.steps=N.")
-    written.put("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.eval_every")
+    written.put("train.steps", "train.global_batch_size", "train.micro_batch_size")
+    written.set("eval_interval", train.eval_every or train.steps, "train.eval_every")  # it has no usable default
     same = ("data.seed",) if written.config.data.seed == train.seed else ()
     written.set("seed", train.seed or None, "train.seed", *same)
     if not train.seed:
