@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import UsageError
 from isthmus.hf.tiny_model import build_tiny_qwen3
@@ -127,6 +129,14 @@ def test_calls_of_megatron_bridge(model: Path, four: RankPool, tmp_path: Path) -
     kind, text = four.run("ranks.bridge_tasks.provider_round_trip", model=model, destination=out, tp=2, pp=2)
     assert kind == "UsageError" and "tp=3 does not divide" in text
     compare_models(model, out)
+
+
+def test_a_checkpoint_without_config_has_that_of_the_bridge(model: Path, tmp_path: Path) -> None:
+    AutoBridge.import_ckpt(model, tmp_path / "megatron", to="torch", layout=LegacyLayout(tp=2))
+    shutil.rmtree(tmp_path / "megatron/hf")
+    AutoBridge.from_hf_pretrained(model).export_ckpt(tmp_path / "megatron", tmp_path / "back")
+    compare_models(model, tmp_path / "back")
+    assert (tmp_path / "back/tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
 
 
 def test_refusals(model: Path, tmp_path: Path) -> None:
