@@ -220,5 +220,12 @@ def test_scripts_prepare_data_with_the_expected_names(model: Path, tmp_path: Pat
     (prepared,) = Path("books").glob("*.bin")
     assert prepared.name == "bookcorpus_text_sentence.bin" and prepared.stat().st_size > 0
     assert llama_script._TOKENIZERS["llama3"] == "meta-llama/Llama-3.1-8B"
+    folder = f"PYTHON=./python bash {ROOT}/examples/llama3.2-1b"
+    assert bash(f"{folder}/02-generate.sh DATASET=c.jsonl SEQ_LENGTH=64 DATA_DIR=d").returncode == 0
+    wanted = "prepare c.jsonl d/sft --kind chat --tokenizer meta-llama/Llama-3.2-1B-Instruct --seq-length 64"
+    assert Path("words").read_text().strip() == f"-m isthmus {wanted}"
+    assert "DATASET is missing" in bash(f"{folder}/02-generate.sh").stderr
+    assert bash(f"{folder}/03-train-dense.sh TP=2 train.seed=1").returncode == 0
+    assert Path("words").read_text().strip() == "-m isthmus config from-env llama3.2-1b --run -- TP=2 train.seed=1"
     refused = bash(f"{script} DATASETS=wiki")
     assert refused.returncode == 2 and "DATASETS=wiki is none of DATASET" in refused.stderr
