@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from faults.command import rows
 from faults.fork_server import ForkServer
 from isthmus.convert.transfer import convert
 
@@ -70,3 +71,25 @@ def test_steps_of_the_command_line_replace_those_of_a_preset(isthmus: ForkServer
     assert 0 < by_epochs["steps"] <= 10  # 40 chats, 4 sequences per step
     rows = [json.loads(row) for row in (tmp_path / "steps" / "metrics.jsonl").read_text().splitlines()]
     assert next(row["lr"] for row in rows if "lr" in row) > 1e-5  # 3% of 6 steps are none for the warm-up
+
+
+def test_gpt2_with_its_dropout_on_documents_as_in_megatron_lm(isthmus: ForkServer, model: Path, tmp_path: Path) -> None:
+    """With Megatron-LM's defaults a sequence is full of loss tokens, whatever documents it has."""
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"The number is {number}."}) + "\n" for number in range(200)))
+    keys = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 300}
+    config = [f"model.config.{name}={value}" for name, value in keys.items()]
+    run = ["pretrain", "--data", str(documents), "--out", str(tmp_path / "out"), "--json", "model.init=random", *config]
+    run += [f"tokenizer.path={model}", "data.seq_length=32", "train.global_batch_size=4", "train.steps=3"]
+    crossing = [*run, "data.reset_attention_mask=false", "data.reset_position_ids=false", "checkpoint.every=2"]
+    done = isthmus(*crossing, "data.eod_mask_loss=false")
+    assert done.result["steps"] == 3 and "dropout: attention 0.1, hidden 0.1, embedding 0.1" in done.stderr
+    assert [row["learned_tokens"] for row in rows(tmp_path / "out") if "loss" in row] == [4 * 32] * 3
+    exported = json.loads((tmp_path / "out" / "hf" / "config.json").read_text())
+    assert {exported.get(name, 0.1) for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")} == {0.1}
+    assert "differ from those of" in isthmus(*crossing, "train.steps=4").error(65)
+    masked = [*crossing, "--out", str(tmp_path / "masked"), "train.hidden_dropout=0", "train.attention_dropout=0.3"]
+    assert "dropout: attention 0.3\n" in isthmus(*masked).stderr
+    assert all(row["learned_tokens"] < 4 * 32 for row in rows(tmp_path / "masked") if "loss" in row)
+    exported = json.loads((tmp_path / "masked" / "hf" / "config.json").read_text())
+    assert [exported[name] for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")] == [0.3, 0.0, 0.0]

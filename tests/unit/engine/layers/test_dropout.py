@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, dropout_keys, hidden_dropout
+from isthmus.engine.layers.attention import sdpa_attention
+from isthmus.engine.layers.dropout import (
+    ATTENTION_OUTPUT,
+    MLP_OUTPUT,
+    AttentionDropout,
+    dropout_keys,
+    hidden_dropout,
+)
+from isthmus.engine.single_process_model import single_process_groups
 
 
 def batch_of(samples: dict[int, int], *, step: int = 5, seed: int = 0, padding: int = 0) -> PackedBatch:
@@ -82,3 +90,19 @@ def test_a_batch_without_keys_is_refused() -> None:
         hidden_dropout(torch.ones(4, 1, 8), batch, 0.1, layer=1, place=MLP_OUTPUT)
     unchanged = torch.ones(4, 1, 8)
     assert hidden_dropout(unchanged, batch, 0.0, layer=1, place=MLP_OUTPUT) is unchanged
+
+
+def test_kernels_draw_the_same_masks_for_the_same_key() -> None:
+    """Of the GPU's attention kernels, with the generator of the CPU in place of the GPU's."""
+    q, k, v = torch.ones(32, 2, 2, 8), torch.ones(32, 2, 8), torch.ones(32, 2, 8)  # the output is the sum of weights
+    with single_process_groups():
+
+        def attended(step: int, layer: int = 1) -> Tensor:
+            dropout = AttentionDropout(0.25, layer, 0, batch_of({3: 20, 5: 12}, step=step))
+            return sdpa_attention(q, k, v, (20, 12), dropout=dropout)[..., 0]
+
+        first, torch_state = attended(1), torch.rand(1)
+        assert torch.equal(attended(1), first) and torch.equal(torch.rand(1), torch_state)
+        assert not torch.equal(attended(2), first) and not torch.equal(attended(1, layer=2), first)
+        means = torch.stack([attended(step) for step in range(200)]).mean(0)
+        assert (means - 1).abs().max() < 0.2 and first.std() > 0.05
