@@ -27,9 +27,10 @@ from isthmus.engine.layers.dropout import (
     EMBEDDING,
     MLP_OUTPUT,
     AttentionDropout,
+    drop,
     dropout_keys,
     hidden_dropout,
-    kept,
+    keep_mask,
 )
 from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.families.rules.shard import assemble
@@ -157,16 +158,17 @@ def dropout(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
     places += [(layer, place) for layer in layers for place in (ATTENTION_OUTPUT, MLP_OUTPUT)]
     hidden, attention = iter(places), iter(layers)
 
-    def drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def dropped(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if x.dim() == 3:
             layer, place = next(hidden)
             return hidden_dropout(x[0][:, None], batch, p, layer=layer, place=place)[:, 0][None]
         drops = AttentionDropout(p, next(attention), 0, batch)
         queries = drops.query_keys(x.size(1), 1)  # groups of one head
-        return x * kept(queries, drops.key_keys(x.size(1)).transpose(1, 2), p) / (1 - p)
+        columns = drops.key_keys(x.size(1)).transpose(1, 2)
+        return drop(x, keep_mask(queries, columns, p), p)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "dropout", drop)
+        patch.setattr(torch.nn.functional, "dropout", dropped)
         theirs = network(tokens[None]).logits[0]
     assert next(hidden, None) is None and next(attention, None) is None
     upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ranks.rank_pool import RankPool
-from ranks.test_layouts import CURVES, TOLERANCE, furthest
+from ranks.test_layouts import CURVES, TOLERANCE, max_relative_difference
 from ranks.tiny import build_model_folder, build_pairs
 
 TRAIN = "ranks.tasks.train"
@@ -45,7 +45,7 @@ def test_layout_has_the_masks_of_a_single_process(
     ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], run: dict[str, Any], alone: dict[str, Any]
 ) -> None:
     found = worlds[ranks].run(TRAIN, **run | layout)
-    differences = {curve: furthest(found[curve], alone[curve]) for curve in CURVES}
+    differences = {curve: max_relative_difference(found[curve], alone[curve]) for curve in CURVES}
     print(differences)
     assert max(differences.values()) < TOLERANCE
 
@@ -55,11 +55,14 @@ def test_dropout_changes_training_and_no_evaluation(one: RankPool, run: dict[str
     assert without["valid_before"] == alone["valid_before"]
     assert all(abs(a - b) > 1e-4 for a, b in zip(without["loss"], alone["loss"], strict=True))
     other = one.run(TRAIN, **run | {"steps": 1}, more={"seed": 1})  # the weights are those of the folder
-    assert furthest(other["loss"], alone["loss"][:1]) > 1e-4
+    assert max_relative_difference(other["loss"], alone["loss"][:1]) > 1e-4
     for place in ("attention_dropout", "hidden_dropout"):
         one_kind = one.run(TRAIN, **run | {"steps": 1}, more={place: 0.0})["loss"]
         print(place, one_kind, alone["loss"][0], without["loss"][0])
-        assert min(furthest(one_kind, other[:1]) for other in (alone["loss"], without["loss"])) > 10 * TOLERANCE
+        assert (
+            min(max_relative_difference(one_kind, other[:1]) for other in (alone["loss"], without["loss"]))
+            > 10 * TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "precision": "bf16"}, {"precision": "bf16"}], ids=["tp2", "dp2"])
@@ -79,8 +82,8 @@ def test_sinks_windows_and_experts_with_dropout(one: RankPool, two: RankPool, sa
     run = {"model": model, "samples": samples, "steps": 3, "micro_batch_size": 2}
     more = {"more": {"attention_dropout": 0.2, "hidden_dropout": 0.1}}
     found = [pool.run(TRAIN, **run, **more, **layout) for pool, layout in ((one, {}), (two, {"tp": 2}))]
-    assert max(furthest(found[1][curve], found[0][curve]) for curve in CURVES) < TOLERANCE
-    assert furthest(found[0]["loss"], one.run(TRAIN, **run)["loss"]) > 1e-3
+    assert max(max_relative_difference(found[1][curve], found[0][curve]) for curve in CURVES) < TOLERANCE
+    assert max_relative_difference(found[0]["loss"], one.run(TRAIN, **run)["loss"]) > 1e-3
 
 
 def test_reference_of_dpo_has_no_dropout(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:

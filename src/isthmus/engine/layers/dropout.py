@@ -23,6 +23,8 @@ EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, _QUERIES, _KEYS = range(5)
 """Places of dropout in a layer. Layers are counted from 1; layer 0 is the embedding."""
 _PLACES = 8
 _LOW_31 = 0x7FFFFFFF
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of the size of a float."""
 
 
 def dropout_keys(batch: PackedBatch, *, seed: int, step: int) -> DropoutKeys:
@@ -59,12 +61,22 @@ def _site(tokens: Tensor, layer: int, place: int) -> Tensor:
     return _hashed(tokens + (layer * _PLACES + place))
 
 
-def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """A bool mask of hashed pairs, True with probability 1 - ``rate``; int32 rows and columns are broadcast."""
-    x = rows + columns
-    x = x.bitwise_xor_(x >> 16).mul_(0x21F0AAAD)
-    x = x.bitwise_xor_(x >> 15).mul_(0x735A2D97)
-    return x >= round(rate * 2**32) - 2**31
+def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """A mask of pairs of int32 keys, broadcast: int32, all bits with probability 1 - ``rate``, else none."""
+    # Integer operations in place, which are several times as fast on a CPU as those on bool masks.
+    mask = rows + columns
+    shifted = mask >> 16
+    mask.bitwise_xor_(shifted).mul_(0x21F0AAAD)
+    mask.bitwise_xor_(torch.bitwise_right_shift(mask, 15, out=shifted)).mul_(0x735A2D97)
+    return mask.ge_(round(rate * 2**32) - 2**31).neg_()
+
+
+def drop(x: Tensor, mask: Tensor, rate: float) -> Tensor:
+    """A copy of ``x`` with the values outside of ``mask`` zeroed and the others divided by 1 - ``rate``."""
+    out = x * (1 / (1 - rate))
+    integers = _INTEGERS[x.element_size()]
+    out.view(integers).bitwise_and_(mask.to(integers))
+    return out
 
 
 class _Dropout(torch.autograd.Function):
@@ -72,12 +84,12 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
         ctx.save_for_backward(rows, columns)
         ctx.rate = rate
-        return (x * kept(rows, columns, rate)).mul_(1 / (1 - rate))
+        return drop(x, keep_mask(rows, columns, rate), rate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, columns = ctx.saved_tensors
-        return (grads[0] * kept(rows, columns, ctx.rate)).mul_(1 / (1 - ctx.rate)), None, None, None
+        return drop(grads[0], keep_mask(rows, columns, ctx.rate), ctx.rate), None, None, None
 
 
 def hidden_dropout(x: Tensor, batch: PackedBatch, rate: float, *, layer: int, place: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.engine.layers.dropout import AttentionDropout, kept
+from isthmus.engine.layers.dropout import AttentionDropout, drop, keep_mask
 from isthmus.engine.parallel.context_parallel import Spans
 
 BLOCK_QUERIES = 96
@@ -222,17 +222,12 @@ def _probabilities(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor
 def _dropout_masks(
     stack: SampleStack, groups: int, options: ScoreOptions
 ) -> Callable[[tuple[slice, slice], tuple[slice, slice]], Tensor] | None:
-    """Computes the bool mask [B, queries * repeat, keys] of a block of the stack; None without dropout."""
+    """Computes the mask [B, queries * repeat, keys] of one block of the stack; None without dropout."""
     if (dropout := options.dropout) is None:
         return None
-    queries = stack.queries(dropout.query_keys(groups, options.repeat), options.repeat)
-    keys = stack.keys(dropout.key_keys(groups)).transpose(1, 2)
-    return lambda rows, columns: kept(queries[rows], keys[columns[0], :, columns[1]], dropout.rate)
-
-
-def _drop(probabilities: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
-    assert options.dropout is not None
-    return (probabilities * mask).mul_(1 / (1 - options.dropout.rate))
+    rows = stack.queries(dropout.query_keys(groups, options.repeat), options.repeat)
+    columns = stack.keys(dropout.key_keys(groups)).transpose(1, 2)
+    return lambda queries, keys: keep_mask(rows[queries], columns[keys[0], :, keys[1]], dropout.rate)
 
 
 def _slices(block: QueryBlock, groups: int, repeat: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
@@ -261,8 +256,8 @@ class _PackedAttention(torch.autograd.Function):
                 queries, keys = _slices(block, groups, repeat)
                 scores, _ = _scores(stack_q[queries], stack_k[keys], block, options)
                 probabilities, _ = _probabilities(scores, sinks)
-                if mask_of is not None:
-                    probabilities = _drop(probabilities, mask_of(queries, keys), options)
+                if mask_of is not None and options.dropout is not None:
+                    probabilities = drop(probabilities, mask_of(queries, keys), options.dropout.rate)
                 stack_out[queries] = torch.bmm(probabilities, stack_v[keys])
             stack.unstack(stack_out, out, repeat)
         ctx.save_for_backward(q, k, v, sinks)
@@ -294,9 +289,8 @@ class _PackedAttention(torch.autograd.Function):
                 grad_probabilities = torch.bmm(grad_out[queries], stack_v[keys].transpose(1, 2))
                 weights = probabilities
                 if mask_of is not None:
-                    mask = mask_of(queries, keys)
-                    weights = _drop(probabilities, mask, ctx.options)
-                    grad_probabilities = _drop(grad_probabilities, mask, ctx.options)
+                    mask, rate = mask_of(queries, keys), ctx.options.dropout.rate
+                    weights, grad_probabilities = (drop(each, mask, rate) for each in (weights, grad_probabilities))
                 into_v[keys] += torch.bmm(weights.transpose(1, 2), grad_out[queries])
                 if grad_sinks is not None and at_sink is not None:
                     # A sink has no value: its gradient is that of the probability it takes from the keys.

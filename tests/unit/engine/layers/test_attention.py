@@ -14,7 +14,7 @@ from torch import Tensor
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers import packed_attention_cpu
 from isthmus.engine.layers.attention import VarlenAttention, sdpa_attention
-from isthmus.engine.layers.dropout import AttentionDropout, dropout_keys, kept
+from isthmus.engine.layers.dropout import AttentionDropout, drop, dropout_keys, keep_mask
 from isthmus.engine.layers.packed_attention_cpu import packed_attention, plan_stacks
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens
 from isthmus.platforms.torch_features import SCALED_MM
@@ -147,7 +147,8 @@ def test_dropout_of_probabilities(window: int | None, spans: Spans | None) -> No
     batch = replace(batch, dropout=dropout_keys(batch, seed=1, step=2))
     whole = AttentionDropout(rate, 1, 8, batch)
     rows = whole.query_keys(2, HEADS // 2).unflatten(1, (20, -1)).transpose(1, 2).reshape(HEADS, 20, 1)
-    weights = kept(rows, whole.key_keys(1).transpose(1, 2), rate) / (1 - rate)
+    mask = keep_mask(rows, whole.key_keys(1).transpose(1, 2), rate)
+    weights = drop(torch.ones(HEADS, 20, 20, dtype=torch.float64), mask, rate)
     assert 0.6 < weights.count_nonzero() / weights.numel() < 0.8
     own = replace(whole, batch=replace(batch, spans=spans))
     changed: dict[str, Any] = {"sinks": sinks, "softcap": 2.0}
