@@ -165,7 +165,7 @@ def dropout(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
         drops = AttentionDropout(p, next(attention), 0, batch)
         queries = drops.query_keys(x.size(1), 1)  # groups of one head
         columns = drops.key_keys(x.size(1)).transpose(1, 2)
-        return drop(x, keep_mask(queries, columns, p), p)
+        return x * drop(torch.ones_like(x), keep_mask(queries, columns, p), p)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "dropout", dropped)
