@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from isthmus.config.dialects.rocm_scripts.script_run import (
     CURRENT_SCALING,
     TIME,
@@ -24,6 +26,7 @@ _MODELS = {
 }
 _VOCAB = {"llama2": 32000, "llama3": 128256}
 _TOKENIZERS = {"llama2": "NousResearch/Llama-2-7b-chat-hf", "llama3": "meta-llama/Llama-3.1-8B"}
+_DATA_DIR = "/root/.cache/data"
 _SEQ_LENGTH, _PORT = {"llama2": 4096, "llama3": 2048}, {"llama2": 6020, "llama3": 6000}
 
 
@@ -61,7 +64,7 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     _put_precision(t, v)
     _put_optimizer(script, t, v)
     mock = put_data(
-        t, v, default_path=f"{v.text('DATA_DIR', '/root/.cache/data')}/bookcorpus_text_sentence", prefix_of="DATA_DIR",
+        t, v, default_path=f"{v.text('DATA_DIR', _DATA_DIR)}/bookcorpus_text_sentence", prefix_of="DATA_DIR",
         implied=True,
     )  # fmt: skip
     _put_tokenizer(script, t, v, mock=mock)
@@ -149,12 +152,10 @@ def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> 
                 t.remark(v.origin(name), "unsupported", "mock data has no text, so no tokenizer is loaded")
         return
     t.put("tokenizer.type", kind, v.origin("TOKENIZER_TYPE", kind))
-    t.put(
-        "tokenizer.path",
-        v.text("TOKENIZER_MODEL", _TOKENIZERS[script]),
-        v.origin("TOKENIZER_MODEL", _TOKENIZERS[script]),
-    )
-    if not v.is_given("TOKENIZER_MODEL"):
+    downloaded = f"{v.text('DATA_DIR', _DATA_DIR)}/tokenizer_{script}"  # by a script of ROCm
+    default = downloaded if Path(downloaded).is_dir() else _TOKENIZERS[script]
+    t.put("tokenizer.path", v.text("TOKENIZER_MODEL", default), v.origin("TOKENIZER_MODEL", default))
+    if not v.is_given("TOKENIZER_MODEL") and default != downloaded:
         t.remark(
             "TOKENIZER_MODEL", "different",
             f"{_TOKENIZERS[script]} is stored in the Hugging Face cache, not in DATA_DIR/tokenizer_{script}",

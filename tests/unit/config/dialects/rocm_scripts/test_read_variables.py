@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +220,14 @@ def test_data_checkpoints_and_logs() -> None:
     assert deep.translation.settings["data.files"] == ["/d/mmap_deepseekv2_datasets_text_document"]
     assert deep.translation.settings["train.recompute"] == "selective"
     assert {"TRAIN_ITERS=60", "EP=4", "PR=fp8"} <= set(remark_options(deep))
+
+
+def test_a_downloaded_tokenizer_is_the_default(tmp_path: Path) -> None:
+    line = f"MODEL_SIZE=8 MOCK_DATA=0 DATA_DIR={tmp_path}"
+    assert read("llama3", line).setting("tokenizer.path") == "meta-llama/Llama-3.1-8B"
+    (tmp_path / "tokenizer_llama3").mkdir()
+    assert read("llama3", line).setting("tokenizer.path") == f"{tmp_path}/tokenizer_llama3"
+    assert read("llama3", f"{line} TOKENIZER_MODEL=x").setting("tokenizer.path") == "x"
 
 
 def test_variables_without_effect_are_reported() -> None:
