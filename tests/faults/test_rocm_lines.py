@@ -101,3 +101,14 @@ def test_the_line_that_megatron_lm_refuses(isthmus: ForkServer, tmp_path: Path) 
     line = "TEE_OUTPUT=1 MBS=3 BS=56 TP=1 TE_FP8=0 FSDP=1 RECOMPUTE=1 SEQ_LENGTH=4096 MODEL_SIZE=70 TOTAL_ITERS=50"
     refused = from_env(isthmus, "llama2", f"{line} REHEARSE=1", tmp_path, "--run")
     assert "BS=56 is not a multiple of MBS=3" in refused.error(2) and not (tmp_path / "experiment").exists()
+
+
+def test_other_recipes_can_be_rehearsed(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    """With data, tokenizer and chat template of the run, and its checkpoint and export."""
+    shown = isthmus(*sft_args, "--rehearse", "--dry-run", "parallel.tp=2", "--nproc", "2")
+    assert shown.returncode == 0 and '"steps": 4' in shown.stdout and not (tmp_path / "out-rehearsal").exists()
+    done = isthmus(*sft_args, "--rehearse", "train.precision=fp16")
+    assert done.result["steps"] == 4 and done.result["model"] == str(tmp_path / "out-rehearsal/hf")
+    assert "model.init: hf -> random" in done.stderr and "train.precision" not in done.stderr.split("platform cpu")[0]
+    assert (tmp_path / "out-rehearsal/hf/tokenizer.json").exists() and not (tmp_path / "out").exists()
+    assert "Leave it out" in isthmus(*sft_args, "train.emulate_fp8=true").error(2).replace("leave", "Leave")
