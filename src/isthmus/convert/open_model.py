@@ -142,7 +142,7 @@ def _from_args(
     also = f"; {', '.join(others)} would also fit" if others else ""
     tokenizer = args.get("tokenizer_model") or args.get("tokenizer_type") or "of the training"
     return family, arch, (
-        f"the checkpoint has no config: by its args it is a {family.name} model{also}. "
+        f"the checkpoint has no config: by its args its family is {family.name}{also}. "
         "Choose another with --hf-like DIR.",
         *notes,
         f"the checkpoint has no tokenizer: copy the one it was trained with ({tokenizer}).",
