@@ -23,6 +23,8 @@ from isthmus.cli.main import app
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import PREFIX, about, config_path, opening_lines, preset_names
 from isthmus.config.schema import RunConfig
+from isthmus.config.schema.data import DataConfig
+from isthmus.data.readers.data_names import COMPRESSED, FORMATS, HUB
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 
@@ -257,6 +259,16 @@ def cli_page() -> str:
         "",
         "With `--nproc N` above 1, the command starts N local ranks through torch elastic. Under torchrun (`RANK` and",
         "`WORLD_SIZE` are set) or in a task of Slurm's `srun`, the command is one rank of the existing world.",
+        "",
+        "`--data FILE...` sets `data.files`. It takes",
+        "",
+        *(f"- {name}: `{'`, `'.join(suffixes)}`;" for name, suffixes in FORMATS.items()),
+        f"- all but parquet also compressed: `{'`, `'.join(COMPRESSED)}`;",
+        f"- folders, patterns, datasets written by `save_to_disk`, and `{HUB}ORG/NAME[/CONFIGURATION][:SPLIT]`;",
+        "- prefixes of files that `isthmus prepare` or Megatron-LM wrote (`.bin` and `.idx`).",
+        "",
+        f"Other settings of the data: {', '.join(f'`data.{name}`' for name in DataConfig.model_fields if name != 'files')};",
+        "see [Settings](config.md#data) and [Data formats](data-formats.md).",
         "",
     ]
     root = typer.main.get_command(app)

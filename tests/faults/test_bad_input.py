@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -53,6 +54,36 @@ def test_missing_model_folder(refused: Run, tmp_path: Path) -> None:
 def test_folder_without_a_config(refused: Run, copied: Path) -> None:
     (copied / "config.json").unlink()
     assert "config.json" in refused(code=66, model=copied)
+
+
+@pytest.mark.parametrize("name", ["org/none", "./org/none", "/nowhere/none"])
+def test_wrong_model_path(refused: Run, name: str) -> None:
+    """Also one that could be an id on the Hub, which does not answer here."""
+    assert "no such" in (line := refused(code=66, model=Path(name))) or "does not exist" in line or "no local" in line
+
+
+def test_lora_folder_as_model(refused: Run, copied: Path) -> None:
+    (copied / "config.json").rename(copied / "adapter_config.json")
+    edited = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"})
+    (copied / "adapter_config.json").write_text(edited)
+    line = refused(code=66, model=copied)
+    assert f"{copied} is a LoRA adapter" in line and "for org/base" in line and "merge_and_unload" in line
+
+
+def test_megatron_checkpoint_as_model(
+    refused: Run, isthmus: ForkServer, model: Path, chats: Path, tmp_path: Path
+) -> None:
+    """The named command converts it, and the run starts from the result."""
+    for number, to in enumerate(("torch_dist", "torch")):
+        assert isthmus("convert", model, tmp_path / to, "--to", to).returncode == 0
+        line = refused(code=66, model=tmp_path / to)
+        assert f"{tmp_path / to} is a Megatron checkpoint" in line
+        words = shlex.split(line.partition("isthmus convert ")[2])
+        assert isthmus("convert", *words).returncode == 0
+        flags = ["--model", str(tmp_path / f"{to}-hf"), "--data", str(chats), "--out", str(tmp_path / f"run-{number}")]
+        assert isthmus("sft", *flags, "train.steps=1", "data.seq_length=64").returncode == 0
+    line = refused(code=66, model=tmp_path / "run-0")
+    assert f"is a run folder. Use the model that the run exported: {tmp_path / 'run-0' / 'hf'}" in line
 
 
 def test_folder_without_weights(refused: Run, copied: Path) -> None:

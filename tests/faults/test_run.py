@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from isthmus.config.load import load_config
 from isthmus.convert.open_model import open_model
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
+from isthmus.hf.model_folder import ModelFolder
 
 STEP_KEYS = {
     *("step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib"),
@@ -63,7 +65,7 @@ def test_tensorboard_has_the_loss(isthmus: ForkServer, sft_args: list[str], tmp_
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert isthmus(*sft_args).returncode == 0
     events = accumulator.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
-    (name,) = [tag for tag in events.Tags()["scalars"] if tag.rpartition("/")[2] == "loss"]
+    (name,) = [tag for tag in events.Tags()["scalars"] if tag == "train/loss"]
     losses = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
     assert [scalar.value for scalar in events.Scalars(name)] == pytest.approx(losses, rel=1e-6)
 
@@ -78,9 +80,27 @@ def test_stderr_has_only_isthmus_messages(sft_args: list[str], tmp_path: Path) -
         "precision ",
         "memory, estimated: ",
     )
-    prefixes = (*settings, "data: ", "step ", "saved ", "exported ", "TensorBoard")
+    prefixes = (*settings, "isthmus ", "data: ", "training: ", "step ", "saved ", "exported ", "TensorBoard")
     others = [line for line in completed.stderr.splitlines() if not line.startswith(prefixes)]
     assert all("threads a rank" in line for line in others), others
+
+
+def test_beginning_of_a_run(isthmus: ForkServer, sft_args: list[str], model: Path, tmp_path: Path) -> None:
+    """The run, then its sizes; allocator and libraries are for --debug."""
+    epoch = [*sft_args, "data.packing=false", "train.global_batch_size=3", "train.steps=null", "train.epochs=1"]
+    shown = isthmus(*epoch).stderr
+    first, *others = shown.splitlines()
+    assert first.startswith("isthmus ") and f"  model {model}  data {sft_args[4]}  1 epochs  1 rank" in first
+    (line,) = [line for line in others if line.startswith("training: ")]
+    tokens = [row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row]
+    parameters = sum(math.prod(info.shape) for info in ModelFolder.open(model).tensors.values())
+    assert line == (
+        f"training: {len(tokens)} steps, 1 epochs, {sum(tokens) / len(tokens):,.0f} tokens per step; "
+        f"{parameters:,} parameters, {parameters:,} trainable"
+    )
+    assert max(len(line) for line in others if line.startswith("step ")) <= 100
+    assert "allocator" not in shown and "oneDNN" not in shown
+    assert "memory allocator: " in isthmus(*epoch, "--debug").stderr
 
 
 def test_exports_during_a_run(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
@@ -108,7 +128,9 @@ def test_finished_run_started_again_changes_nothing(isthmus: ForkServer, sft_arg
 
 def test_more_steps_resume(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     isthmus(*sft_args)
-    assert isthmus(*sft_args, "train.steps=6").result["steps"] == 6
+    first = next(row["valid_loss"] for row in rows(tmp_path / "out") if "valid_loss" in row)
+    result = isthmus(*sft_args, "train.steps=6").result
+    assert result["steps"] == 6 and result["valid_loss_before"] == first > result["valid_loss"]
     assert [row["step"] for row in rows(tmp_path / "out") if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 

@@ -11,6 +11,7 @@ import typer
 
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
+from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def prepare(
     data: Annotated[
         list[str],
-        typer.Argument(metavar="DATA...", help="Files, folders, patterns, or hf:ORG/NAME:SPLIT.", show_default=False),
+        typer.Argument(metavar="DATA...", help=f"Data: {describe_sources()}.", show_default=False),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the output files: OUT.bin, OUT.idx, OUT.json.")],
     tokenizer: Annotated[

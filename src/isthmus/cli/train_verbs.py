@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from isthmus import __version__
 from isthmus.cli.options import Debug, Json
+from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import Preempted, UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +36,10 @@ Model = Annotated[
 ]
 Data = Annotated[
     list[str] | None,
-    typer.Option(metavar="FILE...", help="Training files, folders, patterns, hf:ORG/NAME:SPLIT, or prepared prefixes."),
+    typer.Option(
+        metavar="FILE...",
+        help=f"Training data: {describe_sources()}; or prefixes of prepared files (.bin and .idx). More: data.*",
+    ),
 ]
 Out = Annotated[
     str | None, typer.Option(metavar="DIR", help="Run folder: metrics, checkpoints and the exported model.")
@@ -118,6 +123,8 @@ def train(
             text = json_module.dumps(config.model_dump(mode="json"), indent=2) if json else dump(config)
             print(text.rstrip("\n"), flush=True)
         return 0
+    if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
+        print(_run_line(config, world_size() if joined else nproc), file=sys.stderr, flush=True)
     if not joined and nproc > 1:
         from isthmus.launch.local_launcher import launch
 
@@ -151,6 +158,18 @@ def _rehearsal(config: RunConfig, ranks: int) -> RunConfig:
         lines = ["rehearsal, not the run: a small model with random weights on CPUs; its loss and speed mean nothing"]
         print("\n  ".join([*lines, *changes]), file=sys.stderr, flush=True)
     return config
+
+
+def _run_line(config: RunConfig, ranks: int) -> str:
+    """The first line of a run: what it trains, on what, where the output goes."""
+    data, train = config.data, config.train
+    files = [*data.files, *data.sets] or ["random tokens"]
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    length = f"{train.steps} steps" if train.steps is not None else f"{train.epochs:g} epochs"
+    return (
+        f"isthmus {__version__}  {config.recipe}  model {config.model.path or 'from model.config'}  "
+        f"data {', '.join(files[:3])}{more}  {length}  {ranks} {'rank' if ranks == 1 else 'ranks'}  out {config.out}"
+    )
 
 
 def _stopped_early(number: int, frame: FrameType | None) -> NoReturn:

@@ -12,7 +12,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import WeakFileLock, get_token, validate_repo_id
 
 from isthmus.errors import IOFailure, IsthmusError, MissingInput, NoSpace, UsageError
-from isthmus.hf.model_folder import INDEX_FILE, SINGLE_FILE, SMALL_FILES
+from isthmus.hf.model_folder import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE, SMALL_FILES
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 _OWNED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -32,7 +32,7 @@ def fetch(repo_id: str, *, weights: bool, code: bool = False, report: Callable[[
     processes, and a run that is resumed, have the same files. ``code`` includes Python files, which may define a
     tokenizer; ``report`` gets a line for the user when a download begins.
     """
-    patterns = ["config.json", *SMALL_FILES, *(_WEIGHTS if weights else ()), *(["*.py"] if code else [])]
+    patterns = ["config.json", ADAPTER_FILE, *SMALL_FILES, *(_WEIGHTS if weights else ()), *(["*.py"] if code else [])]
     cache = Path(constants.HF_HUB_CACHE)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -76,6 +76,11 @@ def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
         return MissingInput(
             f"{here} {repo_id} is not in the Hub cache, and HF_HUB_OFFLINE disables downloads. Check the "
             f"path, or download it on a machine with network access: hf download {repo_id}"
+        )
+    if isinstance(error, hub_errors.LocalEntryNotFoundError):  # neither in the cache nor on a Hub that answers
+        return MissingInput(
+            f"{here} the Hub, where it may be a repository, does not answer. Check the path, or the network: "
+            f"{_one_line(error.__cause__ or error)[:300]}"
         )
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(f"{constants.HF_HUB_CACHE}: no space left to download {repo_id}. Make room, or set HF_HOME.")

@@ -19,6 +19,8 @@ from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
+ADAPTER_FILE = "adapter_config.json"
+"""In a folder of PEFT, which has LoRA weights and no model."""
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKENIZER_FILES = (
     *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
@@ -50,6 +52,8 @@ class ModelFolder:
         folder = Path(path)
         if not folder.is_dir():
             raise MissingInput(f"{folder} is not a folder. Give the folder of a Hugging Face model.")
+        if (folder / ADAPTER_FILE).is_file() and not (folder / "config.json").is_file():
+            raise MissingInput(_adapter_message(folder))
         if not (folder / "config.json").is_file():
             raise MissingInput(f"{folder} has no config.json. Give the folder of a Hugging Face model.")
         return cls(folder, _read_json(folder / "config.json"))
@@ -166,6 +170,17 @@ def write_model_files(
 def modeling_files() -> list[Path]:
     """The modelling files of an export that transformers has no class for."""
     return sorted(path for path in (Path(__file__).parent / "shim").glob("*.py") if path.name != "__init__.py")
+
+
+def _adapter_message(folder: Path) -> str:
+    base = _read_json(folder / ADAPTER_FILE).get("base_model_name_or_path") or "BASE"
+    merged = folder.with_name(f"{folder.resolve().name}-merged")
+    return (
+        f"{folder} is a LoRA adapter of PEFT for {base} and not a model. Merge it into its base model, then use {merged}: "
+        'python -c "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; '
+        f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('{merged}'); "
+        f"T.from_pretrained('{base}').save_pretrained('{merged}')\""
+    )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

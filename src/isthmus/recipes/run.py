@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from isthmus.config.load import dump
+from isthmus.config.load import dump, origins_of
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import PairBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, memory_stats
-from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups
+from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups, sum_over_ranks
 from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted, UsageError
 from isthmus.launch.rendezvous import join_ranks
@@ -28,11 +28,12 @@ from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
+from isthmus.recipes.setup.memory_estimate import num_parameters
 from isthmus.recipes.setup.model_plan import check_profiled_steps, check_schedule
 from isthmus.recipes.setup.rank_model import RankModel, build_rank_model
 from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.train.loop import Loop, RunData
-from isthmus.train.reporter import Reporter
+from isthmus.train.reporter import Reporter, first_valid_loss
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
 
@@ -50,6 +51,7 @@ class RunResult:
     loss: float | None
     """Of the last step; None if the run had no steps left."""
     valid_loss_before: float | None
+    """Before the first step, also of a run that was resumed."""
     valid_loss: float | None
     test_loss: float | None
     tokens_per_s: float | None
@@ -229,7 +231,9 @@ def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Repo
 def _train(training: _Training, stop: StopFlag) -> RunResult:
     context, start, steps = training.context, training.start, training.data.steps
     config, reporter = context.config, training.reporter
-    reporter.begin(total_steps=steps, start=start)
+    reporter.log(_describe(training))
+    settings = {name: value for name, value, _ in origins_of(config.model_dump(mode="json"), {})}
+    reporter.begin(total_steps=steps, start=start, settings=settings)
     profiled = config.train.profiled_steps
     if profiled and profiled[-1] <= start < steps:
         reporter.log(f"train.profile={config.train.profile}: these steps are done already; no step is profiled")
@@ -240,15 +244,31 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
         training.save(steps)
     if config.checkpoint.export_final:
         training.export(None)
+    first = first_valid_loss(context.run_dir.root / "metrics.jsonl")  # None on a machine without the run folder
     return RunResult(
         out=str(context.run_dir.root),
         model=str(context.run_dir.export()) if config.checkpoint.export_final else None,
         steps=steps,
         loss=outcome.last_loss,
-        valid_loss_before=before,
+        valid_loss_before=before if first is None else first,
         valid_loss=outcome.valid_loss,
         test_loss=outcome.test_loss,
         tokens_per_s=outcome.tokens_per_s,
+    )
+
+
+def _describe(training: _Training) -> str:
+    """Steps, epochs, tokens of a step and parameters; a collective."""
+    plan, data = training.context.plan, training.data
+    epochs = f"{data.steps * data.train.global_batch_size / data.train.sequences_per_epoch:.3g} epochs"
+    parameters = [parameter for stage in training.model.stages for parameter in stage.parameters()]
+    own = [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
+    every, trainable = sum_over_ranks([float(number) for number in own], training.stepper.device)
+    total = num_parameters(plan.family, plan.architecture)
+    return (
+        f"training: {data.steps} steps, {'random tokens' if training.context.config.data.mock else epochs}, "
+        f"{data.train.tokens_per_step:,.0f} tokens per step; {total:,} parameters, {total * trainable / every:,.0f} "
+        "trainable"
     )
 
 

@@ -12,6 +12,7 @@ _KEYS = {"loss_tokens": "learned_tokens"}
 """Keys with another name in metrics.jsonl."""
 _PRINTED = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
 """Printed metrics of the objective, and their printed names."""
+_PERFORMANCE = ("tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "memory_used", "step_time_s")
 _MEGATRON_NAMES = {"mtp_loss": "mtp_1 loss"}
 
 
@@ -62,30 +63,48 @@ class StepMetrics:
         return {_KEYS.get(name, name): value for name, value in row.items()}
 
 
-def step_line(m: StepMetrics, total_steps: int, *, device: str, left_s: float | None) -> str:
-    """The printed line of a step; ``device`` ("GPU" or "rank") is the unit of TFLOP/s."""
-    parts = [
-        f"step {m.step}/{total_steps}",
-        f"loss {m.loss:.4f}",
-        *printed(m.objective),
-        f"lr {m.lr:.2e}",
-        f"grad norm {m.grad_norm:.3f}",
-        f"{m.tokens_per_s:,.0f} tokens/s",
-    ]
-    if m.tflops_per_device is not None:
-        parts.append(f"{m.tflops_per_device:.3g} TFLOP/s/{device} (causal)")
+WIDTH = 100
+"""Columns of a printed line, at most."""
+_DISPENSABLE = ("left", "GiB", "MFU", "TFLOP/s", "lr")
+"""Cells without which a wide line still makes sense, in this order; metrics.jsonl has them."""
+
+
+def step_line(m: StepMetrics, total_steps: int, *, left_s: float | None, device: str = "rank") -> str:
+    """The printed line of a step: cells of constant width and unit; ``left_s`` is the remaining time in seconds.
+
+    A line of more than ``WIDTH`` columns loses cells. A ``device`` "GPU" adds its MFU, or TFLOP/s if its peak is
+    unknown.
+    """
+    cells = {"step": step_cell(m.step, total_steps), "loss": f"loss {m.loss:7.4f}"}
+    cells |= printed(m.objective)
+    cells |= {"lr": f"lr {m.lr:.2e}", "norm": f"norm {m.grad_norm:6.3f}", "tok/s": f"{m.tokens_per_s:7,.0f} tok/s"}
     if m.mfu is not None:
-        parts.append(f"MFU {m.mfu:.1%}")
+        cells["MFU"] = f"MFU {m.mfu:5.1%}"
+    elif m.tflops_per_device is not None and device == "GPU":
+        cells["TFLOP/s"] = f"{m.tflops_per_device:6.1f} TFLOP/s"
     if m.loss_scale is not None:
-        parts.append(f"loss scale {m.loss_scale:g} ({m.skipped} skipped)")
-    parts.append(f"{m.memory_gib:.2f} GiB")
-    if left_s is not None:
-        parts.append(f"{duration(left_s)} left")
-    return "  ".join(parts)
+        cells["scale"] = f"loss scale {m.loss_scale:g} ({m.skipped} skipped)"
+    cells |= {"GiB": f"{m.memory_gib:6.2f} GiB", "left": " " * 12 if left_s is None else f"{duration(left_s):>7} left"}
+    for name in _DISPENSABLE:
+        if len("  ".join(cells.values())) > WIDTH:
+            cells.pop(name, None)
+    return "  ".join(cells.values()).rstrip()
 
 
-def printed(objective: Mapping[str, float]) -> list[str]:
-    return [f"{name} {objective[key]:.3f}" for key, name in _PRINTED.items() if key in objective]
+def step_cell(step: int, total_steps: int) -> str:
+    return f"step {step:>{len(str(total_steps))}}/{total_steps}"
+
+
+def printed(objective: Mapping[str, float]) -> dict[str, str]:
+    """The printed metrics of the objective by name."""
+    return {name: f"{name} {objective[key]:6.3f}" for key, name in _PRINTED.items() if key in objective}
+
+
+def tensorboard_tag(key: str) -> str:
+    """``train/...``, ``eval/...`` or ``perf/...`` for a key of metrics.jsonl."""
+    if key.startswith("valid_"):
+        return f"eval/{key.removeprefix('valid_')}"
+    return f"{'eval' if key.startswith('test_') else 'perf' if key in _PERFORMANCE else 'train'}/{key}"
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
-from isthmus.train.metrics import StepMetrics, megatron_line, printed, step_line
+from isthmus.train.metrics import StepMetrics, megatron_line, printed, step_cell, step_line, tensorboard_tag
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -95,8 +95,11 @@ class Reporter:
         self._first: tuple[int, float] | None = None
         """The first step of this process and the monotonic time of its end, in seconds."""
 
-    def begin(self, *, total_steps: int, start: int = 0) -> None:
-        """Open the files; rows of steps after ``start`` (left by an interruption) are removed."""
+    def begin(self, *, total_steps: int, start: int = 0, settings: Mapping[str, Any] | None = None) -> None:
+        """Open the files; rows of steps after ``start`` (left by an interruption) are removed.
+
+        ``settings`` are TensorBoard's hyper-parameters.
+        """
         self._total_steps = total_steps
         if not self._is_main:
             return
@@ -109,10 +112,11 @@ class Reporter:
             raise IOFailure(f"{path} cannot be written: {error.strerror}. Choose another --out.") from error
         self._console.show_progress(total_steps, start)
         if self._settings.tensorboard:
-            self._open_tensorboard(start)
+            self._open_tensorboard(start, settings or {})
 
-    def _open_tensorboard(self, start: int) -> None:
+    def _open_tensorboard(self, start: int, settings: Mapping[str, Any]) -> None:
         try:
+            from torch.utils.tensorboard.summary import hparams
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError:
             self._console.print(
@@ -123,6 +127,10 @@ class Reporter:
         # Hides points of later steps, left by an interruption.
         purge_step = start + 1 if start else None
         self._tensorboard = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
+        known = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
+        experiment, session, _ = hparams(known, {"train/loss": 0.0, "eval/loss": 0.0})  # type: ignore[no-untyped-call]
+        for summary in (experiment, session):  # SummaryWriter.add_hparams would write them into another run
+            self._tensorboard.file_writer.add_summary(summary)
 
     def __enter__(self) -> Reporter:
         return self
@@ -163,8 +171,8 @@ class Reporter:
         objective = objective or {}
         self._record({"step": step, **{f"{part}_{name}": value for name, value in {"loss": loss, **objective}.items()}})
         name = {"valid": "validation", "test": "test"}[part]
-        parts = [f"step {step}/{self._total_steps}", f"{name} loss {loss:.4f}", *printed(objective)]
-        self._console.print("  ".join(parts))
+        cells = [step_cell(step, self._total_steps), f"{name} loss {loss:.4f}", *printed(objective).values()]
+        self._console.print("  ".join(cells))
 
     def _record(self, row: dict[str, Any], *, points: bool = True) -> None:
         assert self._file is not None, "begin() comes first"
@@ -174,12 +182,12 @@ class Reporter:
         if points and self._tensorboard is not None:
             for name, value in row.items():
                 if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(name, value, row["step"])
+                    self._tensorboard.add_scalar(tensorboard_tag(name), value, row["step"])
 
     def _line(self, metrics: StepMetrics) -> str:
         if self._settings.style == "megatron":
             return megatron_line(metrics, self._total_steps)
-        return step_line(metrics, self._total_steps, device=self._device, left_s=self._time_left_s(metrics.step))
+        return step_line(metrics, self._total_steps, left_s=self._time_left_s(metrics.step), device=self._device)
 
     def _time_left_s(self, step: int) -> float | None:
         # The first step warms up and is not representative.
@@ -187,6 +195,14 @@ class Reporter:
             return None
         first, at_s = self._first
         return (time.monotonic() - at_s) / (step - first) * (self._total_steps - step)
+
+
+def first_valid_loss(path: Path) -> float | None:
+    """The first validation loss in a ``metrics.jsonl``: before the first step, also if the run was resumed."""
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # another row, or one that is being written
+            return float(json.loads(line)["valid_loss"])
+    return None
 
 
 def cut_after(path: Path, step: int) -> None:

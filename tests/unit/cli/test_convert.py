@@ -27,6 +27,8 @@ def test_convert_both_ways_and_verify(model: str, tmp_path: Path, capsys: pytest
     assert "destination format  hf" in capsys.readouterr().out
     assert main(["verify", model, back, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["formats"] == ["hf", "hf"]
+    assert main(["verify", model, there]) == 0
+    assert capsys.readouterr().out.split()[-2:] == ["result", "identical"]
 
 
 def test_a_difference_is_exit_code_1(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +38,8 @@ def test_a_difference_is_exit_code_1(model: str, tmp_path: Path, capsys: pytest.
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, file, {"format": "pt"})
     assert main(["verify", model, str(tmp_path / "there")]) == 1
-    line = capsys.readouterr().err
+    out, line = capsys.readouterr()
+    assert "identical" not in out + line
     assert "model.norm.weight in 1 of 32 elements, by 1 at most" in line and line.count("\n") == 1
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -9,12 +11,19 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from backports import zstd
 
 import isthmus
 from isthmus.cli import process
 from isthmus.cli.main import main
 from isthmus.config.schema import RunConfig
+from isthmus.data.readers.data_names import COMPRESSED, FORMATS, HUB
+from isthmus.data.readers.file_formats import chunk_records, read_chunks
+from isthmus.data.readers.file_sources import is_data_file
+from isthmus.data.store.manifest import SUFFIXES
 
 SOURCE = Path(__file__).parents[3] / "src"
 RUN = ["sft", "--model", "m", "--data", "d.json", "--out", "o"]
@@ -147,6 +156,45 @@ def test_commands_that_do_not_import_torch() -> None:
     code = f"import sys; from isthmus.cli.main import main; {call}; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
+
+
+@pytest.mark.processes
+def test_first_line_comes_before_torch() -> None:
+    """Importing torch takes seconds; here it fails."""
+    code = f"import sys; sys.modules['torch'] = None; from isthmus.cli.main import main; main({RUN!r})"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    line, error = done.stderr.splitlines()
+    assert line == f"isthmus {isthmus.__version__}  sft  model m  data d.json  1 epochs  1 rank  out o"
+    assert error.startswith("isthmus: ") and "torch" in error
+
+
+def test_help_names_all_formats_of_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """And a file of each format is read."""
+    assert main(["pretrain", "--help"]) == 0
+    words = set(re.split(r"[\s;(),:]+", capsys.readouterr().out))
+    records = [{"text": "a"}, {"text": "b"}]
+    texts = {"JSON": "\n".join(map(json.dumps, records)), "tables": "text\na\nb\n", "text": "a\n\nb\n"}
+    for name, suffixes in FORMATS.items():
+        for suffix in suffixes:
+            assert suffix in words
+            path = tmp_path / f"data{suffix}"
+            if name == "parquet":
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+            else:
+                path.write_text(texts[name])
+            for file in (path, *(path.with_name(path.name + end) for end in COMPRESSED if name != "parquet")):
+                if file != path:
+                    assert file.suffix in words
+                    file.write_bytes(compress(file.suffix, path.read_bytes()))
+                assert is_data_file(file)
+                values = [record.value for chunk in read_chunks([file]) for record in chunk_records(chunk)]
+                assert values == ([{"text": texts["text"]}] if name == "text" else records), file
+    assert {f"{HUB}ORG/NAME[/CONFIGURATION][", "SPLIT]", "save_to_disk", *SUFFIXES[:2]} <= words
+
+
+def compress(suffix: str, content: bytes) -> bytes:
+    return gzip.compress(content) if suffix in (".gz", ".gzip") else zstd.compress(content)
 
 
 def test_invalid_rank_variables_end_with_one_line(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from isthmus.errors import IOFailure, MissingInput
+from isthmus.errors import MissingInput
 from isthmus.hf.hub import fetch, looks_like_id
 from unit.hub_server import serve_hub
 
@@ -77,7 +77,7 @@ def test_download_errors_have_hints(asked: list[str], monkeypatch: pytest.Monkey
         fetch("org/open", weights=True, report=print)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(IOFailure, match=r"no local folder org/open, and org/open cannot be downloaded from the Hub"):
+    with pytest.raises(MissingInput, match=r"no local folder org/open, and the Hub, .* does not answer. Check the path"):
         fetch("org/open", weights=True, report=print)
 
 

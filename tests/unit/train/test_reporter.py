@@ -10,8 +10,8 @@ import pytest
 
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
-from isthmus.train.metrics import StepMetrics, duration
-from isthmus.train.reporter import Console, Reporter, cut_after
+from isthmus.train.metrics import WIDTH, StepMetrics, duration, step_line, tensorboard_tag
+from isthmus.train.reporter import Console, Reporter, cut_after, first_valid_loss
 
 
 def metrics(step: int, **more: Any) -> StepMetrics:
@@ -74,14 +74,64 @@ def test_row_and_line_of_each_step(tmp_path: Path, capsys: pytest.CaptureFixture
         "step 1/3",
         "loss 2.5000",
         "lr 1.00e-05",
-        "grad norm 0.750",
-        "1,234 tokens/s",
+        "norm  0.750",
+        "1,234 tok/s",
         "MFU 40.0%",
         "1.50 GiB",
     ):
         assert part in lines[2]
-    assert "0.123 TFLOP/s/device (causal)" in lines[2]
     assert "left" not in lines[2] and lines[3].endswith("left") and "left" not in lines[4]
+
+
+@pytest.mark.parametrize("total", [10, 99_999, 999_999])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mfu": None},
+        {},
+        {"mfu": None, "tflops_per_device": 1234.5},
+        {"loss_scale": 4096.0, "skipped": 12},
+        {"objective": {"rewards/margins": -0.125, "rewards/accuracies": 0.5}},
+    ],
+)
+def test_step_lines_are_aligned_and_fit(total: int, more: dict[str, Any]) -> None:
+    small = {"loss": 0.0123, "lr": 0.0, "grad_norm": 0.001, "tokens_per_s": 53.2, "memory_gib": 0.35}
+    large = {"loss": 12.5, "lr": 4e-3, "grad_norm": 12.345, "tokens_per_s": 251_234.0, "memory_gib": 141.25}
+    lines = [
+        step_line(metrics(step, **values | more), total, left_s=left_s, device="GPU")
+        for step, values, left_s in ((1, small, None), (2, small, 8.0), (total // 2, large, 36_000.0))
+    ]
+    assert max(map(len, lines)) <= WIDTH
+    for unit in ("loss", "lr", "norm", "tok/s", "TFLOP/s", "MFU", "GiB", "left"):
+        found = {line.index(unit) + len(unit) for line in lines if unit in line}
+        assert len(found) <= 1, lines  # the same column in every line
+    assert all("tok/s" in line and "norm" in line for line in lines)
+
+
+def test_a_line_keeps_what_matters_most() -> None:
+    def cells(**more: Any) -> str:
+        return step_line(metrics(1, **more), 99_999, left_s=36_000.0, device="GPU")
+
+    assert "MFU" in cells() and "left" not in cells() and "GiB" in cells()
+    assert "0.1 TFLOP/s" in cells(mfu=None) and "TFLOP/s" not in step_line(metrics(1, mfu=None), 9, left_s=None)
+    assert cells(mfu=None, tflops_per_device=None).endswith("10:00:00 left")
+
+
+def test_tags_of_tensorboard_have_three_groups() -> None:
+    expected = {
+        "loss": "train/loss", "grad_norm": "train/grad_norm", "moe_aux_loss": "train/moe_aux_loss",
+        "rewards/margins": "train/rewards/margins", "valid_loss": "eval/loss", "test_loss": "eval/test_loss",
+        "valid_rewards/margins": "eval/rewards/margins", "tokens_per_s": "perf/tokens_per_s", "mfu": "perf/mfu",
+        "memory_gib": "perf/memory_gib", "step_time_s": "perf/step_time_s",
+    }  # fmt: skip
+    assert {key: tensorboard_tag(key) for key in expected} == expected
+
+
+def test_first_validation_loss(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert first_valid_loss(path) is None
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "valid_loss": 1.5}\n{"step": 4, "valid_loss": 1.0}\n{"st')
+    assert first_valid_loss(path) == 1.5
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,16 +208,23 @@ def test_closed_terminal_does_not_end_the_run(tmp_path: Path, monkeypatch: pytes
 def test_tensorboard_points(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     with reporter(tmp_path, tensorboard=True) as report:
-        report.begin(total_steps=2)
+        report.begin(total_steps=2, settings={"optim.lr": 1e-3, "data.files": ["a.json"], "train.epochs": None})
         report.step(metrics(1, loss=2.0))
         report.step(metrics(2, loss=1.0))
         report.evaluation(2, 1.5)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    folder = tmp_path / "tensorboard"
+    assert len(list(folder.rglob("*"))) == 1  # no second run
+    events = EventAccumulator(str(folder))
     events.Reload()
-    assert [(point.step, point.value) for point in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
-    assert [point.value for point in events.Scalars("valid_loss")] == [1.5]
+    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+    assert [point.value for point in events.Scalars("eval/loss")] == [1.5]
+    assert {tag.partition("/")[0] for tag in events.Tags()["scalars"]} == {"train", "eval", "perf"}
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    chosen = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert chosen["optim.lr"].number_value == 1e-3 and chosen["data.files"].string_value == "['a.json']"
 
 
 def test_missing_tensorboard_is_reported_once(

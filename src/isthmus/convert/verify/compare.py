@@ -44,12 +44,14 @@ class ModelComparison:
     logits: LogitsDifference | None = None
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields by name; the last is always ``identical``, since a difference raises CheckFailed."""
         fields = asdict(self)
         logits = fields.pop("logits") or {}
         return fields | {
             "logits_max_abs": logits.get("max_abs"),
             "logits_mean_kl_nats": logits.get("mean_kl_nats"),
             "logits_run": logits.get("how"),
+            "result": "identical",
         }
 
 

@@ -130,6 +130,11 @@ class Batches:
         """Of one rank in one step."""
         return self.global_batch_size // (self.settings.micro_batch_size * self.shard.dp_size)
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean over an epoch, without padding."""
+        return float(self._inputs.sum(dtype=np.int64)) / self.sequences_per_epoch * self.global_batch_size
+
     def step(self, step_index: int) -> list[PackedBatch]:
         """This rank's micro batches of step ``step_index``, counted from 0."""
         first = step_index * self.global_batch_size

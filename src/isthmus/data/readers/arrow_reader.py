@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.data.readers.chunks import CHUNK_BYTES, Record
+from isthmus.data.readers.data_names import HUB
 from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
 
-HUB = "hf:"
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files of a dataset without records."""
 _MOST_ROWS = 4096

@@ -23,7 +23,6 @@ _UNSUPPORTED = {
     b"7z\xbc\xaf": "7z",
     b"\x04\x22\x4d\x18": "lz4",
 }
-_SUFFIXES = (".gz", ".gzip", ".zst", ".zstd")
 _BUFFER_BYTES = 1 << 17
 
 
@@ -61,11 +60,6 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
 def is_compressed(path: Path | str) -> bool:
     with Path(path).open("rb") as file:
         return file.read(4).startswith(_GZIP + _ZSTD)
-
-
-def uncompressed_name(path: Path) -> str:
-    """The file name without the suffix of a compression."""
-    return path.stem if path.suffix in _SUFFIXES else path.name
 
 
 def _zstd(path: Path | str) -> Any:

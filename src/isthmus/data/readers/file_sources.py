@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isthmus.data.readers.arrow_reader import HUB, METADATA, check_name, is_dataset
-from isthmus.data.readers.decompress import uncompressed_name
+from isthmus.data.readers.arrow_reader import METADATA, check_name, is_dataset
+from isthmus.data.readers.data_names import FORMATS, HUB, uncompressed_name
 from isthmus.data.store.manifest import PARTIAL, is_manifest
 from isthmus.errors import MissingInput, UsageError
 
-_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".txt")
+_SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 
 
 @dataclass(slots=True)

@@ -139,6 +139,11 @@ def _smaller_activations(config: RunConfig) -> list[str]:
     return [*hints, "raise parallel.cp or parallel.tp", "lower data.seq_length"]
 
 
+def num_parameters(family: Family, arch: Architecture) -> int:
+    """Of the whole model; a tied tensor counts once."""
+    return _count_parameters(family, arch, ParallelConfig())[0][0].total()
+
+
 def _count_parameters(family: Family, arch: Architecture, parallel: ParallelConfig) -> tuple[list[Counter[str]], int]:
     """Parameters of each pipeline rank by kind, and the number that fsdp gathers at once: a layer and the rest."""
     padded = math.ceil(arch.vocab_size / parallel.tp) * parallel.tp

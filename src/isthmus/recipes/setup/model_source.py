@@ -12,6 +12,7 @@ from isthmus.config.model_file import merge_config, read_model
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.model import ModelConfig
+from isthmus.convert.open_model import checkpoint_folder
 from isthmus.errors import MissingInput, UsageError
 from isthmus.families.registry import family_for
 from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
@@ -19,6 +20,7 @@ from isthmus.hf.hub import fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder, tokenizer_files
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer, open_tokenizer
+from isthmus.recipes.run_dir import RunDir
 
 
 def open_source(model: ModelConfig) -> ModelFolder:
@@ -28,7 +30,9 @@ def open_source(model: ModelConfig) -> ModelFolder:
     if is_model_file(model.path):
         found = _described(model.path, read_model(model.path))
     else:
-        found = ModelFolder.open(local_folder(model.path, weights=model.init == "hf", code=model.trust_remote_code))
+        folder = local_folder(model.path, weights=model.init == "hf", code=model.trust_remote_code)
+        _check_is_model(folder)
+        found = ModelFolder.open(folder)
     if not model.config:
         return found
     merged = merge_config(found.config, model.config)
@@ -70,6 +74,23 @@ def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
             f"{named} does not exist. Give a folder, an id on the Hub (org/name), or for a model preset:NAME."
         )
     return fetch(named, weights=weights, code=code, report=lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def _check_is_model(folder: Path) -> None:
+    """Refuse a Megatron checkpoint and a run folder, and name the next command."""
+    if (folder / "config.json").is_file():
+        return
+    run = RunDir(folder)
+    if checkpoint_folder(folder) is None and (run.export() / "config.json").is_file():
+        raise MissingInput(f"{folder} is a run folder. Use the model that the run exported: {run.export()}")
+    for place in (folder, run.checkpoints):
+        if (checkpoint := checkpoint_folder(place)) is not None:
+            layout = "legacy" if any(checkpoint.glob("mp_rank_*")) else "torch_dist"
+            converted = folder.with_name(f"{folder.resolve().name}-hf")
+            raise MissingInput(
+                f"{place} is a Megatron checkpoint ({layout}), and a run starts from a Hugging Face model. Convert it, "
+                f"then use {converted}: isthmus convert {place} {converted} --to hf"
+            )
 
 
 def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:

@@ -1,0 +1,34 @@
+"""The names of data: formats by suffix, compressions, and how the help of the commands describes them.
+
+Imports nothing slow, since every command has its help.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+HUB = "hf:"
+"""Prefix of a data set on the Hub."""
+FORMATS = {
+    "JSON": (".json", ".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+    "tables": (".csv", ".tsv"),
+    "text": (".txt",),
+}
+"""Suffixes of data files by format."""
+COMPRESSED = (".gz", ".gzip", ".zst", ".zstd")
+"""Suffixes of compressed files; parquet compresses its own content."""
+
+
+def uncompressed_name(path: Path) -> str:
+    """The file name without the suffix of a compression."""
+    return path.stem if path.suffix in COMPRESSED else path.name
+
+
+def describe_sources() -> str:
+    """All names that :func:`isthmus.data.readers.file_sources.find_sources` takes, for help texts."""
+    formats = "; ".join(f"{name} {' '.join(suffixes)}" for name, suffixes in FORMATS.items())
+    return (
+        f"files ({formats}; all but parquet also compressed: {' '.join(COMPRESSED)}), folders, patterns, datasets "
+        f"written by save_to_disk, or {HUB}ORG/NAME[/CONFIGURATION][:SPLIT]"
+    )
