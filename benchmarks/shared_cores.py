@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from certificate import REPOSITORY, certificate, cores, result_path, write_result
+from certificate import certificate, cores, result_path, write_result
 from rounds import median, run_turn, spread, turn_files
 from sft.workload import TINY, Shape, Turn, make_workload
 
@@ -53,7 +53,7 @@ def isthmus_turn(spec: dict[str, Any]) -> list[float]:
     """Tokens per second of each step of the real command."""
     folder = Path(spec["folder"])
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as out:
-        words = ["sft", "--model", str(folder / "model"), "--data", str(folder / "python-documentation.jsonl")]
+        words = ["sft", "--model", str(folder / "model"), "--data", str(folder / "prepared")]
         words += ["--out", f"{out}/run", f"train.steps={spec['steps']}", f"train.global_batch_size={BATCH}"]
         words += [f"train.micro_batch_size={BATCH}", f"data.seq_length={SEQ_LENGTH}", "data.valid_fraction=0"]
         words += ["checkpoint.save_final=false", "checkpoint.export_final=false", "logging.tensorboard=false"]
@@ -87,33 +87,33 @@ def transformers_turn(spec: dict[str, Any]) -> list[float]:
 
 
 def contestants(folder: Path, steps: int, threads: int) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Name -> (threads, spec)."""
+    """Name, with the number of threads -> (threads, spec)."""
     common = {"folder": str(folder), "steps": steps, "environment": {}}
     own, plain = common | {"program": "isthmus"}, common | {"program": "transformers"}
     spinning = own | {"environment": SPINS}
     return {
-        "isthmus, 1 thread": (1, own),
-        f"isthmus, {threads} threads": (threads, own),
-        f"isthmus, {threads} threads that spin": (threads, spinning),
-        "transformers, 1 thread": (1, plain),
-        f"transformers, {threads} threads": (threads, plain),
+        "isthmus-1": (1, own),
+        f"isthmus-{threads}": (threads, own),
+        f"isthmus-{threads}-spinning": (threads, spinning),
+        "transformers-1": (1, plain),
+        f"transformers-{threads}": (threads, plain),
     }
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all contestants in alternation, without and with load."""
     shape = SHAPES["tiny" if chosen.quick else chosen.size]
-    workload = make_workload(
-        folder, data=None, tokenizer=None, seq_length=SEQ_LENGTH, num_samples=400, shape=shape
-    )
+    workload = make_workload(folder, data=None, tokenizer=None, seq_length=SEQ_LENGTH, num_samples=400, shape=shape)
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for number in range(chosen.rounds):
-        for others in (0, chosen.others):
+        for others in sorted({0, chosen.others}):
             for name, (threads, spec) in contestants(folder, chosen.steps, chosen.threads).items():
+                if chosen.only and name not in chosen.only.split(","):
+                    continue
                 with busy(others):
                     result = run_turn("shared_cores", spec, threads=threads)
                 found.setdefault((others, name), []).append(result)
-                print(f"round {number + 1}  {others} others  {name:<32} {result['tokens_per_s']:9.1f}", flush=True)
+                print(f"round {number + 1}  {others} others  {name:<24} {result['tokens_per_s']:9.1f}", flush=True)
     rows = [
         {"contestant": name, "others": others, "tokens_per_s": median(turns, "tokens_per_s"),
          "tokens_per_s_rounds": spread(turns, "tokens_per_s")}
@@ -138,16 +138,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="of the second contestant (default: all cores)")
     parser.add_argument("--others", type=int, default=cores(), help="busy processes (default: one per core)")
+    parser.add_argument("--only", help="contestants, with commas (default: all)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to check that the benchmark runs")
+    parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
     certified = certificate(["benchmarks/shared_cores.py", *arguments])
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
         result = {"benchmark": "shared-cores", "certificate": certified} | measure(chosen, Path(folder))
     show(result["rows"])
-    if chosen.record:
-        write_result(out := result_path("shared-cores", certified), result)
-        print(f"written to {out.relative_to(REPOSITORY)}")
+    out: Path | None = result_path("shared-cores", certified) if chosen.record else chosen.out
+    if out is not None:
+        write_result(out, result)
+        print(f"written to {out}")
 
 
 def turn() -> None:

@@ -244,6 +244,7 @@ _GUIDES = {
 
 def cli_page() -> str:
     """All verbs with their arguments and options, from the typer application."""
+    others = [f"`data.{name}`" for name in DataConfig.model_fields if name != "files"]
     lines = [
         "# Command line",
         "",
@@ -267,7 +268,7 @@ def cli_page() -> str:
         f"- folders, patterns, datasets written by `save_to_disk`, and `{HUB}ORG/NAME[/CONFIGURATION][:SPLIT]`;",
         "- prefixes of files that `isthmus prepare` or Megatron-LM wrote (`.bin` and `.idx`).",
         "",
-        f"Other settings of the data: {', '.join(f'`data.{name}`' for name in DataConfig.model_fields if name != 'files')};",
+        f"Other settings of the data: {', '.join(others)};",
         "see [Settings](config.md#data) and [Data formats](data-formats.md).",
         "",
     ]

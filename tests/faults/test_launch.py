@@ -132,8 +132,8 @@ def test_result_is_printed_once_and_threads_are_divided(stubbed: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"loss": 1.5, "rank": 0}
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    run, *rest = done.stderr.splitlines()
-    assert run.startswith("isthmus ") and "2 ranks" in run and rest == [f"hello from 0 of 2 threads {threads}"]
+    line, *rest = done.stderr.splitlines()
+    assert line.startswith("isthmus ") and "2 ranks" in line and rest == [f"hello from 0 of 2 threads {threads}"]
 
 
 def test_error_of_one_rank_is_reported_once_with_its_code(isthmus: ForkServer, stubbed: Path) -> None:

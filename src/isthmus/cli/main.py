@@ -95,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and its profiler reports its start.
     from isthmus.cli.process import run_alone, run_rank
-    from isthmus.platforms import rank_env
+    from isthmus.platforms import cpu_threads, rank_env
+
+    cpu_threads.sleep_while_waiting()
 
     return (run_alone if rank_env.stop_file() is None else run_rank)(words, parse_and_run)

@@ -176,7 +176,8 @@ def _adapter_message(folder: Path) -> str:
     base = _read_json(folder / ADAPTER_FILE).get("base_model_name_or_path") or "BASE"
     merged = folder.with_name(f"{folder.resolve().name}-merged")
     return (
-        f"{folder} is a LoRA adapter of PEFT for {base} and not a model. Merge it into its base model, then use {merged}: "
+        f"{folder} is a LoRA adapter of PEFT for {base} and not a model. Merge it into its base model, then use "
+        f"{merged}: "
         'python -c "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; '
         f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('{merged}'); "
         f"T.from_pretrained('{base}').save_pretrained('{merged}')\""

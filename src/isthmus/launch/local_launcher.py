@@ -28,6 +28,7 @@ import isthmus
 from isthmus.errors import Preempted
 from isthmus.launch.first_failure import Failure, failure_of_death, first_failure, reported_failures
 from isthmus.platforms import rank_env
+from isthmus.platforms.cpu_threads import cores
 
 SAVE_TIMEOUT_S = 600.0
 """Time for the ranks to save after a stop request."""
@@ -175,7 +176,7 @@ def _rank_environment(folder: Path, nproc: int) -> dict[str, str]:
     environment = {
         rank_env.STOP_FILE: str(folder / "stop"),
         # Avoids oversubscribed cores.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, rank_env.cores() // nproc))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // nproc))),
     }
     root = Path(isthmus.__file__).parents[1]
     if root.name not in ("site-packages", "dist-packages"):

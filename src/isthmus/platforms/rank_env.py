@@ -91,11 +91,6 @@ def stop_file() -> Path | None:
     return Path(path) if path else None
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def first_node(nodes: str) -> str:
     """The first host of a Slurm node list: ``gpu[07-09,12],cpu1`` -> ``gpu07``; ``rack[1-2]n[4,6]`` -> ``rack1n4``."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)

@@ -24,6 +24,7 @@ from isthmus.errors import Preempted, UsageError
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import RunShape
+from isthmus.platforms.cpu_threads import cores
 from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
@@ -106,10 +107,10 @@ def _prepare_process(context: RunContext) -> list[str]:
         torch.set_num_threads(threads)
         messages.append(f"{threads} threads a rank (train.threads)")
     elif platform.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        cores = rank_env.cores()
-        threads = max(1, cores // local_ranks)
+        available = cores()
+        threads = max(1, available // local_ranks)
         torch.set_num_threads(threads)
-        messages.append(f"{threads} threads a rank ({local_ranks} ranks on this machine's {cores} cores)")
+        messages.append(f"{threads} threads a rank ({local_ranks} ranks on this machine's {available} cores)")
     for detail in (*platform.prepare_process(), *(() if on_gpu else environment)):
         _logger.debug(detail)
     return messages

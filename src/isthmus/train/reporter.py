@@ -127,8 +127,8 @@ class Reporter:
         # Hides points of later steps, left by an interruption.
         purge_step = start + 1 if start else None
         self._tensorboard = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
-        known = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
-        experiment, session, _ = hparams(known, {"train/loss": 0.0, "eval/loss": 0.0})  # type: ignore[no-untyped-call]
+        plain = {name: one if isinstance(one, bool | int | float) else str(one) for name, one in settings.items()}
+        experiment, session, _ = hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})  # type: ignore[no-untyped-call]
         for summary in (experiment, session):  # SummaryWriter.add_hparams would write them into another run
             self._tensorboard.file_writer.add_summary(summary)
 

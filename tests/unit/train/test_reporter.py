@@ -72,7 +72,7 @@ def test_row_and_line_of_each_step(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not out and lines[0] == "platform cpu" and "validation loss 4.2500" in lines[1]
     for part in (
         "step 1/3",
-        "loss 2.5000",
+        "loss  2.5000",
         "lr 1.00e-05",
         "norm  0.750",
         "1,234 tok/s",

@@ -24,7 +24,7 @@ from isthmus.data.tokenize.stats import Overlong, TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, template_notes
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.platforms import rank_env
+from isthmus.platforms.cpu_threads import cores
 from isthmus.recipes.data.data_sources import file_record, files_below, tokenizer_record
 from isthmus.recipes.data.prepare_resume import PartialOutput
 from isthmus.recipes.data.prepare_workers import StartMethod, tokenize_chunks
@@ -139,7 +139,7 @@ def tokenize_files(
     with output.opened(inputs) as complete:
         if not complete:
             chunks = islice(read_chunks(files.names), output.chunks, None)
-            with closing(tokenize_chunks(record_tokenizer, chunks, workers or rank_env.cores(), method)) as tokenized:
+            with closing(tokenize_chunks(record_tokenizer, chunks, workers or cores(), method)) as tokenized:
                 for chunk in tokenized:
                     output.add(chunk)
                     on_progress(output.stats)
