@@ -120,5 +120,5 @@ def _reason(error: Exception) -> str:
     return _one_line(error).rstrip(".")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
