@@ -97,7 +97,7 @@ def test_experts_over_two_machines() -> None:
         "tokenizer.path": "/models/mixtral-8x7b/tokenizer.model",
         "tokenizer.type": "Llama2Tokenizer",
         "data.seq_length": 4096,
-        "data.sets": {"a": {"files": ["/data/a"], "weight": 1.0}, "b": {"files": ["/data/b"], "weight": 1.0}},
+        "data.files": ["/data/a", "/data/b"],
         "data.valid_files": ["/data/valid"],
         "parallel.pp": 4,
         "parallel.vpp": 2,

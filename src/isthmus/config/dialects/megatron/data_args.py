@@ -52,8 +52,8 @@ def put_data(args: Arguments, translation: Translation) -> None:
 
 def _put_blend(args: Arguments, translation: Translation, name: str) -> None:
     weighted, source = weighted_paths(args.get(name)), args.source(name)
-    if len(weighted) == 1:
-        translation.put("data.files", [weighted[0][1]], source)
+    if len(weighted) == 1 or weighted[0][0] is None:
+        translation.put("data.files", [path for _, path in weighted], source)
         return
     sets: dict[str, Any] = {}
     for weight, path in weighted:
@@ -93,14 +93,14 @@ def write_data(written: WrittenArguments) -> None:
         written.set("split", None, "data.valid_fraction")  # not used
 
 
-def weighted_paths(words: Sequence[Any]) -> list[tuple[float, str]]:
-    """(weight, path) pairs, from paths alone or from alternating weights and paths."""
+def weighted_paths(words: Sequence[Any]) -> list[tuple[float | None, str]]:
+    """(weight, path) pairs, from alternating weights and paths, or from paths alone, which have sizes as weights."""
     texts = [str(word) for word in words]
     # Primus gives one string with all of them.
     texts = texts[0].split() if len(texts) == 1 else texts
     if len(texts) % 2 == 0 and all(_is_number(text) for text in texts[::2]):
         return [(float(weight), path) for weight, path in zip(texts[::2], texts[1::2], strict=True)]
-    return [(1.0, text) for text in texts]
+    return [(None, text) for text in texts]
 
 
 def _is_number(text: str) -> bool:
