@@ -32,7 +32,9 @@ def print_arguments(words: Sequence[str], *, json_wanted: bool) -> int:
     family = family_for(source.config)
     arch = family.to_architecture(source.config, source.tensors or None)
     if lacking := unsupported_features(arch):
-        raise UsageError(f"{source}: Megatron-LM 0.16.1 has no option for {', '.join(lacking)}.")
+        raise UsageError(
+            f"{source}: Megatron-LM 0.16.1 has no option for {', '.join(lacking)}: it trains in Isthmus only."
+        )
     dropout = dropout_of(config.train, family.read_dropout(source.config))
     rates = {"attention_dropout": dropout.attention, "hidden_dropout": dropout.hidden}
     tokenizer = config.tokenizer
