@@ -241,6 +241,9 @@ def test_hints_for_text_in_place_of_numbers_and_booleans(tmp_path: Path) -> None
 def test_chat_settings_are_refused_for_plain_text(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data.loss_on .*is for the chats of sft"):
         load_config("pretrain", None, ["data.loss_on=all"], FLAGS)
+    for recipe in ("sft", "dpo"):
+        with pytest.raises(UsageError, match=r"eod_mask_loss is for the documents of pretraining. Leave it out"):
+            load_config(recipe, None, ["data.eod_mask_loss=false"], FLAGS)
     config = load_config("pretrain", None, [], FLAGS)
     assert load_config("pretrain", write(tmp_path, dump(config))) == config
 

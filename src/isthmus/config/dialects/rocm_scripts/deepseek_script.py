@@ -111,4 +111,4 @@ def _put_tokens(t: Translation, v: Variables) -> None:
     else:
         t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")
         t.put("tokenizer.path", v.text("TOKENIZER_MODEL", _TOKENIZER), v.origin("TOKENIZER_MODEL", _TOKENIZER))
-        t.remark("--eod-mask-loss", "unsupported", "the end-of-document token is a loss token like every other")
+        t.put("data.eod_mask_loss", True, "--eod-mask-loss")
