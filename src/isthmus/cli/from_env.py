@@ -76,7 +76,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
     with _redirected_to(log, on_screen=run.tee):
         print("\n".join([*map(remark_line, run.translation.remarks), *plan]), file=sys.stderr, flush=True)
         code = _train(run, nproc, command)
-    if code == 0 and not run.rehearse:  # the speed of a small model means nothing
+    if code == 0 and not run.rehearse:  # the speed of a small model is no measurement
         _summarise(run, log, ranks)
     elif not run.tee:
         print(f"isthmus: ended with exit code {code}; the error is in {log}.", file=sys.stderr)

@@ -155,7 +155,10 @@ def _rehearsal(config: RunConfig, ranks: int) -> RunConfig:
 
     config, changes = rehearse(config, ranks)
     if rank() == 0:
-        lines = ["rehearsal, not the run: a small model with random weights on CPUs; its loss and speed mean nothing"]
+        what = (
+            "rehearsal, not the run: a small model with random weights on CPUs; loss and speed do not predict the run's"
+        )
+        lines = [f"{what}. Settings that differ:"]
         print("\n  ".join([*lines, *changes]), file=sys.stderr, flush=True)
     return config
 
