@@ -36,6 +36,7 @@ def quiet_missing_extensions() -> None:
     # megatron-core 0.16 uses collectives that torch 2.13 renamed, and saves ShardedTensors.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.")
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"Please use DTensor instead")
+    warnings.filterwarnings("ignore", message=r"TypedStorage is deprecated")  # torch 2.6, saving a checkpoint
     warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|TransformerEngine).*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
