@@ -102,7 +102,6 @@ def train(
     """
     from isthmus.cli import process
     from isthmus.cli.cli_args import config_and_overrides
-    from isthmus.cli.exit import ExitStatus, print_error, save_traceback
     from isthmus.cli.terminal import show
     from isthmus.config.load import dump, load_config
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank, world_size
@@ -126,18 +125,10 @@ def train(
     if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
         print(_run_line(config, world_size() if joined else nproc), file=sys.stderr, flush=True)
     if not joined and nproc > 1:
-        from isthmus.launch.local_launcher import launch
-
-        failure = launch(process.argv, nproc, debug=debug)
-        if failure is None:
-            return 0
-        status = ExitStatus(failure.exit_code, failure.message, failure.traceback)
-        status = save_traceback(status, process.run_folder)
-        print_error(status, debug=debug)
-        return status.exit_code
+        return _launch(nproc, debug=debug)
     if joined and not process.started_by_isthmus and nproc > 1:
         raise UsageError(
-            f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Leave --nproc out."
+            f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
         )
     if not process.started_by_isthmus:
         # Until the recipe handles it, after some imports.
@@ -146,6 +137,20 @@ def train(
     if rank() == 0:
         show(result, as_json=json)
     return 0
+
+
+def _launch(nproc: int, *, debug: bool) -> int:
+    """Run this command line as ``nproc`` ranks and print the first failure."""
+    from isthmus.cli import process
+    from isthmus.cli.exit import ExitStatus, print_error, save_traceback
+    from isthmus.launch.local_launcher import launch
+
+    failure = launch(process.argv, nproc, debug=debug)
+    if failure is None:
+        return 0
+    status = ExitStatus(failure.exit_code, failure.message, failure.traceback)
+    print_error(save_traceback(status, process.run_folder), debug=debug)
+    return status.exit_code
 
 
 def _rehearsal(config: RunConfig, ranks: int) -> RunConfig:
