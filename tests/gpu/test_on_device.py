@@ -105,3 +105,33 @@ def test_fp8_matmul_equals_reference(scaling: str, backward: bool) -> None:
     b = quantize(torch.randn(48, 64, device="cuda"), e4m3, scaling)
     got, wanted = scaled_mm(a, b, torch.bfloat16, fast=not backward), emulated_scaled_mm(a, b, torch.float32)
     assert (got.float() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_dropout_masks() -> None:
+    """Masks of hidden states are those of a CPU; those of attention kernels depend on their key only."""
+    from dataclasses import replace
+
+    from isthmus.config.schema.parallel import ParallelConfig
+    from isthmus.data.batching.packed_batch import DropoutKeys, PackedBatch
+    from isthmus.engine.layers.attention import sdpa_attention
+    from isthmus.engine.layers.dropout import AttentionDropout, keep_mask
+    from isthmus.engine.parallel.process_groups import close_groups, open_groups
+
+    rows, columns = torch.randint(-(2**31), 2**31, (2, 512), dtype=torch.int64).int()
+    mask = keep_mask(rows[:, None], columns, 0.1)
+    assert torch.equal(keep_mask(rows.cuda()[:, None], columns.cuda(), 0.1).cpu(), mask)
+    q, k, v = (torch.ones(64, 2, *heads, 64, device="cuda", dtype=torch.bfloat16) for heads in ((2,), (), ()))
+    batch = PackedBatch.for_inference([torch.zeros(64, dtype=torch.int64)])
+
+    def attended(seed: int) -> torch.Tensor:
+        keyed = replace(batch, dropout=DropoutKeys(seed, torch.zeros(64, dtype=torch.int64)))
+        return sdpa_attention(q, k, v, (64,), dropout=AttentionDropout(0.25, 1, 0, keyed)).float()
+
+    open_groups(ParallelConfig(), detect(), seed=0)
+    try:
+        first = attended(1)
+        assert torch.equal(attended(1), first) and not torch.equal(attended(2), first)
+        mean = torch.stack([attended(seed) for seed in range(200)]).mean(0)
+    finally:
+        close_groups()
+    assert (mean - 1).abs().max() < 0.25
