@@ -221,13 +221,17 @@ def _probabilities(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor
 
 def _dropout_masks(
     stack: SampleStack, groups: int, options: ScoreOptions
-) -> Callable[[tuple[slice, slice], tuple[slice, slice]], Tensor] | None:
-    """Computes the mask [B, queries * repeat, keys] of one block of the stack; None without dropout."""
+) -> Callable[[tuple[slice, slice], tuple[slice, slice]], Tensor | None]:
+    """Computes the mask [B, queries * repeat, keys] of one block of the stack, None without dropout."""
     if (dropout := options.dropout) is None:
-        return None
+        return lambda _queries, _keys: None
     rows = stack.queries(dropout.query_keys(groups, options.repeat), options.repeat)
     columns = stack.keys(dropout.key_keys(groups)).transpose(1, 2)
     return lambda queries, keys: keep_mask(rows[queries], columns[keys[0], :, keys[1]], dropout.rate)
+
+
+def _dropped(values: Tensor, mask: Tensor | None, options: ScoreOptions) -> Tensor:
+    return values if mask is None or options.dropout is None else drop(values, mask, options.dropout.rate)
 
 
 def _slices(block: QueryBlock, groups: int, repeat: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
@@ -256,8 +260,7 @@ class _PackedAttention(torch.autograd.Function):
                 queries, keys = _slices(block, groups, repeat)
                 scores, _ = _scores(stack_q[queries], stack_k[keys], block, options)
                 probabilities, _ = _probabilities(scores, sinks)
-                if mask_of is not None and options.dropout is not None:
-                    probabilities = drop(probabilities, mask_of(queries, keys), options.dropout.rate)
+                probabilities = _dropped(probabilities, mask_of(queries, keys), options)
                 stack_out[queries] = torch.bmm(probabilities, stack_v[keys])
             stack.unstack(stack_out, out, repeat)
         ctx.save_for_backward(q, k, v, sinks)
@@ -287,11 +290,9 @@ class _PackedAttention(torch.autograd.Function):
                 scores, slope = _scores(stack_q[queries], stack_k[keys], block, ctx.options)
                 probabilities, at_sink = _probabilities(scores, sinks)
                 grad_probabilities = torch.bmm(grad_out[queries], stack_v[keys].transpose(1, 2))
-                weights = probabilities
-                if mask_of is not None:
-                    mask, rate = mask_of(queries, keys), ctx.options.dropout.rate
-                    weights, grad_probabilities = (drop(each, mask, rate) for each in (weights, grad_probabilities))
-                into_v[keys] += torch.bmm(weights.transpose(1, 2), grad_out[queries])
+                mask = mask_of(queries, keys)
+                into_v[keys] += torch.bmm(_dropped(probabilities, mask, ctx.options).transpose(1, 2), grad_out[queries])
+                grad_probabilities = _dropped(grad_probabilities, mask, ctx.options)
                 if grad_sinks is not None and at_sink is not None:
                     # A sink has no value: its gradient is that of the probability it takes from the keys.
                     taken = at_sink * (probabilities * grad_probabilities).sum(-1, keepdim=True, dtype=wide)
