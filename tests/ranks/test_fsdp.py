@@ -9,11 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isthmus.platforms.torch_features import fsdp_sums_gradients
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, assert_same, max_relative_difference
 from ranks.tiny import build_model_folder
 
 TRAIN = "ranks.tasks.train"
+pytestmark = pytest.mark.skipif(
+    not fsdp_sums_gradients(), reason=f"fully_shard of torch {torch.__version__} averages gradients"
+)
 
 
 def test_fsdp_trains_as_single_process(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
