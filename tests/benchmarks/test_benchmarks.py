@@ -109,6 +109,20 @@ def test_layers(repository: Path, tmp_path: Path) -> None:
     assert max(row["max_difference_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
 
 
+def test_shared_cores(repository: Path, tmp_path: Path) -> None:
+    arguments = ["--only", "isthmus-1", "--others", "0", "--steps", "3"]
+    (row,) = run(repository, tmp_path / "shared.json", "shared_cores.py", *arguments)["rows"]
+    assert row["contestant"] == "isthmus-1" and row["others"] == 0 and row["tokens_per_s"] > 0
+
+
+def test_first_line(repository: Path, tmp_path: Path) -> None:
+    out = tmp_path / "line.json"
+    command = [sys.executable, str(repository / "benchmarks" / "first_line.py"), "--rounds", "1", "--out", str(out)]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+    result = json.loads(out.read_text())
+    assert 0 < result["first_line_s"] < result["second_line_s"]
+
+
 def test_costs_per_tensor_and_per_gb_are_fitted(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
     spec = importlib.util.spec_from_file_location("convert_benchmark", repository / "benchmarks" / "convert.py")
