@@ -109,12 +109,6 @@ def test_layers(repository: Path, tmp_path: Path) -> None:
     assert max(row["max_difference_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
 
 
-def test_shared_cores(repository: Path, tmp_path: Path) -> None:
-    arguments = ["--only", "isthmus-1", "--others", "0", "--steps", "3"]
-    (row,) = run(repository, tmp_path / "shared.json", "shared_cores.py", *arguments)["rows"]
-    assert row["contestant"] == "isthmus-1" and row["others"] == 0 and row["tokens_per_s"] > 0
-
-
 def test_first_line(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "line.json"
     command = [sys.executable, str(repository / "benchmarks" / "first_line.py"), "--rounds", "1", "--out", str(out)]
