@@ -6,6 +6,7 @@ Each returns the result of upstream alone, and with the workaround.
 from __future__ import annotations
 
 import importlib.util
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +182,9 @@ def gloo_threads() -> dict[str, int]:
     store = dist.HashStore()
     limit = timedelta(seconds=10)
     upstream = [dist.ProcessGroupGloo(dist.PrefixStore(str(k), store), 0, 1, limit) for k in range(3)]
+    deadline = time.monotonic() + 10.0
+    while count() < shared + len(upstream) and time.monotonic() < deadline:  # a thread names itself after its start
+        time.sleep(0.01)
     found = {"upstream": count() - shared, "shared": shared - before, "groups": len(groups) + len(upstream)}
     for group in groups:
         dist.destroy_process_group(group)
