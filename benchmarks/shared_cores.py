@@ -37,10 +37,14 @@ SPINS = {"GOMP_SPINCOUNT": "300000"}
 """What libgomp does if nothing is set: 300,000 rounds in a loop before a thread sleeps."""
 
 
+_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""Ends with this process, even if that is killed."""
+
+
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
     """Processes that compute without pause."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    others = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(processes)]
     try:
         yield
     finally:
