@@ -31,8 +31,9 @@ demo: $(STAMP)  ## Train, export and evaluate a small model on this machine
 	@test ! -d isthmus-demo || { echo 'Removing the isthmus-demo of last time'; rm -r isthmus-demo; }
 	$(VENV)/bin/isthmus demo --out isthmus-demo
 
-# A file at a time, since its tests share models and ranks; the slow files first, as they are collected.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+# A file at a time, since its tests share models and ranks; the slow files first, as they are collected. Three on two
+# cores, since tests of failures wait for timeouts.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n 3 --dist loadfile --no-loadscope-reorder -q
 
 test: $(STAMP)  ## The whole suite: everything that runs on a CPU
 	$(PYTEST)

@@ -111,11 +111,13 @@ def failure_of_death(rank: int, exit_code: int, *, time_s: float, last_line: str
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """The earliest reported error that no other rank can cause, else other error, else stop request."""
+    """The earliest reported error that no other rank can cause, else other error, SIGTERM or stop request."""
 
     def order(failure: Failure) -> tuple[int, float]:
         if failure.exit_code == Preempted.exit_code:
-            return 2, failure.time_s
+            return 3, failure.time_s
+        if not failure.reported and failure.exit_code == 128 + signal.SIGTERM:
+            return 2, failure.time_s  # torch elastic ends the other ranks so; they handle it only once they train
         return int(failure.exit_code in _SECONDARY or not failure.reported), failure.time_s
 
     return min(failures, key=order, default=None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -103,6 +104,13 @@ def test_death_comes_before_the_later_errors_that_it_caused() -> None:
     assert first_failure([failed(0, 70, 10.3), death]) == death
     # killed by the launcher, long after the rank that failed
     assert first_failure([failed(0, 70, 10.3), failure_of_death(1, -9, time_s=40.0)]) == failed(0, 70, 10.3)
+
+
+def test_error_of_a_rank_comes_before_the_sigterm_that_it_caused() -> None:
+    error = Failure(rank=1, exit_code=70, message="division by zero", time_s=5.0)
+    ended = failure_of_death(0, -signal.SIGTERM, time_s=4.0)
+    assert first_failure([ended, error]) == error
+    assert first_failure([ended]) == ended
 
 
 def test_request_to_stop_counts_only_without_failures() -> None:
