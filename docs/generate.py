@@ -103,7 +103,7 @@ def _default(entry: dict[str, Any]) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|").replace("][", "]\\[")  # the latter would be a link
 
 
 def families_page() -> str:
