@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables that say how OpenMP threads wait."""
-_CGROUP, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_CGROUP, _OWN_CGROUPS, _LOAD = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/loadavg")
 
 
 def sleep_while_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let OpenMP threads sleep when they wait, unless the user has chosen; before torch is imported.
+    """Let OpenMP threads sleep when they wait, if other processes use the cores; before torch is imported.
 
-    Otherwise a thread that waits for another one spins, on a core that the other one may need: if more processes
-    compute than there are cores, the step takes many times longer.
+    A thread that spins uses a core that the thread it waits for may need: a step then takes many times longer. On free
+    cores spinning is faster. The user's choice counts, and one of several ranks leaves it to the launcher.
     """
-    if not any(name in environment for name in WAITING):
+    is_rank = environment.get("WORLD_SIZE", "1") != "1" or "SLURM_PROCID" in environment
+    if not is_rank and not any(name in environment for name in WAITING) and _cores_are_shared():
         environment["OMP_WAIT_POLICY"] = "passive"
+
+
+def _cores_are_shared() -> bool:
+    """Whether other processes compute on the cores of this one, as the median of samples over 50 ms."""
+    samples = []
+    for _ in range(5):
+        time.sleep(0.01)
+        with suppress(OSError, ValueError, IndexError):
+            running = int(_LOAD.read_text().split()[3].partition("/")[0])  # this process included
+            samples.append(running - 1)
+    return bool(samples) and sorted(samples)[len(samples) // 2] > (os.cpu_count() or 1) - cores()
 
 
 def cores() -> int:

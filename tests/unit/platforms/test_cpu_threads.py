@@ -35,11 +35,24 @@ def test_cores_of_a_container(
     assert cores() == expected
 
 
-def test_the_user_chooses_how_threads_wait() -> None:
-    environment: dict[str, str] = {}
-    sleep_while_waiting(environment)
-    assert environment == {"OMP_WAIT_POLICY": "passive"}
-    for name in WAITING:
+@pytest.mark.parametrize(("running", "environment"), [(1, {}), (2, {"OMP_WAIT_POLICY": "passive"})])
+def test_threads_sleep_only_on_shared_cores(
+    running: int, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loadavg").write_text(f"9.00 9.00 9.00 {running}/79 20521\n")
+    monkeypatch.setattr(cpu_threads, "_LOAD", tmp_path / "loadavg")
+    monkeypatch.setattr(cpu_threads, "cores", os.cpu_count)
+    found: dict[str, str] = {}
+    sleep_while_waiting(found)
+    assert found == environment
+
+
+def test_the_user_and_the_launcher_choose_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_threads, "_cores_are_shared", lambda: True)
+    for name in (*WAITING, "SLURM_PROCID"):
         chosen = {name: ""}
         sleep_while_waiting(chosen)
         assert chosen == {name: ""}
+    rank = {"WORLD_SIZE": "2"}
+    sleep_while_waiting(rank)
+    assert rank == {"WORLD_SIZE": "2"}
