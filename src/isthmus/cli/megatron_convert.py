@@ -44,6 +44,8 @@ def translate(argv: Sequence[str]) -> list[str]:
     command = ["convert", parsed.load_dir, parsed.save_dir, *_options(parsed)]
     unused = [name for name in (*_DETECTED, *_UNUSED) if getattr(parsed, _dest(name)) is not None]
     remarks = [f"not needed: {', '.join(unused)}"] if unused else []
+    if parsed.no_checking:
+        remarks.append("--no-checking has no effect: args and tensors are always checked")
     if parsed.saver in ("megatron", "legacy"):
         remarks.append(f"--saver {parsed.saver} writes the names of Megatron-Core, like --saver mcore")
     print("  # ".join([f"isthmus {shlex.join(command)}", *remarks]), file=sys.stderr)
@@ -57,7 +59,7 @@ def _options(parsed: argparse.Namespace) -> list[str]:
         if (size := getattr(parsed, _dest(name))) is None or (to_hf and size == "1"):
             continue
         if to_hf:
-            raise UsageError(f"{name} {size}: a Hugging Face folder has no parallel layout. Leave it out.")
+            raise UsageError(f"{name} {size}: a Hugging Face folder has no parallel layout. Omit it.")
         options += [option, size]
     if parsed.saver_transformer_impl == "local" and not to_hf:
         options += ["--spelling", "local"]
@@ -87,15 +89,8 @@ def _check(parsed: argparse.Namespace) -> None:
     if from_hf != (folder / "config.json").is_file():
         found = "has no config.json" if from_hf else "is a Hugging Face folder"
         raise UsageError(f"--load-dir {folder} {found}. Use --loader {'mcore' if from_hf else 'hf'} for it.")
-    if (
-        not from_hf
-        and parsed.saver != "hf"
-        and None
-        in (
-            parsed.target_tensor_parallel_size,
-            parsed.target_pipeline_parallel_size,
-        )
-    ):
+    sizes = (parsed.target_tensor_parallel_size, parsed.target_pipeline_parallel_size)
+    if not from_hf and parsed.saver != "hf" and None in sizes:
         raise UsageError(
             "--saver mcore: give --target-tensor-parallel-size and --target-pipeline-parallel-size; sizes are not "
             "taken from the source."
