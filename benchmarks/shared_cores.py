@@ -1,7 +1,7 @@
 """Training speed of one rank with one and with all threads, on a quiet machine and on one that others use too.
 
-The contestants alternate: `isthmus sft` with one thread and with one per core, the same with threads that wait in a
-loop (the default of the OpenMP library), and a plain loop over a transformers model. The others are processes that
+The contestants alternate: `isthmus sft` without any setting, with one thread, with one per core, with threads that wait
+in a loop (the default of the OpenMP library), and a plain loop over a transformers model. The others are processes that
 compute without pause, one per core, which the benchmark starts and stops itself.
 """
 
@@ -61,7 +61,8 @@ def isthmus_turn(spec: dict[str, Any]) -> list[float]:
         words += ["--out", f"{out}/run", f"train.steps={spec['steps']}", f"train.global_batch_size={BATCH}"]
         words += [f"train.micro_batch_size={BATCH}", f"data.seq_length={SEQ_LENGTH}", "data.valid_fraction=0"]
         words += ["checkpoint.save_final=false", "checkpoint.export_final=false", "logging.tensorboard=false"]
-        environment = os.environ | spec["environment"]
+        environment = {name: value for name, value in os.environ.items() if name not in spec["unset"]}
+        environment |= spec["environment"]
         subprocess.run([sys.executable, "-m", "isthmus", *words], env=environment, check=True, capture_output=True)
         rows = map(json.loads, Path(out, "run", "metrics.jsonl").read_text().splitlines())
         return [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
@@ -92,10 +93,11 @@ def transformers_turn(spec: dict[str, Any]) -> list[float]:
 
 def contestants(folder: Path, steps: int, threads: int) -> dict[str, tuple[int, dict[str, Any]]]:
     """Name, with the number of threads -> (threads, spec)."""
-    common = {"folder": str(folder), "steps": steps, "environment": {}}
+    common = {"folder": str(folder), "steps": steps, "environment": {}, "unset": ()}
     own, plain = common | {"program": "isthmus"}, common | {"program": "transformers"}
     spinning = own | {"environment": SPINS}
     return {
+        "isthmus": (threads, own | {"unset": ("OMP_NUM_THREADS",)}),
         "isthmus-1": (1, own),
         f"isthmus-{threads}": (threads, own),
         f"isthmus-{threads}-spinning": (threads, spinning),

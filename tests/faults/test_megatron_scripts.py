@@ -107,7 +107,7 @@ def translated(isthmus: ForkServer, folder: Path, name: str) -> list[str]:
     launcher, more, steps = LINES[name]
     command = f"{launcher} \\\n{COMMAND.format(steps=steps, more=more, name=name)}"
     (folder / f"{name}.sh").write_text(EXPORTS + command)
-    found = isthmus("config", "from-megatron", "--run", f"{name}.sh", cwd=folder)
+    found = isthmus("config", "from-megatron", f"{name}.sh", cwd=folder)
     assert found.returncode == 0, found
     (folder / "run.yaml").write_text(found.stdout)
     (folder / f"{name}.yaml").write_text(found.stdout)

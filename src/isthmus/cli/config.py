@@ -134,15 +134,16 @@ def from_megatron(
         list[str] | None,
         typer.Argument(
             metavar="[FILE] [-- ARGS...]",
-            help="Arguments of pretrain_gpt.py, also with the launcher before them; or a file of arguments, then more.",
+            help="Arguments of pretrain_gpt.py, also with the launcher before them; or a file of arguments, then more; "
+            "or a shell script that only sets variables and starts one training.",
         ),
     ] = None,
     run: Annotated[
         Path | None,
         typer.Option(
             metavar="SCRIPT",
-            help="Run this shell script with stand-ins for python, torchrun and srun, which record the training and "
-            "start nothing. Its other commands do run. The arguments are those of the script, then Megatron-LM's.",
+            help="Like a script as FILE, with stand-ins for python, torchrun and srun that record the training and "
+            "start nothing, but its other commands do run. The arguments are those of the script, then Megatron-LM's.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,

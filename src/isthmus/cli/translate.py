@@ -27,30 +27,31 @@ _COMMENT = re.compile(r"""('[^']*'|"(?:[^"\\]|\\.)*"|\\.)|(?<!\S)#[^\n]*""", re.
 def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
     """Translate a Megatron-LM training run.
 
-    ``words`` are Megatron-LM's arguments, with or without launcher and Python file, or a file of arguments and further
-    ones. ``script`` is run with stand-ins for python and torchrun; then ``words`` are the script's arguments, followed
-    by Megatron-LM's, which win. A UsageError contains all errors.
+    ``words`` are Megatron-LM's arguments, with or without launcher and Python file, or a file of arguments or a shell
+    script, and further ones. ``script`` is run with stand-ins for python and torchrun; then ``words`` are the script's
+    arguments, followed by Megatron-LM's, which win. A UsageError contains all errors.
     """
-    flags = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     if script is not None:
-        with interruptible():  # a signal ends the script too
-            command = record_script(script, words[:flags])
-        with _lines_of(script):
-            return _with_model(translate_command(command, words[flags:], script.stem))
+        return _from_script(script, words, restricted=False)
     if not words:
-        raise UsageError("give the arguments of pretrain_gpt.py after --, a file of arguments, or --run SCRIPT.")
+        raise UsageError("give the arguments of pretrain_gpt.py after --, a file of arguments, or a shell script.")
     path = Path(words[0])
     is_command = words[0].startswith("-") or any(word.endswith(".py") for word in words)
     if path.suffix in _SHELL or not is_command:
         text = _read(path)
         if path.suffix in _SHELL or text.startswith("#!"):
-            raise UsageError(
-                f"{path} is a script, and a list of arguments was expected. With --run {path} bash runs it with "
-                "stand-ins for python and torchrun, which record the arguments; its other commands do run."
-            )
+            return _from_script(path, words[1:], restricted=True)
         with _lines_of(path):
             return _with_model(translate_command(read_command(_split(path, text)), words[1:], path.stem))
     return _with_model(translate_command(read_command(words)))
+
+
+def _from_script(script: Path, words: Sequence[str], *, restricted: bool) -> Translation:
+    flags = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    with interruptible():  # a signal ends the script too
+        command = record_script(script, words[:flags], restricted=restricted)
+    with _lines_of(script):
+        return _with_model(translate_command(command, words[flags:], script.stem))
 
 
 @contextmanager

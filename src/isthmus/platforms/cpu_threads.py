@@ -21,19 +21,20 @@ def sleep_while_waiting(environment: MutableMapping[str, str] = os.environ) -> N
     cores spinning is faster. The user's choice counts, and one of several ranks leaves it to the launcher.
     """
     is_rank = environment.get("WORLD_SIZE", "1") != "1" or "SLURM_PROCID" in environment
-    if not is_rank and not any(name in environment for name in WAITING) and _cores_are_shared():
+    if not is_rank and not any(name in environment for name in WAITING) and cores_in_use():
         environment["OMP_WAIT_POLICY"] = "passive"
 
 
-def _cores_are_shared() -> bool:
-    """Whether other processes compute on the cores of this one, as the median of samples over 50 ms."""
+def cores_in_use() -> int:
+    """Cores of this process that other processes compute on, at least; the median of samples over 50 ms."""
     samples = []
     for _ in range(5):
         time.sleep(0.01)
         with suppress(OSError, ValueError, IndexError):
             running = int(_LOAD.read_text().split()[3].partition("/")[0])  # this process included
             samples.append(running - 1)
-    return bool(samples) and sorted(samples)[len(samples) // 2] > (os.cpu_count() or 1) - cores()
+    others = sorted(samples)[len(samples) // 2] if samples else 0
+    return min(cores(), max(0, others - ((os.cpu_count() or 1) - cores())))
 
 
 def cores() -> int:

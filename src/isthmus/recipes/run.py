@@ -7,12 +7,12 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from isthmus.config.load import dump, origins_of
+from isthmus.config.load import dump, load_config, origins_of
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import PairBatches
 from isthmus.engine.checkpoint import save_load
@@ -24,7 +24,7 @@ from isthmus.errors import Preempted, UsageError
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import RunShape
-from isthmus.platforms.cpu_threads import cores
+from isthmus.platforms.cpu_threads import cores, cores_in_use
 from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
@@ -71,7 +71,7 @@ def run_recipe(recipe: str, config: RunConfig) -> RunResult:
         )
     with StopFlag() as stop:
         try:
-            context = validate(config, ranks_here=rank_env.local_world_size())
+            context = _leave_busy_cores(validate(config, ranks_here=rank_env.local_world_size()))
             messages = [*context.messages, *_prepare_process(context)]
             limits = config.parallel
             with join_ranks(
@@ -85,6 +85,28 @@ def run_recipe(recipe: str, config: RunConfig) -> RunResult:
             raise
     close_groups()
     return result
+
+
+def _leave_busy_cores(context: RunContext) -> RunContext:
+    """Leave cores to other processes: on a CPU, threads that wait for busy cores are slower than fewer threads.
+
+    The number of threads affects the last bits of a result. It is chosen when a run begins, and recorded in its config.
+    """
+    config, run_dir = context.config, context.run_dir
+    one_rank = context.platform.device_type == "cpu" and rank_env.world_size() == 1
+    if not one_rank or config.train.threads is not None or "OMP_NUM_THREADS" in os.environ:
+        return context
+    if context.resume is not None:
+        recorded = load_config(None, run_dir.config).train.threads if run_dir.config.is_file() else None
+        threads, reason = recorded, "as when the run began"
+    else:
+        available, used = cores(), cores_in_use()
+        threads = max(1, available - used) if used else None
+        reason = f"other processes use {used} of this machine's {available} cores"
+    if threads is None:
+        return context
+    changed = config.model_copy(update={"train": config.train.model_copy(update={"threads": threads})})
+    return replace(context, config=changed, messages=(*context.messages, f"train.threads={threads}: {reason}"))
 
 
 def _prepare_process(context: RunContext) -> list[str]:

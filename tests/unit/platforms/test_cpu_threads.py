@@ -48,7 +48,7 @@ def test_threads_sleep_only_on_shared_cores(
 
 
 def test_the_user_and_the_launcher_choose_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "_cores_are_shared", lambda: True)
+    monkeypatch.setattr(cpu_threads, "cores_in_use", lambda: 1)
     for name in (*WAITING, "SLURM_PROCID"):
         chosen = {name: ""}
         sleep_while_waiting(chosen)

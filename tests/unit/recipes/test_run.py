@@ -1,13 +1,20 @@
-"""Errors before any check of the run."""
+"""What a run does before its checks and before its ranks join."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 import isthmus
+from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.errors import DataError, UsageError
+from isthmus.platforms.cpu import CpuPlatform
 from isthmus.recipes import run
+from isthmus.recipes.run_dir import RunDir
+from isthmus.recipes.setup.validation import RunContext
 
 SFT = RunConfig.model_validate({"recipe": "sft", "out": "o", "model": {"path": "m"}, "data": {"files": ["chats.json"]}})
 
@@ -34,3 +41,32 @@ def test_config_of_another_recipe_is_an_error() -> None:
     for recipe in (isthmus.dpo, isthmus.pretrain):
         with pytest.raises(UsageError, match=r"Call isthmus\.sft"):
             recipe(SFT)
+
+
+def test_a_run_leaves_cores_that_others_use_and_a_resumed_run_keeps_its_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def threads(*, resume: bool = False, config: RunConfig = SFT) -> tuple[int | None, tuple[str, ...]]:
+        where = {"run_dir": RunDir(tmp_path), "resume": tmp_path if resume else None, "platform": CpuPlatform("test")}
+        unused = cast(Any, None)
+        context = RunContext(config=config, plan=unused, tokenizer=unused, precision="fp32", messages=(), **where)
+        left = run._leave_busy_cores(context)
+        if not resume:
+            RunDir(tmp_path).config.write_text(dump(left.config))
+        return left.config.train.threads, left.messages
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(run, "cores", lambda: 4)
+    for used, expected in ((3, 1), (1, 3), (4, 1)):
+        monkeypatch.setattr(run, "cores_in_use", lambda used=used: used)
+        chosen, (message,) = threads()
+        assert chosen == expected and f"other processes use {used} of this machine's 4 cores" in message
+        assert threads(resume=True) == (expected, (f"train.threads={expected}: as when the run began",))
+    monkeypatch.setattr(run, "cores_in_use", lambda: 0)
+    assert threads() == (None, ())
+    monkeypatch.setattr(run, "cores_in_use", lambda: 3)
+    assert threads(resume=True) == (None, ())  # it began on free cores
+    given = SFT.model_copy(update={"train": SFT.train.model_copy(update={"threads": 4})})
+    assert threads(config=given) == (4, ())
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert threads() == (None, ())

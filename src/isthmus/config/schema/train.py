@@ -63,7 +63,8 @@ class TrainConfig(Section):
     profile: Annotated[str, Field(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$")] | None = None
     """First and last step to profile, such as 3-5: writes a trace and a table per rank. null: no profile."""
     threads: Count | None = None
-    """CPU threads per rank; null: the cores of the machine divided by its ranks."""
+    """CPU threads per rank; null: the cores of the machine divided by its ranks. A single rank leaves out cores that
+    other processes use when the run begins."""
 
     @model_validator(mode="before")
     @classmethod

@@ -181,3 +181,27 @@ def test_commands_that_may_train() -> None:
         "srun -c 8 python -c 1",
     ):
         assert not may_train(words.split()), words
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "mkdir made", "/bin/mkdir made", "command -p mkdir made", "echo > made", "echo >> made", "cd /", "exec ls",
+        ". ./other.sh", "PATH=/bin:/usr/bin", "enable kill", "kill -0 $$", "srun /bin/bash other.sh", "python other.py",
+        "hash -p /bin/mkdir torchrun", "X=$(python3 -c 'print(2)')", "BASH_ENV= bash other.sh",
+    ],
+)  # fmt: skip
+def test_a_restricted_script_starts_nothing(command: str) -> None:
+    Path("other.sh").write_text("mkdir made")
+    Path("other.py").write_text("open('made', 'w')")
+    with pytest.raises(UsageError, match=r"more than set variables(?s:.*)With --run train.sh"):
+        record_script(script(f"{command}\n{TRAIN}"), restricted=True)
+    assert sorted(os.listdir()) == ["other.py", "other.sh", "train.sh"]
+
+
+def test_a_restricted_script_sets_variables() -> None:
+    lines = ["set -euo pipefail", "export N=$((2 * ${1:-1}))", 'ARGS="--num-layers $N"', "for x in 1 2; do Y=$x; done"]
+    lines += ['if [[ $N -gt 2 ]]; then ARGS+=" --lr `echo $Y`"; fi']
+    lines += ['eval "torchrun --nproc_per_node 2 pretrain_gpt.py $ARGS" 2>&1']
+    found = record_script(script("\n".join(lines)), ["3"], restricted=True)
+    assert found.flags == ("--num-layers", "6", "--lr", "2") and found.environment == {"N": "6"}

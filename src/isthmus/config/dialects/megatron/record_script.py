@@ -37,6 +37,13 @@ case ${PYTHONPATH-} in
 esac' DEBUG
 """
 """Records the last command; puts the stand-ins first again after the script activates an environment or sets PATH."""
+_SAFE_HOOK = "enable -n kill ulimit umask\n"
+"""The builtins with effects outside the script that a restricted bash still has."""
+_REFUSED = re.compile(
+    r"^(?:.*: line \d+: .*(?:restricted|command not found|readonly variable)|python3?: command not found).*$",
+    re.MULTILINE,
+)
+"""Messages about a command that the restricted bash, or the stand-in for Python in it, did not run."""
 _SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
 _PROGRAM_PREFIXES = ("BASH_FUNC", "PYENV_", "_PYENV_")
 _SECRET_NAME = re.compile(
@@ -46,46 +53,60 @@ _SECRET_URL = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 
 
 def record_script(
-    script: Path, arguments: Sequence[str] = (), *, time_limit_s: float = TIME_LIMIT_S
+    script: Path, arguments: Sequence[str] = (), *, restricted: bool = False, time_limit_s: float = TIME_LIMIT_S
 ) -> TrainingCommand:
     """Run a script with bash in the current folder and return the training command that it would start.
 
     Stand-ins for Python, torchrun, srun and other launchers come first on PATH. They record a training run and start
     nothing. Python runs as usual with ``-c``, with ``-m`` (except launchers) and for scripts whose name has no
-    ``train`` or ``finetune``. All other commands run. Standard input is closed.
+    ``train`` or ``finetune``. All other commands run, unless ``restricted``: then bash is a restricted shell that finds
+    the stand-ins only, so the script can set variables, branch and loop. Standard input is closed.
+
+    Raises:
+        UsageError: not exactly one training run was started, or the restricted shell refused a command.
     """
     if not script.is_file():
         raise MissingInput(f"{script}: there is no such file. Check the path.")
     if (bash := shutil.which("bash")) is None:
-        raise MissingInput("--run needs bash, and there is none on PATH. Give Megatron-LM's arguments after --.")
+        raise MissingInput("a script needs bash, and there is none on PATH. Give Megatron-LM's arguments after --.")
     with tempfile.TemporaryDirectory(prefix="isthmus-") as temporary:
         folder = Path(temporary).resolve()
-        environment = _stand_ins(folder)
+        environment = _stand_ins(folder, restricted=restricted)
+        shell = [bash, "--restricted"] if restricted else [bash]
         try:
-            ended, output = _run([bash, str(script), *arguments], environment, time_limit_s)
+            ended, output = _run([*shell, str(script), *arguments], environment, time_limit_s)
         except OSError as error:
             raise IOFailure(f"{script} cannot be run: {error.strerror}.") from error
         recorded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
         last = folder / "last"
         if last.is_file():
             ended += f" after {_shortened(' '.join(last.read_text(encoding='utf-8', errors='replace').split()))}"
+    if restricted and (refused := _REFUSED.search(output)):
+        raise UsageError(
+            f"{script} does more than set variables and start one training, and only this is done without --run:\n  "
+            f"{refused[0]}\nWith --run {script} bash runs its other commands too."
+        )
     return _training_command(script, recorded, environment, ended, output)
 
 
-def _stand_ins(folder: Path) -> dict[str, str]:
-    """Write the stand-ins into ``folder``; returns the environment in which they are found."""
+def _stand_ins(folder: Path, *, restricted: bool) -> dict[str, str]:
+    """Write the stand-ins into ``folder``; returns the environment in which they, or only they, are found."""
     source = Path(stand_in.__file__)
     (folder / "site").mkdir()
     program = Path(shutil.copyfile(source, folder / "site" / "sitecustomize.py"))
     for name in (*stand_in.PYTHONS, *stand_in.LAUNCHERS, *stand_in.REMOTE):
+        if restricted and name in stand_in.SHELL_LAUNCHERS:
+            continue
         words = shlex.join([sys.executable, "-I", str(program), name])
         (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
         (folder / name).chmod(0o700)
-    (folder / "hook.sh").write_text(_HOOK, encoding="utf-8")
+    (folder / "hook.sh").write_text(_SAFE_HOOK if restricted else _HOOK, encoding="utf-8")
     path, python_path = os.environ.get("PATH", os.defpath), os.environ.get("PYTHONPATH")
+    language = {"LC_ALL": "C"} if restricted else {}  # of the messages that _REFUSED matches
     return {
         **os.environ,
-        "PATH": os.pathsep.join([str(folder), path]),
+        **language,
+        "PATH": os.pathsep.join([str(folder), str(folder / "none") if restricted else path]),
         "PYTHONPATH": os.pathsep.join([str(program.parent), *([python_path] if python_path else [])]),
         "BASH_ENV": str(folder / "hook.sh"),
         "ISTHMUS_USER_BASH_ENV": os.environ.get("BASH_ENV", ""),

@@ -18,7 +18,9 @@ STAND_INS = "ISTHMUS_STAND_INS"
 """Environment variable: the folder of the stand-ins, which is first on PATH."""
 PYTHONS = ("python", "python3")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "sbatch", "salloc", "mpirun", "mpiexec")
-"""Programs that start other programs. ``srun`` and ``sbatch`` of a shell script run that script in this process."""
+"""Programs that start other programs."""
+SHELL_LAUNCHERS = ("srun", "sbatch")
+"""Their stand-ins run a shell script in this process."""
 REMOTE = ("ssh", "pdsh", "docker", "podman", "singularity", "apptainer", "kubectl", "wget", "curl")
 """Programs that start others elsewhere or download; they are not run."""
 TRAINING_FLAGS = ("--num-layers", "--micro-batch-size", "--lr")
@@ -78,7 +80,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
             os.execv(program, [program, *arguments])
         sys.stderr.write(f"{name}: command not found\n")
         return 127
-    elif name in ("srun", "sbatch") and shell is not None:
+    elif name in SHELL_LAUNCHERS and shell is not None:
         os.execvp(words[shell], words[shell:])
     elif name == "sbatch" and (scripts := [place for place, word in enumerate(arguments) if _is_batch_script(word)]):
         os.execvp("bash", ["bash", *arguments[scripts[0] :]])
