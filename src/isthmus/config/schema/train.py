@@ -42,6 +42,10 @@ class TrainConfig(Section):
     """fp8: on a CPU, round the inputs of matmuls to FP8 and multiply them in float32, to rehearse an FP8 run."""
     gemm_tuning: bool = False
     """AMD GPUs: measure the GEMM kernels for each new shape and use the fastest (TunableOp); first steps are slow."""
+    compile: bool | Literal["auto"] = "auto"
+    """Fuse norms, activations and other elementwise parts with torch.compile: auto: on GPUs with Triton; true: also on
+    a CPU, with a C++ compiler. The first steps take longer.
+    """
     seed: int = Field(default=0, ge=0)
     """Seed of random weights and of the random number generators."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)

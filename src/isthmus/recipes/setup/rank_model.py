@@ -61,8 +61,10 @@ def build_rank_model(
     """Build this rank's stages and read their weights from the model folder.
 
     ``training`` adds gradient buffers for the distributed optimizer; ``parallel.fsdp`` shards weights and gradients in
-    either case. Raises UsageError if the MTP layers have another embedding or output layer than the model.
+    either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
+    ``train.compile=true`` is not possible.
     """
+    from isthmus.engine.compiled import choose_compile
     from isthmus.engine.layers.linear import use_fp8
     from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
@@ -85,7 +87,10 @@ def build_rank_model(
         [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)
     )
     modules = torch.nn.ModuleList(stages)
-    messages = use_fp8(modules, fp8_recipe(config, platform)) if precision == "fp8" else ()
+    compiling = choose_compile(config.train.compile, platform.device_type)
+    messages: tuple[str, ...] = () if compiling is None else (compiling,)
+    if precision == "fp8":
+        messages += use_fp8(modules, fp8_recipe(config, platform))
     if training and not fsdp:
         stages = [wrap_data_parallel(stage, **_overlap(config, platform)) for stage in stages]
     model = RankModel(plan, position, dtype, stages, messages)

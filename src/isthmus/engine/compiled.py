@@ -1,0 +1,142 @@
+"""Regions: functions of tensors that ``torch.compile`` fuses into a few kernels on a GPU (docs/decisions/0035).
+
+Regions are the bodies of autograd functions and not whole layers: the backward pass of a linear layer adds its weight
+gradient to a buffer, which the compiler cannot trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from isthmus.errors import UsageError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_devices: frozenset[str] = frozenset()
+"""Types of the devices whose tensors are computed by compiled regions."""
+_VARIANTS = 32
+"""Compiled versions of one region: dtypes, widths and memory layouts."""
+
+
+def set_compile(enabled: bool, *, device: str = "cuda") -> None:
+    """Compile regions at their first call with a tensor on ``device``; without this call they run eagerly."""
+    global _devices
+    _devices = frozenset({device}) if enabled else frozenset()
+
+
+def choose_compile(setting: bool | Literal["auto"], device: str) -> str | None:
+    """Apply ``train.compile`` to this process; returns a line for the log.
+
+    Raises:
+        UsageError: ``setting`` is True, and there is no compiler for ``device``.
+    """
+    compiler, missing = _find_compiler(device)
+    if setting is True and missing:
+        raise UsageError(f"train.compile=true cannot be used here: {missing}. Install it, or use train.compile=false.")
+    enabled = setting is True or (setting == "auto" and device != "cpu" and not missing)
+    set_compile(enabled, device=device)
+    if enabled:
+        return f"compile: on ({compiler})"
+    if device == "cpu":
+        return None
+    reason = "train.compile=false" if setting is False else missing
+    return f"compile: off, {reason}; norms, activations and rotary embeddings run as separate kernels"
+
+
+def _find_compiler(device: str) -> tuple[str, str]:
+    """The compiler's name, and what is missing to use it; one of them is empty."""
+    named, usual = ("CXX", ("g++", "clang++")) if device == "cpu" else ("CC", ("gcc", "clang"))
+    found = next((name for name in (os.environ.get(named), *usual) if name and shutil.which(name)), None)
+    if found is None:
+        return "", f"no C{'++' if device == 'cpu' else ''} compiler was found ({', '.join(usual)} or ${named})"
+    if device == "cpu":
+        return found, ""
+    try:
+        return f"Triton {importlib.import_module('triton').__version__}", ""
+    except ImportError as error:
+        return "", f"Triton cannot be imported ({error})"
+
+
+def compiled_on_gpu(function: _Function) -> _Function:
+    """Compile ``function`` for GPU tensors if :func:`set_compile` enabled it; else call it.
+
+    ``function`` takes positional arguments: tensors, the first of them with at least one dimension, and constants
+    (numbers, dtypes, None). Lengths may change from call to call: dimension 0 of the first tensor, and of the others
+    that have the same length and are not parameters. New constants and other sizes compile it again. Autograd must not
+    record its operations: call it in the methods of an autograd function, or under ``no_grad``.
+
+    Raises:
+        UsageError: the compiler failed.
+        ValueError: an argument needs a gradient.
+    """
+    return cast(_Function, _Region(function))
+
+
+class _Region:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.name = f"{function.__module__.removeprefix('isthmus.')}.{function.__qualname__}"
+        self.compiled: Callable[..., Any] | None = None
+        self.too_many_variants = False
+
+    def __call__(self, *args: Any) -> Any:
+        if args[0].device.type not in _devices or self.too_many_variants:
+            return self.function(*args)
+        length = args[0].size(0)
+        if length < 2 or args[0].numel() == 0:  # 0 and 1 are constants to the compiler
+            return self.function(*args)
+        # A detached tensor has no marks, and tensors that need gradients have no variants of their own.
+        own = [self._detached(each, length) if isinstance(each, Tensor) else each for each in args]
+        return self._run(own) if type(own[0]) is Tensor else self.function(*args)  # a fake tensor has no data
+
+    def _detached(self, tensor: Tensor, length: int) -> Tensor:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{self.name} is compiled, and autograd would not record it; call it in an autograd function or under "
+                "torch.no_grad()"
+            )
+        detached = tensor.detach()
+        if tensor.dim() and tensor.size(0) == length and not isinstance(tensor, Parameter):
+            torch._dynamo.maybe_mark_dynamic(detached, 0)
+        return detached
+
+    def _run(self, args: list[Any]) -> Any:
+        if self.compiled is None:
+            limit = {"recompile_limit": _VARIANTS} if _takes_a_limit() else {}
+            # Only marked dimensions are dynamic. Widths stay constants, which the kernels need for aligned loads.
+            self.compiled = torch.compile(self.function, fullgraph=True, dynamic=False, **limit)  # type: ignore[call-overload]
+        try:
+            return self.compiled(*args)
+        except _limit_errors():
+            self.too_many_variants = True
+            warnings.warn(
+                f"{self.name} was compiled too often and runs eagerly from here on, which is slower. "
+                "TORCH_LOGS=recompiles shows why; train.compile=false is without the warning.",
+                stacklevel=3,
+            )
+            return self.function(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            raise UsageError(f"torch.compile failed for {self.name} ({reason}). Set train.compile=false.") from error
+
+
+@functools.cache
+def _limit_errors() -> tuple[type[Exception], ...]:
+    errors = torch._dynamo.exc
+    return (errors.FailOnRecompileLimitHit, *filter(None, [getattr(errors, "RecompileLimitExceeded", None)]))
+
+
+@functools.cache
+def _takes_a_limit() -> bool:
+    return "recompile_limit" in inspect.signature(torch.compile).parameters
