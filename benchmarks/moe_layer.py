@@ -101,8 +101,8 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
     own.load_state_dict(block.experts.state_dict(), strict=False)
     _with_buffers(own)
 
-    def loop(hidden: Any, shares: Any, counts: Any) -> Any:
-        sizes = counts.tolist()
+    def loop(hidden: Any, shares: Any, groups: Any) -> Any:
+        sizes = groups.on_host
         made = []
         parts = zip(reversed(block.experts.local_experts), hidden.split(sizes), shares.split(sizes), strict=True)
         for expert, part, share in parts:
@@ -110,16 +110,16 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
             made.append(expert.linear_fc2(inner)[0])
         return torch.cat(made)
 
-    def run_core(hidden: Any, shares: Any, counts: Any) -> Any:
-        sizes = counts.tolist()
+    def run_core(hidden: Any, shares: Any, groups: Any) -> Any:
+        sizes = groups.on_host
         reversed_parts = [
             torch.cat(each.split(sizes)[::-1]) for each in (hidden, shares)
         ]  # Megatron-Core has the opposite order of experts
-        made, _ = own(reversed_parts[0], counts.flip(0), reversed_parts[1])
+        made, _ = own(reversed_parts[0], groups.counts.flip(0), reversed_parts[1])
         return torch.cat(made.split(sizes[::-1])[::-1])
 
     def with_routing(experts: Callable[..., Any]) -> Callable[[Any], Any]:
-        return lambda hidden: block.dispatch(hidden, *block.router(hidden), experts)
+        return lambda hidden: block.dispatch(hidden, *block.router(hidden), experts, lambda: None)
 
     found: dict[str, tuple[Callable[[Any], Any], Any]] = {
         "isthmus": (with_routing(block.experts), block),

@@ -29,6 +29,7 @@ from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_
 from isthmus.engine.layers.mtp_layer import mtp_spec
 from isthmus.engine.layers.rope import frequency_sets, rotary_tables
 from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
+from isthmus.engine.moe.load_balancing import token_groups
 from isthmus.engine.moe.moe_layer import MoeBlock, pass_batch_to_experts
 from isthmus.engine.spec import decoder_spec
 from isthmus.families.architecture import Architecture
@@ -124,6 +125,10 @@ class Decoder(GPTModel):
             Last stage: summed loss (a scalar, or [1 + depths] with MTP losses), losses [n], or logits [T, V].
             Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
+        if self.training and self.config.num_moe_experts is not None:
+            ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
+            rank = parallel_state.get_tensor_model_parallel_rank() % ranks
+            batch = replace(batch, token_groups=token_groups(batch, rank, ranks, self.config.device))
         hidden = self._embed(batch) if self.pre_process else None
         tables = None
         if self.architecture.position == "rope":

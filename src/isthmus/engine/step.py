@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.host_copies import to_device
 from isthmus.engine.layers.dropout import dropout_keys
 from isthmus.engine.layers.mtp_layer import mtp_positions
 from isthmus.engine.moe.load_balancing import ExpertLoad, reduce_load, updated_bias
@@ -59,13 +60,6 @@ class EvalResult:
     metrics: Mapping[str, float]
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Pinned memory makes the copy to a GPU asynchronous."""
-    if device.type != "cuda" or not tensor.numel():
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def _forward_step(
     iterator: Iterator[PackedBatch], model: Any, objective: Objective = NEXT_TOKEN, step: int = 0
 ) -> tuple[Tensor, Any]:
@@ -74,7 +68,7 @@ def _forward_step(
     config = get_model_config(model)
     if model.training and config.has_dropout:
         keys = dropout_keys(whole, seed=config.seed, step=step)
-        whole = replace(whole, dropout=replace(keys, tokens=_to_device(keys.tokens, device)))
+        whole = replace(whole, dropout=replace(keys, tokens=to_device(keys.tokens, device)))
     batch = local_batch(replace(whole, sample_weights=objective.sample_weights(whole)))
     assert batch.labels is not None and batch.loss_mask is not None
     depths = (config.mtp_num_layers or 0) if model.training else 0
@@ -82,14 +76,14 @@ def _forward_step(
     mtp = mtp_positions(positions, batch.position_ids, depths)
     on_device = replace(
         batch,
-        input_ids=_to_device(batch.input_ids, device),
-        position_ids=_to_device(batch.position_ids, device),
-        labels=_to_device(batch.labels, device),
+        input_ids=to_device(batch.input_ids, device),
+        position_ids=to_device(batch.position_ids, device),
+        labels=to_device(batch.labels, device),
     )
     output = model(
         on_device,
-        loss_positions=_to_device(positions, device),
-        mtp_positions=[_to_device(each, device) for each in mtp],
+        loss_positions=to_device(positions, device),
+        mtp_positions=[to_device(each, device) for each in mtp],
         per_token=objective.per_token,
     )
 

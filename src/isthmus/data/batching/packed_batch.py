@@ -19,6 +19,23 @@ class DropoutKeys:
     """int64 [T], a random key of each token of the whole packed sequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenGroups:
+    """Groups of tokens of a micro batch whose expert load is balanced."""
+
+    of_token: Tensor
+    """int64 [T], the group of each token of this rank; ``number`` for padding."""
+    lengths: Tensor
+    """float32 [S], tokens of each group on all ranks, at least 1."""
+    weights: Tensor
+    """float32 [S], each group's part of the denominator of the mean loss."""
+
+    @property
+    def number(self) -> int:
+        """S"""
+        return self.lengths.numel()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
     """T tokens of whole samples ("thd" layout), without a batch dimension.
@@ -52,6 +69,8 @@ class PackedBatch:
     """Under context parallelism, this rank's ranges [start, end) of the packed sequence."""
     dropout: DropoutKeys | None = None
     """Set by the training step of a model with dropout."""
+    token_groups: tuple[TokenGroups, TokenGroups] | None = None
+    """The samples, and the whole batch as one group; set in training by a model with experts."""
 
     @classmethod
     def for_inference(cls, samples: Sequence[Tensor]) -> PackedBatch:

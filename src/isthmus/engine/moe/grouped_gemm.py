@@ -1,18 +1,21 @@
 """Grouped GEMM for the experts of a rank.
 
-A GPU uses PyTorch's ``grouped_mm``, which reads the group sizes from device memory. A CPU, and torch without the
-function, runs one matmul per group.
+PyTorch's ``grouped_mm`` reads the group sizes from device memory; a loop runs one matmul per group and needs the sizes
+on the host. A CPU uses the loop, a GPU the faster of both (:mod:`isthmus.engine.moe.gemm_choice`).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isthmus.engine.host_copies import HostCopy
 from isthmus.engine.layers.matmul import add_matmul
 from isthmus.platforms.torch_features import GROUPED_MM
 
@@ -20,70 +23,126 @@ _ALIGNED_BYTES = 16
 """Row alignment that the kernel requires."""
 
 
-def grouped_linear(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+class GroupSizes:
+    """The number of rows of each group, for all GEMMs of a layer."""
+
+    def __init__(self, counts: Tensor, on_host: list[int] | None = None) -> None:
+        """``counts`` int64 [G]; ``on_host`` are the same numbers if the host has them."""
+        self.counts = counts
+        self._on_host = on_host
+        self._copy: HostCopy | None = None
+
+    @functools.cached_property
+    def ends(self) -> Tensor:
+        """int32 [G], the end of each group's rows."""
+        return self.counts.cumsum(0, dtype=torch.int32)
+
+    def copy_to_host(self) -> None:
+        """Start the copy that :attr:`on_host` waits for."""
+        if self._on_host is None and self._copy is None:
+            self._copy = HostCopy(self.counts)
+
+    @property
+    def on_host(self) -> list[int]:
+        self.copy_to_host()
+        if self._copy is not None and self._on_host is None:
+            self._on_host = self._copy.read().tolist()
+        assert self._on_host is not None
+        return self._on_host
+
+
+@dataclass(frozen=True, slots=True)
+class GemmKernels:
+    """The GEMMs of the experts that use ``grouped_mm`` where it supports the tensors; the others are loops."""
+
+    matmul: bool = True
+    """The forward pass and the gradient of its input."""
+    weight_gradient: bool = True
+
+
+def grouped_linear(
+    x: Tensor, sizes: GroupSizes, weights: Sequence[Tensor], kernels: GemmKernels = GemmKernels()
+) -> Tensor:
     """Multiply rows ``x`` [n, K], sorted by group, with the weight [N, K] of their group; returns [n, N].
 
-    ``counts`` int64 [G] are the rows of each group. Weight gradients are added to ``main_grad`` if there is one.
+    Weight gradients are added to ``main_grad`` if there is one.
     """
-    return _GroupedLinear.apply(x, counts, *weights)
+    return _GroupedLinear.apply(x, sizes, kernels, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, counts)
+    def forward(ctx: Any, x: Tensor, sizes: GroupSizes, kernels: GemmKernels, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         ctx.weights = weights  # not saved: a hook on saved tensors would return them without their main_grad
-        return _grouped_matmul(x, counts, weights, transposed=True)
+        supported = _has_kernel(x, weights[0])
+        ctx.sizes, ctx.matmul = sizes, supported and kernels.matmul
+        ctx.weight_gradient = supported and kernels.weight_gradient
+        if not ctx.weight_gradient and any(ctx.needs_input_grad[3:]):
+            sizes.copy_to_host()  # arrives before the backward pass needs it
+        return grouped_matmul(x, sizes, weights, transposed=True, kernel=ctx.matmul)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, counts), weights, grad = ctx.saved_tensors, ctx.weights, grads[0].contiguous()
-        grad_x = _grouped_matmul(grad, counts, weights, transposed=False) if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[2:]):
-            return grad_x, None, *[None] * len(weights)
+        (x,), sizes, weights, grad = ctx.saved_tensors, ctx.sizes, ctx.weights, grads[0].contiguous()
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_matmul(grad, sizes, weights, transposed=False, kernel=ctx.matmul)
+        if not any(ctx.needs_input_grad[3:]):
+            return grad_x, None, None, *[None] * len(weights)
         if getattr(weights[0], "main_grad", None) is None:
             made = [torch.zeros_like(weight) for weight in weights]
-            _add_gradients(made, grad, x, counts)
-            return grad_x, None, *made
-        _add_gradients([weight.main_grad for weight in weights], grad, x, counts)
+            add_gradients(made, grad, x, sizes, kernel=ctx.weight_gradient)
+            return grad_x, None, None, *made
+        add_gradients([weight.main_grad for weight in weights], grad, x, sizes, kernel=ctx.weight_gradient)
         for weight in weights:
             weight.grad_added_to_main_grad = True
-        return grad_x, None, *[None] * len(weights)
+        return grad_x, None, None, *[None] * len(weights)
 
 
-def _grouped_matmul(x: Tensor, counts: Tensor, weights: Sequence[Tensor], *, transposed: bool) -> Tensor:
-    if _has_kernel(x, weights[0]):
+def grouped_matmul(
+    x: Tensor, sizes: GroupSizes, weights: Sequence[Tensor], *, transposed: bool, kernel: bool
+) -> Tensor:
+    """``x_g @ weight_g`` for each group, or ``x_g @ weight_g.T`` if ``transposed``; ``kernel`` means ``grouped_mm``."""
+    if kernel:
         stacked = stack_tensors(weights)
-        offsets = counts.cumsum(0, dtype=torch.int32)
-        return GROUPED_MM(x, stacked.mT if transposed else stacked, offs=offsets)
-    sizes = counts.tolist()
+        return GROUPED_MM(x, stacked.mT if transposed else stacked, offs=sizes.ends)
+    rows = sizes.on_host
     out = x.new_empty(x.size(0), weights[0].size(0 if transposed else 1))
-    for part, weight, into in zip(x.split(sizes), weights, out.split(sizes), strict=True):
+    for part, weight, into in zip(x.split(rows), weights, out.split(rows), strict=True):
         if part.size(0):
             torch.mm(part, weight.t() if transposed else weight, out=into)
     return out
 
 
-def _add_gradients(targets: Sequence[Tensor], grad: Tensor, x: Tensor, counts: Tensor) -> None:
-    """``targets[g] += grad_g.T @ x_g`` for each group."""
-    if _has_kernel(x, targets[0]):
-        made = GROUPED_MM(grad.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
+def add_gradients(targets: Sequence[Tensor], grad: Tensor, x: Tensor, sizes: GroupSizes, *, kernel: bool) -> None:
+    """``targets[g] += grad_g.T @ x_g`` for each group.
+
+    ``grouped_mm`` cannot add, and rounds the product to the dtype of ``x``; the loop adds to float32.
+    """
+    if kernel:
+        made = GROUPED_MM(grad.t(), x, offs=sizes.ends)
         torch._foreach_add_(list(targets), list(made.unbind()))
         return
-    sizes = counts.tolist()
-    for target, grad_part, x_part in zip(targets, grad.split(sizes), x.split(sizes), strict=True):
+    rows = sizes.on_host
+    for target, grad_part, x_part in zip(targets, grad.split(rows), x.split(rows), strict=True):
         if x_part.size(0):
             add_matmul(target, grad_part.t(), x_part, shape_repeats=False)
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    return (
-        GROUPED_MM is not None
-        and x.is_cuda
-        and x.size(0) > 0
-        and x.dtype == torch.bfloat16
-        and all(size * x.element_size() % _ALIGNED_BYTES == 0 for size in weight.shape)
-    )
+    return x.is_cuda and x.size(0) > 0 and unsupported_reason(weight.shape, x.dtype) is None
+
+
+def unsupported_reason(shape: Sequence[int], dtype: torch.dtype) -> str | None:
+    """Why ``grouped_mm`` has no kernel on a GPU for weights [N, K] and rows of a dtype; None if it may have one."""
+    if GROUPED_MM is None:
+        return f"torch {torch.__version__} has no grouped_mm"
+    if dtype != torch.bfloat16:
+        return f"grouped_mm has kernels for bfloat16, not for {str(dtype).removeprefix('torch.')}"
+    if any(size * dtype.itemsize % _ALIGNED_BYTES for size in shape):
+        return f"grouped_mm needs rows of a multiple of {_ALIGNED_BYTES} bytes, not {' x '.join(map(str, shape))}"
+    return None
 
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:

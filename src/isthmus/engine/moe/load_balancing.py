@@ -7,7 +7,7 @@ therefore do not depend on the micro batch size. Padding is in no group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,45 +15,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.config.schema.moe import ROUTER_LOSSES
-from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.moe.token_dispatcher import count
+from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
+from isthmus.engine.host_copies import to_device
+from isthmus.engine.moe.routed_tokens import count
 from isthmus.engine.parallel.context_parallel import local_tokens
 from isthmus.families.architecture import Moe
 
 
-@dataclass(frozen=True, slots=True)
-class TokenGroups:
-    of_token: Tensor
-    """int64 [T], the group of each token of this rank; ``number`` for padding."""
-    lengths: Tensor
-    """float32 [S], tokens of each group on all ranks."""
-    weights: Tensor
-    """float32 [S], each group's part of the denominator of the mean loss."""
-
-    @property
-    def number(self) -> int:
-        """S"""
-        return self.lengths.numel()
-
-
-def token_groups(batch: PackedBatch, rank: int, ranks: int, *, device: torch.device) -> tuple[TokenGroups, TokenGroups]:
+def token_groups(batch: PackedBatch, rank: int, ranks: int, device: torch.device) -> tuple[TokenGroups, TokenGroups]:
     """The samples of a batch as groups, and the whole batch as one group.
 
     Under sequence parallelism each tp ``rank`` of ``ranks`` has an equal part of the batch.
     """
     samples = batch.sample_lengths
-    sample_weights = batch.sample_weights[: len(samples)]
-    numbers = torch.arange(len(batch.lengths), device=device)
-    lengths = torch.tensor(batch.lengths, device=device)
+    weights = batch.sample_weights[: len(samples)]
+    numbers, lengths = torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)
     of_token = numbers.repeat_interleave(lengths, output_size=sum(batch.lengths))
-    of_token = local_tokens(of_token, batch.spans).chunk(ranks)[rank]
-
-    def groups(of_token: Tensor, lengths: Sequence[int], weights: Sequence[float]) -> TokenGroups:
-        sizes = torch.tensor([lengths, weights], dtype=torch.float32, device=device)
-        return TokenGroups(of_token, sizes[0].clamp(min=1), sizes[1])
-
-    whole = groups((of_token == len(samples)).long(), [sum(samples)], [sum(sample_weights)])
-    return groups(of_token, samples, sample_weights), whole
+    of_token = to_device(local_tokens(of_token, batch.spans).chunk(ranks)[rank], device)
+    sizes = torch.tensor([[*samples, sum(samples)], [*weights, sum(weights)]], dtype=torch.float32)
+    sizes = to_device(torch.stack([sizes[0].clamp(min=1), sizes[1]]), device)
+    number = len(samples)
+    whole = TokenGroups((of_token == number).long(), sizes[0, number:], sizes[1, number:])
+    return TokenGroups(of_token, sizes[0, :number], sizes[1, :number]), whole
 
 
 def balance_scores(logits: Tensor, moe: Moe) -> Tensor:

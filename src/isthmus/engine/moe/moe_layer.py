@@ -5,6 +5,7 @@ Megatron-Core's layer needs TransformerEngine for the router (``te_general_gemm`
 
 from __future__ import annotations
 
+import functools
 from copy import copy
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.moe.grouped_gemm import grouped_linear
+from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.moe.token_dispatcher import dispatcher
 from isthmus.families.architecture import Moe
@@ -32,6 +33,8 @@ class GroupedExperts(SequentialMLP):
     def __init__(self, *args: Any, own_copies: bool) -> None:
         """``own_copies``: the experts' data-parallel group differs from that of the other layers."""
         super().__init__(*args)
+        self.kernels = GemmKernels()
+        """Set by :func:`isthmus.engine.moe.gemm_choice.choose_gemms`."""
         for expert in self.local_experts:
             for parameter in expert.parameters():
                 parameter.allreduce = not own_copies
@@ -43,22 +46,22 @@ class GroupedExperts(SequentialMLP):
                     bias.tensor_model_parallel = self.tp_group.rank() == 0
                     bias.shared = self.tp_group.rank() != 0
 
-    def forward(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """``hidden`` [n, H] is sorted by expert, ``weights`` [n] scale the results, ``counts`` int64 [local experts].
+    def forward(self, hidden: Tensor, weights: Tensor, sizes: GroupSizes) -> Tensor:
+        """``hidden`` [n, H] is sorted by expert, ``weights`` [n] scale the results, ``sizes`` are rows per expert.
 
         With tensor-parallel experts the result is this rank's part of a sum.
         """
         experts = list(reversed(self.local_experts))
         weights = weights.to(hidden.dtype)[:, None]
-        wide = grouped_linear(hidden, counts, [expert.linear_fc1.weight for expert in experts])
+        wide = grouped_linear(hidden, sizes, [expert.linear_fc1.weight for expert in experts], self.kernels)
         if experts[0].linear_fc1.bias is not None:
-            wide = wide + _by_row([expert.linear_fc1.bias for expert in experts], counts, wide)
+            wide = wide + _by_row([expert.linear_fc1.bias for expert in experts], sizes.counts, wide)
         inner = experts[0].activation_func(wide) * weights
-        out = grouped_linear(inner, counts, [expert.linear_fc2.weight for expert in experts])
+        out = grouped_linear(inner, sizes, [expert.linear_fc2.weight for expert in experts], self.kernels)
         if experts[0].linear_fc2.bias is None:
             return out
         # The ranks' parts are summed: each adds its share of the bias, and the gradient is that of the whole bias.
-        bias = _by_row([expert.linear_fc2.bias for expert in experts], counts, out)
+        bias = _by_row([expert.linear_fc2.bias for expert in experts], sizes.counts, out)
         return torch.addcmul(out, bias + bias.detach() * (1 / self.tp_group.size() - 1), weights)
 
 
@@ -82,7 +85,7 @@ class MoeBlock(MegatronModule):
             groups,
             num_experts=moe.num_experts,
             sequence_parallel=config.sequence_parallel,
-            dropless=settings.capacity_factor is None,
+            capacity_factor=settings.capacity_factor,
         )
         self.shared_experts: SharedExpertMLP | None = None
         if moe.shared_ffn_hidden_size:
@@ -108,8 +111,10 @@ class MoeBlock(MegatronModule):
         def run(hidden_states: Tensor) -> Tensor:
             hidden = hidden_states[:, 0]
             weights, chosen = self.router(hidden, batch)
-            out: Tensor = self.dispatch(hidden, weights, chosen, self.experts)[:, None]
-            out = out if self.shared_experts is None else out + self.shared_experts(hidden_states)
+            # A dispatcher that waits for the GPU calls it before, so that the GPU has work meanwhile.
+            shared = functools.cache(lambda: None if (mlp := self.shared_experts) is None else mlp(hidden_states))
+            out: Tensor = self.dispatch(hidden, weights, chosen, self.experts, shared)[:, None]
+            out = out if (added := shared()) is None else out + added
             return out if self.output_bias is None else out + self.output_bias
 
         if self.recomputed and self.training:

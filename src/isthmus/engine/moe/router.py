@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
-from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.moe.load_balancing import RouterStats, aux_loss, balance_scores, token_groups, z_loss
+from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
+from isthmus.engine.moe.load_balancing import RouterStats, aux_loss, balance_scores, z_loss
+from isthmus.engine.moe.routed_tokens import expert_capacity
 from isthmus.families.architecture import Moe
 
 
@@ -36,23 +36,24 @@ class TopKRouter(MegatronModule):
     def forward(self, hidden: Tensor, batch: PackedBatch | None = None) -> tuple[Tensor, Tensor]:
         """Return router weights float32 [T, K] and experts int64 [T, K]; ``num_experts`` is a dropped choice.
 
-        In training also update the statistics and attach the auxiliary losses. ``batch`` is None only outside training.
+        In training also update the statistics and attach the auxiliary losses, if ``batch`` has token groups.
         """
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(hidden.float(), self.weight.float(), bias)
         weights, chosen = route(logits, self.expert_bias, self.moe)
         # Activation recomputation runs first without gradients; that pass is not counted.
-        if self.training and torch.is_grad_enabled() and batch is not None:
-            weights = self._with_losses(weights, logits, chosen, batch)
+        if self.training and torch.is_grad_enabled() and batch is not None and batch.token_groups is not None:
+            weights = self._with_losses(weights, logits, chosen, *batch.token_groups)
         if self.settings.capacity_factor is not None:
             chosen = within_capacity(weights, chosen, self.moe.num_experts, self.settings.capacity_factor)
         return weights, chosen
 
-    def _with_losses(self, weights: Tensor, logits: Tensor, chosen: Tensor, batch: PackedBatch) -> Tensor:
+    def _with_losses(
+        self, weights: Tensor, logits: Tensor, chosen: Tensor, samples: TokenGroups, whole: TokenGroups
+    ) -> Tensor:
         """``weights``, whose backward pass adds the auxiliary losses."""
         losses: dict[str, Tensor] = {}
         sharded, tp = self.config.sequence_parallel, self.groups.tp
-        samples, whole = token_groups(batch, *((tp.rank(), tp.size()) if sharded else (0, 1)), device=logits.device)
         if self.settings.losses:
             scores, ranks = balance_scores(logits, self.moe), self.groups.tp_cp if sharded else self.groups.cp
             compute = {
@@ -89,10 +90,10 @@ def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor,
 def within_capacity(weights: Tensor, chosen: Tensor, num_experts: int, factor: float) -> Tensor:
     """Drop tokens beyond each expert's capacity, the lowest router weights first (GShard, arXiv 2006.16668).
 
-    The capacity is ``ceil(factor * T * K / E)`` tokens, as in Megatron-Core; weights are not renormalized. Returns
+    Weights are not renormalized. Returns
     ``chosen`` with ``num_experts`` for each dropped choice.
     """
-    capacity = math.ceil(factor * chosen.numel() / num_experts)
+    capacity = expert_capacity(chosen.numel(), num_experts, factor)
     flat = chosen.flatten()
     by_weight = weights.detach().flatten().argsort(descending=True, stable=True)
     order = by_weight[flat[by_weight].argsort(stable=True)]  # by expert, and by weight within it

@@ -68,6 +68,7 @@ def build_rank_model(
     from isthmus.engine.layers.linear import use_fp8
     from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
+    from isthmus.engine.moe.gemm_choice import choose_gemms
     from isthmus.engine.optim.optimizer import wrap_data_parallel
     from isthmus.engine.parallel.fsdp import build_sharded
 
@@ -93,6 +94,9 @@ def build_rank_model(
         messages += use_fp8(modules, fp8_recipe(config, platform))
     if training and not fsdp:
         stages = [wrap_data_parallel(stage, **_overlap(config, platform)) for stage in stages]
+    if training and plan.architecture.moe is not None:
+        tokens = config.train.micro_batch_size * config.data.seq_length // plan.parallel.cp
+        messages += choose_gemms(modules, tokens * plan.architecture.moe.top_k, dtype)
     model = RankModel(plan, position, dtype, stages, messages)
     source = plan.weights.source
     if config.model.init == "random":

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.moe import grouped_gemm
-from isthmus.engine.moe.grouped_gemm import grouped_linear, stack_tensors
+from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear, stack_tensors
 from isthmus.platforms.torch_features import GROUPED_MM
 
 COUNTS = [3, 0, 5, 1]
@@ -28,7 +28,7 @@ def looped(x: Tensor, weights: list[Tensor]) -> Tensor:
 def test_groups_equal_a_loop(dtype: torch.dtype) -> None:
     x, weights, upstream = parts(dtype)
     wanted = looped(x, weights)
-    got = grouped_linear(x, torch.tensor(COUNTS), weights)
+    got = grouped_linear(x, GroupSizes(torch.tensor(COUNTS)), weights)
     assert torch.allclose(got, wanted)
     mine = torch.autograd.grad(got, [x, *weights], upstream)
     theirs = torch.autograd.grad(wanted, [x, *weights], upstream)
@@ -41,7 +41,7 @@ def test_gradients_are_added_to_the_buffers(dtype: torch.dtype) -> None:
     x, weights, upstream = parts(dtype)
     for weight in weights:
         weight.main_grad = torch.ones(4, 6)  # type: ignore[attr-defined]
-    grouped_linear(x, torch.tensor(COUNTS), weights).backward(upstream)
+    grouped_linear(x, GroupSizes(torch.tensor(COUNTS)), weights).backward(upstream)
     leaves = [weight.detach().float().requires_grad_() for weight in weights]
     wanted = torch.autograd.grad(looped(x.detach().float(), leaves), leaves, upstream.float())
     for weight, gradient in zip(weights, wanted, strict=True):
@@ -51,7 +51,7 @@ def test_gradients_are_added_to_the_buffers(dtype: torch.dtype) -> None:
 
 def test_no_rows() -> None:
     _, weights, _ = parts(torch.float32)
-    out = grouped_linear(torch.empty(0, 6, requires_grad=True), torch.zeros(4, dtype=torch.int64), weights)
+    out = grouped_linear(torch.empty(0, 6, requires_grad=True), GroupSizes(torch.zeros(4, dtype=torch.int64)), weights)
     out.sum().backward()
     assert out.shape == (0, 4)
     assert all(weight.grad is not None and not weight.grad.any() for weight in weights)
@@ -69,7 +69,8 @@ def test_stacking_is_a_view_if_possible() -> None:
 
 @pytest.mark.skipif(GROUPED_MM is None, reason=f"torch {torch.__version__} has no grouped_mm")
 @pytest.mark.parametrize("evenly", [True, False])
-def test_the_kernel_gets_the_same_matmuls(evenly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", [GemmKernels(), GemmKernels(weight_gradient=False), GemmKernels(matmul=False)])
+def test_the_kernel_gets_the_same_matmuls(evenly: bool, kernels: GemmKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's kernel also runs on a CPU, where the loop is the default."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 8, generator=generator).requires_grad_()
@@ -78,7 +79,7 @@ def test_the_kernel_gets_the_same_matmuls(evenly: bool, monkeypatch: pytest.Monk
     upstream = torch.randn(9, 4, generator=generator)
     wanted = torch.autograd.grad(looped(x, weights), [x, *weights], upstream)
     monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda *_: True)
-    got = grouped_linear(x, torch.tensor(COUNTS), weights)
+    got = grouped_linear(x, GroupSizes(torch.tensor(COUNTS)), weights, kernels)
     assert torch.allclose(got, looped(x, weights), atol=1e-5)
     mine = torch.autograd.grad(got, [x, *weights], upstream)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, wanted, strict=True))

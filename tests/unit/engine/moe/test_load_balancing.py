@@ -52,7 +52,7 @@ def by_hand(scores: Tensor, chosen: list[list[int]], spans: list[tuple[range, in
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
 def test_balance_losses_and_gradients_equal_the_definition(score: Any) -> None:
     moe = Moe(num_experts=E, top_k=K, ffn_hidden_size=4, score=score)
-    samples, whole = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
+    samples, whole = token_groups(BATCH, 0, 1, torch.device("cpu"))
     x = logits()
     _, chosen = route(x, None, moe)
     wanted_scores = x.sigmoid() / x.sigmoid().sum(-1, keepdim=True) if score == "sigmoid" else x.softmax(-1)
@@ -69,7 +69,7 @@ def test_balance_losses_and_gradients_equal_the_definition(score: Any) -> None:
 
 
 def test_z_loss_is_a_mean_over_each_sample() -> None:
-    samples, _ = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
+    samples, _ = token_groups(BATCH, 0, 1, torch.device("cpu"))
     x = logits()
     squares = x.exp().sum(-1).log().square()
     wanted = 4 * squares[:5].mean() + squares[5]
@@ -79,14 +79,14 @@ def test_z_loss_is_a_mean_over_each_sample() -> None:
 
 
 def test_parts_of_a_sequence_have_parts_of_the_groups() -> None:
-    whole, _ = token_groups(BATCH, 0, 1, device=torch.device("cpu"))
-    parts = [token_groups(BATCH, rank, 2, device=torch.device("cpu"))[0] for rank in range(2)]
+    whole, _ = token_groups(BATCH, 0, 1, torch.device("cpu"))
+    parts = [token_groups(BATCH, rank, 2, torch.device("cpu"))[0] for rank in range(2)]
     assert torch.equal(torch.cat([part.of_token for part in parts]), whole.of_token)
     assert all(torch.equal(part.lengths, whole.lengths) for part in parts)
 
 
 def test_a_batch_of_padding_has_no_loss() -> None:
-    samples, whole = token_groups(batch((4,), 4, (0,)), 0, 1, device=torch.device("cpu"))
+    samples, whole = token_groups(batch((4,), 4, (0,)), 0, 1, torch.device("cpu"))
     x = torch.randn(4, E)
     for spans in (samples, whole):
         assert aux_loss(x.softmax(-1), torch.zeros(4, K, dtype=torch.int64), spans) == 0
@@ -115,7 +115,7 @@ def test_capacity_keeps_the_largest_weights(factor: float) -> None:
 def test_load_of_a_batch_with_fewer_tokens_than_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _tensor: None)
     stats = RouterStats(8)
-    _, whole = token_groups(batch((2,), 0, (2,)), 0, 1, device=torch.device("cpu"))
+    _, whole = token_groups(batch((2,), 0, (2,)), 0, 1, torch.device("cpu"))
     stats.add(torch.tensor([[3], [3]]), whole, {})
     load, counts = reduce_load(
         [(1, stats)], num_layers=2, num_experts=8, count=2, losses=(), device=torch.device("cpu")
