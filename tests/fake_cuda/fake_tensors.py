@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from fake_cuda.gpu import is_pinned, mark_pinned
-from fake_cuda.trace import OBSERVERS
+from fake_cuda.trace import tell
 
 MAX_KNOWN = 1 << 18
 """Elements of the largest tensor whose values are kept."""
@@ -52,18 +52,20 @@ class FakeGpuMode(TorchDispatchMode):
                 out = func(*args, **kwargs)
                 return mark_pinned(out) if pinned else out
         elif name in _READS or (name == "repeat_interleave" and len(args) == 1 and kwargs.get("output_size") is None):
-            _tell("sync", "read", name)
+            tell("sync", "read", name)
             return self._read(func, args, kwargs)
         elif (name == "_to_copy" and target == "cpu") or (name == "copy_" and not isinstance(args[0], FakeTensor)):
             return _copy_to_host(name, args, kwargs)
         elif name in _INDEXING:
             args = (args[0], self._indices(name, args[1]), *args[2:])
         _watch_copies(name, args, kwargs)
+        if func.namespace == "c10d":
+            return _exchange(name, func, args)
         with self.fake:
             out = func(*tree_map(self._on_fake, args), **tree_map(self._on_fake, kwargs))
-        if not _is_view(func) and func.namespace not in ("prim", "c10d") and name not in _NO_KERNEL:
-            _tell("kernel", name)
-        _tell("made", out)
+        if not _is_view(func) and name not in _NO_KERNEL:
+            tell("kernel", name)
+        tell("made", out)
         _keep_values(name, func, args, kwargs, out, inputs)
         return out
 
@@ -88,16 +90,11 @@ class FakeGpuMode(TorchDispatchMode):
         found: list[Tensor | None] = []
         for index in indices:
             if isinstance(index, FakeTensor) and index.dtype == torch.bool:
-                _tell("sync", "read", f"{name} with a mask")
+                tell("sync", "read", f"{name} with a mask")
                 found += [self._on_gpu(rows) for rows in value_of(index).nonzero(as_tuple=True)]
             else:
                 found.append(index)
         return found
-
-
-def _tell(method: str, *details: Any) -> None:
-    for observer in OBSERVERS:
-        getattr(observer, method)(*details)
 
 
 def _is_view(func: Any) -> bool:
@@ -114,7 +111,7 @@ def _copy_to_host(name: str, args: Any, kwargs: Any) -> Tensor:
         source, asynchronous = args[0], kwargs.get("non_blocking", False)
         target = value_of(source).to(kwargs.get("dtype") or source.dtype, copy=True)
     if not asynchronous:
-        _tell("sync", "to host", name)
+        tell("sync", "to host", name)
     return target
 
 
@@ -130,7 +127,25 @@ def _watch_copies(name: str, args: Any, kwargs: Any) -> None:
         sources = [index for index in args[1] if index is not None]
     host = [source for source in sources if source.device.type == "cpu"]
     if host and not (asynchronous and is_pinned(host[0])):
-        _tell("sync", "to device", name)
+        tell("sync", "to device", name)
+
+
+def _exchange(name: str, func: Any, args: Any) -> Any:
+    """A collective returns at once; in a gather all ranks have the values of this one."""
+    if name == "_allgather_base_" and _known([args[1]]):
+        own = value_of(args[1]).flatten()
+        args[0].known = own.repeat(args[0].numel() // own.numel()).view(args[0].shape)
+    fakes: dict[int, Tensor] = {}
+
+    def placeholder(tensor: Tensor) -> Tensor:
+        empty = torch.empty(*tensor.shape[:1], 0)  # torch checks the sizes of splits
+        fakes[id(empty)] = tensor
+        placeholders.append(empty)
+        return empty
+
+    placeholders: list[Tensor] = []  # keeps their ids
+    out = func(*tree_map_only(Tensor, placeholder, args))
+    return tree_map_only(Tensor, lambda tensor: fakes[id(tensor)], out)
 
 
 def value_of(tensor: Tensor) -> Tensor:
@@ -147,12 +162,8 @@ def _keep_values(name: str, func: Any, args: Any, kwargs: Any, out: Any, inputs:
         out[1].known = (torch.arange(out[1].numel()) % args[0].size(-1)).view(out[1].shape)
         return
     small = all(o.numel() <= MAX_KNOWN and not o.is_floating_point() and not o.is_complex() for o in outputs)
-    if name == "_allgather_base_" and small and _known([args[1]]):  # all ranks have the values of this one
-        own = value_of(args[1]).flatten()
-        args[0].known = own.repeat(args[0].numel() // own.numel()).view(args[0].shape)
-        return
-    if not outputs or not small or not _known(inputs) or func.namespace == "c10d":
-        for tensor in outputs if func._schema.is_mutable and func.namespace != "c10d" else ():
+    if not outputs or not small or name.startswith("empty") or not _known(inputs):
+        for tensor in outputs if func._schema.is_mutable else ():
             tensor.known = None  # type: ignore[attr-defined]
         return
     named = {key: value for key, value in kwargs.items() if key != "device"}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fake_cuda import kernels
+from fake_cuda.trace import tell
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ VERSIONS = {"cuda": "12.8", "hip": "6.4.43482"}
 
 
 class _NoStream:
-    """A stream or an event: every method returns None."""
+    """A stream or an event: it has finished."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
@@ -63,7 +64,11 @@ class _NoStream:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return {"elapsed_time": lambda *_: 1.0, "query": lambda: True}.get(name, lambda *_args, **_kwargs: None)
+        answers = {"elapsed_time": 1.0, "query": True}
+        return functools.partial(_answer, answers.get(name))
+
+    def synchronize(self) -> None:
+        tell("sync", "wait", "synchronize")
 
     def __enter__(self) -> _NoStream:
         return self
@@ -84,15 +89,16 @@ def install(gpu: Gpu) -> None:
         "mem_get_info": (properties.total_memory,) * 2, "is_bf16_supported": True,
         "max_memory_reserved": 0, "max_memory_allocated": 0, "memory_reserved": 0, "memory_allocated": 0,
         "memory_stats": {}, "current_stream": _NoStream(), "default_stream": _NoStream(),
-        **dict.fromkeys(("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "_lazy_init",
+        **dict.fromkeys(("set_device", "empty_cache", "manual_seed", "manual_seed_all", "_lazy_init",
                          "reset_peak_memory_stats", "set_stream")),
     }  # fmt: skip
     for name, value in answers.items():
         setattr(cuda, name, functools.partial(_answer, value))
+    cuda.synchronize = lambda *_: tell("sync", "wait", "synchronize")
     cuda._lazy_call = lambda call, **_kwargs: call()
     cuda.default_generators = (generator,)
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_: generator.get_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_: generator.set_state(state)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: generator.get_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: generator.set_state(state)
     cuda.Stream = cuda.Event = torch.Stream = torch.Event = _NoStream
     cuda.stream = cuda.StreamContext = lambda _stream: contextlib.nullcontext()
     cuda.device = lambda _device: contextlib.nullcontext()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _LIBRARY: list[Any] = []
 
@@ -16,6 +17,27 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
     _LIBRARY.append(library)  # its end would remove it
+    _allow_lower_right()
+
+
+def _allow_lower_right() -> None:
+    """torch's mask of a last query that sees all keys: its constructor fails under a mode, its kernels need a GPU."""
+    from torch.nn.attention import bias
+
+    module: Any = bias
+    new = module.CausalBias.__new__
+
+    def outside_of_modes(cls: Any, *_args: Any) -> Any:
+        with _disable_current_modes():
+            return new(cls)
+
+    module.CausalBias.__new__ = outside_of_modes
+    module.can_use_flash_attention = lambda p: _has_flash(p.query, p.value)
+    module.can_use_efficient_attention = lambda p: p.query.size(-3) == p.key.size(-3)
+
+
+def _has_flash(query: Tensor, value: Tensor) -> bool:
+    return query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) == value.size(-1) <= 256
 
 
 def _attention(
@@ -24,10 +46,9 @@ def _attention(
 ) -> Tensor:  # fmt: skip
     """With torch's conditions of the flash and the memory-efficient kernel; cuDNN's is not chosen."""
     aten = torch.ops.aten
-    grouped = query.size(-3) != key.size(-3)
-    if query.dtype in (torch.bfloat16, torch.float16) and mask is None and query.size(-1) == value.size(-1) <= 256:
+    if mask is None and _has_flash(query, value):
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if not grouped:
+    if query.size(-3) == key.size(-3):
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
         if mask is not None:

@@ -21,7 +21,8 @@ _OWN = ("/isthmus/", "/megatron/")
 @dataclass(frozen=True, slots=True)
 class Sync:
     kind: str
-    """``read``: the host waits for values; ``to host`` and ``to device``: a copy that blocks the host."""
+    """``read``: the host waits for values; ``to host`` and ``to device``: a copy that blocks the host; ``wait``: the
+    host waits for a stream, an event or the device."""
     operator: str
     where: str
     """``file:line < file:line``, the innermost two frames of Isthmus and Megatron-Core; empty in torch's backward."""
@@ -40,7 +41,12 @@ class Observer:
     def made(self, results: Any) -> None: ...
 
 
-OBSERVERS: list[Observer] = []
+_OBSERVERS: list[Observer] = []
+
+
+def tell(method: str, *details: Any) -> None:
+    for observer in _OBSERVERS:
+        getattr(observer, method)(*details)
 
 
 @contextmanager
@@ -56,11 +62,11 @@ def measure() -> Iterator[GpuMemory]:
 
 
 def _observe(observer: Any) -> Iterator[Any]:
-    OBSERVERS.append(observer)
+    _OBSERVERS.append(observer)
     try:
         yield observer
     finally:
-        OBSERVERS.remove(observer)
+        _OBSERVERS.remove(observer)
 
 
 @dataclass
