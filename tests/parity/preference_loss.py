@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH, open_samples
 
+PairLoss = Callable[[PackedBatch], tuple[Tensor, Tensor]]
+"""The loss of a pair and the difference of its rewards, both scalars."""
+
 
 def train(
     *, model: str, samples: str, lr: list[float], beta: float, smoothing: float, sft_weight: float
@@ -22,6 +27,20 @@ def train(
     """Loss, accuracy and gradient norm per step; ``lr`` has one entry per step."""
     networks: list[Any] = [AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)]
     policy, reference = networks[0].train(), networks[1].eval()
+
+    def loss_of(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        chosen, rejected = _log_probs(policy, batch)
+        with torch.no_grad():
+            reference_chosen, reference_rejected = _log_probs(reference, batch)
+        reward = beta * ((chosen.sum() - reference_chosen.sum()) - (rejected.sum() - reference_rejected.sum()))
+        loss = -(1 - smoothing) * logsigmoid(reward) - smoothing * logsigmoid(-reward)
+        return loss - sft_weight * chosen.mean(), reward
+
+    return train_pairs(policy, loss_of, samples=samples, lr=lr)
+
+
+def train_pairs(policy: Any, loss_of: PairLoss, *, samples: str | Path, lr: list[float]) -> dict[str, list[float]]:
+    """Curves of a plain loop over pairs with AdamW."""
     with_decay = [parameter for parameter in policy.parameters() if parameter.dim() > 1]
     without_decay = [parameter for parameter in policy.parameters() if parameter.dim() <= 1]
     groups = [{"params": with_decay, "weight_decay": 0.1}, {"params": without_decay, "weight_decay": 0.0}]
@@ -32,15 +51,7 @@ def train(
     )
     curves: dict[str, list[float]] = {"loss": [], "rewards/accuracies": [], "grad_norm": []}
     for step, rate in enumerate(lr):
-        losses, correct = [], []
-        for batch in batches.step(step):
-            chosen, rejected = _log_probs(policy, batch)
-            with torch.no_grad():
-                reference_chosen, reference_rejected = _log_probs(reference, batch)
-            reward = beta * ((chosen.sum() - reference_chosen.sum()) - (rejected.sum() - reference_rejected.sum()))
-            loss = -(1 - smoothing) * logsigmoid(reward) - smoothing * logsigmoid(-reward)
-            losses.append(loss - sft_weight * chosen.mean())
-            correct.append(float(reward > 0))
+        losses, rewards = zip(*map(loss_of, batches.step(step)), strict=True)
         loss = torch.stack(losses).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -49,7 +60,7 @@ def train(
             group["lr"] = rate
         optimizer.step()
         curves["loss"].append(loss.item())
-        curves["rewards/accuracies"].append(sum(correct) / len(correct))
+        curves["rewards/accuracies"].append(float(torch.stack(rewards).gt(0).double().mean()))
         curves["grad_norm"].append(norm.item())
     return curves
 

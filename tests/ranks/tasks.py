@@ -129,6 +129,8 @@ def start(
         return Training(built, stepper, Batches(store, sizes, shard), Batches(store, in_order, shard))
     pairs, valid = PairBatches(store, sizes, shard), PairBatches(store, in_order, shard)
     parts = {"train": pairs, "valid": valid}
+    if not config.dpo.has_reference:
+        return Training(built, stepper, pairs, valid)
     path = Path(reference or tempfile.mkdtemp()) / "reference.npz"
     compute_reference(stepper, parts, path, built.position, fresh=fresh, stop=StopFlag(), log=print)
     return Training(built, stepper, pairs, valid)

@@ -42,6 +42,8 @@ _OTHER_NAMES = {
     "save_steps": "checkpoint.every",
     "dtype": "train.precision",
     "rpo_alpha": "dpo.sft_weight",
+    "cpo_alpha": "dpo.sft_weight",
+    "orpo_alpha": "dpo.beta",
     "loss_type": "dpo.loss",
     "sft_loss_weight": "dpo.sft_weight",
     "sft_average_log_probs": "dpo.sft_weight, whose loss is the mean over tokens",

@@ -206,7 +206,7 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
         optimizer = build_optimizer(model.stages, config.optim, config.train)
         schedule = build_schedule(optimizer, config.optim, data.steps)
         stepper = Stepper(model.stages, optimizer, schedule, objective_of(config))
-        if config.recipe == "dpo":
+        if config.recipe == "dpo" and config.dpo.has_reference:
             parts = {"train": data.train, "valid": data.valid, "test": data.test}
             pairs = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
             fresh = context.resume is None

@@ -1,4 +1,4 @@
-"""Preference losses on pairs of answers: DPO, IPO and SLiC hinge."""
+"""Preference losses on pairs of answers, with and without a reference model."""
 
 from __future__ import annotations
 
@@ -18,23 +18,39 @@ METRICS = (
 """Means over pairs, with TRL's names."""
 
 
-def pair_losses(margins: Tensor, settings: DpoConfig) -> Tensor:
+def pair_losses(chosen: Tensor, rejected: Tensor, settings: DpoConfig) -> Tensor:
     """The loss of each pair, [pairs].
 
     ``sigmoid``: equation 7 of arXiv 2305.18290, with the ``label_smoothing`` of cDPO (E. Mitchell, 2023, equation 3);
-    ``ipo``: equation 17 of arXiv 2310.12036; ``hinge``: SLiC (arXiv 2305.10425) on DPO's rewards.
+    ``robust``: equation 12 of arXiv 2403.00409; ``ipo``: equation 17 of arXiv 2310.12036; ``hinge``: SLiC (arXiv
+    2305.10425) on DPO's rewards; ``simpo``: equation 6 of arXiv 2405.14734; ``cpo``: equation 3 of arXiv 2401.08417;
+    ``orpo``: the odds ratio of arXiv 2403.07691, equation 7, times beta.
 
     Args:
-        margins: [pairs], log-ratio of policy and reference of the chosen answer minus that of the rejected one.
+        chosen: [pairs], log-probabilities of the chosen answers, minus those under the reference if the loss has one.
+        rejected: the same for the rejected answers.
     """
     beta, smoothing = settings.beta, settings.label_smoothing
+    margins = chosen - rejected
     if settings.loss == "ipo":
         return (margins - 1 / (2 * beta)).square()
+    if settings.loss == "orpo":
+        return -beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     rewards = beta * margins
     if settings.loss == "hinge":
         return torch.relu(1 - rewards)
-    losses = -F.logsigmoid(rewards)
-    return losses if not smoothing else (1 - smoothing) * losses - smoothing * F.logsigmoid(-rewards)
+    if settings.loss == "simpo":
+        rewards = rewards - settings.simpo_gamma
+    right, wrong = -F.logsigmoid(rewards), -F.logsigmoid(-rewards)
+    if settings.loss == "robust":
+        return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+    return right if not smoothing else (1 - smoothing) * right + smoothing * wrong
+
+
+def _log_odds(logps: Tensor) -> Tensor:
+    """``log(p / (1 - p))`` for ``log(p)``, finite also where p rounds to one."""
+    logps = logps.clamp(max=-torch.finfo(logps.dtype).eps)
+    return logps - torch.log(-torch.expm1(logps))
 
 
 class PreferenceObjective:
@@ -44,7 +60,7 @@ class PreferenceObjective:
 
     def __init__(self, settings: DpoConfig) -> None:
         self.settings = settings
-        self.sums = (*METRICS, "nll_loss") if settings.sft_weight else METRICS
+        self.sums = (*METRICS, "nll_loss") if settings.nll_weight else METRICS
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
         """Half a pair per answer, zero for padding."""
@@ -55,15 +71,19 @@ class PreferenceObjective:
         self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
     ) -> LossOutput:
         """The summed loss of the pairs; ``losses``: float32 cross entropies [n] of the loss tokens."""
-        assert batch.reference_logps is not None
         settings, answers = self.settings, len(batch.sample_lengths)
         logps = sample_log_probs(losses, batch)[:answers]
         lengths = torch.tensor(batch.loss_tokens[:answers], device=logps.device, dtype=logps.dtype)
-        ratios = logps - batch.reference_logps.to(logps.device)
-        ratios = ratios / lengths if settings.length_normalized else ratios
-        per_pair = pair_losses(ratios[::2] - ratios[1::2], settings)
+        ratios = logps
+        if settings.has_reference:
+            assert batch.reference_logps is not None
+            ratios = logps - batch.reference_logps.to(logps.device)
+        if settings.length_normalized or settings.loss in ("simpo", "orpo"):
+            ratios = ratios / lengths
+        loss = pair_losses(ratios[::2], ratios[1::2], settings).sum()
         nll = -logps[::2] / lengths[::2]
-        loss = per_pair.sum() + settings.sft_weight * nll.sum() if settings.sft_weight else per_pair.sum()
+        if settings.nll_weight:
+            loss = loss + settings.nll_weight * nll.sum()
         rewards = settings.beta * ratios.detach()
         values = {
             "rewards/chosen": rewards[::2],

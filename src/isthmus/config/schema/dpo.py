@@ -10,24 +10,41 @@ from isthmus.config.schema.section import Section, refuse
 
 
 class DpoConfig(Section):
-    """Direct preference optimization (arXiv 2305.18290)."""
+    """Preference losses: direct preference optimization (arXiv 2305.18290) and its variants."""
 
     beta: float = Field(default=0.1, gt=0)
-    """Strength of the constraint to the reference: a reward is beta times the gain in log-probability over it."""
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss on the difference of a pair's rewards: that of DPO (sigmoid), IPO (ipo) or SLiC (hinge)."""
+    """Strength of the constraint to the reference: a reward is beta times the gain in log-probability over it. simpo,
+    cpo: factor of the log-probabilities; orpo: weight of the odds ratio."""
+    loss: Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "cpo", "orpo"] = "sigmoid"
+    """Loss on the difference of a pair's rewards: that of DPO (sigmoid), robust DPO, IPO or SLiC (hinge). Without a
+    reference model: SimPO, CPO or ORPO."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """sigmoid: assumed share of pairs with swapped labels."""
-    sft_weight: float = Field(default=0.0, ge=0)
-    """Weight of the cross entropy of the chosen answer (mean over its tokens), added to the loss of the pair."""
+    """sigmoid, robust, simpo, cpo: assumed share of pairs with swapped labels."""
+    simpo_gamma: float = Field(default=0.5, ge=0)
+    """simpo: the reward margin that the loss aims at."""
+    sft_weight: float | None = Field(default=None, ge=0)
+    """Weight of the cross entropy of the chosen answer (mean over its tokens), added to the loss of the pair. null: 1
+    for cpo and orpo, else 0."""
     length_normalized: bool = False
-    """Use the mean over an answer's tokens as its log-probability, not the sum."""
+    """Use the mean over an answer's tokens as its log-probability, not the sum. simpo and orpo always do."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss needs the log-probabilities of a reference model."""
+        return self.loss not in ("simpo", "cpo", "orpo")
+
+    @property
+    def nll_weight(self) -> float:
+        """``sft_weight`` with the default of the loss."""
+        return float(self.loss in ("cpo", "orpo")) if self.sft_weight is None else self.sft_weight
 
     @model_validator(mode="after")
     def _smoothing_fits(self) -> DpoConfig:
-        if self.label_smoothing and self.loss != "sigmoid":
+        smoothed = ("sigmoid", "robust", "simpo", "cpo")
+        if self.label_smoothing and self.loss not in smoothed:
             refuse(
                 "label_smoothing",
-                f"label_smoothing={self.label_smoothing:g} is for loss=sigmoid, got {self.loss}; leave it out",
+                f"label_smoothing={self.label_smoothing:g} is for loss={', '.join(smoothed)}, got {self.loss}; leave "
+                "it out",
             )
         return self
