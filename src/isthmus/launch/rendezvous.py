@@ -46,6 +46,8 @@ class Member:
     """Host name, and the address with which it reaches rank 0; equal on ranks of the same machine."""
     listeners: list[tuple[str, str, int]]
     """(reason for the choice, address, port), one for each interface of its collectives."""
+    device: str = ""
+    """Identifies its GPU on its machine; empty on a CPU."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.machine[0]} ({self.machine[1]})"
@@ -70,7 +72,8 @@ def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -
     with Heartbeat(timeout_s) as heartbeat:
         machines = ""
         with _listening(chosen or ({"the route to rank 0": route} if route else {})) as listeners:
-            members = _register(store, listeners, deadline, join_timeout_s)
+            me = Member(listeners=listeners, device=platform.device_id())
+            members = _register(store, me, deadline, join_timeout_s)
             heartbeat.start()
             if len({member.machine[1] for member in members}) > 1:
                 if route:
@@ -143,11 +146,8 @@ def _listening(chosen: dict[str, Interface]) -> Iterator[list[tuple[str, str, in
         yield listeners
 
 
-def _register(
-    store: dist.Store, listeners: list[tuple[str, str, int]], deadline: float, timeout_s: float
-) -> list[Member]:
+def _register(store: dist.Store, me: Member, deadline: float, timeout_s: float) -> list[Member]:
     """Register this rank, wait for the others, and return all members by rank."""
-    me = Member(listeners=listeners)
     if store.add(f"rendezvous/rank/{me.rank}", 1) > 1:
         raise UsageError(f"another process has RANK={me.rank} already. Give every process its own RANK.")
     store.set(f"rendezvous/member/{me.rank}", json.dumps(asdict(me)))
@@ -170,7 +170,7 @@ def _register(
 
 
 def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[Member]:
-    """On rank 0: all members by rank; raises for a missing rank or another world size."""
+    """On rank 0: all members by rank; raises for a missing rank, another world size or a GPU with two ranks."""
     present = [rank for rank in range(world_size) if store.check([f"rendezvous/member/{rank}"])]
     members = [Member(**json.loads(store.get(f"rendezvous/member/{rank}"))) for rank in present]
     other = next((member for member in members if member.world_size != world_size), None)
@@ -187,7 +187,21 @@ def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[M
             f"{':'.join(map(str, rank_env.master()))}. See in the logs of the missing ranks why they did not start, or "
             "whether their machines reach that address."
         )
+    _check_devices(members)
     return members
+
+
+def _check_devices(members: Sequence[Member]) -> None:
+    """Refuse ranks of a machine that use the same GPU, with which NCCL fails."""
+    users: dict[tuple[str, ...], list[Member]] = {}
+    for member in members:
+        users.setdefault((*member.machine, member.device), []).append(member)
+    for ranks in users.values():
+        if len(ranks) > 1 and (device := ranks[0].device):
+            raise UsageError(
+                f"{rank_ranges([member.rank for member in ranks])} on {ranks[0].machine[0]} use the same GPU "
+                f"({device}). Start one rank per GPU; under Slurm, --gpus-per-task=1 gives each task its own."
+            )
 
 
 def _connect_to_next(members: Sequence[Member]) -> None:

@@ -21,14 +21,15 @@ class RunShape:
     """Whether ranks communicate within a layer."""
     gemm_tuning_file: str | None = None
     """File of this rank for the GEMM kernels that ``train.gemm_tuning`` selects; None: no tuning."""
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
 class Platform(ABC):
     """One kind of hardware as this process sees it.
 
-    The constructor does not query the hardware: runtimes read their environment variables at the first query, so
-    ``apply_env`` must come first.
+    Constructor, ``env_defaults`` and ``env_of_run`` do not query the hardware: runtimes read their environment
+    variables at the first query, so ``apply_env`` must come first.
     """
 
     reason: str
@@ -43,8 +44,8 @@ class Platform(ABC):
     """Environment variables that do not depend on the run."""
     no_gemm_tuning: ClassVar[str | None]
     """Why ``train.gemm_tuning`` has no effect; None: it has."""
-    env_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Other names of the variables; a variable set under any of them is not changed."""
+    driver_files: ClassVar[tuple[str, ...]] = ()
+    """Device files that the runtime of the platform opens at its first use."""
 
     @abstractmethod
     def supports(self, capability: str) -> tuple[bool, str]:
@@ -82,7 +83,19 @@ class Platform(ABC):
     def describe(self) -> str:
         """Name and size of the hardware, for the log."""
 
+    def device_index(self) -> int:
+        """Number of this rank's device among those that this process sees."""
+        return 0
+
+    def device_id(self) -> str:
+        """Identifies this rank's device on its machine; empty on a CPU, which ranks share."""
+        return ""
+
     def env_of_run(self, run: RunShape) -> EnvDefaults:
+        return {}
+
+    def env_of_device(self) -> EnvDefaults:
+        """Queries the hardware, so only for variables that are read later."""
         return {}
 
     def prepare_process(self) -> tuple[str, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from isthmus.platforms.base import EnvDefaults, RunShape
-from isthmus.platforms.gpu import EXPANDABLE_SEGMENTS, GpuPlatform
+from isthmus.platforms.deterministic import CUDA_DEFAULTS
+from isthmus.platforms.gpu import GpuPlatform
 
 _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 """First compute capability with matrix cores, by precision."""
@@ -15,8 +15,8 @@ _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 class CudaPlatform(GpuPlatform):
     name = "cuda"
     no_gemm_tuning = "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects"
-    env_defaults: ClassVar[EnvDefaults] = {"PYTORCH_ALLOC_CONF": EXPANDABLE_SEGMENTS}
-    env_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}
+    env_defaults: ClassVar[EnvDefaults] = {}
+    driver_files = ("/dev/nvidia-uvm",)  # NVML, with which torch counts devices, does not open it
     # NVIDIA's data sheets, dense (their headline numbers count 2:4 sparsity double); SXM where no form is named.
     peaks = (
         ("GB200", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "fp32": 80}),
@@ -37,12 +37,11 @@ class CudaPlatform(GpuPlatform):
         return capability in _SINCE and (properties.major, properties.minor) >= _SINCE[capability]
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
-        if run.fsdp:
-            return {}
-        return {
-            "CUDA_DEVICE_MAX_CONNECTIONS": (
-                "1",
-                "kernels start in the order of their launch, which Megatron-Core's overlap of tensor-parallel "
-                "communication with matmuls requires",
-            )
-        }
+        order = (
+            "1",
+            "kernels start in the order of their launch, which Megatron-Core's overlap of tensor-parallel "
+            "communication with matmuls requires",
+        )
+        return ({} if run.fsdp else {"CUDA_DEVICE_MAX_CONNECTIONS": order}) | (
+            CUDA_DEFAULTS if run.deterministic else {}
+        )

@@ -8,19 +8,20 @@ import torch
 
 from isthmus.errors import UsageError
 from isthmus.platforms import rank_env
-from isthmus.platforms.base import Platform
+from isthmus.platforms.base import Platform, RunShape
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.platforms.cuda import CudaPlatform
-from isthmus.platforms.environment import apply_env
+from isthmus.platforms.environment import MASKS, apply_env
 from isthmus.platforms.rocm import RocmPlatform
 
 _TITLES = {"cuda": "CUDA", "rocm": "ROCm"}
 
 
-def detect(prefer: str = "auto") -> Platform:
+def detect(prefer: str = "auto", run: RunShape | None = None) -> Platform:
     """Choose the platform; ``auto`` takes a GPU that this torch can use, else the CPU.
 
-    On a ROCm build this sets the platform's environment variables, because HIP reads them at the first device query.
+    On a build for GPUs this sets the environment variables of the platform and of ``run``, because the GPU runtime
+    reads them at the first device query.
 
     Raises:
         UsageError: the platform is not available, or this machine has fewer GPUs than ranks.
@@ -35,19 +36,20 @@ def detect(prefer: str = "auto") -> Platform:
     if built_for is None:
         return CpuPlatform(reason=f"torch {torch.__version__} is built without GPU support")
     title = f"torch {torch.__version__} is built for {_TITLES[built_for]} {version}"
-    if built_for == "rocm":
-        apply_env(RocmPlatform(reason=title))
+    build = RocmPlatform if built_for == "rocm" else CudaPlatform
+    apply_env(build(reason=title), run)
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         devices = f"{count} device{'' if count == 1 else 's'}"
         ranks = rank_env.local_world_size()
-        if ranks > count:
+        # A batch system may show each rank only its own device. The rendezvous refuses ranks with the same one.
+        own_device = count == 1 and rank_env.stop_file() is None
+        if ranks > count and not own_device:
             raise UsageError(
                 f"{ranks} ranks on this machine need one GPU each, and torch sees {devices}{_hidden(built_for)}. "
                 f"Use --nproc {count}, or platform=cpu."
             )
-        reason = f"{title} and sees {devices}"
-        return RocmPlatform(reason=reason) if built_for == "rocm" else CudaPlatform(reason=reason)
+        return build(reason=f"{title} and sees {devices}")
     reason = f"{title} but sees no device{_hidden(built_for)}"
     if prefer == "auto":
         return CpuPlatform(reason=reason)
@@ -73,8 +75,6 @@ def _wrong_build(prefer: str, built_for: str | None, version: str | None) -> str
 
 def _hidden(built_for: str) -> str:
     """The environment variables that hide devices, as text."""
-    names = ["CUDA_VISIBLE_DEVICES"]
-    if built_for == "rocm":
-        names += ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]
+    names = MASKS if built_for == "rocm" else MASKS[:1]
     found = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
     return f" ({', '.join(found)} is set)" if found else ""

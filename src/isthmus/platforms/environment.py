@@ -5,29 +5,64 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from isthmus.platforms.base import Platform, RunShape
 
-# detect may set variables before the run does; the run still reports them.
+# detect sets variables before the run reports them.
 _set_here: dict[str, str] = {}
+set_late: set[str] = set()
+"""Variables that this process has set after their reader had started."""
+MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that select devices; HIP reads all three."""
+_READ_BY_NCCL = ("NCCL_", "RCCL_", "TORCH_NCCL_")
+"""Prefixes of variables that are read for the first process group; the GPU runtime reads others at its first use."""
+_OPEN_FILES = Path("/proc/self/fd")
 
 
-def apply_env(platform: Platform, run: RunShape | None = None) -> dict[str, tuple[str, str]]:
-    """Set the platform's variables, except those that the user has set under any of their names, even to "".
+def apply_env(
+    platform: Platform, run: RunShape | None = None, *, device_known: bool = False
+) -> dict[str, tuple[str, str]]:
+    """Set the platform's variables, except those that the user has set, even to "".
 
-    ``run=None`` sets only the variables that do not depend on the run. Returns value and reason of every variable that
-    this process has set.
+    Call it before the first query of the hardware. ``run=None`` leaves out the variables that depend on the run;
+    ``device_known`` adds those that depend on the device, which are read for the first process group. Returns value
+    and reason of every variable that this process has set. The reason tells if that was too late.
     """
+    defaults = {
+        **platform.env_defaults,
+        **(platform.env_of_run(run) if run is not None else {}),
+        **(platform.env_of_device() if device_known else {}),
+    }
+    runtime_started, nccl_started = gpu_in_use(platform), dist.is_available() and dist.is_initialized()
     applied: dict[str, tuple[str, str]] = {}
-    defaults = {**platform.env_defaults, **(platform.env_of_run(run) if run is not None else {})}
     for variable, (value, why) in defaults.items():
-        names = (variable, *platform.env_aliases.get(variable, ()))
-        if all(name not in os.environ for name in names):
+        if variable not in os.environ:
             os.environ[variable] = _set_here[variable] = value
+            if nccl_started if variable.startswith(_READ_BY_NCCL) else runtime_started:
+                set_late.add(variable)
         if _set_here.get(variable) == value == os.environ.get(variable):
-            applied[variable] = (value, why)
+            late = "no effect if this process used the GPU before; set it before the start. It is for: "
+            applied[variable] = (value, f"{late if variable in set_late else ''}{why}")
     return applied
+
+
+def gpu_in_use(platform: Platform) -> bool:
+    """Whether this process has used the GPU runtime: by torch, or by another library that has opened the driver."""
+    if not platform.driver_files:
+        return False
+    if torch.cuda.is_initialized():
+        return True
+    for entry in _OPEN_FILES.glob("*"):
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(entry) in platform.driver_files:
+                return True
+    return False
 
 
 _TE = "TransformerEngine reads it, and is not used here"
@@ -92,8 +127,11 @@ def remarks_on(environment: Mapping[str, str], run: RunShape, *, on_gpu: bool) -
             applies = (on_gpu or not remark.on_gpu) and remark.applies(environment[name], run)
             if applies and re.fullmatch(remark.names, name):
                 found.append(f"{name}={environment[name]} is set: {remark.text}")
-    masks = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if environment.get(name)]
-    if len(masks) == 2:
+    masks = [name for name in MASKS if environment.get(name)]
+    if len(masks) > 1:
         pairs = " and ".join(f"{name}={environment[name]}" for name in masks)
-        found.append(f"{pairs} are set: on ROCm both select devices. Keep CUDA_VISIBLE_DEVICES only")
+        found.append(
+            f"{pairs} are set: on ROCm all of them select devices, ROCR_VISIBLE_DEVICES first, and the others count "
+            "those that it leaves. Keep one of them"
+        )
     return found

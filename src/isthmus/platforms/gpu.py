@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -11,14 +13,12 @@ import torch
 
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
+from isthmus.platforms.environment import MASKS
+from isthmus.platforms.torch_features import SET_ALLOCATOR
 
 Peaks = tuple[tuple[str, Mapping[str, float]], ...]
 """(Regular expression for words of the device name, TFLOP/s by precision); the first match counts."""
-EXPANDABLE_SEGMENTS = (
-    "expandable_segments:True",
-    "packed micro batches differ in length, and expandable memory segments do not fragment",
-)
-"""Value of ``PYTORCH_ALLOC_CONF``, and the reason."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _SLICE = re.compile(r"\bMIG\b")
 """In the name of a partition; peaks are known for whole devices only."""
 
@@ -68,8 +68,44 @@ class GpuPlatform(Platform):
         return f"{self.device_count()} x {properties.name} ({self.arch()}, {properties.total_memory / 2**30:.0f} GiB)"
 
     def properties(self) -> Any:
-        """Properties of this rank's device; with fewer devices than ranks, of the device at rank modulo count."""
-        return torch.cuda.get_device_properties(rank_env.local_rank() % max(1, torch.cuda.device_count()))
+        return torch.cuda.get_device_properties(self.device_index())
+
+    def device_index(self) -> int:
+        """The local rank; 0 if the batch system shows each rank only its own device."""
+        return rank_env.local_rank() % max(1, torch.cuda.device_count())
+
+    def device_id(self) -> str:
+        properties = self.properties()
+        numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+        masks = [os.environ.get(name) for name in MASKS]
+        return f"{properties.name} {properties.uuid}, PCI {numbers}, number {self.device_index()} of {masks}"
+
+    def prepare_process(self) -> tuple[str, ...]:
+        return (self._set_up_allocator(),)
+
+    def _set_up_allocator(self) -> str:
+        """Use expandable memory segments, by torch's function: it reads variables only before the first device query.
+
+        Returns what torch reports afterwards.
+        """
+        chosen = [f"{name}={os.environ[name]}" for name in _ALLOCATOR_VARIABLES if name in os.environ]
+        wanted = not chosen and self.has_expandable_segments()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a build without expandable segments
+            if wanted:
+                SET_ALLOCATOR("expandable_segments:True")
+            on = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+        state = f"memory allocator: expandable segments {'on' if on else 'off'}"
+        if chosen:
+            return f"{state}; {', '.join(chosen)} is set"
+        if not wanted:
+            return f"{state}, as by default"
+        why = "micro batches differ in length" if on else f"torch {torch.__version__} has none for this GPU"
+        return f"{state}: {why}"
+
+    def has_expandable_segments(self) -> bool:
+        """Whether the vendor recommends expandable memory segments for this device."""
+        return True
 
     @abstractmethod
     def arch(self) -> str:

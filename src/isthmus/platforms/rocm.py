@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
 from isthmus.platforms.base import EnvDefaults, RunShape
-from isthmus.platforms.gpu import EXPANDABLE_SEGMENTS, GpuPlatform
+from isthmus.platforms.deterministic import ROCM_DEFAULTS
+from isthmus.platforms.gpu import GpuPlatform
 
 _16_BIT = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 """CDNA 1, 2, 3, 4; RDNA 3, 3.5 and 4."""
@@ -30,9 +30,7 @@ class RocmPlatform(GpuPlatform):
         "HSA_ENABLE_SDMA": ("1", "copies use the copy engines and leave the compute units free"),
         "TORCH_NCCL_HIGH_PRIORITY": ("1", "communication kernels are not queued behind matmuls"),
     }
-    env_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    }
+    driver_files = ("/dev/kfd",)
     # AMD's data sheets, dense; an MI250 is two devices for torch, each with half of its peak.
     peaks = (
         ("MI355X", {"bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2, "fp32": 157.3}),
@@ -56,14 +54,9 @@ class RocmPlatform(GpuPlatform):
         return super().fp8_types()
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
-        chosen = {}
+        chosen = dict(ROCM_DEFAULTS) if run.deterministic else {}
         if not run.fsdp:
             chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1", "Megatron-Core warns without it; HIP itself does not read it")
-        arch = self.arch()
-        if arch in ("gfx942", "gfx950"):
-            chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE_SEGMENTS
-        if arch == "gfx950":
-            chosen["RCCL_WARP_SPEED_AUTO"] = ("0", "AMD's setting for the MI350 series")
         if run.gemm_tuning_file is not None:
             chosen |= {
                 "PYTORCH_TUNABLEOP_ENABLED": ("1", "train.gemm_tuning: GEMMs use the fastest kernel in the file"),
@@ -80,3 +73,9 @@ class RocmPlatform(GpuPlatform):
                 "NCCL_P2P_NET_CHUNKSIZE": ("524288", "larger chunks between nodes for pipelines; AMD's recommendation"),
             }
         return chosen
+
+    def env_of_device(self) -> EnvDefaults:
+        return {"RCCL_WARP_SPEED_AUTO": ("0", "AMD's setting for the MI350 series")} if self.arch() == "gfx950" else {}
+
+    def has_expandable_segments(self) -> bool:
+        return self.arch() in ("gfx942", "gfx950")

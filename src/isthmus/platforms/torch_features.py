@@ -26,6 +26,11 @@ ONEDNN_MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
 CPU_CAPABILITIES: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
 """Instruction sets and name of the CPU; without it, bfloat16 is not known to be fast."""
 
+SET_ALLOCATOR: Callable[[str], None] = (
+    getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+)
+"""Sets options of the GPU memory allocator, also after its first use; its predecessor is deprecated."""
+
 
 def fsdp_sums_gradients() -> bool:
     """Whether ``fully_shard`` can sum gradients; without it, ``parallel.fsdp`` is refused."""

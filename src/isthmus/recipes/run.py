@@ -23,8 +23,8 @@ from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted, UsageError
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
-from isthmus.platforms.base import RunShape
 from isthmus.platforms.cpu_threads import cores, cores_in_use
+from isthmus.platforms.deterministic import use_deterministic_algorithms
 from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
@@ -111,19 +111,16 @@ def _leave_busy_cores(context: RunContext) -> RunContext:
 
 def _prepare_process(context: RunContext) -> list[str]:
     """Set environment variables, threads and the allocator of this process; returns log messages."""
-    config, platform, parallel = context.config, context.platform, context.plan.parallel
+    config, platform, shape = context.config, context.platform, context.shape
     local_ranks = rank_env.local_world_size()
-    shape = RunShape(
-        nodes=math.ceil(context.plan.world_size / local_ranks),
-        fsdp=parallel.fsdp,
-        tp_or_cp=parallel.tp > 1 or parallel.cp > 1,
-        gemm_tuning_file=str(context.run_dir.gemm_tuning(rank_env.rank())) if config.train.gemm_tuning else None,
-    )
     on_gpu = platform.device_type == "cuda"
-    environment = [f"{name}={value}: {reason}" for name, (value, reason) in apply_env(platform, shape).items()]
+    applied = apply_env(platform, shape, device_known=True)
+    environment = [f"{name}={value}: {reason}" for name, (value, reason) in applied.items()]
     messages = [*(environment if on_gpu else ()), *remarks_on(os.environ, shape, on_gpu=on_gpu)]
     if shape.gemm_tuning_file is not None and platform.no_gemm_tuning is not None:
         messages.append(f"train.gemm_tuning=true has no effect: {platform.no_gemm_tuning}")
+    if config.train.deterministic:
+        messages.append(use_deterministic_algorithms(platform))
     threads = config.train.threads
     if threads is not None:
         torch.set_num_threads(threads)
@@ -133,9 +130,10 @@ def _prepare_process(context: RunContext) -> list[str]:
         threads = max(1, available // local_ranks)
         torch.set_num_threads(threads)
         messages.append(f"{threads} threads a rank ({local_ranks} ranks on this machine's {available} cores)")
-    for detail in (*platform.prepare_process(), *(() if on_gpu else environment)):
+    details = platform.prepare_process()
+    for detail in () if on_gpu else (*details, *environment):
         _logger.debug(detail)
-    return messages
+    return [*messages, *(details if on_gpu else ())]
 
 
 def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> RunResult:

@@ -19,7 +19,7 @@ def test_ranks_that_torchrun_restarts_register_again(monkeypatch: pytest.MonkeyP
 
     def register(attempt: int) -> list[Member]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        return rendezvous._register(stores[attempt], [], time.monotonic() + 5.0, 5.0)
+        return rendezvous._register(stores[attempt], Member(listeners=[]), time.monotonic() + 5.0, 5.0)
 
     stores = []
     for attempt in range(2):
@@ -43,3 +43,14 @@ def test_ranks_are_listed_by_machine() -> None:
         for rank in range(4)
     ]
     assert by_machine(members) == "ranks 0-1 on node0 (10.0.0.0), ranks 2-3 on node1 (10.0.0.1)"
+
+
+def test_ranks_with_the_same_gpu_are_refused() -> None:
+    def members(*devices: str) -> list[Member]:
+        place = {"world_size": 3, "machine": ["node0", "10.0.0.1"], "listeners": []}
+        return [Member(rank=rank, device=device, **place) for rank, device in enumerate(devices)]
+
+    rendezvous._check_devices(members("", "", ""))  # CPUs
+    rendezvous._check_devices(members("uuid-0", "uuid-1", "uuid-2"))
+    with pytest.raises(UsageError, match=r"ranks 0, 2 on node0 use the same GPU \(uuid-0\).*--gpus-per-task=1"):
+        rendezvous._check_devices(members("uuid-0", "uuid-1", "uuid-0"))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from isthmus.platforms import environment
+from isthmus.platforms import environment, rank_env
 from isthmus.platforms.cuda import CudaPlatform
 from isthmus.platforms.rocm import RocmPlatform
 
@@ -16,6 +16,7 @@ RANK_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OF_RUNS = (
     *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     *("PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_TUNABLEOP_TUNING", "PYTORCH_TUNABLEOP_FILENAME"),
+    *("CUBLAS_WORKSPACE_CONFIG", "ROCBLAS_DEFAULT_ATOMICS_MODE", "NCCL_ALGO", rank_env.STOP_FILE),
     *("RCCL_WARP_SPEED_AUTO", "NCCL_CROSS_NIC", "NCCL_PXN_DISABLE", "NCCL_P2P_NET_CHUNKSIZE"),
 )
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -29,6 +30,7 @@ def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, "")  # so that monkeypatch restores it, also if it is absent now
         monkeypatch.delenv(variable)
     monkeypatch.setattr(environment, "_set_here", {})
+    monkeypatch.setattr(environment, "set_late", set())
 
 
 @pytest.fixture
@@ -40,8 +42,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        answer = SimpleNamespace(total_memory=192 << 30, **properties)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: answer)
+
+        def answer(index: int) -> SimpleNamespace:
+            assert index < count
+            named = {"name": "a GPU", "uuid": f"uuid-{index}", "total_memory": 192 << 30} | properties
+            return SimpleNamespace(**named, pci_bus_id=index)
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", answer)
 
     return build
 

@@ -208,9 +208,3 @@ def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert os.environ["HSA_NO_SCRATCH_RECLAIM"] == "1" and "scratch" in applied["HSA_NO_SCRATCH_RECLAIM"][1]
     assert not {"GPU_MAX_HW_QUEUES", "HSA_ENABLE_SDMA"} & applied.keys()
     assert apply_env(platform) == applied
-
-
-def test_alias_of_a_variable_counts_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert "PYTORCH_ALLOC_CONF" not in apply_env(CudaPlatform(reason=""))
-    assert "PYTORCH_ALLOC_CONF" not in os.environ

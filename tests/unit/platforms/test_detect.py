@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from isthmus.errors import UsageError
+from isthmus.platforms import rank_env
 from isthmus.platforms.detect import detect
-from isthmus.platforms.environment import apply_env
 
 
 @pytest.mark.usefixtures("mi300x")
@@ -87,18 +87,39 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         detect()
 
 
-@pytest.mark.usefixtures("mi300x")
-def test_variables_are_set_before_hip_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str | None] = []
+@pytest.mark.parametrize(
+    ("build", "masks"),
+    [
+        ({"cuda": "12.8", "major": 9, "minor": 0}, {"CUDA_VISIBLE_DEVICES": "5"}),
+        ({"cuda": "12.8", "major": 9, "minor": 0}, {"CUDA_VISIBLE_DEVICES": "MIG-5c4cb9ef-3bd0-5d2b-8e0c-2d6f6a1f"}),
+        ({"hip": "7.0", "gcnArchName": "gfx942"}, {"ROCR_VISIBLE_DEVICES": "5"}),
+        ({"hip": "7.0", "gcnArchName": "gfx950"}, {"HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "5"}),
+        ({"cuda": "12.8", "major": 9, "minor": 0}, {}),  # Slurm with cgroups
+    ],
+)
+def test_batch_system_may_show_each_task_its_own_device(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], masks: dict[str, str]
+) -> None:
+    machine(count=1, **build)
+    for name, value in masks.items() | {("LOCAL_WORLD_SIZE", "8"), ("LOCAL_RANK", "5")}:
+        monkeypatch.setenv(name, value)
+    platform = detect()
+    assert platform.device_index() == 0 and "sees 1 device" in platform.reason and platform.describe()
+    assert "uuid-0" in platform.device_id() and all(value in platform.device_id() for value in masks.values())
+    monkeypatch.setenv(rank_env.STOP_FILE, "/tmp/stop")  # of --nproc, whose ranks see the same devices
+    with pytest.raises(UsageError, match=r"8 ranks .* torch sees 1 device.*Use --nproc 1, or platform=cpu"):
+        detect()
 
-    def is_available() -> bool:
-        seen.append(os.environ.get("HSA_NO_SCRATCH_RECLAIM"))
-        return True
 
-    monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    applied = apply_env(detect())
-    assert seen == ["1"]
-    assert applied["HSA_NO_SCRATCH_RECLAIM"][0] == "1"
+@pytest.mark.usefixtures("h200")
+def test_each_rank_has_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    ids = []
+    for rank in range(8):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert detect().device_index() == rank
+        ids.append(detect().device_id())
+    assert len(set(ids)) == 8 and detect("cpu").device_id() == ""
 
 
 @pytest.mark.processes

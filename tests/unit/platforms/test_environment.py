@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from isthmus.platforms import environment, gpu
 from isthmus.platforms.base import RunShape
+from isthmus.platforms.cpu import CpuPlatform
+from isthmus.platforms.cuda import CudaPlatform
 from isthmus.platforms.detect import detect
-from isthmus.platforms.environment import apply_env, remarks_on
+from isthmus.platforms.environment import apply_env, gpu_in_use, remarks_on
+from isthmus.platforms.rocm import RocmPlatform
 
 
 @pytest.mark.parametrize(
@@ -37,7 +45,7 @@ def test_remarks_depend_on_value_and_run() -> None:
     right = {"HSA_ENABLE_SDMA": "1", "NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"}
     assert remarks_on(right, RunShape(), on_gpu=True) == []
     both = {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert "both select devices" in remarks_on(both, RunShape(), on_gpu=True)[0]
+    assert "all of them select devices" in remarks_on(both, RunShape(), on_gpu=True)[0]
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert "parallel.fsdp" in remarks_on(one, RunShape(fsdp=True), on_gpu=True)[0]
     assert remarks_on(one, RunShape(fsdp=True), on_gpu=False) == remarks_on(one, RunShape(), on_gpu=True) == []
@@ -48,14 +56,13 @@ def test_remarks_depend_on_value_and_run() -> None:
     ("arch", "run", "wanted"),
     [
         ("gfx90a", RunShape(), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-        ("gfx942:sramecc+:xnack-", RunShape(fsdp=True), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("gfx942:sramecc+:xnack-", RunShape(fsdp=True), {}),
         (
             "gfx950:sramecc+",
             RunShape(nodes=2),
             {
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-                "RCCL_WARP_SPEED_AUTO": "0", "NCCL_CROSS_NIC": "0", "NCCL_PXN_DISABLE": "1",
-                "NCCL_P2P_NET_CHUNKSIZE": "524288",
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RCCL_WARP_SPEED_AUTO": "0", "NCCL_CROSS_NIC": "0",
+                "NCCL_PXN_DISABLE": "1", "NCCL_P2P_NET_CHUNKSIZE": "524288",
             },
         ),
     ],
@@ -66,7 +73,7 @@ def test_rocm_variables_depend_on_the_run(
     machine(hip="7.0", name="AMD Instinct", gcnArchName=arch)
     platform = detect()
     always = {name: value for name, (value, _) in platform.env_defaults.items()}
-    applied = apply_env(platform, run)
+    applied = apply_env(platform, run, device_known=True)
     assert {name: value for name, (value, _) in applied.items()} == always | wanted
     assert all(os.environ[name] == value and len(why) > 20 for name, (value, why) in applied.items())
 
@@ -94,9 +101,80 @@ def test_gemm_tuning_is_on_where_there_are_kernels_to_choose_from(
 def test_variables_of_the_user_stay(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine(hip="7.0", name="AMD Instinct", gcnArchName="gfx942")
     monkeypatch.setenv("NCCL_PXN_DISABLE", "0")
-    monkeypatch.setenv("PYTORCH_HIP_ALLOC_CONF", "garbage_collection_threshold:0.9")
     applied = apply_env(detect(), RunShape(nodes=4))
-    assert os.environ["NCCL_PXN_DISABLE"] == "0" and not {"NCCL_PXN_DISABLE", "PYTORCH_ALLOC_CONF"} & applied.keys()
+    assert os.environ["NCCL_PXN_DISABLE"] == "0" and "NCCL_PXN_DISABLE" not in applied
+
+
+@pytest.mark.parametrize("build", [{"cuda": "12.8", "major": 9, "minor": 0}, {"hip": "7.0", "gcnArchName": "gfx942"}])
+def test_variables_of_a_run_are_set_before_the_first_device_query(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, build: dict[str, Any]
+) -> None:
+    machine(**build)
+    run = RunShape(tp_or_cp=True, nodes=2, deterministic=True)
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen.update(os.environ) or True))
+    platform = detect("auto", run)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    applied = apply_env(platform, run, device_known=True)
+    assert applied and all(seen[name] == value for name, (value, _) in applied.items())
+    assert not any("no effect" in why for _, why in applied.values())
+
+
+def test_variables_that_are_set_too_late_are_reported(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0)
+    run = RunShape(deterministic=True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    applied = apply_env(detect("auto", run), run)
+    assert applied["CUDA_DEVICE_MAX_CONNECTIONS"][1].startswith("no effect if this process used the GPU before")
+    assert "no effect" not in applied["NCCL_ALGO"][1]  # read for the first process group
+
+
+def test_driver_that_another_library_has_opened_counts_as_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "_OPEN_FILES", tmp_path)
+    cuda, rocm = CudaPlatform(reason=""), RocmPlatform(reason="")
+    (tmp_path / "3").symlink_to("/dev/kfd")
+    assert not gpu_in_use(cuda) and gpu_in_use(rocm) and not gpu_in_use(CpuPlatform(reason=""))
+
+
+@pytest.mark.parametrize(
+    ("build", "in_build", "variable", "line"),
+    [
+        ({"cuda": "12.8", "major": 9, "minor": 0}, True, None, "on: micro batches differ in length"),
+        ({"hip": "7.0", "gcnArchName": "gfx950"}, True, None, "on: micro batches differ in length"),
+        ({"hip": "6.4", "gcnArchName": "gfx942"}, False, None, "off: torch .* has none for this GPU"),
+        ({"hip": "7.0", "gcnArchName": "gfx1100"}, True, None, "off, as by default"),
+        ({"hip": "7.0", "gcnArchName": "gfx942"}, True, "PYTORCH_HIP_ALLOC_CONF", "off; PYTORCH_HIP.*:64 is set"),
+        ({"cuda": "12.8", "major": 9, "minor": 0}, True, "PYTORCH_CUDA_ALLOC_CONF", "off; PYTORCH_CUDA.*:64 is set"),
+    ],
+)
+def test_allocator_line_tells_what_torch_reports(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, build: dict[str, Any],
+    in_build: bool, variable: str | None, line: str,
+) -> None:  # fmt: skip
+    machine(**build)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    on: list[str] = []
+    monkeypatch.setattr(gpu, "SET_ALLOCATOR", on.append)
+
+    def snapshot() -> dict[str, dict[str, bool]]:
+        return {"allocator_settings": {"expandable_segments": on == ["expandable_segments:True"] and in_build}}
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
+    (found,) = detect().prepare_process()
+    assert re.fullmatch(f"memory allocator: expandable segments {line}", found)
+
+
+def test_allocator_of_this_torch_takes_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if reported is None:
+        pytest.skip("torch before 2.9 reports it for GPUs only; run tests/gpu there")
+    before = reported()
+    gpu.SET_ALLOCATOR("expandable_segments:True")
+    assert reported() == "expandable_segments:True"
+    gpu.SET_ALLOCATOR(before)
 
 
 def test_cuda_has_one_queue_unless_fsdp(machine: Callable[..., None]) -> None:

@@ -46,6 +46,10 @@ class TrainConfig(Section):
     """Fuse norms, activations and other elementwise parts with torch.compile: auto: on GPUs with Triton; true: also on
     a CPU, with a C++ compiler. The first steps take longer.
     """
+    deterministic: bool = False
+    """GPUs: use only kernels that give the same bits in each run, so that a resumed run equals an uninterrupted one;
+    slower. A CPU always does.
+    """
     seed: int = Field(default=0, ge=0)
     """Seed of random weights and of the random number generators."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)
@@ -114,6 +118,12 @@ class TrainConfig(Section):
             )
         if not self.recompute_modules:
             refuse("recompute_modules", "recompute_modules must not be empty; use core_attn, mlp or moe")
+        if self.deterministic and self.gemm_tuning:
+            refuse(
+                "deterministic",
+                "gemm_tuning=true selects kernels by their speed, which differs from run to run, so deterministic=true "
+                "does not hold; keep one of them",
+            )
         for precision, names in _OF_PRECISION.items():
             for name in names if self.precision != precision else ():
                 if getattr(self, name) != type(self).model_fields[name].default:

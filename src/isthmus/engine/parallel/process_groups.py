@@ -51,7 +51,7 @@ def init_process_group(
         compat.cpu_random_state()
         compat.share_gloo_devices()
     else:
-        torch.cuda.set_device(rank_env.local_rank())
+        torch.cuda.set_device(platform.device_index())
     if dist.is_initialized():
         return
     if store is None and init_method is None and rank_env.world_size() == 1:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.config.schema import RunConfig
 from isthmus.errors import IsthmusError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.platforms.base import Platform
+from isthmus.platforms import rank_env
+from isthmus.platforms.base import Platform, RunShape
 from isthmus.platforms.detect import detect
 from isthmus.recipes.data.corpus import check_files
 from isthmus.recipes.run_dir import RunDir
@@ -28,6 +30,7 @@ class RunContext:
     plan: ModelPlan
     tokenizer: Tokenizer
     platform: Platform
+    shape: RunShape
     precision: str
     messages: tuple[str, ...]
     """Platform, layout, memory estimate and precision with their reasons, for the log."""
@@ -52,7 +55,14 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     check_training(config, plan)
     check_files(config)
     tokenizer = run_tokenizer(config, plan.source, plan.architecture.vocab_size)
-    platform = detect(config.platform)
+    shape = RunShape(
+        nodes=math.ceil(plan.world_size / ranks_here),
+        fsdp=config.parallel.fsdp,
+        tp_or_cp=config.parallel.tp > 1 or config.parallel.cp > 1,
+        gemm_tuning_file=str(run_dir.gemm_tuning(rank_env.rank())) if config.train.gemm_tuning else None,
+        deterministic=config.train.deterministic,
+    )
+    platform = detect(config.platform, shape)
     chosen = config.train.precision
     reason = "train.precision, emulated (train.emulate_fp8)" if config.train.emulate_fp8 else "train.precision"
     precision, reason = (chosen, reason) if chosen is not None else platform.default_precision()
@@ -67,7 +77,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         memory,
         f"precision {precision}: {reason}",
     )
-    return RunContext(config, run_dir, resume, plan, tokenizer, platform, precision, messages)
+    return RunContext(config, run_dir, resume, plan, tokenizer, platform, shape, precision, messages)
 
 
 def dry_run(config: RunConfig, *, world_size: int, ranks_here: int) -> str:
