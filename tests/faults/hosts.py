@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -58,7 +59,15 @@ def _ip(*args: str) -> None:
 
 
 def inject(fault: str) -> None:
-    """Make the third step of this process raise an error (``fail``) or block (``sleep``)."""
+    """Make the third step of this process raise an error (``fail``) or block (``sleep``), or suspend this process when
+    it writes a checkpoint (``suspend in save``) or reads weights (``suspend in load``)."""
+    if fault.startswith("suspend"):
+        from isthmus.engine.checkpoint import save_load
+        from isthmus.recipes.setup import rank_model
+
+        module, name = (save_load, "check_files") if fault.endswith("save") else (rank_model, "import_weights")
+        setattr(module, name, lambda *_args, **_kwargs: os.kill(os.getpid(), signal.SIGSTOP))
+        return
     from isthmus.data.batching.batches import Batches
 
     step = Batches.step

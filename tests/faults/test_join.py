@@ -62,25 +62,39 @@ def test_wrong_variables_are_refused(isthmus: ForkServer, sft_args: list[str]) -
     assert "MASTER_PORT='x'" in refused(MASTER_PORT="x")
 
 
-def test_suspended_rank(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [0, 1])
+def test_suspended_rank(isthmus: ForkServer, sft_args: list[str], tmp_path: Path, victim: int) -> None:
+    """Its connections stay open, as those of a machine that has lost its power; rank 0 serves the store."""
     ranks = running(isthmus, sft_args, tmp_path / "out")
-    ranks.send(1, signal.SIGSTOP)
+    ranks.send(victim, signal.SIGSTOP)
+    other = 1 - victim
     started_s = time.monotonic()
-    while Path("/proc", str(ranks.pids[0]), "wchan").exists() and "Z" not in _state(ranks.pids[0]):
+    while ranks.running(other):
         time.sleep(0.05)
     waited_s = time.monotonic() - started_s
-    ranks.send(1, signal.SIGKILL)
-    first, second = ranks.wait()
-    assert (first.returncode, second.returncode) == (76, -signal.SIGKILL), first
-    (line,) = first.errors
+    ranks.send(victim, signal.SIGKILL)
+    completed = ranks.wait()
+    assert (completed[other].returncode, completed[victim].returncode) == (76, -signal.SIGKILL), completed
+    (line,) = completed[other].errors
     # The step is random. The other rank must not wait for the 600 s timeout of its collective.
     regions = "step [0-9]+: forward and backward|step [0-9]+: optimizer|between steps"
-    assert re.search(f"no heartbeat any more of rank 1 .* last in ({regions})", line)
-    assert waited_s < 100
+    lost_rank = f"no heartbeat any more of rank 1 .* last in ({regions})"
+    assert re.search(lost_rank if victim else "rank 0 or its launcher has ended, or its machine is down: ", line)
+    assert waited_s < 30
 
 
-def _state(pid: int) -> str:
-    return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+@pytest.mark.parametrize(("phase", "rank", "named"), [("save", 0, "rank 0 or its launcher"), ("load", 1, "of rank 1 ")])
+def test_rank_that_is_lost_outside_of_steps(
+    isthmus: ForkServer, sft_args: list[str], phase: str, rank: int, named: str
+) -> None:
+    variables = rank_variables(2)
+    variables[rank]["FAULT"] = f"suspend in {phase}"
+    ranks = isthmus.start_ranks([[([*sft_args, "parallel.timeout_s=2"], each) for each in variables]])
+    while ranks.running(1 - rank):
+        time.sleep(0.05)
+    ranks.send(rank, signal.SIGKILL)
+    other = ranks.wait()[1 - rank]
+    assert other.returncode == 76 and len(other.errors) == 1 and named in other.errors[0], other
 
 
 @pytest.mark.parametrize("victim", [0, 1])

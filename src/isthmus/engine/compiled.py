@@ -38,11 +38,14 @@ def choose_compile(setting: bool | Literal["auto"], device: str) -> str | None:
     """Apply ``train.compile`` to this process; returns a line for the log.
 
     Raises:
-        UsageError: ``setting`` is True, and there is no compiler for ``device``.
+        UsageError: ``setting`` is True, and there is no compiler for ``device``, or training is deterministic.
     """
     compiler, missing = _find_compiler(device)
+    if torch.are_deterministic_algorithms_enabled():
+        # The lengths of the first calls decide how a kernel divides its sums, and a resumed run has others.
+        missing = "train.deterministic=true excludes compiled kernels, whose sums depend on the first lengths"
     if setting is True and missing:
-        raise UsageError(f"train.compile=true cannot be used here: {missing}. Install it, or use train.compile=false.")
+        raise UsageError(f"train.compile=true cannot be used here: {missing}. Use train.compile=auto.")
     enabled = setting is True or (setting == "auto" and device != "cpu" and not missing)
     set_compile(enabled, device=device)
     if enabled:

@@ -1,8 +1,9 @@
 """The heartbeat of the ranks, which detects ranks that failed or hang.
 
 Each rank writes a heartbeat to the rendezvous store about once a second and reads that of the next rank. If it stops
-for as long as a collective may wait, if any rank posts a failure, or if the store does not answer, the rank exits with
-a message that names the cause. The heartbeat uses no collective, so it works while collectives hang.
+for ``LOST_S``, if any rank posts a failure, or if the store does not answer, the rank exits with a message that names
+the cause. The heartbeat has its own threads and uses no collective, so it works in every phase of a run and while
+collectives hang.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from isthmus.platforms import rank_env
 
 GRACE_S = 3.0
 """Time for a rank to exit by itself after the failure of another rank."""
+LOST_S = 90.0
+"""A rank or a store without an answer for this long is lost; collectives may wait longer, for a slow rank."""
 _PERIOD_S = 1.0
 _LEAVING, _FINISHED = "leaving, because another rank does not answer", "finished"
+_ADVICE = "See its log and its machine; the same command resumes from the last checkpoint."
 _LOST_PEER = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
 
 
@@ -51,12 +55,12 @@ class Heartbeat:
     """The first failure of the run, after this process left the block because of a failure."""
 
     def __init__(self, timeout_s: float) -> None:
-        """A rank without heartbeat for ``timeout_s`` counts as lost."""
-        self._timeout_s = timeout_s
+        """``timeout_s`` is the limit of collectives; if it is below ``LOST_S``, it is that of heartbeats too."""
+        self._timeout_s, self._lost_s = timeout_s, min(timeout_s, LOST_S)
         self._rank, self._world_size = rank_env.rank(), rank_env.world_size()
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._count = 0
+        self._ended, self._closed = threading.Event(), threading.Event()
+        self._count = self._answers = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._first: Failure | None = None
         # Its own connection, since that of the main thread blocks while it waits for a key.
@@ -65,7 +69,8 @@ class Heartbeat:
     def start(self) -> None:
         """Send and watch heartbeats until the block ends."""
         self._send(current_region())
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        for name, target in (("heartbeat", self._run), ("store watchdog", self._watch_store)):
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def __enter__(self) -> Heartbeat:
         return self
@@ -83,6 +88,7 @@ class Heartbeat:
                 code, message = explain(error)
                 cause = Failure(exit_code=code, message=message)
             Heartbeat.first = self._post(cause)
+        self._closed.set()
         if error is not None and rank_env.hosts_store():
             time.sleep(2 * _PERIOD_S)  # the other ranks read the failure from this process
         if lost and Heartbeat.first is not None:
@@ -106,14 +112,33 @@ class Heartbeat:
         )
 
     def _run(self) -> None:
+        before_s = time.monotonic()
         while not self._ended.wait(_PERIOD_S):
+            now_s = time.monotonic()
+            if now_s - before_s > 10 * _PERIOD_S:
+                self._seen.clear()  # this process was stopped, and the others may have been too
+            before_s = now_s
             with suppress(RuntimeError):
                 self._send(current_region())
-            if (failure := self._failure([(self._rank + 1) % self._world_size], self._timeout_s)) is not None:
+            if (failure := self._failure([(self._rank + 1) % self._world_size], self._lost_s)) is not None:
                 # The main thread may raise the actual error, or the run has just ended.
                 if not self._ended.wait(GRACE_S):
                     _leave(failure)
                 return
+            self._answers += 1
+
+    def _watch_store(self) -> None:
+        """Leave if the store keeps the other threads waiting: a request to a machine that is down has no time limit."""
+        answers, waited_s = -1, 0.0
+        while not self._closed.wait(_PERIOD_S):
+            # Counted in periods, since this process may have been stopped too.
+            answers, waited_s = self._answers, waited_s + _PERIOD_S if answers == self._answers else 0.0
+            if waited_s > self._lost_s:
+                _leave(Failure(exit_code=Hang.exit_code, message=f"{self._no_store()} {_ADVICE}"))
+
+    def _no_store(self) -> str:
+        address, port = rank_env.master()
+        return f"rank 0 or its launcher has ended, or its machine is down: {address}:{port} does not answer any more."
 
     def _failure(self, ranks: Iterable[int], timeout_s: float) -> Failure | None:
         """The posted failure, or that one of ``ranks`` has sent no heartbeat for ``timeout_s``."""
@@ -132,10 +157,8 @@ class Heartbeat:
             reason = f"no heartbeat any more of {'; '.join(silent)}. Its process was killed or stopped, or its machine "
             reason += "is down."
         except RuntimeError:
-            address, port = rank_env.master()
-            reason = f"rank 0 or its launcher has ended: {address}:{port} does not answer any more."
-        advice = "See its log and its machine; the same command resumes from the last checkpoint."
-        return self._post(Failure(exit_code=Hang.exit_code, message=f"{reason} {advice}"))
+            reason = self._no_store()
+        return self._post(Failure(exit_code=Hang.exit_code, message=f"{reason} {_ADVICE}"))
 
     def _is_silent(self, rank: int, timeout_s: float) -> bool:
         _, count, region = self._read(rank)

@@ -115,3 +115,10 @@ def test_choice_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_compile(True, "cpu")
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert "compile: off, no C compiler was found (gcc, clang or $CC); norms" in str(choose_compile("auto", "cuda"))
+
+
+def test_deterministic_training_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "compile: off, train.deterministic=true" in str(choose_compile("auto", "cuda"))
+    with pytest.raises(UsageError, match=r"train.compile=true cannot be used here: train.deterministic=true"):
+        choose_compile(True, "cuda")

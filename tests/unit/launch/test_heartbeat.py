@@ -64,6 +64,42 @@ def test_rank_that_has_finished_is_not_lost(store: dist.Store) -> None:
     assert posted_failure(store) is None and b"finished" in store.get("heartbeat/0")
 
 
+def test_lost_rank_is_noticed_before_the_limit_of_collectives(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert heartbeat.LOST_S == 90.0
+    monkeypatch.setattr(heartbeat, "LOST_S", 0.3)
+    left: list[Failure] = []
+    monkeypatch.setattr(heartbeat, "_leave", left.append)
+    store.set("heartbeat/1", '["node1", 7, "checkpoint"]')
+    started_s = time.monotonic()
+    with Heartbeat(600.0) as heart:
+        heart.start()
+        while not left and time.monotonic() - started_s < 30.0:
+            time.sleep(0.05)
+    assert left[0].exit_code == 76 and "rank 1 on node1, last in checkpoint" in left[0].message
+
+
+def test_other_ranks_are_not_lost_after_this_process_was_stopped(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all ranks of a job that the batch system suspends."""
+    store.set("heartbeat/1", '["node1", 7, "checkpoint"]')
+    times_s = iter([1.0, 1.1, 1.1, 500.0, 500.0, 500.1, 500.1])
+    heart = Heartbeat(600.0)
+    left: list[Failure] = []
+    monkeypatch.setattr(heartbeat, "_leave", left.append)
+
+    def monotonic() -> float:
+        if (now_s := next(times_s, None)) is None:
+            heart._ended.set()
+        return now_s or 500.2
+
+    monkeypatch.setattr(heartbeat.time, "monotonic", monotonic)
+    heart._run()
+    assert not left and posted_failure(store) is None and heart._answers >= 3
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [

@@ -30,7 +30,9 @@ class ParallelConfig(Section):
     join_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a rank waits for the others at the start."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds until the run ends if a rank stops responding."""
+    """Seconds that a rank waits for another one in a collective, until the run ends. A rank whose process or machine is
+    lost is noticed earlier, after 90 seconds at most.
+    """
     overlap_grad_reduce: bool | None = None
     """Overlap the gradient reduction over data parallel ranks with the backward pass; null: on GPUs, not on CPUs."""
     overlap_param_gather: bool | None = None

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from isthmus.platforms.base import Platform
 
 
+_NCCL_MARGIN_S = 30.0
+"""NCCL ends a process that waits too long, without a message that names the lost rank; the heartbeat comes first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     rank: int
@@ -62,8 +66,12 @@ def init_process_group(
         store=None if store is None else dist.PrefixStore("collectives", store),
         rank=rank_env.rank(),
         world_size=rank_env.world_size(),
-        timeout=timedelta(seconds=timeout_s),
+        timeout=_limit(platform, timeout_s),
     )
+
+
+def _limit(platform: Platform, timeout_s: float) -> timedelta:
+    return timedelta(seconds=timeout_s + (_NCCL_MARGIN_S if platform.collective_backend == "nccl" else 0.0))
 
 
 def open_groups(
@@ -93,7 +101,7 @@ def open_groups(
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
-        distributed_timeout_minutes=timeout_s / 60,
+        distributed_timeout_minutes=_limit(platform, timeout_s) / timedelta(minutes=1),
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
