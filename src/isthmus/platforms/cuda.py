@@ -37,11 +37,11 @@ class CudaPlatform(GpuPlatform):
         return capability in _SINCE and (properties.major, properties.minor) >= _SINCE[capability]
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
-        order = (
-            "1",
-            "kernels start in the order of their launch, which Megatron-Core's overlap of tensor-parallel "
-            "communication with matmuls requires",
-        )
-        return ({} if run.fsdp else {"CUDA_DEVICE_MAX_CONNECTIONS": order}) | (
-            CUDA_DEFAULTS if run.deterministic else {}
-        )
+        chosen = dict(CUDA_DEFAULTS) if run.deterministic else {}
+        if not run.fsdp:
+            chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = (
+                "1",
+                "kernels start in the order of their launch, which Megatron-Core's overlap of tensor-parallel "
+                "communication with matmuls requires",
+            )
+        return chosen

@@ -10,13 +10,11 @@ from isthmus.errors import UsageError
 from isthmus.platforms import environment
 from isthmus.platforms.base import EnvDefaults, Platform
 
-NCCL_DEFAULT: EnvDefaults = {
-    "NCCL_ALGO": ("Ring", "train.deterministic: NVLink SHARP adds in an order that differs from run to run"),
-}
-CUDA_DEFAULTS: EnvDefaults = NCCL_DEFAULT | {
+_NCCL = {"NCCL_ALGO": ("Ring", "train.deterministic: NVLink SHARP adds in an order that differs from run to run")}
+CUDA_DEFAULTS: EnvDefaults = _NCCL | {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", "train.deterministic: cuBLAS then does not share workspaces of streams"),
 }
-ROCM_DEFAULTS: EnvDefaults = NCCL_DEFAULT | {
+ROCM_DEFAULTS: EnvDefaults = _NCCL | {
     "ROCBLAS_DEFAULT_ATOMICS_MODE": ("0", "train.deterministic: GEMMs then add without atomics"),
 }
 _ACCEPTED = {
@@ -43,11 +41,12 @@ def use_deterministic_algorithms(platform: Platform) -> str:
                 f"train.deterministic=true needs {name}={' or '.join(values)}, got {os.environ[name]}. Unset it."
             )
     if late := environment.set_late & _ACCEPTED.keys():
-        values = " ".join(f"{name}={os.environ[name]}" for name in sorted(late))
+        needed = " ".join(f"{name}={os.environ[name]}" for name in sorted(late))
         raise UsageError(
-            f"train.deterministic=true: this process used the GPU before {values} could be set. Set it before the "
+            f"train.deterministic=true: this process used the GPU before {needed} could be set. Set it before the "
             "process starts."
         )
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging, and costs a write of each tensor
+    # The default, for debugging, writes each new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return "deterministic: torch uses deterministic kernels, and raises an error where it has none"
