@@ -17,6 +17,10 @@ GROUPED_MM: Any = getattr(F, "grouped_mm", None)
 SCALED_MM: Any = getattr(F, "scaled_mm", None)
 """FP8 matmuls; without it, ``torch._scaled_mm``."""
 
+ADDMM_INTO_FLOAT32: Any = getattr(torch.ops.aten.addmm, "dtype_out", None)
+"""Adds a 16-bit matmul to a float32 tensor on a GPU. Releases before 2.10, and some builds for ROCm, have the name and
+raise an error, so its first use is a trial; without it, the matmul is rounded to 16 bits and then added."""
+
 FLOAT8_E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
 """Without it, safetensors files with this dtype are refused."""
 

@@ -6,16 +6,14 @@ are those of arXiv 2209.05433 (e4m3 forward, e5m2 for gradients), scales those o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.nn import functional
 
+from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 from isthmus.platforms.torch_features import SCALED_MM
 
 ALIGNMENT = 16
@@ -87,53 +85,35 @@ class _Fp8Linear(torch.autograd.Function):
     """``x @ weight.T`` with tensor-parallel communication; saves ``x`` in its own dtype."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        recipe: Fp8Recipe,
-        group: dist.ProcessGroup | None,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Fp8Recipe, exchange: InputExchange) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
-        ctx.recipe, ctx.group = recipe, group
-        ctx.allreduce_dgrad, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
-        whole = gather_from_sequence_parallel_region(x, group=group) if sequence_parallel else x
+        ctx.recipe, ctx.exchange = recipe, exchange
+        whole = exchange.gather(x)
         tokens = quantize(whole.flatten(0, -2), recipe.forward, recipe.scaling)
         rows = quantize(weight, recipe.forward, recipe.scaling)
         return scaled_matmul(tokens, rows, x.dtype, fast=True).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight, recipe = ctx.saved_tensors, ctx.weight, ctx.recipe
+        (x,), weight, recipe, exchange = ctx.saved_tensors, ctx.weight, ctx.recipe, ctx.exchange
         grad = grads[0].flatten(0, -2)
+        whole, wait_for_input = (exchange if weight.requires_grad else NO_EXCHANGE).start_gather(x)
         tokens = quantize(grad, recipe.backward, recipe.scaling)
         columns = quantize(weight.t(), recipe.forward, recipe.scaling)
         grad_whole = scaled_matmul(tokens, columns, x.dtype, fast=False).view(*grads[0].shape[:-1], -1)
-        grad_x, wait = _sum_over_ranks(grad_whole, ctx)
-        grad_weight = _weight_gradient(ctx, x, grad) if weight.requires_grad else None
-        wait()
-        return grad_x, grad_weight, None, None, None, None
-
-
-def _sum_over_ranks(grad: Tensor, ctx: Any) -> tuple[Tensor, Callable[[], object]]:
-    """Start summing the input's gradient over the ranks; returns a function that waits for it."""
-    if ctx.sequence_parallel:
-        part = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
-        return part, dist.reduce_scatter_tensor(part, grad, group=ctx.group, async_op=True).wait  # type: ignore[union-attr]
-    if ctx.allreduce_dgrad:
-        return grad, dist.all_reduce(grad, group=ctx.group, async_op=True).wait  # type: ignore[union-attr]
-    return grad, lambda: None
+        wait_for_input()
+        grad_x, wait_for_sum = exchange.start_sum(grad_whole)
+        grad_weight = _weight_gradient(ctx, whole, grad) if weight.requires_grad else None
+        wait_for_sum()
+        return grad_x, grad_weight, None, None
 
 
 def _weight_gradient(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
     """Add it to ``main_grad``, or return it if there is none."""
     weight, recipe = ctx.weight, ctx.recipe
-    whole = gather_from_sequence_parallel_region(x, group=ctx.group) if ctx.sequence_parallel else x
     outputs = quantize(_padded(grad.t()), recipe.backward, recipe.scaling)
-    inputs = quantize(_padded(whole.flatten(0, -2).t()), recipe.forward, recipe.scaling)
+    inputs = quantize(_padded(x.flatten(0, -2).t()), recipe.forward, recipe.scaling)
     found = scaled_matmul(outputs, inputs, x.dtype, fast=False)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
@@ -147,18 +127,9 @@ def fits(weight: Tensor) -> bool:
     return weight.size(0) % ALIGNMENT == 0 and weight.size(1) % ALIGNMENT == 0
 
 
-def fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    recipe: Fp8Recipe,
-    *,
-    group: dist.ProcessGroup | None = None,
-    allreduce_dgrad: bool = False,
-    sequence_parallel: bool = False,
-) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, recipe: Fp8Recipe, exchange: InputExchange = NO_EXCHANGE) -> Tensor:
     """``x @ weight.T`` and its gradients as FP8 matmuls.
 
-    ``x`` is [..., n] with at least two dims, ``weight`` [N, n] passes :func:`fits`. ``allreduce_dgrad`` sums the
-    input's gradient over ``group``; ``sequence_parallel`` gathers ``x`` on dim 0 and reduce-scatters its gradient.
+    ``x`` is [..., n] with at least two dims, ``weight`` [N, n] passes :func:`fits`.
     """
-    return _Fp8Linear.apply(x, weight, recipe, group, allreduce_dgrad, sequence_parallel)
+    return _Fp8Linear.apply(x, weight, recipe, exchange)

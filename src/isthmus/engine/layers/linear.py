@@ -1,13 +1,12 @@
 """Tensor-parallel linear layers that accumulate weight gradients directly into ``main_grad``.
 
-Megatron-Core requires Apex's CUDA extension for this. In float32 ``addmm_`` does the same on every device.
+Megatron-Core requires Apex's CUDA extension for this; without it, it rounds the gradient of each micro batch to the
+weight's dtype. :func:`isthmus.engine.layers.matmul.add_matmul` needs no extension.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,34 +16,40 @@ from torch import Tensor, nn
 
 from isthmus.engine.layers.fp8_linear import ALIGNMENT, Fp8Recipe, fits, fp8_linear
 from isthmus.engine.layers.matmul import add_matmul, matmul
+from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
+    """Saves this rank's part of the input; the matmuls of the backward pass overlap its communication."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, exchange: InputExchange) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
-        return matmul(x, weight.t())
+        ctx.exchange = exchange
+        return matmul(exchange.gather(x), weight.t())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        grad_x = matmul(grads[0], weight)
-        add_matmul(weight.main_grad, grads[0].flatten(0, -2).t(), x.flatten(0, -2))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (x,), weight, exchange = ctx.saved_tensors, ctx.weight, ctx.exchange
+        whole, wait_for_input = exchange.start_gather(x)
+        grad_whole = matmul(grads[0], weight)
+        wait_for_input()
+        grad_x, wait_for_sum = exchange.start_sum(grad_whole)
+        add_matmul(weight.main_grad, grads[0].flatten(0, -2).t(), whole.flatten(0, -2))
         weight.grad_added_to_main_grad = True
-        return grad_x, None
+        wait_for_sum()
+        return grad_x, None, None
 
 
-def _fused_linear(x: Tensor, weight: Tensor, kwargs: Mapping[str, Any] = MappingProxyType({})) -> Tensor | None:
-    """``x @ weight.T``; None if a bias, communication or a gradient buffer that is not float32 prevents the fusion."""
-    if kwargs.get("bias") is not None or kwargs.get("allreduce_dgrad") or kwargs.get("sequence_parallel"):
-        return None
+def _fused_linear(x: Tensor, weight: Tensor, exchange: InputExchange = NO_EXCHANGE) -> Tensor | None:
+    """``x @ weight.T``; None if there is no float32 gradient buffer."""
     if not torch.is_grad_enabled():
-        return matmul(x, weight.t())
+        return matmul(exchange.gather(x), weight.t())
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.dtype != torch.float32:
         return None
-    return _LinearIntoMainGrad.apply(x, weight)
+    return _LinearIntoMainGrad.apply(x, weight, exchange)
 
 
 class _FusedForward:
@@ -54,12 +59,14 @@ class _FusedForward:
     """Set by :func:`use_fp8`."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        exchange = InputExchange(kwargs["tp_group"], kwargs["allreduce_dgrad"], kwargs["sequence_parallel"])
         if self.fp8 is not None:
-            exchanges = {name: kwargs[name] for name in ("allreduce_dgrad", "sequence_parallel")}
-            out = fp8_linear(input, weight, self.fp8, group=kwargs["tp_group"], **exchanges)
-            return out if kwargs["bias"] is None else out + kwargs["bias"]
-        fused = _fused_linear(input, weight, kwargs)
-        return super()._forward_impl(input, weight, **kwargs) if fused is None else fused  # type: ignore[misc]
+            out: Tensor | None = fp8_linear(input, weight, self.fp8, exchange)
+        else:
+            out = _fused_linear(input, weight, exchange)
+        if out is None:
+            return super()._forward_impl(input, weight, **kwargs)  # type: ignore[misc]
+        return out if kwargs["bias"] is None else out + kwargs["bias"]
 
 
 class ColumnParallelLinear(_FusedForward, mcore.ColumnParallelLinear):

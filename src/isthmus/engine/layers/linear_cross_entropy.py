@@ -1,15 +1,12 @@
 """Fused output projection and cross entropy: vocabulary-parallel and chunked.
 
-Logits exist for one chunk of tokens at a time, and in float32 only for a block of rows that fits the cache. For the
-summed loss the forward pass computes the gradients and the backward pass scales them. For per-token losses the
-backward pass recomputes the logits.
+Logits exist for one chunk of tokens at a time. For the summed loss the forward pass computes the gradients and the
+backward pass scales them. For per-token losses the backward pass recomputes the logits.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu
 from isthmus.engine.layers.matmul import add_matmul, matmul
-
-CHUNK_ELEMENTS = 1 << 25
-"""Logits of a chunk; the fastest size on a CPU."""
-BLOCK_ELEMENTS = 1 << 20
-"""Float32 logits at a time: 4 MiB fit the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +44,19 @@ class VocabShard:
 
         ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` is added to.
         """
+        device = cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
         rows = weight[: self.rows]
-        for start, end in _chunks(hidden.size(0), rows.size(0)):
-            part = hidden[start:end]
-            logits = matmul(part, rows.t(), out=_buffer(end - start, rows.size(0), like=hidden))
-            slope = None if self.softcap is None else _cap(logits, self.softcap)
+        chunks = list(_chunks(hidden.size(0), rows.size(0), device.chunk_elements(hidden.device)))
+        buffer = device.new_buffer(max((end - start for start, end in chunks), default=0), rows.size(0), like=hidden)
+        for start, end in chunks:
+            part, logits = hidden[start:end], buffer[: end - start]
+            matmul(part, rows.t(), out=logits)
             scale = grad_scale if grad_scale is None or grad_scale.dim() == 0 else grad_scale[start:end]
-            yield _loss_and_gradient(logits, labels[start:end] - self.start, self.group, scale)
+            targets = labels[start:end] - self.start
+            with_grad = grad_hidden is not None
+            yield device.chunk_losses(logits, targets, self.group, scale, self.softcap, gradient=with_grad)
             if grad_hidden is None or grad_weight is None:
                 continue
-            if slope is not None:
-                logits.mul_(slope)
             matmul(logits, rows, out=grad_hidden[start:end])
             add_matmul(grad_weight[: self.rows], logits.t(), part)
 
@@ -141,77 +136,12 @@ class _TokenCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def _cap(logits: Tensor, softcap: float) -> Tensor:
-    """Overwrite ``logits`` with ``softcap * tanh(logits / softcap)`` and return the derivative."""
-    share = logits.div_(softcap).tanh_()
-    slope = 1 - share.square()
-    share.mul_(softcap)
-    return slope
-
-
-def _buffer(num_tokens: int, num_rows: int, *, like: Tensor) -> Tensor:
-    """Memory for a chunk's logits; a CPU uses the same for every chunk."""
-    if like.device.type != "cpu":
-        return like.new_empty(num_tokens, num_rows)
-    return _cpu_buffer(max(CHUNK_ELEMENTS, num_rows), like.dtype)[: num_tokens * num_rows].view(num_tokens, num_rows)
-
-
-@functools.lru_cache(maxsize=1)
-def _cpu_buffer(numel: int, dtype: torch.dtype) -> Tensor:
-    """Anonymous mmap: it does not fragment the heap, and pages are allocated on first write."""
-    pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)
-
-
-def _chunks(num_tokens: int, num_rows: int) -> Iterator[tuple[int, int]]:
-    """Start and end of chunks of about equal size with at most CHUNK_ELEMENTS logits."""
-    most = max(1, CHUNK_ELEMENTS // max(1, num_rows))
+def _chunks(num_tokens: int, num_rows: int, most_elements: int) -> Iterator[tuple[int, int]]:
+    """Start and end of chunks of about equal size with at most ``most_elements`` logits."""
+    most = max(1, most_elements // max(1, num_rows))
     size = math.ceil(num_tokens / max(1, math.ceil(num_tokens / most)))
     for start in range(0, num_tokens, max(1, size)):
         yield start, min(start + size, num_tokens)
-
-
-def _loss_and_gradient(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, grad_scale: Tensor | None
-) -> Tensor:
-    """Overwrite ``logits`` with ``softmax(logits) - onehot(targets)`` and return the losses, float32 [n].
-
-    ``logits`` are [n, V / tp]; ``targets`` [n] index into this rank's shard, out of range for other ranks' targets.
-    ``grad_scale``, a scalar or [n, 1], is applied in float32 so that small gradients do not underflow in float16.
-    """
-    block = max(1, BLOCK_ELEMENTS // max(1, logits.size(1)))
-    mine = (targets >= 0) & (targets < logits.size(1))
-    column = torch.where(mine, targets, 0)[:, None]
-    target_logit = torch.where(mine[:, None], logits.gather(1, column).float(), 0.0)
-    log_total = torch.empty_like(target_logit)
-    in_float32 = logits.dtype == torch.float32
-    scratch = None if in_float32 else logits.new_empty(min(block, logits.size(0)), logits.size(1), dtype=torch.float32)
-    for start in range(0, logits.size(0), block):
-        part = logits[start : start + block]
-        wide = part if scratch is None else scratch[: part.size(0)].copy_(part)
-        peak = wide.amax(dim=1, keepdim=True)
-        torch.softmax(wide, dim=1, out=wide)
-        # The largest probability is exp(peak - log_total), which gives the sum in full precision.
-        log_total[start : start + block] = peak - wide.amax(dim=1, keepdim=True).log()
-        if grad_scale is not None:
-            wide.mul_(grad_scale if grad_scale.dim() == 0 else grad_scale[start : start + block])
-        if scratch is not None:
-            part.copy_(wide)
-    if group is not None:
-        dist.all_reduce(target_logit, group=group)
-        parts = log_total.new_empty(group.size() * log_total.numel())
-        dist.all_gather_into_tensor(parts, log_total.flatten(), group=group)
-        own, log_total = log_total, torch.logsumexp(parts.view(group.size(), -1), dim=0)[:, None]
-        logits.mul_((own - log_total).exp_().to(logits.dtype))
-    loss = log_total - target_logit
-    # For targets of other ranks the probability at column 0 does not change.
-    own_gradient = torch.expm1(-loss) if grad_scale is None else torch.expm1(-loss) * grad_scale
-    at_target = torch.where(mine[:, None], own_gradient.to(logits.dtype), logits.gather(1, column))
-    # Not scatter_, which on a CPU copies a whole bfloat16 tensor.
-    logits[torch.arange(logits.size(0), device=logits.device), column[:, 0]] = at_target[:, 0]
-    return loss[:, 0]
 
 
 def linear_cross_entropy(

@@ -1,4 +1,4 @@
-"""Matmuls with the faster of MKL and oneDNN on a CPU (docs/decisions/0023)."""
+"""Matmuls: with the faster of MKL and oneDNN on a CPU (docs/decisions/0023), into float32 sums on a GPU (0034)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isthmus.platforms.cpu import onednn_is_faster
-from isthmus.platforms.torch_features import ONEDNN_MATMUL
+from isthmus.platforms.torch_features import ADDMM_INTO_FLOAT32, ONEDNN_MATMUL
 
 ONEDNN_MIN_FLOP = 1 << 28
 """From this size float32 matmuls on a CPU use oneDNN, which compiles a kernel per shape in 0.3 ms."""
@@ -28,16 +28,37 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
 def add_matmul(main_grad: Tensor, a: Tensor, b: Tensor, *, shape_repeats: bool = True) -> None:
     """``main_grad += a @ b`` for ``a`` [M, K] and ``b`` [K, N].
 
-    PyTorch cannot add a bfloat16 matmul into float32, so a CPU computes it in blocks of rows that stay in the cache.
-    ``shape_repeats`` False avoids compiling a kernel for a shape that is unlikely to repeat.
+    A GPU adds 16-bit matmuls to a float32 ``main_grad`` without rounding them, if :func:`no_float32_sums` has no reason
+    against it. A CPU cannot; it rounds and adds blocks of rows that stay in the cache. ``shape_repeats`` False avoids
+    compiling a kernel for a shape that is unlikely to repeat.
     """
     if a.dtype == main_grad.dtype:
         with _library(a, b) if shape_repeats else contextlib.nullcontext():
             main_grad.addmm_(a, b)
         return
+    if main_grad.dtype == torch.float32 and a.is_cuda and no_float32_sums(a.device, a.dtype) is None:
+        ADDMM_INTO_FLOAT32(main_grad, a, b, torch.float32, out=main_grad)
+        return
     rows = max(1, BLOCK_ELEMENTS // b.size(1)) if a.device.type == "cpu" else a.size(0)
     for target, part in zip(main_grad.split(rows), a.split(rows), strict=True):
         target.add_(part @ b)
+
+
+@functools.cache
+def no_float32_sums(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why matmuls of ``dtype`` cannot be added to float32 on this device without rounding, or None; a trial decides."""
+    if ADDMM_INTO_FLOAT32 is None:
+        return f"torch {torch.__version__} has no such matmul"
+    # The sum of 15 + 2^-9 products has more digits than the 16-bit types.
+    a, b = torch.ones(2, 16, 16, dtype=dtype, device=device)
+    a[:, 0] = 2.0**-9
+    total = torch.ones(16, 16, device=device)
+    try:
+        ADDMM_INTO_FLOAT32(total, a.t().contiguous().t(), b, torch.float32, out=total)
+        rounded = bool((total != 16 + 2.0**-9).any())
+    except RuntimeError as error:
+        return f"torch {torch.__version__}: {str(error).partition(chr(10))[0]}"
+    return f"torch {torch.__version__} rounds them on this GPU" if rounded else None
 
 
 def _library(a: Tensor, b: Tensor) -> AbstractContextManager[None]:

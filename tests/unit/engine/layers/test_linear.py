@@ -7,6 +7,7 @@ import torch
 
 from isthmus.engine.layers import matmul
 from isthmus.engine.layers.linear import _LinearIntoMainGrad
+from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE
 from unit.engine.recorder import Recorder
 
 
@@ -15,7 +16,7 @@ def test_the_gradient_buffer_is_used_with_hooks_on_saved_tensors() -> None:
     weight.main_grad = torch.zeros(3, 4)
     x = torch.randn(5, 1, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
-        out = _LinearIntoMainGrad.apply(x, weight)
+        out = _LinearIntoMainGrad.apply(x, weight, NO_EXCHANGE)
     out.sum().backward()
     assert torch.allclose(weight.main_grad, x.detach().sum((0, 1)).expand(3, 4))
     assert weight.grad is None and weight.grad_added_to_main_grad

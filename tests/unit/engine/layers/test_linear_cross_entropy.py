@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu
 from isthmus.engine.layers import linear_cross_entropy as module
 from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy, token_cross_entropies
 from unit.engine.recorder import Recorder
@@ -35,10 +36,14 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return ((got.double() - wanted).abs().max() / wanted.abs().max()).item()
 
 
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 10 * VOCAB)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 4 * VOCAB)
+@pytest.fixture(params=["cpu", "gpu"])
+def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of ten tokens, computed as on a CPU or as on a GPU."""
+    monkeypatch.setattr(cross_entropy_cpu, "CHUNK_ELEMENTS", 10 * VOCAB)
+    monkeypatch.setattr(cross_entropy_cpu, "BLOCK_ELEMENTS", 4 * VOCAB)
+    monkeypatch.setattr(cross_entropy_gpu, "chunk_elements", lambda _device: 10 * VOCAB)
+    if request.param == "gpu":
+        monkeypatch.setattr(module, "cross_entropy_cpu", cross_entropy_gpu)
 
 
 @pytest.mark.parametrize("tokens", [1, 10, 37])
@@ -168,9 +173,8 @@ def test_another_loss_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(0, []), (9, [9]), (10, [10]), (11, [6, 5]), (37, [10, 10, 10, 7])])
-@pytest.mark.usefixtures("small_chunks")
 def test_chunks_have_similar_sizes(tokens: int, sizes: list[int]) -> None:
-    assert [end - start for start, end in module._chunks(tokens, VOCAB)] == sizes
+    assert [end - start for start, end in module._chunks(tokens, VOCAB, 10 * VOCAB)] == sizes
 
 
 def test_no_loss_tokens_give_zero() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from isthmus.engine.layers import matmul as module
 from isthmus.engine.layers.linear import _fused_linear, _LinearIntoMainGrad
 from isthmus.engine.layers.matmul import add_matmul, matmul
+from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE
 from isthmus.platforms.torch_features import ONEDNN_MATMUL
 
 ONEDNN = torch.backends.mkldnn.is_available() and module._onednn_is_exact()
@@ -114,7 +115,7 @@ def test_a_linear_layer_and_its_gradients(library: list[str], request: pytest.Fi
     x, weight = drawn(40, 1, 8).requires_grad_(), torch.nn.Parameter(drawn(6, 8))
     weight.main_grad = torch.ones(6, 8)  # type: ignore[attr-defined]
     upstream = drawn(40, 1, 6)
-    out = _LinearIntoMainGrad.apply(x, weight)
+    out = _LinearIntoMainGrad.apply(x, weight, NO_EXCHANGE)
     out.backward(upstream)
     assert close(out, x.detach(), weight.detach().t())
     assert x.grad is not None and close(x.grad, upstream, weight.detach())
@@ -130,10 +131,3 @@ def test_a_layer_computes_the_same_with_and_without_gradients(library: list[str]
         first = _fused_linear(x, weight)
     second = _fused_linear(x, weight)
     assert first is not None and second is not None and torch.equal(first, second)
-
-
-@pytest.mark.parametrize("asked", [{"bias": torch.zeros(6)}, {"allreduce_dgrad": True}, {"sequence_parallel": True}])
-def test_layers_with_bias_or_communication_are_megatrons(asked: dict[str, Any]) -> None:
-    weight: Any = SimpleNamespace(main_grad=torch.zeros(6, 8))
-    with torch.no_grad():
-        assert _fused_linear(drawn(9, 1, 8), weight, asked) is None

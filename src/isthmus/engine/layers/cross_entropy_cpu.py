@@ -1,0 +1,103 @@
+"""Cross entropy of a chunk of logits on a CPU: float32 values exist for a block of rows that fits the cache."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits of a chunk; the fastest size."""
+BLOCK_ELEMENTS = 1 << 20
+"""Float32 logits at a time: 4 MiB fit the cache."""
+
+
+def chunk_elements(_device: torch.device) -> int:
+    return CHUNK_ELEMENTS
+
+
+def new_buffer(num_tokens: int, num_rows: int, *, like: Tensor) -> Tensor:
+    """Memory for the logits [num_tokens, num_rows] of a chunk, the same at every call."""
+    return _memory(max(CHUNK_ELEMENTS, num_rows), like.dtype)[: num_tokens * num_rows].view(num_tokens, num_rows)
+
+
+@functools.lru_cache(maxsize=1)
+def _memory(numel: int, dtype: torch.dtype) -> Tensor:
+    """Anonymous mmap: it does not fragment the heap, and pages are allocated on first write."""
+    pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+def chunk_losses(
+    logits: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup | None,
+    grad_scale: Tensor | None,
+    softcap: float | None,
+    *,
+    gradient: bool,
+) -> Tensor:
+    """Losses, float32 [n]; ``logits`` are overwritten, with ``gradient`` by the gradient.
+
+    Args:
+        logits: [n, V / tp].
+        targets: [n], index into this rank's shard, out of range for other ranks' targets.
+        group: the tensor-parallel group.
+        grad_scale: a scalar or [n, 1], applied in float32 so that small gradients do not underflow in float16.
+        softcap: logits l become softcap * tanh(l / softcap).
+    """
+    slope = None if softcap is None else _cap(logits, softcap)
+    found = _loss_and_gradient(logits, targets, group, grad_scale)
+    if gradient and slope is not None:
+        logits.mul_(slope)
+    return found
+
+
+def _cap(logits: Tensor, softcap: float) -> Tensor:
+    """Overwrite ``logits`` with ``softcap * tanh(logits / softcap)`` and return the derivative."""
+    share = logits.div_(softcap).tanh_()
+    slope = 1 - share.square()
+    share.mul_(softcap)
+    return slope
+
+
+def _loss_and_gradient(
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, grad_scale: Tensor | None
+) -> Tensor:
+    """Overwrite ``logits`` with ``softmax(logits) - onehot(targets)``, scaled, and return the losses [n]."""
+    block = max(1, BLOCK_ELEMENTS // max(1, logits.size(1)))
+    mine = (targets >= 0) & (targets < logits.size(1))
+    column = torch.where(mine, targets, 0)[:, None]
+    target_logit = torch.where(mine[:, None], logits.gather(1, column).float(), 0.0)
+    log_total = torch.empty_like(target_logit)
+    in_float32 = logits.dtype == torch.float32
+    scratch = None if in_float32 else logits.new_empty(min(block, logits.size(0)), logits.size(1), dtype=torch.float32)
+    for start in range(0, logits.size(0), block):
+        part = logits[start : start + block]
+        wide = part if scratch is None else scratch[: part.size(0)].copy_(part)
+        peak = wide.amax(dim=1, keepdim=True)
+        torch.softmax(wide, dim=1, out=wide)
+        # The largest probability is exp(peak - log_total), which gives the sum in full precision.
+        log_total[start : start + block] = peak - wide.amax(dim=1, keepdim=True).log()
+        if grad_scale is not None:
+            wide.mul_(grad_scale if grad_scale.dim() == 0 else grad_scale[start : start + block])
+        if scratch is not None:
+            part.copy_(wide)
+    if group is not None:
+        dist.all_reduce(target_logit, group=group)
+        parts = log_total.new_empty(group.size() * log_total.numel())
+        dist.all_gather_into_tensor(parts, log_total.flatten(), group=group)
+        own, log_total = log_total, torch.logsumexp(parts.view(group.size(), -1), dim=0)[:, None]
+        logits.mul_((own - log_total).exp_().to(logits.dtype))
+    loss = log_total - target_logit
+    # For targets of other ranks the probability at column 0 does not change.
+    own_gradient = torch.expm1(-loss) if grad_scale is None else torch.expm1(-loss) * grad_scale
+    at_target = torch.where(mine[:, None], own_gradient.to(logits.dtype), logits.gather(1, column))
+    # Not scatter_, which on a CPU copies a whole bfloat16 tensor.
+    logits[torch.arange(logits.size(0), device=logits.device), column[:, 0]] = at_target[:, 0]
+    return loss[:, 0]
