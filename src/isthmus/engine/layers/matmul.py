@@ -61,6 +61,17 @@ def no_float32_sums(device: torch.device, dtype: torch.dtype) -> str | None:
     return f"torch {torch.__version__} rounds them on this GPU" if rounded else None
 
 
+def rounded_gradients(device_type: str, dtype: torch.dtype) -> str | None:
+    """A line for the log if a GPU rounds the weight gradients of each micro batch to ``dtype``."""
+    if device_type != "cuda" or dtype == torch.float32:
+        return None
+    reason = no_float32_sums(torch.device("cuda", torch.cuda.current_device()), dtype)
+    return (
+        reason
+        and f"weight gradients: each is rounded to {dtype} before float32 sums add it, which is slower ({reason})"
+    )
+
+
 def _library(a: Tensor, b: Tensor) -> AbstractContextManager[None]:
     large = a.dtype == torch.float32 and a.device.type == "cpu" and 2 * a.numel() * b.size(-1) >= ONEDNN_MIN_FLOP
     return _onednn() if large and _onednn_is_exact() else contextlib.nullcontext()

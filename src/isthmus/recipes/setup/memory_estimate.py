@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.engine.layers.cross_entropy_gpu import TEMPORARY_BYTES, elements_for
 from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -35,6 +36,8 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     """Of all micro batches in flight."""
+    loss: int = 0
+    """Temporary memory of the loss on a GPU."""
     offloaded: int = 0
     """Optimizer state in host memory, not part of the other fields."""
 
@@ -45,26 +48,30 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return self.persistent + self.activations
+        return self.persistent + self.activations + self.loss
 
     def __str__(self) -> str:
         parts = {
             "weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer,
             "activations about": self.activations,
         }  # fmt: skip
+        if self.loss:
+            parts["loss"] = self.loss
         listed = ", ".join(f"{name} {_gib(number)}" for name, number in parts.items())
         host = f"; and {_gib(self.offloaded)} GiB of host memory" if self.offloaded else ""
         return f"{self.parameters:,} parameters a rank, {_gib(self.total)} GiB: {listed}{host}"
 
 
-def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str) -> MemoryEstimate:
+def estimate_memory(
+    plan: ModelPlan, config: RunConfig, precision: str, *, gpu_bytes: int | None = None
+) -> MemoryEstimate:
     """Estimate the memory of the rank that needs most.
 
     Gradients are float32. The optimizer keeps two float32 moments per parameter (in host memory with ``optim.offload``)
     and a float32 copy of 16-bit weights; replicas shard both. fsdp shards float32 weights, gradients and moments, and
     gathers the largest layer, the embedding and the output layer. A DPO sample is a pair of answers. Activations
     (:mod:`isthmus.train.activation_memory`): an MoE layer counts as a dense layer as wide as a token's experts plus the
-    routed copies, MLA as attention of its widths.
+    routed copies, MLA as attention of its widths. The loss adds to it on a GPU with ``gpu_bytes`` of memory.
     """
     parallel = plan.parallel
     counts, gathered = _count_parameters(plan.family, plan.architecture, parallel)
@@ -77,10 +84,11 @@ def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str) -> Memor
     for rank, count in enumerate(counts):
         ordinary, float32, expert, total = count["ordinary"], count["float32"], count["expert"], count.total()
         activations = _activation_bytes(plan, config, element, rank)
+        loss = _loss_bytes(plan, config, element, gpu_bytes) if gpu_bytes and rank == parallel.pp - 1 else 0
         if parallel.fsdp:
             shard = math.ceil(total / replicas)
             weights = 4 * shard + (gathered * element if replicas > 1 or element < 4 else 0)
-            estimates.append(MemoryEstimate(total, weights, 4 * shard, 8 * shard, activations))
+            estimates.append(MemoryEstimate(total, weights, 4 * shard, 8 * shard, activations, loss))
             continue
         optimizer = math.ceil((state * ordinary + moments * float32) / replicas)
         optimizer += math.ceil(state * expert / expert_replicas)
@@ -89,7 +97,7 @@ def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str) -> Memor
         if config.optim.offload:
             offloaded = math.ceil(8 * (ordinary + float32) / replicas)
             offloaded += math.ceil(8 * expert / expert_replicas)
-        estimates.append(MemoryEstimate(total, weights, 4 * total, optimizer, activations, offloaded))
+        estimates.append(MemoryEstimate(total, weights, 4 * total, optimizer, activations, loss, offloaded))
     return max(estimates, key=lambda estimate: estimate.total)
 
 
@@ -98,9 +106,10 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
 
     Raises UsageError if the persistent state exceeds the memory, or the whole estimate ``MARGIN`` times the memory.
     """
-    estimate = estimate_memory(plan, config, precision)
     memory = platform.memory_for_rank_bytes(ranks_here)
-    owner = "a GPU" if platform.device_type == "cuda" else "a rank's share of the free memory of this machine"
+    on_gpu = platform.device_type == "cuda"
+    estimate = estimate_memory(plan, config, precision, gpu_bytes=memory if on_gpu else None)
+    owner = "a GPU" if on_gpu else "a rank's share of the free memory of this machine"
     if estimate.offloaded > (free := free_bytes() // ranks_here):
         raise UsageError(
             f"optim.offload=true puts {_gib(estimate.offloaded)} GiB of each rank's optimizer state into host memory, "
@@ -188,9 +197,7 @@ def _pipeline_rank(name: str, rank_of: list[int], pp: int) -> int:
 def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: int) -> int:
     """Of all micro batches that a pipeline rank has in flight."""
     train, parallel, arch = config.train, plan.parallel, plan.architecture
-    samples = 2 if config.recipe == "dpo" else 1
-    longest = train.micro_batch_size * samples * config.data.seq_length
-    num_tokens = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest) // parallel.cp
+    num_tokens = _num_tokens(plan, config)
     micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * parallel.dp(plan.world_size)))
     chunks = layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)[rank :: parallel.pp]
     dense, extra = _as_dense(arch)
@@ -208,6 +215,21 @@ def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: in
     # Full recomputation has one layer's activations at a time.
     recomputed = layer_bytes(dense, **args) + extra * num_tokens * element if train.recompute == "full" else 0  # type: ignore[arg-type]
     return each * min(parallel.pp - rank, micro_batches) + recomputed
+
+
+def _loss_bytes(plan: ModelPlan, config: RunConfig, element: int, gpu_bytes: int) -> int:
+    """Logits of a chunk and their float32 copies; compiled kernels have no copies."""
+    rows = math.ceil(plan.architecture.vocab_size / plan.parallel.tp)
+    logits = min(elements_for(gpu_bytes), _num_tokens(plan, config) * rows)
+    return logits * (element + TEMPORARY_BYTES * (1 if plan.architecture.logits_softcap is None else 2))
+
+
+def _num_tokens(plan: ModelPlan, config: RunConfig) -> int:
+    """Of the longest micro batch on a rank."""
+    samples = 2 if config.recipe == "dpo" else 1
+    longest = config.train.micro_batch_size * samples * config.data.seq_length
+    longest = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest)
+    return longest // plan.parallel.cp
 
 
 def _as_dense(arch: Architecture) -> tuple[Architecture, int]:

@@ -66,6 +66,7 @@ def build_rank_model(
     """
     from isthmus.engine.compiled import choose_compile
     from isthmus.engine.layers.linear import use_fp8
+    from isthmus.engine.layers.matmul import rounded_gradients
     from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
@@ -88,8 +89,10 @@ def build_rank_model(
         [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)
     )
     modules = torch.nn.ModuleList(stages)
-    compiling = choose_compile(config.train.compile, platform.device_type)
-    messages: tuple[str, ...] = () if compiling is None else (compiling,)
+    lines = [choose_compile(config.train.compile, platform.device_type)]
+    if training and not fsdp:
+        lines.append(rounded_gradients(platform.device_type, dtype))
+    messages = tuple(line for line in lines if line)
     if precision == "fp8":
         messages += use_fp8(modules, fp8_recipe(config, platform))
     if training and not fsdp:
