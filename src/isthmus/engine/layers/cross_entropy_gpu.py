@@ -53,9 +53,9 @@ def chunk_losses(
     stats, column = row_statistics(logits, targets, softcap)
     parts = stats[:, None]
     if group is not None:
-        gathered = stats.new_empty(group.size(), *stats.shape)
+        gathered = stats.new_empty(group.size() * stats.size(0), stats.size(1))
         dist.all_gather_into_tensor(gathered, stats, group=group)
-        parts = gathered.movedim(0, 1)
+        parts = gathered.unflatten(0, (group.size(), -1)).movedim(0, 1)
     if not gradient:
         return losses(parts)
     found, at_target = losses_and_gradient(logits, targets, parts, grad_scale, softcap)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from isthmus.engine.layers import matmul
+from isthmus.engine.layers import linear, matmul
 from isthmus.engine.layers.linear import _LinearIntoMainGrad
-from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE
+from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 from unit.engine.recorder import Recorder
 
 
@@ -32,3 +35,64 @@ def test_matmuls_are_added_in_blocks(dtype: torch.dtype, monkeypatch: pytest.Mon
         matmul.add_matmul(into, a, b)
     assert torch.allclose(into.double(), wanted, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
     assert seen.largest(dtype) <= 12
+
+
+@pytest.mark.parametrize("shared", ["allreduce_dgrad", "sequence_parallel"])
+def test_matmuls_overlap_communication(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with equal values: the gather overlaps the input's gradient, the sum overlaps the weight's."""
+    order: list[str] = []
+
+    class Work:
+        def __init__(self, name: str) -> None:
+            order.append(name)
+            self.name = name
+
+        def wait(self) -> None:
+            order.append(f"wait {self.name}")
+
+    def gather(out: Tensor, x: Tensor, **_options: Any) -> Work:
+        out.copy_(torch.cat((x, x)))
+        return Work("gather")
+
+    def scatter(out: Tensor, x: Tensor, **_options: Any) -> Work:
+        out.copy_(2 * x[: out.size(0)])
+        return Work("sum")
+
+    def reduce(x: Tensor, **_options: Any) -> Work:
+        x.mul_(2)
+        return Work("sum")
+
+    def logged(name: str) -> Any:
+        plain = getattr(matmul, name)
+
+        def call(*args: Any) -> Any:
+            order.append(name)
+            return plain(*args)
+
+        return call
+
+    for name, stand_in in (
+        ("all_gather_into_tensor", gather),
+        ("reduce_scatter_tensor", scatter),
+        ("all_reduce", reduce),
+    ):
+        monkeypatch.setattr(torch.distributed, name, stand_in)
+    for name in ("matmul", "add_matmul"):
+        monkeypatch.setattr(linear, name, logged(name))
+    group: Any = type("Group", (), {"size": lambda _self: 2})()
+    weight: Any = torch.nn.Parameter(torch.randn(3, 4))
+    weight.main_grad = torch.ones(3, 4)
+    x = torch.randn(5, 1, 4, requires_grad=True)
+    out = linear._fused_linear(x, weight, InputExchange(group, **{shared: True}))
+    assert out is not None
+    upstream = torch.randn(5, 1, 3)
+    upstream = torch.cat((upstream, upstream)) if shared == "sequence_parallel" else upstream
+    order.clear()
+    out.backward(upstream)
+    gathered = shared == "sequence_parallel"
+    assert order == [
+        *["gather"] * gathered, "matmul", *["wait gather"] * gathered, "sum", "add_matmul", "wait sum",
+    ]  # fmt: skip
+    whole = torch.cat((x, x)) if gathered else x
+    assert torch.allclose(weight.main_grad - 1, upstream[:, 0].t() @ whole[:, 0], atol=1e-5)
+    assert x.grad is not None and torch.allclose(x.grad, 2 * upstream[:5] @ weight, atol=1e-5)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,3 +130,43 @@ def test_a_layer_computes_the_same_with_and_without_gradients(library: list[str]
         first = _fused_linear(x, weight)
     second = _fused_linear(x, weight)
     assert first is not None and second is not None and torch.equal(first, second)
+
+
+def adds(rounding: torch.dtype) -> Callable[..., Tensor]:
+    """What a GPU may do: round the product, or not."""
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, _dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        return torch.add(total, (a.float() @ b.float()).to(rounding), out=out)
+
+    return addmm
+
+
+def refuses(*_args: object, **_kwargs: object) -> Tensor:
+    raise RuntimeError("gemm input type at::BFloat16 and output type float is not supported for ROCm\nat Blas.cpp")
+
+
+@pytest.mark.parametrize(
+    ("operator", "reason"),
+    [
+        (adds(torch.float32), None),
+        (adds(torch.bfloat16), "rounds them on this GPU"),
+        (adds(torch.float16), "rounds them on this GPU"),
+        (refuses, "output type float is not supported for ROCm"),
+        (None, "has no such matmul"),
+    ],
+)
+def test_a_trial_decides_on_float32_sums(operator: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ADDMM_INTO_FLOAT32", operator)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found = module.no_float32_sums.__wrapped__(
+        torch.device("cpu"), torch.float16 if operator is None else torch.bfloat16
+    )
+    assert (found is None) if reason is None else found.endswith(reason)
+    monkeypatch.setattr(module, "no_float32_sums", lambda _device, _dtype: found)
+    line = module.rounded_gradients("cuda", torch.bfloat16)
+    assert (
+        (line is None)
+        if reason is None
+        else (line.startswith("weight gradients: each is rounded to torch.bfloat16") and reason in line)
+    )
+    assert module.rounded_gradients("cpu", torch.bfloat16) is module.rounded_gradients("cuda", torch.float32) is None

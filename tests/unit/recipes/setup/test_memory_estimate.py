@@ -82,6 +82,16 @@ def test_layouts_reduce_the_estimate() -> None:
     assert full.activations < whole.activations / 4
 
 
+def test_a_gpu_has_logits_of_a_chunk() -> None:
+    run = config(layout={"pp": 2, "tp": 4})
+    plan = plan_of(LLAMA_8B, run)
+    first = estimate_memory(plan, run, "bf16", gpu_bytes=80 << 30)
+    assert first.loss == 0 and first.total == estimate_memory(plan, run, "bf16").total  # the first stage needs most
+    run = config()
+    plain, on_gpu = (estimate_memory(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=gpu) for gpu in (None, 80 << 30))
+    assert on_gpu.loss == 10 * 2**28 == on_gpu.total - plain.total and str(on_gpu).endswith("loss 2.5")
+
+
 def test_offloaded_moments_need_host_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = config(layout={"ep": 4})
     plan = plan_of(DEEPSEEK_LITE, plain)
