@@ -7,9 +7,9 @@ PIP := $(RUN) pip install --quiet --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test unit lint check format docs site clean
+.PHONY: help setup demo test unit lint check format docs site clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 setup: $(STAMP)  ## Create .venv with all dependencies
 
@@ -64,6 +64,30 @@ $(SITE_STAMP): $(STAMP)
 site: $(SITE_STAMP)  ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 	@echo "Open build/site/index.html"
+
+# A GPU machine may have no network and its own torch: gpu-wheels fills a folder on another machine, gpu installs from it
+# beside that torch. Without the folder, gpu uses .venv (with the torch build of the GPU: see docs/how-to/install.md).
+GPU_WHEELS ?= gpu-wheels
+GPU_SITE := build/gpu-site
+GPU_PYTHON ?= $(if $(wildcard $(GPU_WHEELS)/*.whl),python3,$(or $(wildcard $(VENV)/bin/python),python3))
+GPU_ARGS = $(if $(PARTS),--parts $(PARTS)) $(if $(LIMIT_S),--limit-s $(LIMIT_S)) $(if $(GPU_OUT),--out $(GPU_OUT)) \
+	$(if $(RECORD),--record)
+
+gpu-wheels: $(STAMP)  ## Collect wheels for a GPU machine without network (GPU_PYTHON_VERSION, GPU_TORCH)
+	@test -n "$(GPU_PYTHON_VERSION)" -a -n "$(GPU_TORCH)" || { echo "Name the machine's versions: \
+	make gpu-wheels GPU_PYTHON_VERSION=3.12 GPU_TORCH=2.10.0" >&2; exit 2; }
+	$(VENV)/bin/python benchmarks/gpu_wheels.py --python-version $(GPU_PYTHON_VERSION) --torch $(GPU_TORCH) --out $(GPU_WHEELS)
+
+$(GPU_SITE)/.done: $(wildcard $(GPU_WHEELS)/*.whl)
+	@rm -rf $(GPU_SITE) && mkdir -p $(GPU_SITE)
+	@test -z "$^" || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --target $(GPU_SITE) $^
+	@touch $@
+
+gpu: $(GPU_SITE)/.done  ## Tests and benchmarks on a GPU (PARTS, LIMIT_S, GPU_OUT, RECORD; results in build/gpu)
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_parts.py $(GPU_ARGS)
+
+gpu-dry: $(STAMP)  ## The same with tiny models on this CPU, to check that all of it runs
+	PYTHONPATH=$(CURDIR)/src $(VENV)/bin/python benchmarks/gpu_parts.py --dry $(GPU_ARGS)
 
 clean:  ## Remove caches and builds, keep .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

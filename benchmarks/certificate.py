@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "megatron-core", "transformers", "trl", "accelerate", "datasets", "tokenizers", "safetensors")
+PACKAGES = (
+    "torch", "triton", "megatron-core", "transformers", "trl", "accelerate", "datasets", "tokenizers", "safetensors",
+    "torchao", "flash-attn",
+)  # fmt: skip
 
 
 def certificate(arguments: Sequence[str]) -> dict[str, Any]:
@@ -42,15 +46,26 @@ def certificate(arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def source_sha256() -> str:
+    """Identifies the source where the checkout has no git history, as on a machine that it was copied to."""
+    digest = hashlib.sha256()
+    folders = [REPOSITORY / name for name in ("src", "benchmarks", "tests/gpu")]
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".yaml")):
+        digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 def cores() -> int:
     """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def result_path(benchmark: str, certified: dict[str, Any]) -> Path:
-    """``results/<date>_<benchmark>_<processor>-<n>-cores.json``."""
-    machine = re.sub(r"[^a-z0-9]+", "-", certified["cpu"].lower()).strip("-") or "cpu"
-    name = f"{certified['date'][:10]}_{benchmark}_{machine}-{certified['cores']}-cores.json"
+    """``results/<date>_<benchmark>_<processor>-<n>-cores.json``, or with the name and number of the GPUs."""
+    of_gpu = "device_name" in certified
+    machine = re.sub(r"[^a-z0-9]+", "-", certified["device_name" if of_gpu else "cpu"].lower()).strip("-") or "cpu"
+    number = f"{certified['devices']}-gpus" if of_gpu else f"{certified['cores']}-cores"
+    name = f"{certified['date'][:10]}_{benchmark}_{machine}-{number}.json"
     return Path(__file__).resolve().parent / "results" / name
 
 

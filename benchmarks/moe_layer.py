@@ -35,6 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 512, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192},
     "mixtral": {"hidden_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
 }
+GPU_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 2048, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1536},
+    "mixtral": {"hidden_size": 4096, "num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 4096},
+}
 TINY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mixtral": {"hidden_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
@@ -54,6 +58,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", default="256,2048", help="of a micro batch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="default: all cores")
+    parser.add_argument("--platform", default="cpu", help="cpu, or auto for a GPU with larger layers (default: cpu)")
     parser.add_argument("--quick", action="store_true", help="tiny layers, to check that the benchmark runs")
     parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
@@ -68,7 +73,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return chosen
 
 
-def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str, tuple[Callable[[Any], Any], Any]]:
+def contestants(
+    family: str, sizes: dict[str, Any], precision: str, device: Any
+) -> dict[str, tuple[Callable[[Any], Any], Any]]:
     """For each contestant (function of hidden states [T, H], module with its weights); all weights are equal."""
     import torch
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -88,8 +95,8 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
     hf_config = AutoConfig.for_model(family, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=1, **sizes)
     arch = all_families()[family].to_architecture(hf_config.to_dict())
     assert arch.moe is not None
-    config = transformer_config(arch, dtype=dtype)
-    block = MoeBlock(config, mlp_modules(arch, moe=True), moe=arch.moe, settings=MoeConfig())
+    config = transformer_config(arch, dtype=dtype, device=device)
+    block = MoeBlock(config, mlp_modules(arch, moe=True), moe=arch.moe, settings=MoeConfig()).to(device)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -97,7 +104,7 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
     _with_buffers(block)
     modules = mlp_modules(arch, moe=True)
     modules.linear_fc1, modules.linear_fc2 = ColumnParallelLinear, RowParallelLinear
-    own = SequentialMLP(arch.moe.num_experts, config, modules, get_default_pg_collection())
+    own = SequentialMLP(arch.moe.num_experts, config, modules, get_default_pg_collection()).to(device)
     own.load_state_dict(block.experts.state_dict(), strict=False)
     _with_buffers(own)
 
@@ -130,7 +137,7 @@ def contestants(family: str, sizes: dict[str, Any], precision: str) -> dict[str,
     for name, kernel in (("transformers-eager", "eager"), ("transformers-grouped", "grouped_mm")):
         theirs_config = AutoConfig.for_model(family, norm_topk_prob=False, **sizes)
         theirs_config._experts_implementation = kernel
-        theirs = kind(theirs_config).to(dtype)
+        theirs = kind(theirs_config).to(device, dtype)
         experts = block.experts.local_experts
         with torch.no_grad():
             theirs.gate.weight.copy_(block.router.weight)
@@ -185,7 +192,7 @@ def _with_buffers(module: Any) -> None:
     import torch
 
     for parameter in module.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape)
+        parameter.main_grad = torch.zeros(parameter.shape, device=parameter.device)
 
 
 def measure(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -197,15 +204,22 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     from isthmus.engine.parallel.process_groups import close_groups, open_groups
     from isthmus.platforms.detect import detect
 
-    open_groups(ParallelConfig(), detect("cpu"), seed=0)
+    platform = detect(chosen.platform)
+    device = torch.device(platform.device_type)
+    open_groups(ParallelConfig(), platform, seed=0)
     rows: list[dict[str, Any]] = []
-    shapes = TINY if chosen.quick else SHAPES
+    shapes = TINY if chosen.quick else GPU_SHAPES if device.type == "cuda" else SHAPES
     for family in chosen.models:
         for precision in chosen.precision:
-            built = contestants(family, shapes[family], precision)
+            built = contestants(family, shapes[family], precision, device)
+            peak = platform.peak_tflops(precision)
             layers = {name: built[name] for name in chosen.only}
             for tokens in chosen.tokens:
-                rows += _turns(layers, built["isthmus"], shapes[family], chosen.rounds, precision, tokens, family)
+                found = _turns(layers, built["isthmus"], shapes[family], chosen.rounds, precision, tokens, family)
+                for row in found:
+                    row["tflops"] = flops(shapes[family], tokens) / row["time_s"] / 1e12
+                    row["mfu"] = None if peak is None else row["tflops"] / peak
+                rows += found
     close_groups()
     disturbed = [row for row in rows if row["others_cpu_use"] > MOST_FOR_OTHERS]
     return {
@@ -217,14 +231,23 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def flops(sizes: dict[str, Any], tokens: int) -> float:
+    """Of the experts' matmuls and the router, forward and backward."""
+    experts = sizes.get("num_experts") or sizes["num_local_experts"]
+    width = sizes.get("moe_intermediate_size") or sizes["intermediate_size"]
+    return 3.0 * 2 * tokens * sizes["hidden_size"] * (3 * sizes["num_experts_per_tok"] * width + experts)
+
+
 def _turns(
     layers: dict[str, Any], ours: Any, sizes: dict[str, Any], rounds: int, precision: str, tokens: int, family: str
 ) -> list[dict[str, Any]]:
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(tokens, sizes["hidden_size"], generator=generator).to(next(ours[1].parameters()).dtype)
-    upstream = torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
+    weight = next(ours[1].parameters())
+    hidden = torch.randn(tokens, sizes["hidden_size"], generator=generator).to(weight.device, weight.dtype)
+    upstream = torch.randn(hidden.shape, generator=generator).to(hidden)
+    wait = torch.cuda.synchronize if weight.is_cuda else lambda: None
 
     def step(run: Callable[[Any], Any]) -> Any:
         x = hidden.clone().requires_grad_()
@@ -251,6 +274,7 @@ def _turns(
             started_s, cpu_s = time.perf_counter(), time.process_time()
             for _ in range(3):
                 turn()
+            wait()
             times[name].append((time.perf_counter() - started_s) / 3)
             cpu_times[name].append((time.process_time() - cpu_s) / 3)
     others = watch.shares()["others_cpu_use"]

@@ -109,7 +109,9 @@ def contestants(folder: Path, steps: int, threads: int) -> dict[str, tuple[int, 
 def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all contestants in alternation, without and with load."""
     shape = SHAPES["tiny" if chosen.quick else chosen.size]
-    workload = make_workload(folder, data=None, tokenizer=None, seq_length=SEQ_LENGTH, num_samples=400, shape=shape)
+    workload = make_workload(
+        folder, data=chosen.data, tokenizer=None, seq_length=SEQ_LENGTH, num_samples=400, shape=shape
+    )
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for number in range(chosen.rounds):
         for others in sorted({0, chosen.others}):
@@ -139,6 +141,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, help="chat records (default: the documentation of this Python)")
     parser.add_argument("--size", choices=list(SHAPES), default="small", help="of the model (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="of each contestant (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: %(default)s)")

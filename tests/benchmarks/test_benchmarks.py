@@ -31,17 +31,22 @@ def run(repository: Path, out: Path, script: str, *arguments: str) -> dict[str, 
     return result
 
 
-def test_fine_tuning(repository: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    turns = [{"role": "user", "content": "Continue counting."}, {"role": "assistant", "content": ""}]
+    with path.open("w") as file:
+        for number in range(40):
+            answer = " ".join(str(number + offset) for offset in range(1, 4 + number % 7))
+            file.write(json.dumps({"messages": [turns[0], turns[1] | {"content": answer}]}) + "\n")
+    return path
+
+
+def test_fine_tuning(repository: Path, chats: Path, tmp_path: Path) -> None:
     contestants = ["isthmus"]
     has_trainer = importlib.util.find_spec("accelerate") and importlib.util.find_spec("datasets")
     if has_trainer:
         contestants.append("trainer-padded")
-    chats = tmp_path / "chats.jsonl"
-    turns = [{"role": "user", "content": "Continue counting."}, {"role": "assistant", "content": ""}]
-    with chats.open("w") as file:
-        for number in range(40):
-            answer = " ".join(str(number + offset) for offset in range(1, 4 + number % 7))
-            file.write(json.dumps({"messages": [turns[0], turns[1] | {"content": answer}]}) + "\n")
     arguments = ["--data", str(chats), "--precision", "fp32", "--only", ",".join(contestants)]
     result = run(repository, tmp_path / "sft.json", "sft_cpu.py", *arguments)
     rows = {row["contestant"]: row for row in result["rows"]}
@@ -115,6 +120,15 @@ def test_first_line(repository: Path, tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
     result = json.loads(out.read_text())
     assert 0 < result["first_line_s"] < result["second_line_s"]
+
+
+def test_shared_cores(repository: Path, chats: Path, tmp_path: Path) -> None:
+    contestants = ["isthmus-1", "transformers-1"]
+    arguments = ["--data", str(chats), "--steps", "4", "--others", "0", "--only", ",".join(contestants)]
+    result = run(repository, tmp_path / "shared.json", "shared_cores.py", *arguments)
+    rows = {(row["others"], row["contestant"]): row["tokens_per_s"] for row in result["rows"]}
+    assert list(rows) == [(0, name) for name in contestants]
+    assert min(rows.values()) > 0
 
 
 def test_costs_per_tensor_and_per_gb_are_fitted(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,132 @@
+"""The tables of a GPU run: aims, speed, where the time goes, tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gpu.cases import CASES
+from gpu.measure import CONVENTION
+
+MFU_WANTED = {"llama-1b": 0.50, "layers-8b": 0.55}
+FP8_WANTED, MOE_LAYER_WANTED, SAME_LOSS = 1.25, 0.40, 0.01
+Parts = Mapping[str, Mapping[str, Any]]
+
+
+def aims(parts: Parts) -> list[dict[str, Any]]:
+    """Each aim with its limit and the measured value; None where a contestant has not run, or the peak is unknown."""
+    return [
+        {"aim": text, "wanted": f"{'<=' if at_most else '>='} {wanted}", "got": got, "met": _met(got, wanted, at_most)}
+        for text, wanted, got, at_most in _aims(parts)
+    ]
+
+
+def _met(got: float | None, wanted: float, at_most: bool) -> bool | None:
+    return None if got is None else got <= wanted if at_most else got >= wanted
+
+
+def _aims(parts: Parts) -> Iterator[tuple[str, float, float | None, bool]]:
+    def value(name: str, key: str) -> float | None:
+        found: float | None = parts.get(name, {}).get(key)
+        return found
+
+    for case, wanted in MFU_WANTED.items():
+        yield f"{case}: MFU in bf16", wanted, value(f"{case}/isthmus", "mfu"), False
+    for case, described in CASES.items():
+        own = value(f"{case}/isthmus", "tokens_per_s")
+        if "isthmus-fp8" in described.contestants:
+            fast = value(f"{case}/isthmus-fp8", "tokens_per_s")
+            yield f"{case}: tokens/s of FP8 / bf16", FP8_WANTED, fast / own if fast and own else None, False
+        (rival,) = (name for name in described.contestants if name.startswith("transformers") and "compiled" in name)
+        other = value(f"{case}/{rival}", "tokens_per_s")
+        yield f"{case}: tokens/s of isthmus / {rival}", 1.0, own / other if own and other else None, False
+    for row in parts.get("moe-layer", {}).get("rows", [{"contestant": "isthmus", "model": "moe-layer"}]):
+        if row["contestant"] == "isthmus":
+            yield f"MoE layer {row['model']}: MFU in bf16", MOE_LAYER_WANTED, row.get("mfu"), False
+    for case, described in CASES.items():
+        losses = [loss for name in described.contestants if (loss := value(f"{case}/{name}", "first_loss"))]
+        apart = max(losses) / min(losses) - 1 if len(losses) > 1 else None
+        yield f"{case}: first losses of all contestants differ by, relative", SAME_LOSS, apart, True
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """The whole result as Markdown."""
+    parts, certified = result["parts"], result["certificate"]
+    described = ", ".join(f"{name} {text}" for name, text in certified["packages"].items())
+    lines = [
+        f"# GPU run on {certified['device']}",
+        "",
+        f"{certified['date']}, commit {certified['commit']}{' with changes' if certified['dirty'] else ''}, "
+        f"source {certified['source_sha256'][:12]}; {described}.",
+        *(["", "**A dry run of tiny models on a CPU: its numbers mean nothing.**"] if result["dry"] else []),
+        *_table("Aims", ["aim", "wanted", "got", ""], [_aim(each) for each in result["aims"]]),
+        *_table(
+            "Speed",
+            ["model", "contestant", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "start-up s", "step ms"],
+            [_speed(case, name, parts) for case, each in CASES.items() for name in each.contestants],
+        ),
+        "",
+        f"TFLOP/s: {CONVENTION}. MFU: of the peak of the precision. Peak GiB: reserved by the allocator. Start-up: from "
+        "the start of the process to the end of the first step.",
+    ]
+    rows = parts.get("moe-layer", {}).get("rows", ())
+    lines += _table("One MoE layer", ["model", "contestant", "ms", "TFLOP/s", "MFU"], [_layer(row) for row in rows])
+    for case in CASES:
+        lines += _profile(case, parts)
+    lines += _table("Tests", ["file", "passed", "failed", "skipped"], [*_tests(parts)])
+    failures = [
+        f"- `{name}`: {found['state']}: {_short(found['error'])}" for name, found in parts.items() if "error" in found
+    ]
+    failures += [
+        f"- `{name}` {test}: {_short(why)}"
+        for name, found in parts.items()
+        for test, why in found.get("failed", {}).items()
+    ]
+    return "\n".join([*lines, *(["", "## Failures", "", *failures] if failures else []), ""])
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [[*heads], ["---"] * len(heads), *rows]
+    return ["", f"## {title}", "", *("| " + " | ".join(cells) + " |" for cells in lines)]
+
+
+def _aim(each: Mapping[str, Any]) -> list[str]:
+    verdict = {True: "met", False: "**not met**", None: "not measured"}[each["met"]]
+    return [each["aim"], each["wanted"], "" if each["got"] is None else f"{each['got']:.3f}", verdict]
+
+
+def _speed(case: str, name: str, parts: Parts) -> list[str]:
+    found = parts.get(f"{case}/{name}", {"state": "not run"})
+    if found["state"] != "done":
+        return [case, name, f"{found['state']}: {found['absent']}" if "absent" in found else found["state"], *[""] * 5]
+    mfu = "" if found["mfu"] is None else f"{found['mfu']:.1%}"
+    numbers = [f"{found['tokens_per_s']:,.0f}", f"{found['tflops']:,.1f}", mfu, f"{found['memory_gib']:.1f}"]
+    return [case, name, *numbers, f"{found['startup_s']:.1f}", f"{1e3 * found['step_time_s']:.1f}"]
+
+
+def _layer(row: Mapping[str, Any]) -> list[str]:
+    mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    return [row["model"], row["contestant"], f"{1e3 * row['time_s']:.2f}", f"{row['tflops']:,.1f}", mfu]
+
+
+def _profile(case: str, parts: Parts) -> list[str]:
+    """Shares of the step by part, one column a contestant, the largest parts first."""
+    names = [name for name in CASES[case].contestants if "profile" in parts.get(f"{case}/{name}", {})]
+    profiles = [parts[f"{case}/{name}"]["profile"] for name in names]
+    rows = sorted({row for each in profiles for row in each}, key=lambda row: -max(one.get(row, 0) for one in profiles))
+    cells = [[row, *(f"{each[row]:.1%}" if row in each else "" for each in profiles)] for row in rows]
+    return _table(f"Where the time of a step goes: {case}", ["part", *names], cells)
+
+
+def _tests(parts: Parts) -> Iterator[list[str]]:
+    for name, found in parts.items():
+        if name.startswith("tests/") and "passed" in found:
+            skipped = "; ".join(sorted(set(found["skipped"].values())))
+            yield [name, str(found["passed"]), str(len(found["failed"])), f"{len(found['skipped'])} {skipped}".strip()]
+
+
+def _short(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""

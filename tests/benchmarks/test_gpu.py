@@ -1,0 +1,146 @@
+"""The command for a GPU machine: a dry run of all kinds of parts, its refusals, and its judgement of results."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PARTS = (
+    "tests/test_collectives,llama-1b/isthmus,llama-1b/isthmus-fp8,llama-1b/transformers,llama-1b/plain-compiled,"
+    "llama-1b/transformers-flash,moe-16/isthmus,chats/isthmus,chats/transformers-padded,moe-layer"
+)
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+
+
+def run(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(repository / "benchmarks" / "gpu_parts.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_dry_run(repository: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run(repository, "--dry", "--out", str(out), "--parts", PARTS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads((out / "results.json").read_text())
+    parts = result["parts"]
+    assert list(parts) == PARTS.split(",")
+    states = {name: part["state"] for name, part in parts.items()}
+    flash = states.pop("llama-1b/transformers-flash")
+    assert set(states.values()) == {"done"} and flash == ("done" if _has("flash_attn") else "absent")
+    assert parts["tests/test_collectives"]["passed"] > 0
+    for name in ("llama-1b/isthmus", "llama-1b/plain-compiled", "moe-16/isthmus", "chats/transformers-padded"):
+        row = parts[name]
+        assert min(row["tokens_per_s"], row["tflops"], row["memory_gib"], row["startup_s"]) > 0, name
+        assert sum(row["profile"].values()) == pytest.approx(1, abs=0.05), name
+    assert {"attention", "loss", "norms", "optimizer"} <= parts["llama-1b/isthmus"]["profile"].keys()
+    # The same weights; only the random tokens differ.
+    same_work = [each for each in result["aims"] if each["aim"].startswith(("llama-1b: first", "chats: first"))]
+    assert len(same_work) == 2 and all(each["met"] for each in same_work), same_work
+    certified = result["certificate"]
+    assert certified["platform"] == "cpu" and len(certified["source_sha256"]) == 64
+    assert str(tmp_path) not in json.dumps(certified)
+    assert "its numbers mean nothing" in (out / "summary.md").read_text()
+    again = run(repository, "--dry", "--out", str(out), "--parts", "moe-layer,moe-16/transformers", "--limit-s", "0")
+    assert again.returncode == 1
+    assert "moe-layer                            done before" in again.stdout
+    assert "moe-16/transformers                  not started: --limit-s 0 is over" in again.stdout
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only a machine without a GPU is refused")
+def test_a_machine_without_a_gpu_is_refused(repository: Path, tmp_path: Path) -> None:
+    done = run(repository, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2 and not done.stdout and not (tmp_path / "out").exists()
+    assert done.stderr.startswith("gpu_parts.py: no GPU: torch ") and "make gpu-dry" in done.stderr
+
+
+def test_unknown_part_is_refused(repository: Path) -> None:
+    done = run(repository, "--parts", "llama-1b,lama-1b/isthmus")
+    assert done.returncode == 2 and "not known: lama-1b/isthmus" in done.stderr
+
+
+def test_a_part_that_fails_is_reported_and_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_parts: Any = importlib.import_module("gpu_parts")
+    calls: list[str] = []
+
+    def fake(module: str, spec: dict[str, Any], **_: Any) -> dict[str, Any]:
+        calls.append(module)
+        if module == "gpu.device":
+            return {"platform": "cuda", "device": "1 x Test", "device_name": "Test", "devices": 1}
+        if module == "gpu.moe_layer_turn" and calls.count(module) == 1:
+            raise RuntimeError("first line\nOutOfMemoryError: 3 GiB")
+        return {"rows": []} if module == "gpu.moe_layer_turn" else {"passed": 1, "failed": {"test_a": "no"}, "skipped": {}}
+
+    monkeypatch.setattr(gpu_parts, "call", fake)
+    arguments = ["--out", str(tmp_path), "--parts", "moe-layer,tests/test_collectives"]
+    assert gpu_parts.main(arguments) == 1
+    text = (tmp_path / "summary.md").read_text()
+    assert "- `moe-layer`: failed: OutOfMemoryError: 3 GiB" in text and "- `tests/test_collectives` test_a: no" in text
+    assert gpu_parts.main(arguments) == 1  # the test fails again
+    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert [parts[name]["state"] for name in ("moe-layer", "tests/test_collectives")] == ["done", "failed"]
+    monkeypatch.setattr(gpu_parts, "source_sha256", lambda: "0" * 64)
+    with pytest.raises(SystemExit) as refused:
+        gpu_parts.main(arguments)
+    assert refused.value.code == 2
+
+
+def test_aims_are_judged() -> None:
+    summary: Any = importlib.import_module("gpu.summary")
+    parts = {
+        "llama-1b/isthmus": {"mfu": 0.51, "tokens_per_s": 100.0, "first_loss": 12.0},
+        "llama-1b/isthmus-fp8": {"mfu": 0.3, "tokens_per_s": 120.0, "first_loss": 12.0},
+        "llama-1b/transformers-compiled": {"mfu": 0.4, "tokens_per_s": 80.0, "first_loss": 12.3},
+        "moe-layer": {"rows": [{"contestant": "isthmus", "model": "mixtral", "mfu": 0.39}]},
+    }
+    found = {each["aim"]: (each["got"] and round(each["got"], 3), each["met"]) for each in summary.aims(parts)}
+    assert found["llama-1b: MFU in bf16"] == (0.51, True)
+    assert found["llama-1b: tokens/s of FP8 / bf16"] == (1.2, False)
+    assert found["llama-1b: tokens/s of isthmus / transformers-compiled"] == (1.25, True)
+    assert found["MoE layer mixtral: MFU in bf16"] == (0.39, False)
+    assert found["llama-1b: first losses of all contestants differ by, relative"] == (0.025, False)
+    assert found["layers-8b: MFU in bf16"] == (None, None)
+
+
+@pytest.mark.parametrize("case", ["llama-1b", "qwen-0.6b"])
+def test_plain_model_equals_transformers(case: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    cases: Any = importlib.import_module("gpu.cases")
+    spec = {"case": case, "folder": str(tmp_path), "device": "cpu", "dry": True}
+    importlib.import_module("gpu.model_folder").run(spec)
+    plain = importlib.import_module("gpu.plain_model").load_plain(tmp_path / "model", torch.device("cpu"))
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    ids = torch.randint(cases.TINY["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(plain.logits(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_wheels_are_resolved_around_the_torch_of_the_machine(tmp_path: Path, pyproject: dict[str, Any]) -> None:
+    wheels: Any = importlib.import_module("gpu_wheels")
+    stub = wheels.torch_stub(tmp_path, "2.10.0")
+    with zipfile.ZipFile(stub) as archive:
+        metadata = archive.read("torch-2.10.0+there.dist-info/METADATA").decode()
+    assert "Version: 2.10.0+there" in metadata and "Requires-Dist" not in metadata
+    chosen = argparse.Namespace(python_version="3.12", torch="2.10.0", machine="aarch64")
+    arguments = wheels.pip_arguments(chosen, tmp_path, tmp_path / "found")
+    assert "torch==2.10.0+there" in arguments and "--platform=manylinux_2_28_aarch64" in arguments
+    wanted = [one for one in pyproject["project"]["dependencies"] if not one.startswith("torch")]
+    assert set(wanted) <= set(arguments) and not any(one.startswith("torch>") for one in arguments)
+    assert "torch==" not in (tmp_path / "constraints.txt").read_text()
