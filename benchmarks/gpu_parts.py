@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from certificate import REPOSITORY, certificate, cores, result_path, source_sha256, write_result
-from gpu.cases import CASES, CONTESTANTS, DESCRIPTION, Turn
-from gpu.measure import CONVENTION
-from gpu.summary import aims, summary
+from gpu_turns.cases import CASES, CONTESTANTS, DESCRIPTION, Turn
+from gpu_turns.measure import CONVENTION
+from gpu_turns.summary import aims, summary
 from rounds import run_turn
 
 DRY = {"seq_length": 128, "accumulation": 2, "warmup_steps": 1, "timed_steps": 2, "profiled_steps": 1}
@@ -69,9 +69,9 @@ def _selects(wanted: str, name: str) -> bool:
 
 def call(module: str, spec: dict[str, Any], *, dry: bool, timeout_s: float) -> dict[str, Any]:
     """The result of a module's ``run``: in a process of its own, in a dry run in this one."""
-    if dry or module == "gpu.tests_turn":
+    if dry or module == "gpu_turns.tests_turn":
         run: Callable[[dict[str, Any]], dict[str, Any]] = importlib.import_module(module).run
-        return run(spec | ({"timeout_s": timeout_s} if module == "gpu.tests_turn" else {}))
+        return run(spec | ({"timeout_s": timeout_s} if module == "gpu_turns.tests_turn" else {}))
     return run_turn(module, spec, threads=max(1, cores() // 2), timeout_s=timeout_s)
 
 
@@ -86,9 +86,9 @@ def run_part(name: str, chosen: argparse.Namespace, result: dict[str, Any], dead
     case, _, second = name.partition("/")
     if case == "tests":
         file = REPOSITORY / "tests" / "gpu" / f"{second}.py"
-        return run("gpu.tests_turn", {"file": str(file), "log": str(chosen.out / "tests.txt")})
+        return run("gpu_turns.tests_turn", {"file": str(file), "log": str(chosen.out / "tests.txt")})
     if case == "moe-layer":
-        return run("gpu.moe_layer_turn", {"platform": platform, "dry": chosen.dry})
+        return run("gpu_turns.moe_layer_turn", {"platform": platform, "dry": chosen.dry})
     folder = chosen.work / f"{'tiny-' if chosen.dry else ''}{case}"
     folder.mkdir(parents=True, exist_ok=True)
     lengths = DRY if chosen.dry else {}
@@ -98,7 +98,9 @@ def run_part(name: str, chosen: argparse.Namespace, result: dict[str, Any], dead
     spec = {"case": case, "folder": str(folder), "device": device, "dry": chosen.dry}
     spec |= {"samples": 40 if chosen.dry else SAMPLES, "seq_length": lengths.get("seq_length", Turn.seq_length)}
     described = folder / DESCRIPTION  # read here: a process takes seconds to find it
-    result["models"][case] = json.loads(described.read_text()) if described.exists() else run("gpu.model_folder", spec)
+    result["models"][case] = (
+        json.loads(described.read_text()) if described.exists() else run("gpu_turns.model_folder", spec)
+    )
     return run(module, Turn(started_s=time.time(), **turn, **lengths, **differs).spec())
 
 
@@ -110,9 +112,11 @@ def open_result(chosen: argparse.Namespace, arguments: list[str]) -> dict[str, A
             "or name another Python (make gpu GPU_PYTHON=...)."
         )
     platform = "cpu" if chosen.dry else "auto"
-    device = call("gpu.device", {"platform": platform}, dry=chosen.dry, timeout_s=300.0)
+    device = call("gpu_turns.device", {"platform": platform}, dry=chosen.dry, timeout_s=300.0)
     if why := device.get("refused"):
-        _refuse(f"no GPU: {why}. On a machine with a GPU: make gpu. To check on a CPU that all parts run: make gpu-dry.")
+        _refuse(
+            f"no GPU: {why}. On a machine with a GPU: make gpu. To check on a CPU that all parts run: make gpu-dry."
+        )
     certified = certificate(["benchmarks/gpu_parts.py", *arguments]) | {"source_sha256": source_sha256()} | device
     path = chosen.out / "results.json"
     if not path.exists():

@@ -73,7 +73,9 @@ def main(arguments: list[str]) -> None:
     chosen = parser.parse_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
     if old := sorted(chosen.out.glob("*.whl")):
-        parser.error(f"{chosen.out} already has {len(old)} wheels. Two versions of one package do not install: remove it")
+        parser.error(
+            f"{chosen.out} already has {len(old)} wheels. Two versions of one package do not install: remove it"
+        )
     with tempfile.TemporaryDirectory() as folder:
         stubs, found = Path(folder) / "stubs", Path(folder) / "found"
         stubs.mkdir()

@@ -81,11 +81,15 @@ def test_a_part_that_fails_is_reported_and_repeated(tmp_path: Path, monkeypatch:
 
     def fake(module: str, spec: dict[str, Any], **_: Any) -> dict[str, Any]:
         calls.append(module)
-        if module == "gpu.device":
+        if module == "gpu_turns.device":
             return {"platform": "cuda", "device": "1 x Test", "device_name": "Test", "devices": 1}
-        if module == "gpu.moe_layer_turn" and calls.count(module) == 1:
+        if module == "gpu_turns.moe_layer_turn" and calls.count(module) == 1:
             raise RuntimeError("first line\nOutOfMemoryError: 3 GiB")
-        return {"rows": []} if module == "gpu.moe_layer_turn" else {"passed": 1, "failed": {"test_a": "no"}, "skipped": {}}
+        return (
+            {"rows": []}
+            if module == "gpu_turns.moe_layer_turn"
+            else {"passed": 1, "failed": {"test_a": "no"}, "skipped": {}}
+        )
 
     monkeypatch.setattr(gpu_parts, "call", fake)
     arguments = ["--out", str(tmp_path), "--parts", "moe-layer,tests/test_collectives"]
@@ -102,7 +106,7 @@ def test_a_part_that_fails_is_reported_and_repeated(tmp_path: Path, monkeypatch:
 
 
 def test_aims_are_judged() -> None:
-    summary: Any = importlib.import_module("gpu.summary")
+    summary: Any = importlib.import_module("gpu_turns.summary")
     parts = {
         "llama-1b/isthmus": {"mfu": 0.51, "tokens_per_s": 100.0, "first_loss": 12.0},
         "llama-1b/isthmus-fp8": {"mfu": 0.3, "tokens_per_s": 120.0, "first_loss": 12.0},
@@ -122,10 +126,10 @@ def test_aims_are_judged() -> None:
 def test_plain_model_equals_transformers(case: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    cases: Any = importlib.import_module("gpu.cases")
+    cases: Any = importlib.import_module("gpu_turns.cases")
     spec = {"case": case, "folder": str(tmp_path), "device": "cpu", "dry": True}
-    importlib.import_module("gpu.model_folder").run(spec)
-    plain = importlib.import_module("gpu.plain_model").load_plain(tmp_path / "model", torch.device("cpu"))
+    importlib.import_module("gpu_turns.model_folder").run(spec)
+    plain = importlib.import_module("gpu_turns.plain_model").load_plain(tmp_path / "model", torch.device("cpu"))
     theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     ids = torch.randint(cases.TINY["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

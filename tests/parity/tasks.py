@@ -36,6 +36,7 @@ from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.tiny_model import effective_config
 from isthmus.recipes.setup.load_model import load_model, model_logits
+from ranks.pool_worker import platform
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH, open_samples
 
@@ -53,7 +54,7 @@ def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int
     result = {"theirs": _max_difference(alone, _transformers(model, samples))}
     with torch.no_grad():
         packed = ours(PackedBatch.for_inference(samples))
-    result["packed"] = _max_difference(list(packed.split(lengths)), alone)
+    result["packed"] = _max_difference(list(packed.cpu().split(lengths)), alone)
     if other is not None:
         result["other"] = _max_difference(alone, _transformers(other, samples))
     return result
@@ -123,22 +124,48 @@ def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
     """Largest difference of each gradient, relative to its largest entry, in a custom training loop."""
     tokens, labels = _samples([length, length], vocab_size)
     decoder = load_model(model)
+    ours = _own_gradients(decoder, tokens, labels)
+    wanted = _their_gradients(decoder, model, tokens, labels, torch.float32)
+    return {name: ((ours[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in ours}
+
+
+def gradient_rounding(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
+    """Norm of the bf16 error of all gradients, relative to their norm, in transformers and in Isthmus."""
+    tokens, labels = _samples([length, length], vocab_size)
+    decoder = load_model(model, precision="bf16")
+    ours = _own_gradients(decoder, tokens, labels)
+    exact, theirs = (
+        _their_gradients(decoder, model, tokens, labels, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+
+    def error(got: dict[str, Tensor]) -> float:
+        squares = sum((got[name] - exact[name]).pow(2).sum().item() for name in exact)
+        return float((squares / sum(tensor.pow(2).sum().item() for tensor in exact.values())) ** 0.5)
+
+    return {"theirs": error(theirs), "ours": error(ours)}
+
+
+def _own_gradients(decoder: Any, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     batch = replace(PackedBatch.for_inference([tokens]), labels=labels)
-    decoder(batch, loss_positions=torch.arange(length)).backward()
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    cross_entropy(network(tokens[None]).logits[0], labels, reduction="sum").backward()
+    decoder(batch, loss_positions=torch.arange(tokens.numel(), device=tokens.device)).backward()
+    trained = {name: parameter.grad for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+    assert None not in trained.values(), trained
+    return {name: gradient.float().cpu() for name, gradient in trained.items() if gradient is not None}
+
+
+def _their_gradients(decoder: Any, model: str, tokens: Tensor, labels: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Gradients by transformers, with the names and shapes of ``decoder``."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(tokens.device)
+    cross_entropy(network(tokens[None]).logits[0].float(), labels, reduction="sum").backward()
     theirs = _gradients_by_file_name(network)
-    family = family_for(network.config.to_dict())
-    placements = family.placements(decoder.architecture)
-    result = {}
-    for name, ours in decoder.named_parameters():
-        if ours.requires_grad:
+    placements = family_for(network.config.to_dict()).placements(decoder.architecture)
+    wanted = {}
+    for name, parameter in decoder.named_parameters():
+        if parameter.requires_grad:
             placed = placements[name]
             read = lambda part, index, names=placed.hf: theirs[names[part]][index]  # noqa: E731
-            wanted = assemble(placed.rule, decoder.architecture, read, placed.expert)
-            assert ours.grad is not None, name
-            result[name] = ((ours.grad - wanted).abs().max() / wanted.abs().max()).item()
-    return result
+            wanted[name] = assemble(placed.rule, decoder.architecture, read, placed.expert)
+    return wanted
 
 
 def dropout(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
@@ -189,7 +216,7 @@ def _gradients_by_file_name(network: Any) -> dict[str, Tensor]:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     with tempfile.TemporaryDirectory() as folder:
         network.save_pretrained(folder)
-        return {name: tensor.clone() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
+        return {name: tensor.float() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
 
 
 def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> dict[str, list[float]]:
@@ -240,13 +267,15 @@ def _loss_sum(network: Any, batch: PackedBatch) -> Tensor:
 
 def _samples(lengths: list[int], vocab_size: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
+    device = platform().device_type
+    return [torch.randint(0, vocab_size, (length,), generator=generator).to(device) for length in lengths]
 
 
 @torch.no_grad()
 def _transformers(folder: str, samples: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-    return [network(sample[None]).logits[0].float() for sample in samples]
+    network.to(samples[0].device)
+    return [network(sample[None]).logits[0].float().cpu() for sample in samples]
 
 
 def _max_difference(some: list[Tensor], others: list[Tensor]) -> float:

@@ -15,9 +15,23 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isthmus.platforms.base import Platform
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+PLATFORM = "ISTHMUS_TEST_PLATFORM"
+"""Environment variable with the platform of a rank."""
+
+
+def platform() -> Platform:
+    """The platform of this rank: cpu, or the one that tests/gpu chose."""
+    from isthmus.platforms.detect import detect
+
+    return detect(os.environ.get(PLATFORM, "cpu"))
 
 
 def main() -> None:
@@ -61,10 +75,9 @@ def run_tasks(world: socket.socket, rendezvous_file: str) -> None:
 
     from isthmus.config.schema import ParallelConfig
     from isthmus.engine.parallel.process_groups import open_groups
-    from isthmus.platforms.detect import detect
 
     torch.set_num_threads(1)
-    open_groups(ParallelConfig(), detect("cpu"), seed=0, init_method=f"file://{rendezvous_file}", timeout_s=120.0)
+    open_groups(ParallelConfig(), platform(), seed=0, init_method=f"file://{rendezvous_file}", timeout_s=120.0)
     parallel_state.destroy_model_parallel()
     for line in world.makefile():
         request = json.loads(line)

@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ranks.pool_worker import PLATFORM
+
 WORKER = Path(__file__).with_name("pool_worker.py")
 RESTART_AFTER_TASKS = 10
 """Tasks per set of processes: each layout leaves the threads of its process groups behind."""
@@ -37,11 +39,12 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """``size`` processes on this machine with a gloo process group."""
+    """``size`` processes on this machine with a process group of ``platform``: gloo on a CPU, NCCL on GPUs."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, platform: str = "cpu") -> None:
         self.size = size
         self.folder = folder
+        self._platform = platform
         self._starts = 0
         self._tasks_done = 0
         self._ranks: list[socket.socket] = []
@@ -92,7 +95,7 @@ class RankPool:
             listener.settimeout(START_S)
             for rank in range(self.size):
                 variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
-                environment = {name: str(value) for name, value in variables.items()}
+                environment = {name: str(value) for name, value in variables.items()} | {PLATFORM: self._platform}
                 log = str(self._log(rank))
                 self._pids.append(
                     fork_rank(

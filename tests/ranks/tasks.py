@@ -30,7 +30,6 @@ from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, torc
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
-from isthmus.platforms.detect import detect
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
 from isthmus.recipes.setup.hf_export import export_hf
 from isthmus.recipes.setup.load_model import load_model, model_logits
@@ -39,7 +38,7 @@ from isthmus.recipes.setup.model_plan import plan_model
 from isthmus.recipes.setup.rank_model import RankModel, join_and_build
 from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
-from ranks.pool_worker import leave_groups
+from ranks.pool_worker import leave_groups, platform
 from ranks.tiny import SEQ_LENGTH, open_samples
 
 TOTAL_STEPS = 20
@@ -98,7 +97,7 @@ def start(
             },
         }
     )
-    built = join_and_build(config, plan_model(config), detect("cpu"), precision)
+    built = join_and_build(config, plan_model(config), platform(), precision)
     settings: dict[str, Any] = {
         "lr": 3e-3,
         "min_lr": 3e-4,
@@ -205,7 +204,7 @@ def _digest(training: Training) -> list[str]:
 
     def add(tensor: torch.Tensor) -> None:
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
 
     gather_weights(training.model.stages)
     for _, tensor in sorted(live_tensors(training.model.stages).items()):
@@ -236,7 +235,7 @@ def refusal(*, task: str, **settings: Any) -> dict[str, Any]:
 def export(*, model: str, destination: str, precision: str = "fp32", dtype: str | None = None, **parallel: int) -> None:
     """Load a model folder and export it unchanged, like a run."""
     config = _plain_config(model, **parallel)
-    built = join_and_build(config, plan_model(config), detect("cpu"), precision)
+    built = join_and_build(config, plan_model(config), platform(), precision)
     chosen = None if dtype is None else getattr(torch, dtype)
     export_hf(built, Path(destination), None, dtype=chosen, replace=False)
 
@@ -245,7 +244,7 @@ def export_sharded(*, model: str, destination: str, max_shard_bytes: float, tp: 
     """Like :func:`export`, with files of at most ``max_shard_bytes``."""
     config = _plain_config(model, tp, pp)
     model_plan = plan_model(config)
-    built = join_and_build(config, model_plan, detect("cpu"), "fp32", training=False)
+    built = join_and_build(config, model_plan, platform(), "fp32", training=False)
     dtypes = {name: info.dtype for name, info in model_plan.source.tensors.items()}
     plan = export_plan(model_plan.family, model_plan.architecture, dtypes, max_shard_bytes=max_shard_bytes)
     folder = Path(destination)
@@ -316,7 +315,7 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
         ``max_difference`` from the tensors loaded from the model folder, over all ranks, and the number of ``tensors``.
     """
     config = _plain_config(model, tp, pp)
-    (live,) = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False).stages
+    (live,) = join_and_build(config, plan_model(config), platform(), "fp32", training=False).stages
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():
@@ -335,7 +334,7 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
 def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     """Load the legacy file of this rank with ``strict=True``, like Megatron-LM; see :func:`load_strictly`."""
     config = _plain_config(model, tp, pp)
-    built = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False)
+    built = join_and_build(config, plan_model(config), platform(), "fp32", training=False)
     (live,), position = built.stages, built.position
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from rounds import turn_files
 from sft.workload import Shape, make_workload
 
-from gpu.cases import CASES, DESCRIPTION, model_config
+from gpu_turns.cases import CASES, DESCRIPTION, model_config
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,9 @@ class Step:
     loss: float
 
 
-def row(steps: Sequence[Step], platform: Platform, precision: str, startup_s: float, memory_gib: float) -> dict[str, Any]:
+def row(
+    steps: Sequence[Step], platform: Platform, precision: str, startup_s: float, memory_gib: float
+) -> dict[str, Any]:
     """The result of a turn; ``steps`` are the timed ones."""
     seconds = [step.time_s for step in steps]
     tflops = sum(step.flops for step in steps) / sum(seconds) / 1e12

@@ -14,9 +14,9 @@ from rounds import turn_files
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from gpu.cases import Absent, Turn
-from gpu.measure import Step, row
-from gpu.plain_model import load_plain
+from gpu_turns.cases import Absent, Turn
+from gpu_turns.measure import Step, row
+from gpu_turns.plain_model import load_plain
 
 MicroBatch = tuple[Tensor, Tensor, tuple[int, ...]]
 """Ids and shifted labels, int64 [B, S], -100 without loss; and the tokens of each sample."""

@@ -23,10 +23,17 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", spec["file"], "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
+        }
         with Path(spec["log"]).open("a") as log:
             done = subprocess.run(
-                command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=spec["timeout_s"]
+                command,
+                cwd=REPOSITORY,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=spec["timeout_s"],
             )
         if not report.exists():
             raise RuntimeError(f"pytest {spec['file']} ended with code {done.returncode}; see {spec['log']}")

@@ -11,8 +11,8 @@ from typing import Any
 
 from rounds import turn_files
 
-from gpu.cases import Turn
-from gpu.measure import Step, row
+from gpu_turns.cases import Turn
+from gpu_turns.measure import Step, row
 
 
 class FirstRow(threading.Thread):

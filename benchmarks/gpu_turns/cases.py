@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ISTHMUS, TORCH = "gpu.isthmus_turn", "gpu.torch_turn"
+ISTHMUS, TORCH = "gpu_turns.isthmus_turn", "gpu_turns.torch_turn"
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "isthmus": (ISTHMUS, {}),
     "isthmus-fp8": (ISTHMUS, {"precision": "fp8"}),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpu.cases import CASES
-from gpu.measure import CONVENTION
+from gpu_turns.cases import CASES
+from gpu_turns.measure import CONVENTION
 
 MFU_WANTED = {"llama-1b": 0.50, "layers-8b": 0.55}
 FP8_WANTED, MOE_LAYER_WANTED, SAME_LOSS = 1.25, 0.40, 0.01

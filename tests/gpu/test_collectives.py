@@ -1,0 +1,53 @@
+"""Collectives and layouts: NCCL or RCCL with two GPUs, else a world of one; gloo on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.rank_pool import RankPool
+from ranks.test_layouts import max_relative_difference
+from ranks.tiny import build_model_folder
+
+gpu = pytest.mark.gpu
+
+
+def assert_as_expected(found: dict[str, list[Any]]) -> None:
+    assert len(found) > 15
+    assert {name: values[0] for name, values in found.items()} == {name: values[1] for name, values in found.items()}
+
+
+def test_collectives_of_one_rank(one: RankPool) -> None:
+    assert_as_expected(one.run("gpu.tasks.collectives"))
+
+
+def test_collectives_of_two_ranks(two: RankPool) -> None:
+    assert_as_expected(two.run("gpu.tasks.collectives"))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param("qwen3", {"tp": 2}, id="tp"),
+        pytest.param("qwen3", {"tp": 2, "sp": False}, id="tp-without-sp", marks=gpu),
+        pytest.param("qwen3", {"pp": 2}, id="pp", marks=gpu),
+        pytest.param("qwen3", {"pp": 2, "vpp": 2}, id="vpp", marks=gpu),
+        pytest.param("qwen3", {"cp": 2}, id="cp", marks=gpu),
+        pytest.param("qwen3", {"fsdp": True}, id="fsdp", marks=gpu),
+        pytest.param("qwen3", {}, id="dp", marks=gpu),
+        pytest.param("qwen3_moe", {"ep": 2}, id="ep", marks=gpu),
+        pytest.param("qwen3_moe", {"tp": 2, "ep": 2, "etp": 1}, id="tp-ep", marks=gpu),
+        pytest.param("deepseek_v3", {"tp": 2}, id="latent-tp", marks=gpu),
+    ],
+)
+def test_layout_trains_like_one_rank(
+    family: str, layout: dict[str, Any], one: RankPool, two: RankPool, samples: Path, tmp_path: Path, tolerance: float
+) -> None:
+    model = build_model_folder(tmp_path / "model", family)
+    run = {"model": model, "samples": samples, "steps": 3, "micro_batch_size": 2}
+    wanted, got = one.run("ranks.tasks.train", **run), two.run("ranks.tasks.train", **run | layout)
+    assert got["loss_tokens"] == wanted["loss_tokens"]
+    for curve in ("loss", "grad_norm"):
+        assert max_relative_difference(got[curve], wanted[curve]) < tolerance

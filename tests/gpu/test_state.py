@@ -1,0 +1,61 @@
+"""Checkpoints, resume, optimizer offload and compiled regions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.rank_pool import RankPool
+from ranks.tiny import build_model_folder
+
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 100 million parameters: the state is much larger than what else a step allocates."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000, "head_dim": 64}
+    folder = tmp_path_factory.mktemp("large") / "model"
+    return build_model_folder(folder, "qwen3", num_attention_heads=16, num_key_value_heads=8, **sizes)
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=gpu)])
+def test_resume(precision: str, one: RankPool, samples: Path, tmp_path: Path, tolerance: float) -> None:
+    run: dict[str, Any] = {"model": build_model_folder(tmp_path / "model", "qwen3"), "samples": samples}
+    run |= {"precision": precision, "steps": 4}
+    whole = one.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "checkpoints")
+    resumed = one.run("ranks.tasks.train", **run, resume=tmp_path / "checkpoints" / "iter_0000002")
+    for curve in ("loss", "grad_norm"):
+        assert resumed[curve] == pytest.approx(whole[curve][2:], rel=tolerance)
+
+
+@gpu
+def test_a_checkpoint_needs_little_memory(one: RankPool, large: Path, samples: Path, tmp_path: Path) -> None:
+    """Less than one float32 copy of the weights; the state is 18 bytes a parameter."""
+    found = one.run("gpu.tasks.checkpoint_peak", model=large, samples=samples, precision="bf16", root=tmp_path)
+    assert found["peak"] - found["before"] < 4 * found["parameters"], found
+
+
+@gpu
+def test_offload_lowers_the_peak(one: RankPool, large: Path, samples: Path) -> None:
+    """By most of the 8 bytes a parameter that the moments have: they are never on the GPU all at once."""
+    run = {"model": large, "samples": samples, "precision": "bf16"}
+    kept, offloaded = (
+        one.run("gpu.tasks.training_peak", **run, optim={"offload": offload}) for offload in (False, True)
+    )
+    assert kept["peak"] - offloaded["peak"] > 6 * kept["parameters"], (kept, offloaded)
+
+
+@gpu
+@pytest.mark.parametrize(("family", "precision", "tolerance"), [("qwen3", "fp32", 1e-4), ("qwen3_moe", "bf16", 2e-2)])
+def test_compiled_regions(
+    family: str, precision: str, tolerance: float, one: RankPool, samples: Path, tmp_path: Path
+) -> None:
+    """They compute what eager regions do, and other lengths do not compile them again."""
+    run = {"model": build_model_folder(tmp_path / "model", family), "samples": samples, "precision": precision}
+    found = one.run("gpu.tasks.compiled", **run, steps=6, timeout_s=540)
+    assert found["compiled"] == pytest.approx(found["eager"], rel=tolerance)
+    early, late = found["regions"]
+    assert late == early > 0, found
