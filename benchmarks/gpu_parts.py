@@ -108,7 +108,7 @@ def open_result(chosen: argparse.Namespace, arguments: list[str]) -> dict[str, A
     """The result so far, or a new one; refuses a machine without a GPU, and a result of another source or device."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         _refuse(
-            f"{sys.executable} has no {', '.join(missing)}. Collect wheels on a machine with network (make gpu-wheels), "
+            f"{sys.executable} has no {', '.join(missing)}. Collect wheels on a machine with network (make gpu-wheels) "
             "or name another Python (make gpu GPU_PYTHON=...)."
         )
     platform = "cpu" if chosen.dry else "auto"
@@ -117,7 +117,8 @@ def open_result(chosen: argparse.Namespace, arguments: list[str]) -> dict[str, A
         _refuse(
             f"no GPU: {why}. On a machine with a GPU: make gpu. To check on a CPU that all parts run: make gpu-dry."
         )
-    certified = certificate(["benchmarks/gpu_parts.py", *arguments]) | {"source_sha256": source_sha256()} | device
+    certified = certificate(["benchmarks/gpu_parts.py", *arguments])
+    certified |= {"source_sha256": source_sha256()} | device
     path = chosen.out / "results.json"
     if not path.exists():
         new = {"benchmark": "gpu", "certificate": certified, "dry": chosen.dry, "convention": CONVENTION}
@@ -127,7 +128,8 @@ def open_result(chosen: argparse.Namespace, arguments: list[str]) -> dict[str, A
     for name in ("source_sha256", "device"):
         if before[name] != certified[name]:
             _refuse(
-                f"{path} is of another {name}: {before[name]}, this is {certified[name]}. Give another --out, or remove it."
+                f"{path} is of another {name}: {before[name]}, this is {certified[name]}. Remove it, or give another "
+                "--out."
             )
     return result
 

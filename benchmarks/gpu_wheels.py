@@ -2,8 +2,8 @@
 
     make gpu-wheels GPU_PYTHON_VERSION=3.12 GPU_TORCH=2.10.0
 
-The folder then contains Isthmus' dependencies, pytest and torchao, without torch and what only torch needs. pip resolves
-them around an empty wheel that stands for the machine's torch, at the versions of constraints/cpu-py311.txt.
+The folder then contains Isthmus' dependencies, pytest and torchao, without torch and what only torch needs. pip
+resolves them around an empty wheel that stands for the machine's torch, at the versions of constraints/cpu-py311.txt.
 """
 
 from __future__ import annotations

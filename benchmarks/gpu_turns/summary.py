@@ -66,8 +66,8 @@ def summary(result: Mapping[str, Any]) -> str:
             [_speed(case, name, parts) for case, each in CASES.items() for name in each.contestants],
         ),
         "",
-        f"TFLOP/s: {CONVENTION}. MFU: of the peak of the precision. Peak GiB: reserved by the allocator. Start-up: from "
-        "the start of the process to the end of the first step.",
+        f"TFLOP/s: {CONVENTION}. MFU: of the peak of the precision. Peak GiB: reserved by the allocator. Start-up: "
+        "from the start of the process to the end of the first step.",
     ]
     rows = parts.get("moe-layer", {}).get("rows", ())
     lines += _table("One MoE layer", ["model", "contestant", "ms", "TFLOP/s", "MFU"], [_layer(row) for row in rows])
