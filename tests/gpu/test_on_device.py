@@ -113,7 +113,7 @@ def test_dropout_masks() -> None:
 
     from isthmus.config.schema.parallel import ParallelConfig
     from isthmus.data.batching.packed_batch import DropoutKeys, PackedBatch
-    from isthmus.engine.layers.attention import sdpa_attention
+    from isthmus.engine.attention_backends.sdpa import sdpa_attention
     from isthmus.engine.layers.dropout import AttentionDropout, keep_mask
     from isthmus.engine.parallel.process_groups import close_groups, open_groups
 

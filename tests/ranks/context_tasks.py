@@ -40,6 +40,7 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
         window_size=None if window is None else (window - 1, 0),
         window_attn_skip_freq=None,
         softmax_type="vanilla",
+        attention="blocks",
         attention_dropout=0.0,
         recompute_granularity="selective" if recompute else None,
         recompute_modules=["core_attn"],

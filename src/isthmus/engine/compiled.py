@@ -40,7 +40,7 @@ def choose_compile(setting: bool | Literal["auto"], device: str) -> str | None:
     Raises:
         UsageError: ``setting`` is True, and there is no compiler for ``device``, or training is deterministic.
     """
-    compiler, missing = _find_compiler(device)
+    compiler, missing = find_compiler(device)
     if torch.are_deterministic_algorithms_enabled():
         # The lengths of the first calls decide how a kernel divides its sums, and a resumed run has others.
         missing = "train.deterministic=true excludes compiled kernels, whose sums depend on the first lengths"
@@ -56,7 +56,7 @@ def choose_compile(setting: bool | Literal["auto"], device: str) -> str | None:
     return f"compile: off, {reason}; norms, activations and rotary embeddings run as separate kernels"
 
 
-def _find_compiler(device: str) -> tuple[str, str]:
+def find_compiler(device: str) -> tuple[str, str]:
     """The compiler's name, and what is missing to use it; one of them is empty."""
     named, usual = ("CXX", ("g++", "clang++")) if device == "cpu" else ("CC", ("gcc", "clang"))
     found = next((name for name in (os.environ.get(named), *usual) if name and shutil.which(name)), None)

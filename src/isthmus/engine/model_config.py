@@ -13,6 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.config.schema.train import TrainConfig
+from isthmus.engine.attention_backends.backends import AttentionNeeds, BackendName
+from isthmus.engine.attention_backends.selection import select_backend
 from isthmus.engine.parallel.pipeline_layout import pipeline_layout
 from isthmus.families.architecture import Architecture, Dropout
 
@@ -28,6 +30,7 @@ class DecoderConfig(TransformerConfig):
     embedding_dropout: float = 0.0
     seed: int = 0
     """Of dropout masks."""
+    attention: BackendName = "blocks"
 
     @property
     def has_dropout(self) -> bool:
@@ -49,9 +52,17 @@ def transformer_config(
     moe: MoeConfig = _DEFAULTS[2],
     mtp: bool = False,
     dropout: Dropout = _DEFAULTS[3],
+    attention: BackendName | None = None,
 ) -> DecoderConfig:
-    """``train`` sets recomputation, the MTP loss weight and the seed of dropout; ``mtp`` builds MTP layers."""
+    """``train`` sets recomputation, the MTP loss weight and the seed of dropout; ``mtp`` builds MTP layers.
+
+    ``attention`` None selects an attention backend without comparing it with float32.
+    """
+    if attention is None:
+        needs = attention_needs(architecture, parallel, dtype=dtype, device=device, dropout=dropout)
+        attention = select_backend(train.attention, needs).name
     return DecoderConfig(
+        attention=attention,
         experts=moe,
         device=device,
         num_layers=architecture.num_layers,
@@ -80,6 +91,28 @@ def transformer_config(
         **_expert_settings(architecture),
         **_parallel_settings(architecture, parallel, architecture.mtp_layers if mtp else 0, train),
         **_recompute_settings(train),
+    )
+
+
+def attention_needs(
+    architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, device: torch.device, dropout: Dropout
+) -> AttentionNeeds:
+    """What the attention backend of a rank has to compute."""
+    heads, mla = architecture.num_attention_heads // parallel.tp, architecture.mla
+    groups = max(1, architecture.num_query_groups // parallel.tp) if mla is None else heads
+    return AttentionNeeds(
+        device="cpu" if device.type == "cpu" else "cuda",
+        dtype=dtype,
+        groups=groups,
+        repeat=heads // groups,
+        key_width=architecture.kv_channels,
+        value_width=architecture.kv_channels if mla is None else mla.v_head_dim,
+        scale=architecture.attention_scale,
+        window=architecture.sliding_window is not None,
+        softcap=architecture.attention_softcap,
+        sinks=architecture.attention_sinks,
+        dropout=dropout.attention > 0,
+        cp=parallel.cp > 1,
     )
 
 

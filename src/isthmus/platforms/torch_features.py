@@ -5,6 +5,8 @@ They are detected by name and not by version: vendors build development versions
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,3 +43,20 @@ def fsdp_sums_gradients() -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+
+
+@functools.cache
+def varlen_attn() -> Any:
+    """Flash attention over packed samples with windows and grouped query heads; None: ``scaled_dot_product_attention``.
+
+    The import takes a second, as it imports the compiler.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return (
+        varlen_attn
+        if {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+        else None
+    )

@@ -58,6 +58,8 @@ class TrainConfig(Section):
     """Dropout rate of embeddings and of the outputs of attention and feed-forward blocks; null: as in the model's
     config.
     """
+    attention: Literal["auto", "varlen", "flex", "sdpa", "blocks"] = "auto"
+    """Attention backend: auto selects and verifies one at start-up; see the page on precision and memory."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass: of selected modules, or of full layers."""
     mtp_loss_weight: float = Field(default=0.1, gt=0)

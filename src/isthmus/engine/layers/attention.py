@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,83 +9,14 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.attention_backends.backends import BACKENDS
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.norm import ProjectionNorm
-from isthmus.engine.layers.packed_attention_cpu import check_shapes, packed_attention
 from isthmus.engine.layers.rope import rotate
-from isthmus.engine.parallel.context_parallel import Spans, gather_sequence
+from isthmus.engine.parallel.context_parallel import gather_sequence
 from isthmus.families.architecture import Architecture
-
-
-def sdpa_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[int, ...],
-    window: int | None = None,
-    *,
-    scale: float | None = None,
-    spans: Spans | None = None,
-    dropout: AttentionDropout | None = None,
-) -> Tensor:
-    """Attend causally within each sample with PyTorch's kernel, one sample after the other.
-
-    Like :func:`packed_attention`, without logit soft-capping and attention sinks.
-    """
-    from torch.nn.attention.bias import causal_lower_right  # imports the compiler
-
-    check_shapes(q, k, lengths, spans)
-    outputs, offset = [], 0
-    dropout_p = 0.0 if dropout is None else dropout.seed_kernels()
-    for start, end, first in _query_ranges(lengths, window, spans):
-        queries, keys = end - start, end - first
-        mask = None
-        if window is not None and keys > window:
-            mask = _window_mask(queries, keys, window, q.device)
-        elif keys > queries:
-            mask = causal_lower_right(queries, keys)  # the last query sees all keys
-        out = scaled_dot_product_attention(
-            q[offset : offset + queries].flatten(1, 2).transpose(0, 1)[None],
-            k[first:end].transpose(0, 1)[None],
-            v[first:end].transpose(0, 1)[None],
-            attn_mask=mask,
-            dropout_p=dropout_p,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q.size(2) > 1,
-        )
-        outputs.append(out[0].transpose(0, 1))
-        offset += queries
-    return torch.cat(outputs).unflatten(1, q.shape[1:3])
-
-
-def _query_ranges(lengths: tuple[int, ...], window: int | None, spans: Spans | None) -> Iterator[tuple[int, int, int]]:
-    """(start, end, first): queries [start, end) of one sample attend to keys [first, end).
-
-    With a window the ranges are short, so masks grow with the window and not with the sample.
-    """
-    ends = list(accumulate(lengths))
-    for span_start, span_end in ((0, ends[-1]),) if spans is None else spans:
-        for length, sample_end in zip(lengths, ends, strict=True):
-            sample = sample_end - length
-            start, end = max(sample, span_start), min(sample_end, span_end)
-            if start >= end:
-                continue
-            if window is None or end - sample <= window:
-                yield start, end, sample
-                continue
-            for at in range(start, end, window):
-                yield at, min(at + window, end), max(sample, at - window + 1)
-
-
-def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """True where a query attends: its own key and the ``window - 1`` before. The last key belongs to the last query."""
-    index = torch.arange(keys, device=device)
-    distance = index[keys - queries :, None] - index[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 class VarlenAttention(nn.Module):
@@ -113,6 +42,7 @@ class VarlenAttention(nn.Module):
             self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.layer_number = layer_number
+        self.backend = BACKENDS[config.attention]
         self.dropout_rate = config.attention_dropout
         self.recomputed = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
@@ -131,15 +61,13 @@ class VarlenAttention(nn.Module):
         if batch.spans is not None and k.size(0) == q.size(0):
             # Gather inside the recomputed region, so that only this rank's keys and values are saved.
             k, v = gather_sequence(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
-        kwargs: dict[str, Any] = {"scale": self.scale, "spans": batch.spans}
+        given = {"scale": self.scale, "softcap": self.softcap, "sinks": self.softmax_offset, "spans": batch.spans}
+        kwargs: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.dropout_rate and self.training:
             heads = q.size(1) * q.size(2)
             first_head = parallel_state.get_tensor_model_parallel_rank() * heads
             kwargs["dropout"] = AttentionDropout(self.dropout_rate, self.layer_number, first_head, batch)
-        if q.device.type != "cpu" and self.softcap is None and self.softmax_offset is None:
-            return sdpa_attention(q, k, v, batch.lengths, self.window, **kwargs).flatten(1)
-        kwargs |= {"softcap": self.softcap, "sinks": self.softmax_offset}
-        return packed_attention(q, k, v, batch.lengths, self.window, **kwargs).flatten(1)
+        return self.backend.attend(q, k, v, batch.lengths, self.window, **kwargs).flatten(1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

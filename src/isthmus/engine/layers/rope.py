@@ -145,8 +145,7 @@ def _rotated(x: Tensor, table: Tensor, interleaved: bool, *, inverse: bool) -> T
     width = table.size(-1)
     cos, sin = table.view(table.size(0), *(1,) * (x.dim() - 2), -1).chunk(2, dim=-1)
     first, second = _pairs(x, width, interleaved)
-    # Heads are outermost in memory, as attention needs them.
-    out = torch.empty(x.size(1), x.size(0), *x.shape[2:], dtype=x.dtype, device=x.device).transpose(0, 1)
+    out = _empty_heads(x)
     out_first, out_second = _pairs(out, width, interleaved)
     sign = -1 if inverse else 1
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
@@ -154,6 +153,14 @@ def _rotated(x: Tensor, table: Tensor, interleaved: bool, *, inverse: bool) -> T
     if width < x.size(-1):
         out[..., width:] = x[..., width:]
     return out
+
+
+def _empty_heads(x: Tensor) -> Tensor:
+    """An empty tensor of the shape of ``x`` in the memory layout of its attention."""
+    if x.device.type != "cpu":
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    # The matmuls of packed_attention need heads outermost.
+    return torch.empty(x.size(1), x.size(0), *x.shape[2:], dtype=x.dtype).transpose(0, 1)
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -62,34 +62,39 @@ def build_rank_model(
 
     ``training`` adds gradient buffers for the distributed optimizer; ``parallel.fsdp`` shards weights and gradients in
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
-    ``train.compile=true`` is not possible.
+    ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
+    from isthmus.engine.attention_backends.selection import select_backend
     from isthmus.engine.compiled import choose_compile
     from isthmus.engine.layers.linear import use_fp8
     from isthmus.engine.layers.matmul import rounded_gradients
     from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
-    from isthmus.engine.model_config import transformer_config
+    from isthmus.engine.model_config import attention_needs, transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
     from isthmus.engine.optim.optimizer import wrap_data_parallel
     from isthmus.engine.parallel.fsdp import build_sharded
 
     dtype = DTYPES[precision]
+    device = torch.device(platform.device_type)
     fsdp = plan.parallel.fsdp
+    needs = attention_needs(plan.architecture, plan.parallel, dtype=dtype, device=device, dropout=plan.dropout)
+    attention = select_backend(config.train.attention, needs, verified=True)
     settings = transformer_config(
         plan.architecture,
         plan.parallel,
         dtype=dtype,
-        device=torch.device(platform.device_type),
+        device=device,
         train=config.train,
         moe=config.moe,
         mtp=True,
         dropout=plan.dropout,
+        attention=attention.name,
     )
     stages: list[Any] = (
         [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)
     )
     modules = torch.nn.ModuleList(stages)
-    lines = [choose_compile(config.train.compile, platform.device_type)]
+    lines = [*attention.messages, choose_compile(config.train.compile, platform.device_type)]
     if training and not fsdp:
         lines.append(rounded_gradients(platform.device_type, dtype))
     messages = tuple(line for line in lines if line)

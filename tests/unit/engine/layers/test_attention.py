@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.attention_backends.sdpa import sdpa_attention
 from isthmus.engine.layers import packed_attention_cpu
-from isthmus.engine.layers.attention import VarlenAttention, sdpa_attention
+from isthmus.engine.layers.attention import VarlenAttention
 from isthmus.engine.layers.dropout import AttentionDropout, drop, dropout_keys, keep_mask
 from isthmus.engine.layers.packed_attention_cpu import packed_attention, plan_stacks
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens
@@ -194,6 +195,7 @@ def test_the_layer_takes_its_window_from_the_config() -> None:
         window_size=(3, 0),
         window_attn_skip_freq=[1, 0],
         softmax_type="vanilla",
+        attention="blocks",
         recompute_granularity=None,
         attention_dropout=0.0,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers.attention import sdpa_attention
+from isthmus.engine.attention_backends.sdpa import sdpa_attention
 from isthmus.engine.layers.dropout import (
     ATTENTION_OUTPUT,
     MLP_OUTPUT,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.attention_backends.sdpa import sdpa_attention
 from isthmus.engine.layers import packed_attention_cpu
-from isthmus.engine.layers.attention import sdpa_attention
 from isthmus.engine.layers.packed_attention_cpu import packed_attention, plan_stacks
 from isthmus.engine.layers.rope import frequency_sets, rotary_tables
 from isthmus.engine.parallel import context_parallel

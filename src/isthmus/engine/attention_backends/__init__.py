@@ -1,0 +1,1 @@
+"""Causal attention over packed samples: one function for each kernel of PyTorch, and the choice between them."""
