@@ -1,4 +1,7 @@
-"""Attention, which a CPU build decomposes for tensors on a GPU, and a GPU build runs as one kernel."""
+"""Attention, which a CPU build decomposes for tensors on a GPU, and a GPU build runs as one kernel.
+
+``flex_attention`` is compiled on a GPU; here it is one operator forward and one backward.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,10 @@ def install() -> None:
     library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
     _LIBRARY.append(library)  # its end would remove it
     _allow_lower_right()
+    from isthmus.engine.attention_backends import backends, flex
+
+    flex._kernel = lambda softcap, scale, dtype: _flex
+    backends.find_compiler = lambda device: ("Triton", "")
 
 
 def _allow_lower_right() -> None:
@@ -38,6 +45,38 @@ def _allow_lower_right() -> None:
 
 def _has_flash(query: Tensor, value: Tensor) -> bool:
     return query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) == value.size(-1) <= 256
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Any) -> Tensor:
+    """With the conditions that torch checks before it compiles."""
+    assert mask.shape == (1, 1, q.size(2), k.size(2)) and k.size(2) == v.size(2)
+    assert all(each.device == q.device for each in mask.as_tuple() if isinstance(each, Tensor))
+    return torch.ops.fake_cuda.flex_attention(q, k, v, sinks)
+
+
+@torch.library.custom_op("fake_cuda::flex_attention", mutates_args=())
+def _flex_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.size(-1))
+
+
+@torch.library.custom_op("fake_cuda::flex_attention_backward", mutates_args=())
+def _flex_backward(grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(each) for each in inputs]
+
+
+_flex_forward.register_fake(lambda q, k, v, sinks: q.new_empty(*q.shape[:3], v.size(-1)))
+_flex_backward.register_fake(lambda grad, inputs: [torch.empty_like(each) for each in inputs])
+
+
+def _flex_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.fake_cuda.flex_attention_backward(grad, list(ctx.saved_tensors))
+    return (*grads, *(None,) * (4 - len(grads)))
+
+
+_flex_forward.register_autograd(
+    _flex_gradients,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*(each for each in inputs if each is not None)),
+)
 
 
 def _attention(

@@ -6,6 +6,8 @@ PyTorch on ROCm ignored windows of packed samples at first, and read a missing l
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,16 +39,15 @@ class CheckResult(NamedTuple):
 @functools.cache
 def self_check(name: BackendName, needs: AttentionNeeds) -> CheckResult:
     """Run forward and backward on small random samples with the heads of the model; once per process."""
-    forward = backward = 0.0
     try:
-        for window in (None, _WINDOW) if needs.window else (None,):
-            errors = _errors(name, needs, window, _SPANS if needs.cp else None)
-            forward, backward = max(forward, errors[0]), max(backward, *errors[1:])
+        windows = (None, _WINDOW) if needs.window else (None,)
+        errors = torch.tensor([_errors(name, needs, window, _SPANS if needs.cp else None) for window in windows])
     except Exception as error:  # of torch, the compiler or Triton: the next backend is tried
         reason = str(error).strip().partition("\n")[0]
-        return CheckResult(forward, backward, f"its self-check failed with {type(error).__name__}: {reason}")
+        return CheckResult(math.nan, math.nan, f"its self-check failed with {type(error).__name__}: {reason}")
+    forward, backward = float(errors[:, 0].max()), float(errors[:, 1:].max())  # NaN if any is
     allowed = TOLERANCE[needs.dtype]
-    if forward <= allowed and backward <= allowed:  # NaN is not
+    if forward <= allowed and backward <= allowed:
         return CheckResult(forward, backward, None)
     reason = f"its errors against float32 are {forward:.2g} forward and {backward:.2g} backward, above {allowed:g}"
     return CheckResult(forward, backward, reason)
@@ -67,11 +68,11 @@ def _errors(name: BackendName, needs: AttentionNeeds, window: int | None, spans:
     if needs.sinks:
         given["sinks"] = torch.randn(heads, generator=random).to(needs.dtype)
 
-    def run(attend: object, device: str, dtype: torch.dtype) -> list[Tensor]:
+    def run(attend: Callable[..., Tensor], device: str, dtype: torch.dtype) -> list[Tensor]:
         own = {n: x.to(device, dtype, copy=True).requires_grad_(n != "upstream") for n, x in given.items()}
         options = {"scale": needs.scale, "softcap": needs.softcap, "sinks": own.get("sinks"), "spans": spans}
         with torch.enable_grad():
-            out = attend(  # type: ignore[operator]
+            out = attend(
                 *(own[n] for n in "qkv"), _LENGTHS, window, **{n: x for n, x in options.items() if x is not None}
             )
             leaves = [x for n, x in own.items() if n != "upstream"]

@@ -1,0 +1,97 @@
+"""Attention on a GPU: the kernel of each model, and what a step with many samples starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from fake_cuda.runner import FakeCuda
+from fake_cuda.trace import record
+from fake_cuda.world import build
+
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "rms_norm_eps": 1e-6}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", **TINY, **HEADS, **ROPE},
+    "mistral": {"model_type": "mistral", **TINY, **HEADS, **ROPE, "sliding_window": 16},
+    "gemma2": {
+        "model_type": "gemma2", **TINY, **HEADS, **ROPE, "sliding_window": 16, "attn_logit_softcapping": 50.0,
+        "query_pre_attn_scalar": 32, "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2", **TINY, **HEADS, **ROPE, "num_key_value_heads": 4, "kv_lora_rank": 16,
+        "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "head_dim": 16,
+        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "first_k_dense_replace": 2, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0, "hidden_act": "silu",
+    },
+}  # fmt: skip
+
+
+def steps(model: str, lengths: list[list[int]], **settings: Any) -> dict[str, Any]:
+    """One step on each packing, after a first one; the name of the backend."""
+    rank = build(MODELS[model], **settings)
+    layer = next(each for each in rank.model.stages[0].modules() if hasattr(each, "backend"))
+    traces = []
+    for own in lengths:
+        for _ in range(2):
+            with record() as trace:
+                rank.stepper.train_step([rank.batch(*own)])
+        traces.append({"kernels": dict(trace.kernels), "syncs": trace.syncs_in()})
+    return {"backend": layer.backend.description, "line": rank.model.messages[0], "steps": traces}
+
+
+def attention_of(kernels: dict[str, int]) -> dict[str, int]:
+    return {name: number for name, number in kernels.items() if "attention" in name or "varlen" in name}
+
+
+FEW, MANY = [256], [16] * 16
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+@pytest.mark.parametrize(
+    ("model", "kernel", "settings"),
+    [
+        ("qwen3", "_varlen_attn", {}),
+        ("mistral", "_varlen_attn", {}),
+        ("deepseek_v2", "_varlen_attn", {}),
+        ("gemma2", "flex_attention", {}),
+        ("qwen3", "flex_attention", {"sections": {"train": {"attention": "flex"}}}),
+    ],
+)
+def test_kernels_do_not_depend_on_the_number_of_samples(
+    fake_cuda: FakeCuda, gpu: str, model: str, kernel: str, settings: dict[str, Any]
+) -> None:
+    found = fake_cuda.run(steps, gpu=gpu, model=model, lengths=[FEW, MANY], **settings)
+    print(found["line"])
+    few, many = (each["kernels"] for each in found["steps"])
+    assert attention_of(few) == attention_of(many) == {kernel: 2, f"{kernel}_backward": 2}
+    assert Counter(many) - Counter(few) == Counter(few) - Counter(many) == Counter()
+    padded_values = 2 if model == "deepseek_v2" else 0  # one in each layer
+    assert many.get("slice_backward", 0) == padded_values
+    assert not [sync for step in found["steps"] for sync in step["syncs"] if "attention" in sync or "varlen" in sync]
+
+
+@pytest.mark.parametrize("model", ["qwen3", "mistral"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_context_parallel_ranks_call_the_kernel_once_per_span(fake_cuda: FakeCuda, rank: int, model: str) -> None:
+    found = fake_cuda.run(steps, model=model, lengths=[[2048], [128] * 16], rank=rank, size=4, cp=4)
+    few, many = (each["kernels"] for each in found["steps"])
+    assert few["_varlen_attn"] == many["_varlen_attn"] <= 2 * 16
+    assert not many.get("slice_backward")
+
+
+@pytest.mark.parametrize("model", ["qwen3", "mistral"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_sdpa_needs_no_plain_matmuls(fake_cuda: FakeCuda, model: str, precision: str) -> None:
+    """Which save all probabilities: for a mask or float32 with grouped query heads, the keys are copied instead."""
+    settings = {"sections": {"train": {"attention": "sdpa"}}, "precision": precision}
+    found = fake_cuda.run(steps, model=model, lengths=[[40, 24]], **settings)
+    names = set(attention_of(found["steps"][0]["kernels"]))
+    assert names and not any("math" in name for name in names)
+    assert "bmm" not in found["steps"][0]["kernels"]
+    assert not found["steps"][0]["kernels"].get("slice_backward")
