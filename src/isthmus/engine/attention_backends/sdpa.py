@@ -37,13 +37,14 @@ def sdpa_attention(
     outputs = []
     dropout_p = 0.0 if dropout is None else dropout.seed_kernels()
     for own_q, own_k, own_v in zip(queries, row_ranges(k, keys_of), row_ranges(v, keys_of), strict=True):
-        mask = None
+        mask, masked = None, False
         if window is not None and len(own_k) > window:
+            masked = True
             mask = _window_mask(len(own_q), len(own_k), window, q.device)
         elif len(own_k) > len(own_q):
             mask = causal_lower_right(len(own_q), len(own_k))  # the last query sees all keys
         shares_keys = q.size(2) > 1
-        if shares_keys and q.is_cuda and (type(mask) is Tensor or q.dtype == torch.float32):
+        if shares_keys and q.is_cuda and (masked or q.dtype == torch.float32):
             # Flash attention has no masks and no float32, and the other kernel no shared keys. Without it torch uses
             # plain matmuls, which save all probabilities.
             own_k, own_v = (each.repeat_interleave(q.size(2), dim=1) for each in (own_k, own_v))
