@@ -1,6 +1,6 @@
 """Compares an attention backend with float32 on the CPU, because kernels of some GPUs were wrong.
 
-PyTorch on ROCm ignored windows of packed samples at first, and read a missing limit as a limit.
+Early ROCm builds of PyTorch ignored windows of packed samples, or read the value for no window as one.
 """
 
 from __future__ import annotations
