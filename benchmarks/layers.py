@@ -88,7 +88,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     hf_config = AutoConfig.for_model(family, num_hidden_layers=1, **sizes, **head_sizes)
     arch = all_families()[family].to_architecture(hf_config.to_dict())
     config = transformer_config(arch, dtype=dtype)
-    spec = layer_spec(arch, moe=False, settings=MoeConfig(), hidden_dropout=False)
+    spec = layer_spec(arch, MoeConfig(), moe=False)
     ours: Any = build_module(spec, config=config, layer_number=1)
     torch.manual_seed(0)
     with torch.no_grad():

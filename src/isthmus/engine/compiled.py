@@ -34,6 +34,11 @@ def set_compile(enabled: bool, *, device: str = "cuda") -> None:
     _devices = frozenset({device}) if enabled else frozenset()
 
 
+def compiles(tensor: Tensor) -> bool:
+    """Whether regions with this tensor are compiled."""
+    return tensor.device.type in _devices
+
+
 def choose_compile(setting: bool | Literal["auto"], device: str) -> str | None:
     """Apply ``train.compile`` to this process; returns a line for the log.
 
@@ -94,7 +99,7 @@ class _Region:
         self.too_many_variants = False
 
     def __call__(self, *args: Any) -> Any:
-        if args[0].device.type not in _devices or self.too_many_variants:
+        if not compiles(args[0]) or self.too_many_variants:
             return self.function(*args)
         length = args[0].size(0)
         if length < 2 or args[0].numel() == 0:  # 0 and 1 are constants to the compiler

@@ -49,10 +49,9 @@ class Decoder(GPTModel):
     ) -> None:
         first_layer = get_transformer_layer_offset(config, vp_stage)
         layers = range(first_layer, first_layer + get_num_layers_to_build(config, vp_stage))
-        spec = {"settings": config.experts, "hidden_dropout": config.hidden_dropout > 0}
         super().__init__(
             config=config,
-            transformer_layer_spec=decoder_spec(architecture, layers, **spec),  # type: ignore[arg-type]
+            transformer_layer_spec=decoder_spec(architecture, layers, config.experts),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=first,
@@ -60,7 +59,7 @@ class Decoder(GPTModel):
             share_embeddings_and_output_weights=architecture.tie_embeddings,
             # Rotary embeddings depend on the packed samples, see rotary_tables.
             position_embedding_type="learned_absolute" if architecture.position == "learned" else "none",
-            mtp_block_spec=mtp_spec(architecture, **spec) if last and config.mtp_num_layers else None,
+            mtp_block_spec=mtp_spec(architecture, config.experts) if last and config.mtp_num_layers else None,
             vp_stage=vp_stage,
         )
         self.architecture = architecture

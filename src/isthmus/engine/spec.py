@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,7 +18,7 @@ from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import FUSED_NORMS, LATENT_NORMS
 from isthmus.engine.layers.activation import Activation, clamped_swiglu, geglu, swiglu
 from isthmus.engine.layers.attention import PackedSelfAttention, VarlenAttention
-from isthmus.engine.layers.decoder_layer import DenseMlp, FlexibleNormLayer, LayerSubmodules
+from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSubmodules
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
@@ -28,14 +26,9 @@ from isthmus.engine.moe.moe_layer import MoeBlock
 from isthmus.families.architecture import Architecture
 
 
-def decoder_spec(
-    architecture: Architecture, layers: Sequence[int], *, settings: MoeConfig, hidden_dropout: bool
-) -> TransformerBlockSubmodules:
+def decoder_spec(architecture: Architecture, layers: Sequence[int], settings: MoeConfig) -> TransformerBlockSubmodules:
     """``layers`` are the layer numbers of one pipeline stage, from 0."""
-    kinds = {
-        moe: layer_spec(architecture, moe=moe, settings=settings, hidden_dropout=hidden_dropout)
-        for moe in (False, True)
-    }
+    kinds = {moe: layer_spec(architecture, settings, moe=moe) for moe in (False, True)}
     specs = [kinds[architecture.is_moe(layer)] for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_spec(architecture))
 
@@ -46,11 +39,7 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
     return ModuleSpec(module=LayerNorm, params={"bias": architecture.norm_bias})
 
 
-def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig, hidden_dropout: bool) -> ModuleSpec:
-    """A Megatron-Core layer if it supports the architecture's form, else :class:`FlexibleNormLayer`.
-
-    With ``hidden_dropout`` the latter, too: Megatron-Core's masks depend on the layout.
-    """
+def layer_spec(architecture: Architecture, settings: MoeConfig, *, moe: bool) -> ModuleSpec:
     norm, form = norm_spec(architecture), architecture.form
     # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them: a norm is named after
     # the projection behind it, except the norm before experts.
@@ -58,13 +47,11 @@ def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig, hi
     fused = {own: name for own, name in fused.items() if not (moe and own == "pre_mlp_layernorm.")}
     parts: dict[str, Any] = {
         "self_attention": attention_spec(architecture),
-        "self_attn_bda": get_bias_dropout_add,
         "mlp": ModuleSpec(
             module=MoeBlock if moe else DenseMlp,
             params={"moe": architecture.moe, "settings": settings} if moe else {},
             submodules=mlp_modules(architecture, moe=moe),
         ),
-        "mlp_bda": get_bias_dropout_add,
         "sharded_state_dict_keys_map": fused,
     }
     if form != "post":
@@ -73,10 +60,8 @@ def layer_spec(architecture: Architecture, *, moe: bool, settings: MoeConfig, hi
         parts["pre_mlp_layernorm"] = norm
     if form in ("post", "sandwich"):
         parts |= {"post_self_attn_layernorm": norm, "post_mlp_layernorm": norm}
-    if form == "pre" and architecture.residual_multiplier == 1 and not hidden_dropout:
-        return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
     shape = {"form": form, "residual_multiplier": architecture.residual_multiplier}
-    return ModuleSpec(module=FlexibleNormLayer, params=shape, submodules=LayerSubmodules(**parts))
+    return ModuleSpec(module=DecoderLayer, params=shape, submodules=LayerSubmodules(**parts))
 
 
 def attention_spec(architecture: Architecture) -> ModuleSpec:

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-
-class _SwiGLU(torch.autograd.Function):
-    """Saves only its input and writes both halves of the gradient in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-        torch.mul(grads[0], torch.nn.functional.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward(grads[0] * up, gate, grad_input=grad_gate)
-        return grad_x
+from isthmus.engine.compiled import compiled_on_gpu, compiles
 
 
 def swiglu(x: Tensor) -> Tensor:
     """``silu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
-    return _SwiGLU.apply(x)
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
@@ -48,13 +32,61 @@ def geglu(x: Tensor, *, approximate: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
+class _SwiGLU(torch.autograd.Function):
+    """Saves only its input and writes both halves of the gradient in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return swiglu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(grads[0], torch.nn.functional.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward(grads[0] * up, gate, grad_input=grad_gate)
+        return grad_x
+
+
+class _Compiled(torch.autograd.Function):
+    """Any activation in one kernel each way; saves only its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        compute, ctx.compute_backward = _regions(function)
+        return compute(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.compute_backward(*ctx.saved_tensors, grads[0]), None
+
+
+@functools.cache
+def _regions(function: Callable[[Tensor], Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    @compiled_on_gpu
+    def activation(x: Tensor) -> Tensor:
+        return function(x)
+
+    @compiled_on_gpu
+    def activation_backward(x: Tensor, grad: Tensor) -> Tensor:
+        return cast(Tensor, torch.func.vjp(function, x)[1](grad)[0])
+
+    return activation, activation_backward
+
+
 class Activation(nn.Module):
     def __init__(self, config: TransformerConfig, *, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+        if compiles(x):
+            return _Compiled.apply(x, self.function)
+        return _SwiGLU.apply(x) if self.function is swiglu else self.function(x)
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """Megatron-Core's MLP calls it on each submodule."""

@@ -39,8 +39,11 @@ class LayerSubmodules(TransformerLayerSubmodules):
     post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
-class FlexibleNormLayer(TransformerLayer):
-    """Megatron-Core's layer with a forward pass for every form, norms after its blocks, and dropout."""
+class DecoderLayer(TransformerLayer):
+    """Megatron-Core's layer with a forward pass for every form, norms after its blocks, and dropout.
+
+    The attention output is added to the residual stream in the kernel of the next norm.
+    """
 
     def __init__(
         self,
@@ -72,8 +75,13 @@ class FlexibleNormLayer(TransformerLayer):
             ATTENTION_OUTPUT,
         )
         parallel = self.form in ("parallel", "parallel_two_norms")
-        stream = hidden_states if parallel else hidden_states + attended
-        mlp_input = normed if self.form == "parallel" else self.pre_mlp_layernorm(stream)
+        if parallel:
+            stream = hidden_states
+            mlp_input = normed if self.form == "parallel" else self.pre_mlp_layernorm(stream)
+        elif self.form == "post":
+            stream = mlp_input = hidden_states + attended
+        else:
+            stream, mlp_input = self.pre_mlp_layernorm(attended, hidden_states)
         output = self._residual(self.mlp(mlp_input), self.post_mlp_layernorm, packed_seq_params, MLP_OUTPUT)
         return stream + (attended + output if parallel else output), None
 

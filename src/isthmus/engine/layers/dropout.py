@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import DropoutKeys, PackedBatch
+from isthmus.engine.compiled import compiled_on_gpu
 from isthmus.engine.parallel.context_parallel import local_tokens
 
 EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, _QUERIES, _KEYS = range(5)
@@ -57,8 +58,12 @@ def _keys_of(batch: PackedBatch) -> DropoutKeys:
     return batch.dropout
 
 
+def _number(layer: int, place: int) -> int:
+    return layer * _PLACES + place
+
+
 def _site(tokens: Tensor, layer: int, place: int) -> Tensor:
-    return _hashed(tokens + (layer * _PLACES + place))
+    return _hashed(tokens + _number(layer, place))
 
 
 def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
@@ -81,15 +86,22 @@ def drop(x: Tensor, mask: Tensor, rate: float) -> Tensor:
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-        ctx.save_for_backward(rows, columns)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, site: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(tokens, site)
         ctx.rate = rate
-        return drop(x, keep_mask(rows, columns, rate), rate)
+        return _dropped(x, tokens, site, rate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, columns = ctx.saved_tensors
-        return drop(grads[0], keep_mask(rows, columns, ctx.rate), ctx.rate), None, None, None
+        tokens, site = ctx.saved_tensors
+        return _dropped(grads[0], tokens, site, ctx.rate), None, None, None
+
+
+@compiled_on_gpu
+def _dropped(x: Tensor, tokens: Tensor, site: Tensor, rate: float) -> Tensor:
+    rows = _hashed(tokens + site).int()[:, None]
+    columns = _hashed(torch.arange(x.size(-1), device=x.device)).int()
+    return drop(x, keep_mask(rows, columns, rate), rate)
 
 
 def hidden_dropout(x: Tensor, batch: PackedBatch, rate: float, *, layer: int, place: int) -> Tensor:
@@ -99,9 +111,8 @@ def hidden_dropout(x: Tensor, batch: PackedBatch, rate: float, *, layer: int, pl
     tokens = local_tokens(_keys_of(batch).tokens, batch.spans)
     if x.size(0) < len(tokens):
         tokens = tokens.chunk(len(tokens) // x.size(0))[parallel_state.get_tensor_model_parallel_rank()]
-    rows = _site(tokens, layer, place).int()[:, None]
-    columns = _hashed(torch.arange(x.size(-1), device=x.device)).int()
-    return _Dropout.apply(x[:, 0], rows, columns, rate)[:, None]
+    site = torch.full((), _number(layer, place), device=x.device)  # as a number, it would compile once a layer
+    return _Dropout.apply(x[:, 0], tokens, site, rate)[:, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class MtpLayer(MultiTokenPredictionLayer):
         return run(hidden, embedded)
 
 
-def mtp_spec(architecture: Architecture, *, settings: MoeConfig, hidden_dropout: bool) -> ModuleSpec:
+def mtp_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
     norm = norm_spec(architecture)
     layers = [
         ModuleSpec(
@@ -58,10 +58,7 @@ def mtp_spec(architecture: Architecture, *, settings: MoeConfig, hidden_dropout:
                 hnorm=norm,
                 eh_proj=ColumnParallelLinear,
                 transformer_layer=layer_spec(
-                    architecture,
-                    moe=architecture.is_moe(architecture.num_layers + depth),
-                    settings=settings,
-                    hidden_dropout=hidden_dropout,
+                    architecture, settings, moe=architecture.is_moe(architecture.num_layers + depth)
                 ),
                 layer_norm=norm,
             ),

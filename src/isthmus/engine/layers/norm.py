@@ -12,6 +12,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from isthmus.engine.compiled import compiled_on_gpu, compiles
+
 
 class _Norm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, bias: bool = False) -> None:
@@ -26,49 +28,102 @@ class _Norm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def gain(self) -> Tensor:
-        """``1 + weight`` is computed in float32, which does not round it."""
-        return self.weight.float() + 1 if self.zero_centered else self.weight
+        return _gain(self.weight, self.zero_centered)
+
+    def _apply_function(self, x: Tensor, residual: Tensor | None) -> Any:
+        settings = (self.eps, self.zero_centered, isinstance(self, LayerNorm))
+        return _NormFunction.apply(x, residual, self.weight, self.bias, settings)
 
 
-class _RMSNormFunction(torch.autograd.Function):
-    """Saves its input and one scale per row; torch's CPU version is six operations that each save their input."""
+def _gain(weight: Tensor, zero_centered: bool) -> Tensor:
+    """``1 + weight`` is computed in float32, which does not round it."""
+    return weight.float() + 1 if zero_centered else weight
+
+
+class _NormFunction(torch.autograd.Function):
+    """Saves its input, or the sum of the inputs, and one number per row (LayerNorm: two).
+
+    torch's RMSNorm on a CPU is six operations that each save their input.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1))
-        scale = mean_square.add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...]
+    ) -> Any:
+        total, normed, *stats = _normalized(x, residual, weight, bias, *settings)
+        ctx.save_for_backward(x if total is None else total, weight, bias, *stats)
+        ctx.settings = settings
+        return normed if total is None else (total, normed)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        grad = grads[0].to(scale.dtype)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_sum = grads[0] if len(grads) == 2 else None
+        grad_x, grad_weight, grad_bias = _norm_backward(grads[-1], grad_sum, *ctx.saved_tensors, *ctx.settings)
+        return grad_x, None if grad_sum is None else grad_x, grad_weight, grad_bias, None
+
+
+@compiled_on_gpu
+def _normalized(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, mean: bool
+) -> tuple[Tensor | None, ...]:
+    """``x + residual`` or None, the norm, and its statistics; ``mean``: LayerNorm."""
+    total = None if residual is None else x + residual
+    x = x if total is None else total
+    gain = _gain(weight, zero_centered)
+    if mean:
+        return total, *torch.native_layer_norm(x, x.shape[-1:], gain.to(x.dtype), bias, eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1))
+    scale = mean_square.add_(eps).rsqrt_()
+    return total, (wide * scale).mul_(gain).to(x.dtype), scale
+
+
+@compiled_on_gpu
+def _norm_backward(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``rest`` is the statistics and settings of :func:`_normalized`."""
+    *stats, _eps, zero_centered, mean = rest
+    gain = _gain(weight, zero_centered)
+    grad_bias = None
+    if mean:
+        wanted = [True, True, bias is not None]
+        grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad, x, x.shape[-1:], *stats, gain.to(x.dtype), bias, wanted
+        )
+    else:
+        (scale,) = stats
+        wide = grad.to(scale.dtype)
         normed = x.to(scale.dtype) * scale
-        grad_weight = (normed * grad).flatten(0, -2).sum(0)
-        grad_normed = grad * weight
+        grad_gain = (normed * wide).flatten(0, -2).sum(0)
+        grad_normed = wide * gain
         along = torch.linalg.vecdot(normed, grad_normed).unsqueeze(-1).div_(x.size(-1))
-        grad_x = normed.mul_(along).neg_().add_(grad_normed).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        grad_x = normed.mul_(along).neg_().add_(grad_normed).mul_(scale).to(x.dtype)
+    return grad_x if grad_sum is None else grad_x + grad_sum, grad_gain.to(weight.dtype), grad_bias
 
 
 class RMSNorm(_Norm):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (arXiv 1910.07467)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            return _RMSNormFunction.apply(x, self.gain(), self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """The norm of ``x``; with a ``residual`` (x + residual, its norm)."""
+        if x.device.type == "cpu" or compiles(x):
+            return self._apply_function(x, residual)
+        if residual is not None:
+            x = x + residual
         if self.zero_centered:
-            return torch.rms_norm(x.float(), self.shape, self.gain(), self.eps).to(x.dtype)
-        return torch.rms_norm(x, self.shape, self.weight, self.eps)
+            normed = torch.rms_norm(x.float(), self.shape, self.gain(), self.eps).to(x.dtype)
+        else:
+            normed = torch.rms_norm(x, self.shape, self.weight, self.eps)
+        return normed if residual is None else (x, normed)
 
 
 class LayerNorm(_Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim (arXiv 1607.06450)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.layer_norm(x, self.shape, self.gain().to(x.dtype), self.bias, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """The norm of ``x``; with a ``residual`` (x + residual, its norm)."""
+        return self._apply_function(x, residual)
 
 
 class ProjectionNorm(_Norm):

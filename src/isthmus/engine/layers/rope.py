@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.compiled import compiled_on_gpu, compiles
 from isthmus.engine.parallel.context_parallel import local_tokens
 from isthmus.families.architecture import Architecture, RopeScaling
 
@@ -142,6 +143,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, table: Tensor, interleaved: bool, *, inverse: bool) -> Tensor:
+    if compiles(x):  # the compiler has no operations with strided outputs
+        return _rotated_out_of_place(x, table, interleaved, inverse)
     width = table.size(-1)
     cos, sin = table.view(table.size(0), *(1,) * (x.dim() - 2), -1).chunk(2, dim=-1)
     first, second = _pairs(x, width, interleaved)
@@ -161,6 +164,17 @@ def _empty_heads(x: Tensor) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     # The matmuls of packed_attention need heads outermost.
     return torch.empty(x.size(1), x.size(0), *x.shape[2:], dtype=x.dtype).transpose(0, 1)
+
+
+@compiled_on_gpu
+def _rotated_out_of_place(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    width = table.size(-1)
+    cos, sin = table.view(table.size(0), *(1,) * (x.dim() - 2), -1).chunk(2, dim=-1)
+    sin = -sin if inverse else sin
+    first, second = _pairs(x, width, interleaved)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return torch.cat((joined, x[..., width:]), dim=-1)
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from isthmus.engine.layers.activation import clamped_swiglu, geglu, swiglu
+from isthmus.engine.layers import activation
+from isthmus.engine.layers.activation import Activation, clamped_swiglu, geglu
 from unit.engine.recorder import Recorder
+
+swiglu = Activation(cast(Any, None), function=activation.swiglu)
 
 
 @pytest.mark.parametrize(("kind", "approximate"), [(F.gelu, "none"), (F.gelu, "tanh"), (geglu, "tanh"), (F.silu, None)])
