@@ -60,7 +60,7 @@ def isthmus_turn(spec: dict[str, Any]) -> list[float]:
         words = ["sft", "--model", str(folder / "model"), "--data", str(folder / "prepared")]
         words += ["--out", f"{out}/run", f"train.steps={spec['steps']}", f"train.global_batch_size={BATCH}"]
         words += [f"train.micro_batch_size={BATCH}", f"data.seq_length={SEQ_LENGTH}", "data.valid_fraction=0"]
-        words += ["checkpoint.save_final=false", "checkpoint.export_final=false", "logging.tensorboard=false"]
+        words += ["checkpoint.save_final=false", "checkpoint.export_final=false", "logging.to=[]"]
         environment = {name: value for name, value in os.environ.items() if name not in spec["unset"]}
         environment |= spec["environment"]
         subprocess.run([sys.executable, "-m", "isthmus", *words], env=environment, check=True, capture_output=True)

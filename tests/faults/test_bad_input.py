@@ -286,7 +286,7 @@ def test_no_space_for_the_export(isthmus: ForkServer, sft_args: list[str], full_
     out = full_disk / "out"
     export_bytes = (model / "model.safetensors").stat().st_size
     (full_disk / "ballast").write_bytes(bytes(600 * 1024 - export_bytes - 4096))
-    line = isthmus(*sft_args, "checkpoint.save_final=false", "logging.tensorboard=false", "--out", out).error(73)
+    line = isthmus(*sft_args, "checkpoint.save_final=false", "logging.to=[]", "--out", out).error(73)
     assert str(out) in line
     assert not (out / "hf").exists() and not list(out.glob(".tmp*"))
 
@@ -304,14 +304,14 @@ def test_failed_export_keeps_the_previous_one(
 ) -> None:
     out = full_disk / "out"
     args = [*sft_args, "train.steps=3", "checkpoint.hf_every=2", "checkpoint.save_final=false"]
-    assert isthmus(*args, "logging.tensorboard=false", "--out", out).returncode == 0
+    assert isthmus(*args, "logging.to=[]", "--out", out).returncode == 0
     (out / "hf").rename(out / "other")
     kept = listing(out / "hf-step-0000002")
     left_bytes = (model / "model.safetensors").stat().st_size // 2
     free = shutil.disk_usage(full_disk).free
     assert free > left_bytes
     (full_disk / "ballast").write_bytes(bytes(free - left_bytes))
-    isthmus(*args, "logging.tensorboard=false", "--out", out).error(73)
+    isthmus(*args, "logging.to=[]", "--out", out).error(73)
     assert listing(out / "hf-step-0000002") == kept and not list(out.glob(".tmp*"))
 
 

@@ -46,7 +46,7 @@ def args(model: Path, pairs: Path) -> list[str]:
 def test_metrics_and_resume(isthmus: ForkServer, args: list[str], tmp_path: Path) -> None:
     args = [*args, "data.valid_fraction=0.2"]
     uninterrupted, interrupted = tmp_path / "uninterrupted", tmp_path / "interrupted"
-    completed = isthmus(*args, "--out", uninterrupted, "train.steps=10", "logging.tensorboard=false")
+    completed = isthmus(*args, "--out", uninterrupted, "train.steps=10", "logging.to=[]")
     steps = [row for row in rows(uninterrupted) if "loss" in row]
     assert all(row.keys() >= REWARDS and row["consumed_sequences"] == 4 * row["step"] for row in steps)
     assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-4) and abs(steps[0]["rewards/margins"]) < 1e-5

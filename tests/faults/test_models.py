@@ -19,7 +19,7 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "nu
 def pretrain_args(preset: str, data: Path, out: Path, **keys: Any) -> list[str]:
     model = [f"model={preset}", "model.init=random", *(f"model.config.{key}={value}" for key, value in keys.items())]
     run = ["--data", str(data), "--out", str(out), "data.seq_length=32", "train.global_batch_size=4", "train.steps=2"]
-    return ["pretrain", *run, "--json", "logging.tensorboard=false", *model]
+    return ["pretrain", *run, "--json", "logging.to=[]", *model]
 
 
 def test_resized_preset_with_another_tokenizer(isthmus: ForkServer, model: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def printed(objective: Mapping[str, float]) -> dict[str, str]:
     return {name: f"{name} {objective[key]:6.3f}" for key, name in _PRINTED.items() if key in objective}
 
 
-def tensorboard_tag(key: str) -> str:
+def tracker_tag(key: str) -> str:
     """``train/...``, ``eval/...`` or ``perf/...`` for a key of metrics.jsonl."""
     if key.startswith("valid_"):
         return f"eval/{key.removeprefix('valid_')}"

@@ -1,4 +1,4 @@
-"""Reports a run: printed lines, rows of ``metrics.jsonl``, TensorBoard."""
+"""Reports a run: printed lines, rows of ``metrics.jsonl``, experiment trackers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
-from isthmus.train.metrics import StepMetrics, megatron_line, printed, step_cell, step_line, tensorboard_tag
+from isthmus.train.metrics import StepMetrics, megatron_line, printed, step_cell, step_line, tracker_tag
+from isthmus.train.trackers import TrackedRun, Trackers
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -90,7 +91,7 @@ class Reporter:
         self._prints_steps = is_main or prints_steps
         self._total_steps = 0
         self._file: IO[str] | None = None
-        self._tensorboard: Any = None
+        self._trackers: Trackers | None = None
         self._console = Console()
         self._first: tuple[int, float] | None = None
         """The first step of this process and the monotonic time of its end, in seconds."""
@@ -98,7 +99,7 @@ class Reporter:
     def begin(self, *, total_steps: int, start: int = 0, settings: Mapping[str, Any] | None = None) -> None:
         """Open the files; rows of steps after ``start`` (left by an interruption) are removed.
 
-        ``settings`` are TensorBoard's hyper-parameters.
+        ``settings`` are recorded by trackers.
         """
         self._total_steps = total_steps
         if not self._is_main:
@@ -111,36 +112,20 @@ class Reporter:
         except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             raise IOFailure(f"{path} cannot be written: {error.strerror}. Choose another --out.") from error
         self._console.show_progress(total_steps, start)
-        if self._settings.tensorboard:
-            self._open_tensorboard(start, settings or {})
-
-    def _open_tensorboard(self, start: int, settings: Mapping[str, Any]) -> None:
-        try:
-            from torch.utils.tensorboard.summary import hparams
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError:
-            self._console.print(
-                "TensorBoard is not installed: only metrics.jsonl is written. "
-                "Install isthmus[tensorboard], or set logging.tensorboard=false."
-            )
-            return
-        # Hides points of later steps, left by an interruption.
-        purge_step = start + 1 if start else None
-        self._tensorboard = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
-        plain = {name: one if isinstance(one, bool | int | float) else str(one) for name, one in settings.items()}
-        experiment, session, _ = hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})  # type: ignore[no-untyped-call]
-        for summary in (experiment, session):  # SummaryWriter.add_hparams would write them into another run
-            self._tensorboard.file_writer.add_summary(summary)
+        name = self._settings.name or self._run_dir.absolute().name
+        run = TrackedRun(self._run_dir, start, self._settings.project, name, settings or {})
+        self._trackers = Trackers(self._settings, run, self._console.print)
 
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._console.close()
-        for file in (self._tensorboard, self._file):
-            if file is not None:
-                file.close()
-        self._tensorboard = self._file = None
+        if self._trackers is not None:
+            self._trackers.close(failed=kind is not None)
+        if self._file is not None:
+            self._file.close()
+        self._trackers = self._file = None
 
     def log(self, text: str) -> None:
         if self._is_main:
@@ -179,10 +164,9 @@ class Reporter:
         # JSON has no NaN.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(clean) + "\n")
-        if points and self._tensorboard is not None:
-            for name, value in row.items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(tensorboard_tag(name), value, row["step"])
+        if points and self._trackers is not None:
+            values = {tracker_tag(k): v for k, v in row.items() if k != "step" and v is not None}
+            self._trackers.log(values, row["step"])
 
     def _line(self, metrics: StepMetrics) -> str:
         if self._settings.style == "megatron":

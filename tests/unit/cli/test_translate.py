@@ -121,9 +121,9 @@ def test_settings_and_data_win_over_an_experiment(
     words = ["from-primus", "first.yaml", "--data", "a.jsonl", "train.steps=3", "model.config.vocab_size=99"]
     config = config_of(capsys, *words)
     assert (config.data.files, config.train.steps, config.model.config["vocab_size"]) == (("a.jsonl",), 3, 99)
-    assert (config.model.config["initializer_range"], config.logging.tensorboard) == (0.008, False)
+    assert (config.model.config["initializer_range"], config.logging.to) == (0.008, ())
     printed = Path("run.yaml").read_text()
-    assert "# - disable_wandb: false (unsupported): The loggers are" in printed and "disable_mlflow" not in printed
+    assert "# - disable_wandb: false (unsupported): The trackers are" in printed and "disable_mlflow" not in printed
     assert "steps: 3  # command line" in printed
     Path("first.yaml").write_text(text.replace("min_lr: 0.0", ""))
     with pytest.raises(UsageError, match=r"^pre_trainer, default of Primus: min_lr: 2.5e-05  optim.min_lr"):

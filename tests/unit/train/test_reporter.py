@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
-from isthmus.train.metrics import WIDTH, StepMetrics, duration, step_line, tensorboard_tag
+from isthmus.train.metrics import WIDTH, StepMetrics, duration, step_line, tracker_tag
 from isthmus.train.reporter import Console, Reporter, cut_after, first_valid_loss
 
 
@@ -24,7 +23,7 @@ def metrics(step: int, **more: Any) -> StepMetrics:
 
 
 def reporter(folder: Path, *, is_main: bool = True, tensorboard: bool = False, every: int = 1) -> Reporter:
-    return Reporter(folder, LoggingConfig(tensorboard=tensorboard, every=every), is_main=is_main)
+    return Reporter(folder, LoggingConfig(to=("tensorboard",) if tensorboard else (), every=every), is_main=is_main)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -124,7 +123,7 @@ def test_tags_of_tensorboard_have_three_groups() -> None:
         "valid_rewards/margins": "eval/rewards/margins", "tokens_per_s": "perf/tokens_per_s", "mfu": "perf/mfu",
         "memory_gib": "perf/memory_gib", "step_time_s": "perf/step_time_s",
     }  # fmt: skip
-    assert {key: tensorboard_tag(key) for key in expected} == expected
+    assert {key: tracker_tag(key) for key in expected} == expected
 
 
 def test_first_validation_loss(tmp_path: Path) -> None:
@@ -203,46 +202,6 @@ def test_closed_terminal_does_not_end_the_run(tmp_path: Path, monkeypatch: pytes
         report.begin(total_steps=1)
         report.step(metrics(1))
     assert len(rows(tmp_path)) == 1
-
-
-def test_tensorboard_points(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    with reporter(tmp_path, tensorboard=True) as report:
-        report.begin(total_steps=2, settings={"optim.lr": 1e-3, "data.files": ["a.json"], "train.epochs": None})
-        report.step(metrics(1, loss=2.0))
-        report.step(metrics(2, loss=1.0))
-        report.evaluation(2, 1.5)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    folder = tmp_path / "tensorboard"
-    assert len(list(folder.rglob("*"))) == 1  # no second run
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
-    assert [point.value for point in events.Scalars("eval/loss")] == [1.5]
-    assert {tag.partition("/")[0] for tag in events.Tags()["scalars"]} == {"train", "eval", "perf"}
-    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    chosen = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert chosen["optim.lr"].number_value == 1e-3 and chosen["data.files"].string_value == "['a.json']"
-
-
-def test_missing_tensorboard_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if "tensorboard" in name:
-            raise ModuleNotFoundError("No module named 'tensorboard'")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with reporter(tmp_path, tensorboard=True) as report:
-        report.begin(total_steps=2)
-        report.step(metrics(1))
-        report.step(metrics(2))
-    assert capsys.readouterr().err.count("isthmus[tensorboard]") == 1
 
 
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from isthmus.config.schema.section import Count, Interval, PathText, Section
+from pydantic import BeforeValidator, Field
+
+from isthmus.config.schema.section import Count, Interval, PathText, Section, listed
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class CheckpointConfig(Section):
@@ -27,9 +31,18 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     """Logs."""
 
-    tensorboard: bool = True
-    """Write TensorBoard files into the run folder, if tensorboard is installed."""
+    to: Annotated[
+        tuple[TrackerName, ...],
+        BeforeValidator(listed, json_schema_input_type=TrackerName | tuple[TrackerName, ...]),
+        Field(strict=False),
+    ] = ("tensorboard",)
+    """Experiment trackers, besides metrics.jsonl. tensorboard writes into the run folder, if it is installed; the
+    others are set up with their own environment variables."""
+    project: Annotated[str, Field(min_length=1)] = "isthmus"
+    """W&B and Trackio: project; MLflow: experiment."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the run in trackers; null: the name of its folder."""
     every: Count = 1
-    """Steps between log lines and TensorBoard points; metrics.jsonl has every step."""
+    """Steps between log lines and points of trackers; metrics.jsonl has every step."""
     style: Literal["isthmus", "megatron"] = "isthmus"
     """Format of log lines: that of Isthmus, or of Megatron-LM for tools that parse its logs."""

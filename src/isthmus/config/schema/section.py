@@ -9,12 +9,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-# Text becomes a list of one path; other values are more likely mistakes.
+
+
+def listed(value: object) -> object:
+    """Text becomes a list of one; other values are more likely mistakes."""
+    return [value] if isinstance(value, str) else value
+
+
 Paths = Annotated[
     tuple[PathText, ...],
-    BeforeValidator(
-        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | tuple[PathText, ...]
-    ),
+    BeforeValidator(listed, json_schema_input_type=str | tuple[PathText, ...]),
     Field(strict=False),
 ]
 Count = Annotated[int, Field(ge=1)]

@@ -18,6 +18,7 @@ from isthmus.recipes.setup.layout_checks import check_offload
 from isthmus.recipes.setup.memory_estimate import check_memory
 from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, check_training, dropout_messages, plan_model
 from isthmus.recipes.setup.model_source import run_tokenizer
+from isthmus.train.trackers import check_trackers
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     check_offload(config.optim, config.parallel, platform.device_type)
     memory = check_memory(plan, config, platform, precision, ranks_here=ranks_here)
     messages = (
+        *check_trackers(config.logging),
         f"platform {platform.name}: {platform.reason}",
         f"layout: {config.parallel.describe(plan.world_size)}",
         *plan.weights.notes,

@@ -57,7 +57,7 @@ def put_checkpoints(args: Arguments, translation: Translation) -> None:
 def put_logging(args: Arguments, translation: Translation) -> None:
     args.put(translation, "logging.every")
     if args.given("tensorboard_dir"):
-        translation.put("logging.tensorboard", True, args.source("tensorboard_dir"))
+        translation.put("logging.to", ["tensorboard"], args.source("tensorboard_dir"))
         translation.remark(
             args.source("tensorboard_dir"), "different", "TensorBoard files are written into the run folder."
         )
@@ -81,4 +81,4 @@ def write_output(written: WrittenArguments) -> None:
         written.remark("checkpoint.resume", "different", why)
     written.put("logging.every")
     folder = posixpath.join(out, "tensorboard")
-    written.set("tensorboard_dir", folder if written.config.logging.tensorboard else None, "logging.tensorboard")
+    written.set("tensorboard_dir", folder if "tensorboard" in written.config.logging.to else None, "logging.to")

@@ -199,7 +199,9 @@ def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[
     elif parts:
         translation.put("checkpoint.save_final", True, "disable_last_saving: false")
     if (disabled := given.get("disable_tensorboard")) is not None:
-        translation.put("logging.tensorboard", not disabled, f"disable_tensorboard: {json.dumps(disabled)}")
+        translation.put(
+            "logging.to", [] if disabled else ["tensorboard"], f"disable_tensorboard: {json.dumps(disabled)}"
+        )
     if given.get("auto_continue_train"):
         translation.put("checkpoint.resume", "auto", "auto_continue_train: true")
     if name := given.get("sft_dataset_name"):

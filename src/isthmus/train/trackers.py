@@ -1,0 +1,201 @@
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio, behind one interface."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from isthmus.atomic_write import write_atomic
+from isthmus.config.schema.output import LoggingConfig
+from isthmus.errors import UsageError
+
+_IDS = "trackers.json"
+"""File in the run folder: the ids of a tracker's run, by the tracker's name. A resumed run continues them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    folder: Path
+    start: int
+    """Steps done before; points of later steps, left by an interruption, are replaced where the tracker can do so."""
+    project: str
+    name: str
+    settings: Mapping[str, Any]
+    """All settings of the run by dotted name."""
+
+    def known_id(self, tracker: str) -> str | None:
+        """The id that an earlier start of this run had."""
+        path = self.folder / _IDS
+        return json.loads(path.read_text()).get(tracker) if self.start and path.exists() else None
+
+    def keep_id(self, tracker: str, number: str) -> None:
+        path = self.folder / _IDS
+        known = json.loads(path.read_text()) if path.exists() else {}
+        write_atomic(path, json.dumps(known | {tracker: number}) + "\n")
+
+
+class Tracker(Protocol):
+    """Receives the metrics of a run, on one rank."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """``values`` by tag, such as ``train/loss``."""
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        purge_step = run.start + 1 if run.start else None
+        self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
+        plain = {name: one if isinstance(one, bool | int | float) else str(one) for name, one in run.settings.items()}
+        experiment, session, _ = hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})  # type: ignore[no-untyped-call]
+        for summary in (experiment, session):  # SummaryWriter.add_hparams would write them into another run
+            self._writer.file_writer.add_summary(summary)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """Entity, host and offline mode are those of W&B's environment variables."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=run.project, name=run.name, dir=str(run.folder), config=dict(run.settings),
+            id=run.known_id("wandb"), resume="allow",
+        )  # fmt: skip
+        run.keep_id("wandb", self._run.id)
+        # W&B's own step cannot go back, as it does in a run that resumes from an earlier checkpoint.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log({**values, "step": step})
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class _MLflow:
+    """The server is that of ``MLFLOW_TRACKING_URI``."""
+
+    _BATCH, _LONGEST = 100, 500
+    """Limits of MLflow's servers: parameters in a request, characters of a value."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client: Any = MlflowClient()
+        if (known := run.known_id("mlflow")) is not None:
+            self._client.update_run(known, status="RUNNING")
+            self._id: str = known
+            return
+        experiment = self._client.get_experiment_by_name(run.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        self._id = self._client.create_run(number, run_name=run.name).info.run_id
+        run.keep_id("mlflow", self._id)
+        params = [Param(name, str(value)[: self._LONGEST]) for name, value in run.settings.items()]
+        for first in range(0, len(params), self._BATCH):
+            self._client.log_batch(self._id, params=params[first : first + self._BATCH])
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+class _Trackio:
+    """Local by default; a Space is that of Trackio's environment variables."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        with redirect_stdout(sys.stderr):  # it prints how to open its dashboard; stdout is for results
+            self._run: Any = trackio.init(
+                project=run.project, name=run.known_id("trackio") or run.name, config=dict(run.settings),
+                resume="allow", embed=False,
+            )  # fmt: skip
+        run.keep_id("trackio", self._run.name)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[TrackedRun], Tracker]]] = {
+    "tensorboard": ("tensorboard", _TensorBoard),
+    "wandb": ("wandb", _WandB),
+    "mlflow": ("mlflow", _MLflow),
+    "trackio": ("trackio", _Trackio),
+}
+"""The package and the class of each name in ``logging.to``."""
+
+
+def check_trackers(logging: LoggingConfig) -> tuple[str, ...]:
+    """Returns a message if TensorBoard, the default, is not installed.
+
+    Raises:
+        UsageError: another tracker is not installed.
+    """
+    absent = [name for name in logging.to if find_spec(_KINDS[name][0]) is None]
+    if others := [name for name in absent if name != "tensorboard"]:
+        extras = ",".join(others)
+        raise UsageError(
+            f"logging.to: {', '.join(others)} is not installed. Run `pip install 'isthmus[{extras}]'`, or leave it out."
+        )
+    hint = "Install isthmus[tensorboard], or set logging.to=[]."
+    return (f"TensorBoard is not installed: only metrics.jsonl is written. {hint}",) if absent else ()
+
+
+class Trackers:
+    """The trackers of a run. One that fails after the start is closed with a warning and does not end the run."""
+
+    def __init__(self, logging: LoggingConfig, run: TrackedRun, warn: Callable[[str], None]) -> None:
+        """Raises UsageError if one cannot start."""
+        self._warn = warn
+        self._open: dict[str, Tracker] = {}
+        for name in logging.to:
+            package, kind = _KINDS[name]
+            if find_spec(package) is None:
+                continue
+            try:
+                self._open[name] = kind(run)
+            except Exception as error:
+                self.close(failed=True)
+                raise UsageError(f"logging.to: {name} cannot start: {error}. Correct it, or leave it out.") from error
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name in list(self._open):
+            self._guarded(name, lambda tracker: tracker.log(values, step))
+
+    def close(self, *, failed: bool) -> None:
+        for name in list(self._open):
+            self._guarded(name, lambda tracker: tracker.close(failed=failed))
+        self._open.clear()
+
+    def _guarded(self, name: str, use: Callable[[Tracker], None]) -> None:
+        try:
+            use(self._open[name])
+        except Exception as error:
+            del self._open[name]
+            self._warn(f"warning: {name} failed and records nothing from here on ({error}); metrics.jsonl has all rows")

@@ -1,0 +1,148 @@
+"""Experiment trackers receive the metrics of a run, offline, and never end it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isthmus.config.schema.output import LoggingConfig
+from isthmus.errors import UsageError
+from isthmus.train import trackers
+from isthmus.train.reporter import Reporter
+from isthmus.train.trackers import TrackedRun, Trackers, check_trackers
+from unit.train.test_reporter import metrics
+
+SETTINGS = {"optim.lr": 1e-3, "data.files": ["a.json"], "train.epochs": None}
+
+
+def run_of(folder: Path, name: str, *, start: int = 0, losses: Mapping[int, float], valid: float | None = None) -> None:
+    settings = LoggingConfig.model_validate({"to": name, "project": "trains"})
+    with Reporter(folder, settings, is_main=True) as report:
+        report.begin(total_steps=3, start=start, settings=SETTINGS)
+        for step, loss in losses.items():
+            report.step(metrics(step, loss=loss))
+        if valid is not None:
+            report.evaluation(3, valid)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run_of(tmp_path, "tensorboard", losses={1: 2.0, 2: 1.0}, valid=1.5)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    folder = tmp_path / "tensorboard"
+    assert len(list(folder.rglob("*"))) == 1  # no second run
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+    assert [point.value for point in events.Scalars("eval/loss")] == [1.5]
+    assert {tag.partition("/")[0] for tag in events.Tags()["scalars"]} == {"train", "eval", "perf"}
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    chosen = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert chosen["optim.lr"].number_value == 1e-3 and chosen["data.files"].string_value == "['a.json']"
+
+
+@pytest.mark.processes
+def test_mlflow_continues_the_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracking = pytest.importorskip("mlflow.tracking", reason="MLflow is not installed (extra: mlflow)")
+    folder = tmp_path / "first"
+    run_of(folder, "mlflow", losses={1: 2.0, 2: 1.5})
+    run_of(folder, "mlflow", start=2, losses={3: 1.0}, valid=0.5)
+    client = tracking.MlflowClient()
+    (found,) = client.search_runs([client.get_experiment_by_name("trains").experiment_id])
+    assert (found.info.run_name, found.info.status) == ("first", "FINISHED")
+    assert found.data.params["optim.lr"] == "0.001" and found.data.metrics["eval/loss"] == 0.5
+    history = client.get_metric_history(found.info.run_id, "train/loss")
+    assert sorted((point.step, point.value) for point in history) == [(1, 2.0), (2, 1.5), (3, 1.0)]
+
+
+@pytest.mark.processes
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="Weights & Biases is not installed (extra: wandb)")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_of(tmp_path / "first", "wandb", losses={1: 2.0, 2: 1.5}, valid=0.5)
+    (records,) = (tmp_path / "first" / "wandb").glob("offline-run-*/run-*.wandb")
+    stored = records.read_bytes()
+    for text in (b"train/loss", b"eval/loss", b"optim.lr", b"trains"):
+        assert text in stored
+    number = json.loads((tmp_path / "first" / "trackers.json").read_text())["wandb"]
+    assert number in records.name
+    run_of(tmp_path / "first", "wandb", start=2, losses={3: 1.0})
+    folders = (tmp_path / "first" / "wandb").glob("offline-run-*")
+    assert {path.name.rpartition("-")[2] for path in folders} == {number}
+
+
+def test_trackio_continues_the_run_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="Trackio is not installed (extra: trackio)")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    run_of(tmp_path / "first", "trackio", losses={1: 2.0, 2: 1.5})
+    run_of(tmp_path / "first", "trackio", start=2, losses={3: 1.0}, valid=0.5)
+    rows = SQLiteStorage.get_logs("trains", "first")
+    assert [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row] == [(1, 2.0), (2, 1.5), (3, 1.0)]
+    assert not capsys.readouterr().out
+
+
+class Failing:
+    """Fails at its second point."""
+
+    def __init__(self, _run: TrackedRun) -> None:
+        self.points: list[int] = []
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.points.append(step)
+        if len(self.points) == 2:
+            raise ConnectionError("the server is gone")
+
+    def close(self, *, failed: bool) -> None:
+        raise ConnectionError("the server is still gone")
+
+
+@pytest.fixture
+def kinds(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TrackedRun], Any]], None]:
+    def use(kind: Callable[[TrackedRun], Any]) -> None:
+        monkeypatch.setattr(trackers, "_KINDS", {"wandb": ("json", kind), "mlflow": ("no_such_package", kind)})
+
+    return use
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    tmp_path: Path, kinds: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds(Failing)
+    run_of(tmp_path, "wandb", losses={1: 2.0, 2: 1.5, 3: 1.0})
+    assert capsys.readouterr().err.count("wandb failed and records nothing from here on (the server is gone)") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_tracker_that_cannot_start_is_an_error(tmp_path: Path, kinds: Callable[..., None]) -> None:
+    def no_login(_run: TrackedRun) -> Any:
+        raise RuntimeError("no API key")
+
+    kinds(no_login)
+    run = TrackedRun(tmp_path, 0, "trains", "first", {})
+    with pytest.raises(UsageError, match=r"wandb cannot start: no API key\. Correct it, or leave it out"):
+        Trackers(LoggingConfig(to=("wandb",)), run, print)
+
+
+def test_absent_packages(kinds: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds(Failing)
+    assert check_trackers(LoggingConfig(to=("wandb",))) == ()
+    with pytest.raises(UsageError, match=r"mlflow is not installed. Run `pip install 'isthmus\[mlflow\]'`"):
+        check_trackers(LoggingConfig(to=("wandb", "mlflow")))
+    monkeypatch.setattr(trackers, "_KINDS", {"tensorboard": ("no_such_package", Failing)})
+    (message,) = check_trackers(LoggingConfig())
+    assert "only metrics.jsonl is written. Install isthmus[tensorboard]" in message
+    Trackers(LoggingConfig(), SimpleNamespace(), print).log({"train/loss": 1.0}, 1)  # type: ignore[arg-type]
