@@ -48,7 +48,7 @@ def settings(turn: Turn, out: Path) -> dict[str, Any]:
         "train.steps": timed + turn.profiled_steps, "train.profile": f"{timed + 1}-{timed + turn.profiled_steps}",
         "train.global_batch_size": turn.accumulation, "train.precision": turn.precision,
         "optim.lr": 1e-5, "optim.schedule": "constant",
-        "checkpoint.save_final": False, "checkpoint.export_final": False, "logging.tensorboard": False,
+        "checkpoint.save_final": False, "checkpoint.export_final": False, "logging.to": [],
     }  # fmt: skip
 
 

@@ -55,18 +55,18 @@ class _TensorBoard:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         purge_step = run.start + 1 if run.start else None
-        self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
         plain = {name: one if isinstance(one, bool | int | float) else str(one) for name, one in run.settings.items()}
         experiment, session, _ = hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})  # type: ignore[no-untyped-call]
         for summary in (experiment, session):  # SummaryWriter.add_hparams would write them into another run
-            self._writer.file_writer.add_summary(summary)
+            self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
 
     def close(self, *, failed: bool) -> None:
-        self._writer.close()
+        self._writer.close()  # type: ignore[no-untyped-call]
 
 
 class _WandB:
