@@ -170,7 +170,7 @@ def test_allocator_line_tells_what_torch_reports(
 def test_allocator_of_this_torch_takes_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if reported is None:
-        pytest.skip("torch before 2.9 reports it for GPUs only; run tests/gpu there")
+        pytest.skip("this torch reports it for GPUs only; tests/gpu/test_determinism.py checks it there")
     before = reported()
     gpu.SET_ALLOCATOR("expandable_segments:True")
     assert reported() == "expandable_segments:True"

@@ -63,7 +63,13 @@ def choose_gemms(model: nn.Module, rows: int, dtype: torch.dtype) -> tuple[str, 
     for experts in (module for module in model.modules() if isinstance(module, GroupedExperts)):
         first, number = experts.local_experts[0], len(experts.local_experts)
         weights = first.linear_fc1.weight, first.linear_fc2.weight
-        if not weights[0].is_cuda or isinstance(weights[0].data, FakeTensor):
+        if not weights[0].is_cuda:
+            continue
+        if torch.are_deterministic_algorithms_enabled():
+            experts.kernels = GemmKernels(matmul=False, weight_gradient=False)
+            messages["experts: a loop of GEMMs, because train.deterministic=true excludes a choice by time"] = None
+            continue
+        if isinstance(weights[0].data, FakeTensor):
             continue
         shapes = tuple((weight.size(0), weight.size(1)) for weight in weights)
         what = f"experts: {number} of {' and '.join(f'{n} x {k}' for n, k in shapes)}"

@@ -8,19 +8,33 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.engine.checkpoint.save_load import Progress, _publish, check_files, save
+from isthmus.engine.checkpoint.save_load import Progress, _publish, check_files, latest, save
 from isthmus.engine.single_process_model import single_process_groups
 from isthmus.errors import DataError, IOFailure
 
 
-def test_checkpoints_of_an_abandoned_continuation_are_removed_first(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
+@pytest.mark.parametrize(
+    ("keep", "saved", "kept"),
+    [
+        (2, [6], [5, 6]),  # resumed from step 5
+        (2, [11], [10, 11]),  # from step 10
+        (3, [6], [5, 6, 20]),
+        (3, [6, 7], [5, 6, 7]),
+        (3, [15, 20], [10, 15, 20]),  # the branch reaches the step of the abandoned one
+        (1, [6], [6]),
+    ],
+)
+def test_checkpoints_of_an_abandoned_branch_are_removed_first(
+    tmp_path: Path, keep: int, saved: list[int], kept: list[int]
+) -> None:
+    for step in (5, 10, 20):
         (tmp_path / f"iter_{step:07d}").mkdir()
-    for step in (12, 14):  # the run was resumed from step 10
+    for step in saved:
         staging = tmp_path / "staging"
         staging.mkdir()
-        _publish(staging, tmp_path / f"iter_{step:07d}", step, keep=2)
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000012", "iter_0000014"]
+        _publish(staging, tmp_path / f"iter_{step:07d}", step, keep=keep)
+        assert latest(tmp_path) == tmp_path / f"iter_{step:07d}"
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == kept
 
 
 @pytest.mark.parametrize("index", [b"cno_such_module\nname\n.", b"I1\nI2\ns.", b""])
