@@ -41,18 +41,19 @@ def test_logits_agree_with_transformers(model: Path, precision: str, tolerance: 
 
 
 def test_optimizer_offload_gives_same_weights_with_less_memory() -> None:
-    from isthmus.engine.optim.optimizer import CpuOffloadAdamW
-    from isthmus.engine.upstream.compat import fill_adam_state
+    from isthmus.engine.optim.optimizer import CpuOffloadAdamW, create_state
 
-    results, used_bytes = [], []
+    results, used_bytes, peak_bytes = [], [], []
     for offload in (False, True):
         torch.manual_seed(0)
         weights = [torch.randn(size, device="cuda") for size in (1 << 20, 7)]
         before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
         adam = torch.optim.AdamW(weights, lr=0.1, fused=True)
-        fill_adam_state(adam)
         if offload:
             adam = CpuOffloadAdamW.from_adamw(adam)
+        create_state(adam)
+        peak_bytes.append(torch.cuda.max_memory_allocated() - before)
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
@@ -61,6 +62,7 @@ def test_optimizer_offload_gives_same_weights_with_less_memory() -> None:
         used_bytes.append(torch.cuda.memory_allocated() - before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert used_bytes[1] < used_bytes[0] - (1 << 22)
+    assert peak_bytes[0] > 1 << 23 and peak_bytes[1] < 1 << 16  # moments are never made on the GPU
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch.distributed.tensor import DTensor
 
+from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import torch_optimizers
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from isthmus.recipes.setup import rank_model
 from isthmus.recipes.setup.hf_export import export_hf
+from ranks.live_memory import LiveMemory
 from ranks.tasks import refusal as _refusal
 from ranks.tasks import start, train
 
@@ -95,3 +97,29 @@ def train_in_buckets(*, bucket_elements: int | None, **settings: Any) -> dict[st
         patch.object(_ParamAndGradBucketGroup, "start_param_sync", count_gather),
     ):
         return train(**settings) | counts | {"buckets": len(counts["buckets"])}
+
+
+def memory_of_checkpoints(*, root: str, **layout: Any) -> list[dict[str, int]]:
+    """Of each rank, in bytes: its optimizer state, and the tensors that a save and a load allocate at most at once."""
+    training = start(**layout)
+    stepper, parallel = training.stepper, training.model.plan.parallel
+    state = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for adam in torch_optimizers(stepper.optimizer)
+        for parameter, moments in adam.state.items()
+        for tensor in (parameter, moments["exp_avg"], moments["exp_avg_sq"])
+    ]
+    with LiveMemory() as saving:
+        progress = save_load.Progress(step=0, data="these samples")
+        folder = save_load.save(Path(root), stepper, progress, parallel, keep=1)
+    with LiveMemory() as loading:
+        save_load.load(folder, stepper, parallel)
+    mine = {
+        "state": sum(tensor.numel() * tensor.element_size() for tensor in state),
+        "largest": max(tensor.numel() * tensor.element_size() for tensor in state),
+        "saving": saving.peak_bytes,
+        "loading": loading.peak_bytes,
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every

@@ -12,12 +12,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +28,7 @@ from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, Pa
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, torch_optimizers
+from isthmus.engine.optim.update import reduce_and_scale_grads
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import IsthmusError
@@ -71,13 +73,14 @@ def start(
     dpo: dict[str, Any] | None = None,
     reference: str | None = None,
     fresh: bool = True,
+    equal_lengths: bool = False,
     **parallel: Any,
 ) -> Training:
     """Build the model, optimizer and batches like a recipe, with the samples of a store.
 
     ``parallel``, ``optim``, ``moe`` and ``dpo`` are sections of the config; ``more`` is added to section ``train``.
     With ``dpo``, the samples are pairs. Reference log-probabilities are saved in folder ``reference``, and loaded from
-    there unless ``fresh``.
+    there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines on GPUs.
     """
     config = RunConfig.model_validate(
         {
@@ -120,6 +123,7 @@ def start(
         dp_size=config.parallel.dp(dist.get_world_size()),
         pad_to_multiple_of=config.parallel.length_multiple,
         micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
+        equal_lengths=equal_lengths,
     )
     in_order = replace(sizes, shuffle=False)
     store = open_samples(samples)
@@ -186,9 +190,30 @@ def train(
     return result | {"digest": _digest(training)}
 
 
+def train_counting_shapes(**settings: Any) -> dict[str, Any]:
+    """Train; ``shapes`` are the exchanges of shapes between stages, ``tokens`` those in micro batches, with padding."""
+    exchange, forward = P2PCommunicator._communicate_shapes, _forward_step
+    counts = {"shapes": 0, "tokens": 0}
+
+    def count_exchange(*args: Any) -> Any:
+        counts["shapes"] += 1
+        return exchange(*args)
+
+    def count_tokens(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = next(iterator)
+        counts["tokens"] += batch.input_ids.numel()
+        return forward(iter([batch]), *args, **kwargs)
+
+    with (
+        patch.object(P2PCommunicator, "_communicate_shapes", count_exchange),
+        patch("isthmus.engine.step._forward_step", count_tokens),
+    ):
+        return train(**settings) | counts
+
+
 def _poison(stepper: Stepper, *, now: bool) -> None:
     def finalize(*args: Any, **kwargs: Any) -> None:
-        finalize_model_grads(*args, **kwargs)
+        reduce_and_scale_grads(*args, **kwargs)
         if now and dist.get_rank() == dist.get_world_size() - 1:
             # A gradient in the optimizer shard of this rank.
             buckets = [bucket for group in stepper.model[-1].bucket_groups for bucket in group.buckets]

@@ -89,6 +89,17 @@ def test_optimizer_offload_is_bitwise_identical(
     assert offloaded["digest"] == back["digest"] == whole["digest"]
 
 
+@pytest.mark.parametrize("layout", [{"precision": "bf16"}, {"tp": 2}], ids=["dp2-bf16", "tp2"])
+def test_checkpoints_need_little_memory(
+    layout: dict[str, Any], two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    """No rank copies its optimizer state, or gathers that of others."""
+    settings = {"model": models["qwen3-tied"], "samples": samples, "root": tmp_path}
+    for rank in two.run("ranks.data_parallel_tasks.memory_of_checkpoints", **settings, **layout):
+        print(rank)
+        assert max(rank["saving"], rank["loading"]) < 0.3 * rank["state"]  # messages of 40 KB, mostly
+
+
 ONE: tuple[int, dict[str, Any]] = (1, {})
 TP2: tuple[int, dict[str, Any]] = (2, {"tp": 2})
 PP2: tuple[int, dict[str, Any]] = (2, {"pp": 2})

@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent-v3": ("deepseek_v3", YARN),
 }
 STEPS = 4
+LOAD_BALANCING = {"aux_loss": 0.01, "seq_aux_loss": 0.01, "z_loss": 0.001, "expert_bias_update_rate": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,33 @@ def test_pipeline_trains_as_single_process(
     assert max(differences.values()) < TOLERANCE
     for key in ("valid_before", "valid_after"):
         assert run[key] == pytest.approx(truth[key], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param("tied", {"pp": 2, "more": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}, id="dropout"),
+        pytest.param("latent-v3", {"pp": 2, "vpp": 2, "moe": LOAD_BALANCING}, id="virtual-with-experts"),
+    ],
+)
+def test_equal_lengths_change_no_result(
+    name: str, layout: dict[str, Any], two: RankPool, folders: dict[str, Path], samples: Path
+) -> None:
+    """As in pipelines on GPUs: padded micro batches, no exchange of shapes."""
+    settings = {"model": folders[name], "samples": samples, "micro_batch_size": 2, "steps": STEPS, "evaluate": True}
+    plain, padded = (
+        two.run("ranks.tasks.train_counting_shapes", equal_lengths=equal, **settings, **layout)
+        for equal in (False, True)
+    )
+    assert plain["shapes"] > 0 and padded["shapes"] == 0
+    assert padded["tokens"] > plain["tokens"] and padded["loss_tokens"] == plain["loss_tokens"]
+    differences = {curve: max_relative_difference(padded[curve], plain[curve]) for curve in CURVES}
+    print(differences)
+    assert max(differences.values()) < TOLERANCE
+    for without, with_padding in zip(plain["load"], padded["load"], strict=True):
+        assert (without or {}) == pytest.approx(with_padding or {}, rel=TOLERANCE)
+    for key in ("valid_before", "valid_after"):
+        assert padded[key] == pytest.approx(plain[key], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -167,10 +167,10 @@ def _parallel_settings(
         # With vpp, activations and gradients go between the same two ranks; one batch of P2P calls would mix them up.
         "overlap_p2p_comm": parallel.vpp > 1,
         "batch_p2p_comm": parallel.vpp == 1,
+        "batch_p2p_sync": False,  # against a defect of old versions of torch; a wait orders the streams
         # With vpp an output is sent during the next computation. Gloo would read memory that is already reused.
         "deallocate_pipeline_outputs": parallel.vpp == 1,
         "sequence_parallel": parallel.sequence_parallel,
-        "variable_seq_lengths": parallel.pp > 1,
         "mtp_num_layers": mtp_layers or None,
         "mtp_loss_scaling_factor": train.mtp_loss_weight if mtp_layers else None,
     }

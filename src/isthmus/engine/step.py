@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,14 +21,14 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.layers.dropout import dropout_keys
 from isthmus.engine.layers.mtp_layer import mtp_positions
-from isthmus.engine.moe.load_balancing import ExpertLoad, reduce_load, updated_bias
+from isthmus.engine.moe.load_balancing import ExpertLoad, load_stats, router_sums, updated_bias
 from isthmus.engine.moe.moe_layer import MoeBlock
 from isthmus.engine.objective import NEXT_TOKEN, Objective
 from isthmus.engine.optim.optimizer import MIN_LOSS_SCALE, WrappedModel
+from isthmus.engine.optim.update import prepare_grads, reduce_and_scale_grads, update_loss_scale, update_weights
 from isthmus.engine.parallel.context_parallel import local_batch
 from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
 from isthmus.engine.trace_region import trace_region
-from isthmus.engine.upstream.compat import sync_loss_scales
 from isthmus.errors import Diverged
 
 
@@ -96,7 +95,7 @@ def _forward_step(
             mtp_weight=config.mtp_loss_scaling_factor / depths if depths else 0.0,
         )
         reported = (found.loss_sum, found.count, positions.numel(), *(found.sums[name] for name in objective.sums))
-        return found.loss, torch.tensor(found.count, dtype=torch.int, device=device), reported
+        return found.loss, torch.full((), found.count, dtype=torch.int, device=device), reported
 
     return output, compute_loss
 
@@ -105,16 +104,6 @@ _NEGLIGIBLE_LOSS = 1e-9
 """Loss of well-separated pairs: the square of their gradient underflows in float32."""
 _Reported = tuple[Tensor | float, ...]
 """Loss sum, count, loss tokens, and the objective's other sums."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Sums over the global batch, the same on every rank."""
-
-    loss_sum: float
-    count: float
-    loss_tokens: float
-    sums: dict[str, float]
 
 
 class Stepper:
@@ -134,54 +123,76 @@ class Stepper:
         self.skipped_in_a_row = 0
         self.device: torch.device = next(model[0].parameters()).device
         config = model[0].config  # shared by all stages
-        config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = optimizer.scale_loss
+        config.finalize_model_grads_func = reduce_and_scale_grads
+        config.grad_scale_func = optimizer.scale_loss if config.fp16 else None
 
     def train_step(self, batches: Sequence[PackedBatch]) -> StepResult:
         """Update the weights once on this rank's micro batches; the loss is the mean over the global batch.
 
         Raises:
-            Diverged: the loss or gradient norm is not finite, or the gradient is zero at a nonzero loss. A non-finite
-                loss leaves the weights unchanged. A float16 overflow skips the step and halves the loss scale, down to
-                its minimum.
+            Diverged: the loss or gradient norm is not finite, or the gradient is zero at a nonzero loss; the weights
+                are unchanged. A float16 overflow skips the step and halves the loss scale, down to its minimum.
         """
         for stage in self.model:
             stage.train()
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         with trace_region("forward and backward"):
-            totals = self._run_pipeline(batches, self.objective, forward_only=False)
-        loss = totals.loss_sum / max(1, totals.count)
+            sums = self._run_pipeline(batches, self.objective, forward_only=False)
+            routed = self._router_sums()
+        with trace_region("optimizer"):
+            # The only read of the device in a step: everything before it is queued, and no weight has changed.
+            everywhere = torch.cat([sums, routed.flatten()])
+            dist.all_reduce(everywhere)
+            sums, routed = everywhere[: len(sums)], everywhere[len(sums) :].view_as(routed)
+            found, (square, overflow, scale), load = _read(
+                sums, prepare_grads(self.optimizer), load_stats(routed, sums[1])
+            )
+            result = self._result(found, load, loss_scale=scale if self.model[0].config.fp16 else None)
+            if not self._check(result.loss, square**0.5, overflow=bool(overflow), loss_scale=result.loss_scale):
+                return replace(result, skipped=self.skipped)
+            update_weights(self.optimizer, square**0.5)
+        self._update_expert_bias(routed)
+        self.schedule.step(increment=1)
+        return replace(result, grad_norm=square**0.5)
+
+    def _result(self, sums: list[float], load: list[float], *, loss_scale: float | None) -> StepResult:
+        loss_sum, count, loss_tokens, *more = sums
+        experts = self.model[0].config.experts
+        return StepResult(
+            loss=loss_sum / max(1, count),
+            loss_tokens=int(loss_tokens),
+            grad_norm=math.inf,
+            lr=self.lr,
+            load=ExpertLoad.of(load, experts.losses) if load else None,
+            metrics=self.objective.metrics(dict(zip(self.objective.sums, more, strict=True)), count),
+            loss_scale=loss_scale,
+            skipped=None if loss_scale is None else self.skipped,
+        )
+
+    def _check(self, loss: float, norm: float, *, overflow: bool, loss_scale: float | None) -> bool:
+        """Whether to update the weights; raises Diverged if training cannot continue."""
         if not math.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss} after {self.schedule.num_steps} good steps; the weights are as after the last "
-                "of them. Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."
+                f"of them. {_DIVERGED_HINT}"
             )
-        lr, loss_scale = self.lr, self.loss_scale
-        with trace_region("optimizer"):
-            updated, grad_norm, _ = self.optimizer.step()
-        if loss_scale is not None:
-            sync_loss_scales(self.optimizer)
-        result = StepResult(
-            loss=loss,
-            loss_tokens=int(totals.loss_tokens),
-            grad_norm=math.inf,
-            lr=lr,
-            load=self._expert_load(int(totals.count), updated=bool(updated)),
-            metrics=self.objective.metrics(totals.sums, totals.count),
-            loss_scale=loss_scale,
-        )
-        if loss_scale is not None and not updated and loss_scale > MIN_LOSS_SCALE:
+        update_loss_scale(self.optimizer, overflow=overflow)
+        if overflow and loss_scale is not None and loss_scale > MIN_LOSS_SCALE:
             self.skipped += 1  # the learning rate schedule does not advance
             self.skipped_in_a_row += 1
-            return replace(result, skipped=self.skipped)
-        norm = float(grad_norm) if updated else math.inf
-        _check_gradient(norm, loss)
-        self.schedule.step(increment=1)
+            return False
         self.skipped_in_a_row = 0
-        return replace(result, grad_norm=norm, skipped=None if loss_scale is None else self.skipped)
+        _check_gradient(math.inf if overflow else norm, loss)
+        return True
 
-    def _run_pipeline(self, batches: Sequence[PackedBatch], objective: Objective, *, forward_only: bool) -> _Totals:
+    def _run_pipeline(self, batches: Sequence[PackedBatch], objective: Objective, *, forward_only: bool) -> Tensor:
+        """This rank's part of the sums over the global batch: loss, count, loss tokens, then the objective's; float64.
+
+        The ranks of a packed sequence report it once.
+        """
+        # All stages have the same micro batches. Exchanging shapes costs two synchronizations with the GPU each time.
+        get_model_config(self.model[0]).variable_seq_lengths = len({batch.input_ids.numel() for batch in batches}) > 1
         results: list[_Reported] = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, objective=objective, step=self.step),
             data_iterator=[iter(batches) for _ in self.model],
@@ -191,51 +202,55 @@ class Stepper:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        totals = torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-            for index, values in enumerate(zip(*results, strict=True)):
-                totals[index] = sum(map(float, values))
-        dist.all_reduce(totals)
-        loss_sum, count, loss_tokens, *sums = totals.tolist()
-        return _Totals(loss_sum, count, loss_tokens, dict(zip(objective.sums, sums, strict=True)))
+            return torch.stack([self._sum(values) for values in zip(*results, strict=True)])
+        return torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
 
-    def _expert_load(self, count: int, *, updated: bool) -> ExpertLoad | None:
-        """Sum the router statistics over all ranks. After a weight update, also update the expert biases."""
+    def _sum(self, values: Sequence[Tensor | float]) -> Tensor:
+        """Sum of scalars on the device or host, one after the other in float64, without a copy between the two."""
+        total = sum(value.detach().double() if isinstance(value, Tensor) else float(value) for value in values)
+        if isinstance(total, Tensor):
+            return total
+        return torch.full((), total, dtype=torch.float64, device=self.device)
+
+    def _router_sums(self) -> Tensor:
+        """This rank's router statistics of the step; empty for a model without experts."""
         config = get_model_config(self.model[0])
-        if config.num_moe_experts is None:
-            return None
-        blocks = [module for stage in self.model for module in stage.modules() if isinstance(module, MoeBlock)]
-        settings = config.experts
-        load, counts = reduce_load(
-            [(block.layer, block.router.stats) for block in blocks],
+        return router_sums(
+            [(block.layer, block.router.stats) for block in self._expert_blocks()],
             num_layers=config.num_layers + (config.mtp_num_layers or 0),
             num_experts=config.num_moe_experts,
-            count=count,
-            losses=settings.losses,
             device=self.device,
         )
-        for block in blocks if settings.expert_bias_update_rate and updated else ():
+
+    def _expert_blocks(self) -> list[MoeBlock]:
+        return [module for stage in self.model for module in stage.modules() if isinstance(module, MoeBlock)]
+
+    def _update_expert_bias(self, routed: Tensor) -> None:
+        rate = get_model_config(self.model[0]).experts.expert_bias_update_rate
+        for block in self._expert_blocks() if rate else ():
             bias = block.router.expert_bias
             assert bias is not None
-            moved = updated_bias(full_tensor(bias.data), counts[block.layer], settings.expert_bias_update_rate)
+            tokens = routed[block.layer, : bias.size(0)]
+            moved = updated_bias(full_tensor(bias.data), tokens, rate)
             with full_to_shard(bias.data) as whole:
                 whole.copy_(moved)
-        return load
 
     def evaluate(self, batches: Iterator[Sequence[PackedBatch]], objective: Objective | None = None) -> EvalResult:
         """Mean loss per loss token, or per pair, over all batches; ``objective`` replaces the objective of training."""
         objective = self.objective if objective is None else objective
         for stage in self.model:
             stage.eval()
-        loss_sum, count = 0.0, 0.0
-        sums = dict.fromkeys(objective.sums, 0.0)
+        total = torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for micro_batches in batches:
-                totals = self._run_pipeline(micro_batches, objective, forward_only=True)
-                loss_sum += totals.loss_sum
-                count += totals.count
-                sums = {name: value + totals.sums[name] for name, value in sums.items()}
-        return EvalResult(loss_sum / max(1, count), objective.metrics(sums, count))
+                sums = self._run_pipeline(micro_batches, objective, forward_only=True)
+                dist.all_reduce(sums)
+                total += sums
+        loss_sum, count, _, *more = total.tolist()
+        return EvalResult(
+            loss_sum / max(1, count), objective.metrics(dict(zip(objective.sums, more, strict=True)), count)
+        )
 
     @property
     def step(self) -> int:
@@ -251,10 +266,18 @@ class Stepper:
         return float(self.optimizer.param_groups[0]["lr"])
 
 
+_DIVERGED_HINT = "Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."
+
+
 def _check_gradient(norm: float, loss: float) -> None:
-    hint = "Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."
     if not math.isfinite(norm):
-        raise Diverged(f"the gradient norm is {norm} at a loss of {loss:.4f}. {hint}")
+        raise Diverged(f"the gradient norm is {norm} at a loss of {loss:.4f}. {_DIVERGED_HINT}")
     if norm == 0 and loss > _NEGLIGIBLE_LOSS:
         # With very large weights the mean square in a norm overflows. Then all gradients before the norm are zero.
-        raise Diverged(f"the gradient is zero at a loss of {loss:.4f}, so training makes no progress. {hint}")
+        raise Diverged(f"the gradient is zero at a loss of {loss:.4f}, so training makes no progress. {_DIVERGED_HINT}")
+
+
+def _read(*vectors: Tensor) -> list[list[float]]:
+    """The values of float64 vectors, in one copy to the host."""
+    parts = torch.cat(vectors).cpu().split([len(vector) for vector in vectors])
+    return [part.tolist() for part in parts]

@@ -26,7 +26,7 @@ from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores, cores_in_use
 from isthmus.platforms.deterministic import use_deterministic_algorithms
 from isthmus.platforms.environment import apply_env, remarks_on
-from isthmus.recipes.data.corpus import check_fingerprint, load_corpus
+from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_one_length
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
@@ -227,7 +227,11 @@ def _load_data(context: RunContext, position: Position, reporter: Reporter, stop
         report=reporter.log,
     )
     dp, eod = config.parallel.dp(plan.world_size), context.tokenizer.eos_id
-    train, valid, test = corpus.batches(config, position, dp, eod=eod)
+    device_type = context.platform.device_type
+    train, valid, test = corpus.batches(config, position, dp, eod=eod, device_type=device_type)
+    if config.parallel.pp > 1 and device_type == "cuda" and not pads_to_one_length(config, device_type):
+        why = "data.packing=false" if not config.data.packing else "moe.capacity_factor is set"
+        reporter.log(f"pipeline: stages exchange the length of each micro batch, because {why}")
     steps = config.train.steps or math.ceil((config.train.epochs or 1) * train.steps_per_epoch)
     if corpus.mixture:
         epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())

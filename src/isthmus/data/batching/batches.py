@@ -78,6 +78,8 @@ class BatchShard:
     dp_size: int = 1
     pad_to_multiple_of: int = 1
     micro_batches_multiple_of: int = 1
+    equal_lengths: bool = False
+    """Pad the micro batches of a step to the longest one, so that pipeline stages exchange no shapes."""
 
 
 class Batches:
@@ -177,7 +179,13 @@ class Batches:
             sequences = sorted(sequences, key=lambda samples: -int(self._inputs[samples].sum()))
             ranks_of_rounds[1::2] = [ranks - 1 - rank] * (rounds // 2)
         starts = [(k * ranks + place) * size for k, place in enumerate(ranks_of_rounds)]
-        return [self._pack([s for sequence in sequences[at : at + size] for s in sequence]) for at in starts]
+        return self._pack_all([[s for sequence in sequences[at : at + size] for s in sequence] for at in starts])
+
+    def _pack_all(self, micro_batches: list[list[int]]) -> list[PackedBatch]:
+        totals = [self._padded_length(int(self._inputs[samples].sum())) for samples in micro_batches]
+        longest = max(totals)
+        pad_to = [longest if self.shard.equal_lengths else total for total in totals]
+        return [self._pack(samples, total) for samples, total in zip(micro_batches, pad_to, strict=True)]
 
     def _padded_length(self, tokens: int) -> int:
         """A micro batch of padding alone has at least two tokens."""
@@ -190,11 +198,10 @@ class Batches:
             )
         return buckets[bisect_left(buckets, tokens)]
 
-    def _pack(self, samples: list[int]) -> PackedBatch:
-        """Concatenate samples; padding is one more sample, without loss."""
+    def _pack(self, samples: list[int], total: int) -> PackedBatch:
+        """Concatenate samples to ``total`` tokens; padding is one more sample, without loss."""
         inputs = self._inputs[samples].tolist()
         real = sum(inputs)
-        total = self._padded_length(real)
         input_ids, labels, position_ids = np.zeros((3, total), dtype=np.int64)
         loss_mask = np.zeros(total, dtype=np.bool_)
         documents = self.settings.documents
@@ -252,10 +259,10 @@ class PairBatches(Batches):
         sizes = [int(self._inputs[pair].sum()) for pair in sequences]
         micro_batches = balance(sizes, self._rounds(len(sequences)) * self.shard.dp_size)
         own = micro_batches[self.shard.dp_rank :: self.shard.dp_size]
-        return [self._pack([sample for k in pairs for sample in sequences[k]]) for pairs in own]
+        return self._pack_all([[sample for k in pairs for sample in sequences[k]] for pairs in own])
 
-    def _pack(self, samples: list[int]) -> PackedBatch:
-        batch = super()._pack(samples)
+    def _pack(self, samples: list[int], total: int) -> PackedBatch:
+        batch = super()._pack(samples, total)
         return batch if self.reference is None else replace(batch, reference_logps=self.reference[samples])
 
 

@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.api import CheckpointException  # no subclass 
 from isthmus.atomic_write import TEMPORARY, rename, write_atomic
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
-from isthmus.engine.checkpoint.fsdp_state import set_num_updates, sharded_state
+from isthmus.engine.checkpoint.fsdp_state import sharded_state
+from isthmus.engine.checkpoint.optimizer_state import distributed_state, set_num_updates
 from isthmus.engine.optim.optimizer import distributed_optimizers, torch_optimizers
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
-from isthmus.engine.upstream import compat
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace
 
 
@@ -112,12 +112,9 @@ def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
         (adam,) = torch_optimizers(stepper.optimizer)
         return sharded_state(whole, adam, is_loading=is_loading)
     gather_weights(stepper.model)
-    optimizers = distributed_optimizers(stepper.optimizer)
-    for optimizer in optimizers:
-        compat.keep_bucket_padding(optimizer)
     # Keyed by stage; keys in the files have model-wide layer numbers.
     state = {name: stage.sharded_state_dict(metadata=_metadata()) for name, stage in _stages(stepper).items()}
-    states = [one.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata()) for one in optimizers]
+    states = [distributed_state(each, state) for each in distributed_optimizers(stepper.optimizer)]
     if is_loading:
         return state | {"optimizers": states}
     # Several are keyed by number, like Megatron-Core's chain, which would also save empty ones and fail.
@@ -266,14 +263,10 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
             stage.load_state_dict(loaded[name])
     saved = common["optimizer"].get(0, common["optimizer"])  # several optimizers are keyed by number
     steps = int(saved["optimizer"]["param_groups"][0]["step"])
-    if sharded:
-        (adam,) = torch_optimizers(stepper.optimizer)
-        set_num_updates(adam, steps)
-    else:
-        for optimizer, tensors in zip(distributed_optimizers(stepper.optimizer), loaded["optimizers"], strict=True):
-            compat.load_adam(optimizer, tensors["param_state"], steps=steps)
-            if optimizer.grad_scaler is not None and "grad_scaler" in saved:
-                optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
+    for optimizer in distributed_optimizers(stepper.optimizer):
+        set_num_updates(optimizer.optimizer, steps)
+        if getattr(optimizer, "grad_scaler", None) is not None and "grad_scaler" in saved:
+            optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
     progress = Progress(**common["isthmus"]["progress"])
     stepper.skipped = common["isthmus"].get("skipped", 0)
     stepper.schedule.step(increment=progress.step - stepper.skipped)

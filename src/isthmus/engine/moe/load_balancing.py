@@ -96,35 +96,42 @@ class ExpertLoad:
     losses: dict[str, float]
     """Losses without their coefficients: means over the layers with experts."""
 
+    @classmethod
+    def of(cls, stats: Sequence[float], losses: Iterable[str]) -> ExpertLoad:
+        """From the values of :func:`load_stats`, with these losses."""
+        values = dict(zip(ROUTER_LOSSES, stats[1:], strict=True))
+        return cls(stats[0], {name: values[name] for name in losses})
+
     def metrics(self) -> dict[str, float]:
         return {"load_max_over_mean": self.max_over_mean, **self.losses}
 
 
-def reduce_load(
-    stats: Iterable[tuple[int, RouterStats]],
-    *,
-    num_layers: int,
-    num_experts: int,
-    count: int,
-    losses: Iterable[str],
-    device: torch.device,
-) -> tuple[ExpertLoad, Tensor]:
-    """Sum the statistics over all ranks and reset them; every rank calls it.
+def router_sums(
+    stats: Iterable[tuple[int, RouterStats]], *, num_layers: int, num_experts: int | None, device: torch.device
+) -> Tensor:
+    """Take the statistics of this rank, which are reset; ``stats`` has model-wide layer numbers.
 
-    ``stats`` has model-wide layer numbers, ``count`` is the denominator of the step's mean loss. Also returns the
-    tokens of each expert, float64 [num_layers, E].
+    Returns float64 [num_layers, E + 3], or [0, 3] for a model without experts.
     """
-    table = torch.zeros(num_layers, num_experts + len(ROUTER_LOSSES), dtype=torch.float64, device=device)
+    rows, experts = (0, 0) if num_experts is None else (num_layers, num_experts)
+    table = torch.zeros(rows, experts + len(ROUTER_LOSSES), dtype=torch.float64, device=device)
     for layer, each in stats:
         if each.sums is not None:
             table[layer] += each.sums
             each.sums = None
-    dist.all_reduce(table)
-    counts = table[:, :num_experts]
+    return table
+
+
+def load_stats(table: Tensor, count: Tensor) -> Tensor:
+    """What :meth:`ExpertLoad.of` reads, float64 [1 + 3]; empty for a model without experts.
+
+    ``table`` is the sum of :func:`router_sums` over all ranks, ``count`` the denominator of the step's mean loss.
+    """
+    if not len(table):
+        return table.flatten()
+    counts = table[:, : -len(ROUTER_LOSSES)]
     means = counts.mean(1)
     used = means > 0
     ratios = torch.where(used, counts.amax(1) / means, 0.0)
-    per_token = table[:, num_experts:].sum(0) / (used.sum().clamp(min=1) * max(1, count))
-    largest, *found = torch.cat([ratios.max()[None], per_token]).tolist()
-    values = dict(zip(ROUTER_LOSSES, found, strict=True))
-    return ExpertLoad(largest, {name: values[name] for name in losses}), counts
+    per_token = table[:, -len(ROUTER_LOSSES) :].sum(0) / (used.sum().clamp(min=1) * count.clamp(min=1))
+    return torch.cat([ratios.max()[None], per_token])

@@ -20,7 +20,7 @@ from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.megatron_model import Decoder
 from isthmus.engine.parallel.ddp import OverlappingDataParallel
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
-from isthmus.engine.upstream.compat import clip_in_place, fill_adam_state
+from isthmus.engine.upstream.compat import use_torch_adam
 
 _DEFAULT_TRAIN = TrainConfig()
 MIN_LOSS_SCALE = 1.0
@@ -74,7 +74,7 @@ def build_optimizer(
     Call it after loading the weights: it copies them to the main weights. With FSDP the shards are float32 and are
     updated in place.
     """
-    clip_in_place()
+    use_torch_adam()
     by_rows = isinstance(model[0], FullyShardedDataParallel)
     dtype = torch.float32 if by_rows else model[0].config.params_dtype
     optimizer = get_megatron_optimizer(
@@ -103,9 +103,9 @@ def build_optimizer(
     for one in distributed_optimizers(optimizer):
         for group in one.optimizer.param_groups:
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
-        fill_adam_state(one.optimizer)
         if optim.offload:
             one.optimizer = CpuOffloadAdamW.from_adamw(one.optimizer)
+        create_state(one.optimizer)
     return optimizer
 
 
@@ -168,6 +168,20 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def create_state(adam: torch.optim.Optimizer) -> None:
+    """Create the state that AdamW creates in its first step: a checkpoint may be saved or loaded before.
+
+    :class:`CpuOffloadAdamW` has its moments on the host only, so they need no memory on the device.
+    """
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
+            # Copies overlap with computation only from pinned memory.
+            on_host = {"device": "cpu", "pin_memory": parameter.is_cuda} if isinstance(adam, CpuOffloadAdamW) else {}
+            moments = {name: torch.zeros_like(parameter, requires_grad=False, **on_host) for name in _MOMENTS}
+            adam.state[parameter] = {"step": step, **moments}
+
+
 class CpuOffloadAdamW(torch.optim.AdamW):
     """AdamW with both moments on the host; saves 8 bytes per parameter on the device.
 
@@ -176,17 +190,11 @@ class CpuOffloadAdamW(torch.optim.AdamW):
     """
 
     @classmethod
-    def from_adamw(cls, adam: torch.optim.AdamW) -> CpuOffloadAdamW:
-        """Take over the parameter groups and the initialized state of ``adam``."""
+    def from_adamw(cls, adam: torch.optim.Optimizer) -> CpuOffloadAdamW:
+        """Take over the parameter groups of ``adam``, which has no state yet."""
         optimizer = cls([torch.empty(0)])
         # Some parameters are views of the model's buffers, which torch's constructor rejects.
         optimizer.param_groups = adam.param_groups
-        for parameter, state in adam.state.items():
-            pinned = parameter.is_cuda  # copies overlap with computation only from pinned memory
-            moments = {name: torch.empty_like(parameter, device="cpu", pin_memory=pinned) for name in _MOMENTS}
-            for name, moment in moments.items():
-                moment.copy_(state[name])
-            optimizer.state[parameter] = state | moments
         return optimizer
 
     @torch.no_grad()

@@ -106,79 +106,16 @@ def gloo_devices() -> list[Any]:
     return [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
 
 
-def clip_in_place() -> None:
-    """megatron-core 0.16 without Apex copies every gradient to clip, and synchronizes once per tensor for the norm."""
-    from megatron.core.optimizer import clip_grads
+def use_torch_adam() -> None:
+    """megatron-core 0.16 takes the Adam of TransformerEngine or Apex if one is installed.
 
-    def norm(_chunk: int, _overflow: Any, lists: list[list[torch.Tensor]], *_per_tensor: bool) -> tuple[Any, None]:
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).view(1), None
-
-    def scale(_chunk: int, _overflow: Any, lists: list[list[torch.Tensor]], factor: Any) -> None:
-        torch._foreach_mul_(lists[0], factor)
-
-    module: Any = clip_grads
-    module.l2_norm_impl, module.multi_tensor_scale_impl = norm, scale
-
-
-def fill_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """megatron-core 0.16: DistributedOptimizer.state_dict needs the state that AdamW creates in its first step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-
-def keep_bucket_padding(optimizer: Any) -> None:
-    """megatron-core 0.16: DistributedOptimizer saves wrong state behind a padded bucket (its source: "issue #504").
-
-    It gathers the buckets without the padding between them, but slices parameters at offsets with padding. A tied
-    embedding has its own bucket, so with pp > 1 the rest of the last stage is shifted unless the embedding's size is a
-    multiple of 128 (and of dp). A second call changes nothing.
+    Theirs counts steps in ``param_groups``, has no ``fused`` option, and its state differs in a checkpoint.
     """
-    gather = type(optimizer).get_parameter_state_dp_zero
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
 
-    def gather_padded(**how: Any) -> Any:
-        state = gather(optimizer, **how)
-        for number, buffer in enumerate(optimizer.buffers if state is not None else ()):
-            for tensors in state[number].values():
-                for name in [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]:
-                    padded = torch.zeros(buffer.numel, dtype=torch.float32)
-                    parts = tensors[name].split([bucket.numel_unpadded for bucket in buffer.buckets])
-                    for bucket, part in zip(buffer.buckets, parts, strict=True):
-                        padded[bucket.offset : bucket.offset + part.numel()] = part
-                    tensors[name] = padded
-        return state
-
-    optimizer.get_parameter_state_dp_zero = gather_padded
-
-
-def sync_loss_scales(optimizer: Any) -> None:
-    """megatron-core 0.16: each optimizer of a chain (dense weights, experts) lowers its loss scale separately.
-
-    The loss uses the first optimizer's scale, so the others would unscale by a wrong factor. Copy the lowest scale to
-    all of them.
-    """
-    chain = [each.grad_scaler for each in getattr(optimizer, "chained_optimizers", ())]
-    scalers = [scaler for scaler in chain if scaler is not None]
-    if len(scalers) > 1:
-        lowest = min(
-            (scaler.state_dict() for scaler in scalers), key=lambda s: (float(s["scale"]), s["growth_tracker"])
-        )
-        for scaler in scalers:
-            scaler.load_state_dict(lowest)
-
-
-def load_adam(optimizer: Any, tensors: dict[Any, Any], *, steps: int) -> None:
-    """megatron-core 0.16: DistributedOptimizer cannot load the state of torch's AdamW that it saved.
-
-    It expects ``step`` among the sharded tensors, and gives all parameters one shared ``step`` tensor, which AdamW
-    would increment once per parameter. ``tensors`` is the loaded ``param_state``. Hyperparameters stay as configured.
-    """
-    counts = {parameter: state.pop("step") for parameter, state in optimizer.optimizer.state.items()}
-    optimizer.load_parameter_state_from_fully_reshardable(tensors)
-    for parameter, count in counts.items():
-        optimizer.optimizer.state[parameter]["step"] = torch.full_like(count, steps)
+    chosen: Any = optimizer
+    chosen.Adam, chosen.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    asked: Any = distrib_optimizer
+    asked.Adam, asked.HAVE_APEX_OR_TE = torch.optim.AdamW, False
+    asked.USING_TE_OPTIMIZER = asked.USING_APEX_OPTIMIZER = False

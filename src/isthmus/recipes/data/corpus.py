@@ -74,7 +74,7 @@ class Corpus:
         return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
 
     def batches(
-        self, config: RunConfig, position: Position, dp: int, *, eod: int | None
+        self, config: RunConfig, position: Position, dp: int, *, eod: int | None, device_type: str
     ) -> tuple[Batches, Batches | None, Batches | None]:
         """Training, validation and test batches of this rank; ``eod`` is the tokenizer's end-of-document token."""
         settings = BatchSettings(
@@ -93,6 +93,7 @@ class Corpus:
             pad_to_multiple_of=config.parallel.length_multiple,
             # The interleaved pipeline schedule runs micro batches in rounds of pp.
             micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
+            equal_lengths=pads_to_one_length(config, device_type),
         )
         kind = PairBatches if config.recipe == "dpo" else Batches
 
@@ -100,6 +101,16 @@ class Corpus:
             return None if samples is None else kind(samples, replace(settings, shuffle=False), shard)
 
         return kind(self.train, settings, shard, shares=self.mixture), in_order(self.valid), in_order(self.test)
+
+
+def pads_to_one_length(config: RunConfig, device_type: str) -> bool:
+    """Whether the micro batches of a step are padded to one length, so that pipeline stages exchange no shapes.
+
+    On a CPU and without packing the additional tokens cost more; with an expert capacity they would change which
+    tokens are dropped.
+    """
+    pays = config.parallel.pp > 1 and device_type == "cuda" and config.data.packing
+    return pays and config.moe.capacity_factor is None
 
 
 def _document_ends(data: DataConfig, eod: int | None) -> DocumentEnds | None:

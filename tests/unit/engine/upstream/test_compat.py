@@ -74,26 +74,6 @@ def test_variables_of_transformer_engine_are_not_changed(monkeypatch: pytest.Mon
 
 
 @pytest.mark.processes
-def test_fill_adam_state(one: RankPool, models: dict[str, Path], samples: Path) -> None:
-    found = one.run(
-        "unit.engine.upstream.upstream_tasks.state_before_the_first_step", model=models["llama-tied"], samples=samples
-    )
-    assert found["upstream"] == "fails", "the state dict works before the first step now: drop compat.fill_adam_state"
-    assert found["mended"] == 0
-
-
-@pytest.mark.processes
-def test_clip_in_place(one: RankPool) -> None:
-    found = one.run("unit.engine.upstream.upstream_tasks.clipping")
-    norm = pytest.approx(1000**0.5 * 2, rel=1e-6)
-    assert found["upstream"] == {"made": 1000, "norm": norm, "left": pytest.approx(1, rel=1e-4)}, (
-        "clipping copies no gradient now: drop compat.clip_in_place"
-    )
-    assert found["mended"]["made"] <= 1
-    assert (found["mended"]["norm"], found["mended"]["left"]) == (norm, pytest.approx(1, rel=1e-4))
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("ranks", ["one", "two"])
 def test_a_single_rank_does_not_communicate(
     ranks: str, request: pytest.FixtureRequest, models: dict[str, Path], samples: Path
@@ -106,24 +86,19 @@ def test_a_single_rank_does_not_communicate(
 
 
 @pytest.mark.processes
-def test_load_adam(one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
-    found = one.run(
-        "unit.engine.upstream.upstream_tasks.loading", model=models["llama-tied"], samples=samples, root=tmp_path
-    )
-    own_and_right = [True, [1.0]]
-    assert found["upstream"] != own_and_right, "megatron-core loads AdamW's state now: drop compat.load_adam"
-    assert found["mended"] == own_and_right
+def test_use_torch_adam(one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+    settings = {"model": models["llama-tied"], "samples": samples, "root": tmp_path}
+    found = one.run("unit.engine.upstream.upstream_tasks.adam_with_apex", **settings)
+    one.close()
+    assert found["upstream"] == ["FusedAdam", True], "megatron-core takes torch's Adam now: drop compat.use_torch_adam"
+    assert (found["mended"], found["steps"]) == ("AdamW", [1.0])
 
 
 @pytest.mark.processes
-def test_sync_loss_scales(one: RankPool) -> None:
-    found = one.run("unit.engine.upstream.upstream_tasks.loss_scales")
-    assert found["upstream"] == [64, 32], "the optimizers of a chain share a loss scale now: drop sync_loss_scales"
-    assert found["mended"] == [32, 32]
-
-
-@pytest.mark.processes
-def test_keep_bucket_padding(two: RankPool, models: dict[str, Path], samples: Path) -> None:
-    found = two.run("unit.engine.upstream.upstream_tasks.misplaced", model=models["qwen3-tied"], samples=samples)
-    assert found["upstream"] > 10, "the optimizer's state is cut in the right places now: drop keep_bucket_padding"
-    assert found["mended"] == 0
+def test_megatron_core_reads_the_optimizer_state(
+    two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    """Isthmus writes it itself, because Megatron-Core gathers all of it on every rank."""
+    settings = {"model": models["qwen3-tied"], "samples": samples, "root": tmp_path}
+    for rank in two.run("unit.engine.upstream.upstream_tasks.read_by_megatron_core", **settings):
+        assert rank["parameters"] > 10 and rank["differences"] == 0

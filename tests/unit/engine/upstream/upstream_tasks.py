@@ -6,20 +6,23 @@ Each returns the result of upstream alone, and with the workaround.
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
+import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random
 
 from isthmus.engine.checkpoint import save_load
-from isthmus.engine.optim.optimizer import distributed_optimizers
-from isthmus.engine.upstream import compat
+from isthmus.engine.optim.optimizer import distributed_optimizers, torch_optimizers
 from ranks.tasks import start
 from unit.engine.recorder import Recorder
 
@@ -41,74 +44,6 @@ def random_state() -> dict[str, bool]:
     return {"upstream": sets(untouched), "mended": mended}
 
 
-def state_before_the_first_step(*, model: str, samples: str) -> dict[str, Any]:
-    """The state dict of the optimizer before the first step."""
-    (optimizer,) = distributed_optimizers(start(model=model, samples=samples).stepper.optimizer)
-    optimizer.optimizer.state.clear()  # as upstream leaves it
-    try:
-        optimizer.state_dict()
-    except AssertionError:
-        upstream = "fails"
-    else:
-        upstream = "works"
-    compat.fill_adam_state(optimizer.optimizer)
-    return {"upstream": upstream, "mended": optimizer.state_dict()["optimizer"]["param_groups"][0]["step"]}
-
-
-def loss_scales() -> dict[str, list[float]]:
-    """Of two optimizers in a chain, when only the second one's gradients have overflowed."""
-    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-    from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
-
-    class Of(MixedPrecisionOptimizer):
-        """With Megatron-Core's own step, up to what its gradients are."""
-
-        def __init__(self, *, overflows: bool) -> None:
-            self.config, self.is_stub_optimizer, self.overflows = SimpleNamespace(timers=None), False, overflows
-            self.grad_scaler = DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 1000, 1)
-
-        def _copy_model_grads_to_main_grads(self) -> None:
-            pass
-
-        def _unscale_main_grads_and_check_for_nan(self) -> bool:
-            return self.overflows
-
-    for name in Of.__abstractmethods__:
-        setattr(Of, name, None)
-    Of.__abstractmethods__ = frozenset()
-    chain = ChainedOptimizer([])
-    chain.chained_optimizers = [Of(overflows=False), Of(overflows=True)]
-    chain.step()
-
-    def scales() -> list[float]:
-        return [float(optimizer.grad_scaler.scale) for optimizer in chain.chained_optimizers]
-
-    upstream = scales()
-    compat.sync_loss_scales(chain)
-    return {"upstream": upstream, "mended": scales()}
-
-
-def clipping() -> dict[str, Any]:
-    """Largest tensor that clipping makes of a gradient of 1000 elements, and the norm and gradient it yields."""
-    from megatron.core.optimizer import clip_grads
-    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
-
-    def clip() -> dict[str, Any]:
-        grad = torch.full((1000,), 2.0)
-        weight = torch.nn.Parameter(torch.zeros(1000))
-        weight.grad = grad
-        norm = clip_grads.get_grad_norm_fp32([grad])
-        with Recorder() as seen:
-            clip_grads.clip_grad_by_total_norm_fp32([weight], 1.0, norm)
-        return {"made": seen.largest(torch.float32), "norm": float(norm), "left": float(grad.norm())}
-
-    clip_grads.l2_norm_impl = local_multi_tensor_l2_norm
-    clip_grads.multi_tensor_scale_impl = local_multi_tensor_scale
-    upstream = clip()
-    compat.clip_in_place()
-    return {"upstream": upstream, "mended": clip()}
-
-
 def exchanges(*, model: str, samples: str) -> dict[str, int]:
     """Collectives over gradients and weights in a step; those over single numbers do not count."""
     training = start(model=model, samples=samples)
@@ -117,57 +52,6 @@ def exchanges(*, model: str, samples: str) -> dict[str, int]:
         training.stepper.train_step(training.batches.step(1))
     large = [name for name, shapes in seen.taken if "reduce_scatter" in name or "allgather" in name]
     return {"dp": dist.get_world_size(), "collectives": len(large)}
-
-
-def loading(*, model: str, samples: str, root: str) -> dict[str, Any]:
-    """Save after a step, then load into a new optimizer: into how many places its step counts go, and what they are."""
-    layout = {"model": model, "samples": samples}
-    training = start(**layout)
-    training.stepper.train_step(training.batches.step(0))
-    parallel = training.model.plan.parallel
-    folder = save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), parallel, keep=1)
-    return {"upstream": _load(folder, layout, mended=False), "mended": _load(folder, layout, mended=True)}
-
-
-def _load(folder: Path, layout: dict[str, Any], *, mended: bool) -> Any:
-    stepper = start(**layout).stepper
-    (optimizer,) = distributed_optimizers(stepper.optimizer)
-    state = save_load._state(stepper, is_loading=True)
-    state["optimizer"] = state.pop("optimizers")[0]
-    loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)["optimizer"]
-    try:
-        if mended:
-            compat.load_adam(optimizer, loaded["param_state"], steps=1)
-        else:
-            optimizer.load_state_dict(loaded)
-    except (KeyError, AssertionError) as error:
-        return type(error).__name__
-    steps = [state["step"] for state in optimizer.optimizer.state.values()]
-    return [len({step.data_ptr() for step in steps}) == len(steps), sorted({step.item() for step in steps})]
-
-
-def misplaced(*, model: str, samples: str) -> dict[str, int]:
-    """On the last of two stages of a tied model: parameters of which something else would be saved."""
-    import torch.distributed as dist
-
-    training = start(model=model, samples=samples, pp=2, micro_batch_size=2)
-    training.stepper.train_step(training.batches.step(0))
-    (optimizer,) = distributed_optimizers(training.stepper.optimizer)
-    found = {"upstream": _misplaced(training, optimizer)}
-    compat.keep_bucket_padding(optimizer)
-    compat.keep_bucket_padding(optimizer)
-    found["mended"] = _misplaced(training, optimizer)
-    every: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return every[-1]
-
-
-def _misplaced(training: Any, optimizer: Any) -> int:
-    weights = training.stepper.model[0].module.sharded_state_dict(metadata=save_load._metadata())
-    state = optimizer.sharded_state_dict(weights, metadata=save_load._metadata())["param_state"]
-    (buffer,) = optimizer.buffers
-    pairs = zip(buffer.param_index_map, state.values(), strict=True)
-    return sum(not torch.equal(parameter.detach(), tensors["param"].data) for parameter, tensors in pairs)
 
 
 def gloo_threads() -> dict[str, int]:
@@ -189,3 +73,55 @@ def gloo_threads() -> dict[str, int]:
     for group in groups:
         dist.destroy_process_group(group)
     return found
+
+
+def adam_with_apex(*, model: str, samples: str, root: str) -> dict[str, Any]:
+    """If Apex is installed: the class that Megatron-Core takes, the one in our optimizer, and its steps after a resume.
+
+    Reloads modules of Megatron-Core, so the process is of no use afterwards.
+    """
+    apex, optimizers = ModuleType("apex"), ModuleType("apex.optimizers")
+    vars(optimizers).update(FusedAdam=type("FusedAdam", (torch.optim.AdamW,), {}), FusedSGD=torch.optim.SGD)
+    with patch.dict(sys.modules, {"apex": apex, "apex.optimizers": optimizers}):
+        importlib.reload(distrib_optimizer)
+        importlib.reload(megatron.core.optimizer)
+    upstream = [megatron.core.optimizer.Adam.__name__, distrib_optimizer.HAVE_APEX_OR_TE]
+    training, fresh = (start(model=model, samples=samples) for _ in range(2))
+    training.stepper.train_step(training.batches.step(0))
+    parallel = training.model.plan.parallel
+    folder = save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), parallel, keep=1)
+    save_load.load(folder, fresh.stepper, parallel)
+    (adam,) = torch_optimizers(fresh.stepper.optimizer)
+    steps = {float(state["step"]) for state in adam.state.values()}
+    return {"upstream": upstream, "mended": type(adam).__name__, "steps": sorted(steps)}
+
+
+def read_by_megatron_core(*, model: str, samples: str, root: str) -> list[dict[str, int]]:
+    """Save after a step, load with Megatron-Core's reader into a new optimizer, and compare the tensors.
+
+    Two pipeline stages of a tied model: the last one has a padded bucket.
+    """
+    layout: dict[str, Any] = {"model": model, "samples": samples, "pp": 2, "micro_batch_size": 2}
+    training = start(**layout)
+    training.stepper.train_step(training.batches.step(0))
+    parallel = training.model.plan.parallel
+    folder = save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), parallel, keep=1)
+    saved, fresh = training.stepper, start(**layout).stepper
+    (optimizer,), (wanted,) = distributed_optimizers(fresh.optimizer), distributed_optimizers(saved.optimizer)
+    weights = fresh.model[0].module.sharded_state_dict(metadata=save_load._metadata())
+    state = optimizer.sharded_state_dict(weights, is_loading=True, metadata=save_load._metadata())
+    loaded = dist_checkpointing.load({"optimizer": state}, str(folder), validate_access_integrity=False)
+    steps = [each.pop("step") for each in optimizer.optimizer.state.values()]  # its reader expects no such key
+    optimizer.load_parameter_state_from_fully_reshardable(loaded["optimizer"]["param_state"])
+    pairs = zip(_state_of(optimizer), _state_of(wanted), strict=True)
+    differences = sum(not torch.equal(read, written) for read, written in pairs)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {"parameters": len(steps), "differences": differences})
+    return every
+
+
+def _state_of(optimizer: Any) -> list[torch.Tensor]:
+    adam = optimizer.optimizer
+    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+    moments = [adam.state[parameter][name] for parameter in parameters for name in ("exp_avg", "exp_avg_sq")]
+    return [tensor.detach() for tensor in (*parameters, *moments)]

@@ -1,0 +1,95 @@
+"""The weight update in two parts, between which the host reads the gradient norm and the overflow flag at once.
+
+Megatron-Core's ``optimizer.step()`` reads them one after the other, and also for each optimizer of a chain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.parallel_state import (
+    get_data_parallel_group,
+    get_pipeline_model_parallel_group,
+    get_pipeline_model_parallel_last_rank,
+)
+from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_dtensor
+from torch import Tensor
+
+
+def reduce_and_scale_grads(model: list[Any], count: Tensor | None = None, **groups: Any) -> None:
+    """Megatron-Core's ``finalize_model_grads``, which reads the ``count`` that divides the gradients on the host."""
+    finalize_model_grads(model, None, **groups)
+    if count is None:
+        return
+    dist.broadcast(count, src=get_pipeline_model_parallel_last_rank(), group=get_pipeline_model_parallel_group())
+    dist.all_reduce(count, group=get_data_parallel_group(with_context_parallel=True))
+    for stage in model:
+        stage.scale_gradients(1.0 / count.clamp(min=1))
+
+
+@torch.no_grad()
+def prepare_grads(optimizer: MegatronOptimizer) -> Tensor:
+    """Copy the gradients to the main weights, divided by the loss scale; every rank calls it.
+
+    Returns float64 [3] on the device, the same on all ranks: squared norm, overflow (0 or 1), loss scale.
+    """
+    overflow = torch.zeros_like(optimizer.get_loss_scale())
+    for one in _chain(optimizer):
+        if getattr(one, "grad_scaler", None) is None:
+            one.prepare_grads()
+        else:
+            overflow = torch.maximum(overflow, _unscale(one))
+    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for one in _chain(optimizer):
+        by_group.setdefault(one.get_grad_stats_parallel_group(), []).extend(one.get_main_grads_for_grad_norm())
+    squares = [_squared_norm(grads, group, overflow) for group, grads in by_group.items()]
+    return torch.cat([torch.stack(squares).double().sum(0), overflow.double(), optimizer.get_loss_scale().double()])
+
+
+@torch.no_grad()
+def update_weights(optimizer: MegatronOptimizer, norm: float) -> None:
+    """Clip the gradients, whose norm is ``norm``, and update the weights."""
+    limit = optimizer.config.clip_grad
+    if limit > 0 and (factor := limit / (norm + 1e-6)) < 1:
+        weights = (weight for one in _chain(optimizer) for weight in one.get_parameters())
+        torch._foreach_mul_([to_local_if_dtensor(weight.grad) for weight in weights if weight.grad is not None], factor)
+    optimizer.step_with_ready_grads()
+
+
+def update_loss_scale(optimizer: MegatronOptimizer, *, overflow: bool) -> None:
+    """All optimizers of a chain (dense weights, experts) have the same scale: the loss has one."""
+    for one in _chain(optimizer):
+        if getattr(one, "grad_scaler", None) is not None:
+            one.grad_scaler.update(overflow)
+
+
+def _chain(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _unscale(optimizer: Any) -> Tensor:
+    """Overflow of an optimizer's gradients, float32 [1], on all ranks."""
+    overflow: Tensor = optimizer.found_inf.zero_()
+    if not optimizer.is_stub_optimizer:
+        optimizer._copy_model_grads_to_main_grads()
+        grads = optimizer._collect_main_grad_data_for_unscaling()
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, optimizer.grad_scaler.inv_scale)
+    dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=optimizer.get_grad_stats_parallel_group())
+    return overflow
+
+
+def _squared_norm(grads: list[Tensor], group: dist.ProcessGroup, like: Tensor) -> Tensor:
+    """Over the ranks of ``group`` and of sharded gradients, float32 [1]."""
+    shards = next((found for grad in grads if (found := get_data_parallel_group_if_dtensor(grad))), None)
+    total = torch.zeros_like(like)
+    if grads:
+        norms = torch._foreach_norm([to_local_if_dtensor(grad) for grad in grads])
+        total = torch.linalg.vector_norm(torch.stack(norms)).view(1) ** 2.0
+    for ranks in (shards, group):
+        if ranks is not None:
+            dist.all_reduce(total, group=ranks)
+    return total
