@@ -9,6 +9,7 @@ import pytest
 from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import measure, record
 from fake_cuda.world import build
+from isthmus.engine.checkpoint import save_load
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300,
@@ -24,27 +25,44 @@ MIXTRAL: dict[str, Any] = {
 
 def waits_of_a_step(**settings: Any) -> list[str]:
     rank = build(**settings)
-    batches = [rank.batch(20, 44) for _ in range(4)]
-    rank.stepper.train_step(batches)
+    batches = [rank.batch(20, 44) for _ in range(2)]
     with record() as trace:
         rank.stepper.train_step(batches)
     return [str(sync) for sync in trace.syncs]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"model": QWEN3, "precision": "fp32"},
-        {"model": QWEN3},
-        {"model": QWEN3, "precision": "fp16"},
-        {"model": QWEN3, "size": 2, "tp": 2},
-        {"model": QWEN3, "size": 2, "rank": 1, "pp": 2},
-        {"model": QWEN3, "size": 2, "rank": 0, "pp": 2, "vpp": 2},
-        {"model": QWEN3, "size": 2, "fsdp": True},
-        {"model": MIXTRAL},
-    ],
-)
-def test_a_step(settings: Any, fake_cuda: FakeCuda) -> None:
-    found = fake_cuda.run(waits_of_a_step, **settings)
-    print(settings)
-    print("\n".join(found))
+SETTINGS: list[dict[str, Any]] = [
+    {"model": QWEN3, "precision": "fp32"},
+    {"model": QWEN3, "precision": "fp16", "tp": 2, "size": 2},
+    {"model": QWEN3, "size": 2, "rank": 1, "pp": 2},
+    {"model": QWEN3, "size": 2, "pp": 2, "vpp": 2},
+    {"model": QWEN3, "size": 2, "fsdp": True},
+    {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["fp32", "fp16-tp2", "pp2", "pp2-vpp2", "fsdp", "moe"])
+def test_the_host_reads_the_gpu_once_in_a_step(settings: dict[str, Any], fake_cuda: FakeCuda) -> None:
+    """Losses, gradient norm, overflow flag and expert load in one copy; nothing else waits."""
+    (read,) = fake_cuda.run(waits_of_a_step, **settings)
+    assert read.startswith("to host (_to_copy) at step.py")
+
+
+def memory_of_optimizer_state(*, offload: bool) -> dict[str, int]:
+    with measure() as memory:
+        rank = build(QWEN3, sections={"optim": {"offload": offload}})
+        live = memory.live_bytes
+        saved = save_load._state(rank.stepper, is_loading=False)
+        assert saved["optimizer"]["param_state"]
+        parameters = sum(parameter.numel() for stage in rank.model.stages for parameter in stage.parameters())
+        return {"live": live, "peak": memory.peak_bytes, "parameters": parameters}
+
+
+def test_optimizer_state_is_never_twice_on_the_gpu(fake_cuda: FakeCuda) -> None:
+    """Neither when it is built, with and without offload, nor in the state of a checkpoint."""
+    plain, offloaded = (fake_cuda.run(memory_of_optimizer_state, offload=offload) for offload in (False, True))
+    print(plain, offloaded)
+    parameters = plain["parameters"]
+    assert plain["live"] - offloaded["live"] == 8 * parameters
+    for numbers in (plain, offloaded):
+        assert numbers["peak"] - numbers["live"] < parameters / 2  # bytes; the weights are loaded one by one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from isthmus.convert.verify.checksums import TensorChecksums, write_checksums
 from isthmus.convert.weight_source import TensorSpec
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.errors import UsageError, disk_errors
+from isthmus.families.architecture import Dropout
 from isthmus.families.discover.json_family import FILE as FAMILY_FILE
 from isthmus.families.discover.json_family import write_family
 from isthmus.families.family import Family
@@ -74,6 +76,12 @@ class _Plan:
         dtypes = [spec.dtype for spec in self.tensors.values()]
         return max(dict.fromkeys(dtypes), key=dtypes.count)
 
+    @property
+    def dropout(self) -> Dropout:
+        """That of the Hugging Face config; without one, none."""
+        folder = self.model.hf_folder
+        return Dropout() if folder is None else self.model.family.read_dropout(folder.config)
+
     def create_files(self, folder: Path) -> Destination:
         family, arch = self.model.family, self.model.arch
         dtypes = {name: spec.dtype for name, spec in self.tensors.items()}
@@ -86,12 +94,13 @@ class _Plan:
             "checkpoint_version": 3.0,
             "iteration": 0,
         }  # as at the start of a training in Megatron-LM
+        describe = partial(megatron_args, arch, self.main_dtype, dropout=self.dropout)
         if self.format == "torch_dist":
             content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-            common |= {"args": megatron_args(arch, self.main_dtype), "content_metadata": content}
+            common |= {"args": describe(), "content_metadata": content}
             return TorchDistWriter(inner, family, arch, dtypes, common)
         rows = padded_vocab_size(arch, self.layout)
-        args = megatron_args(arch, self.main_dtype, layout=self.layout, padded_vocab_size=rows, spelling=self.spelling)
+        args = describe(layout=self.layout, padded_vocab_size=rows, spelling=self.spelling)
         return LegacyWriter(inner, family, arch, dtypes, common | {"args": args}, self.layout, self.spelling)
 
 

@@ -132,6 +132,7 @@ def test_gpt2_needs_no_flags(tmp_path: Path) -> None:
     args = vars(read_torch_pickle(tmp_path / "out" / "release" / "common.pt")["args"])
     assert (args["position_embedding_type"], args["normalization"]) == ("learned_absolute", "LayerNorm")
     assert args["add_bias_linear"] and not args["swiglu"]
+    assert args["attention_dropout"] == args["hidden_dropout"] == 0.1  # GPT-2's default
 
 
 PLANTED = {

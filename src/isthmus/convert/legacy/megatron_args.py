@@ -15,12 +15,13 @@ import torch
 
 from isthmus.config.dialects.megatron.known_args import is_default, words_of
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
-from isthmus.families.architecture import Architecture, Moe, RopeScaling
+from isthmus.families.architecture import Architecture, Dropout, Moe, RopeScaling
 
 ROPE_SCALING = RopeScaling(kind="llama3", factor=8.0)
 """The scaling of ``--use-rope-scaling``; no release passes ``--rope-scaling-factor`` to the model."""
 YARN = (4096, 32.0, 1.0)
 """Original context of YaRN, ``beta_fast`` and ``beta_slow``; there are no flags for them."""
+_NO_DROPOUT = Dropout()
 CLAMPED_SWIGLU = {"quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 _NOT_RESTORED = (
     *("layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "window_size", "window_attn_skip_freq"),
@@ -63,6 +64,7 @@ def megatron_args(
     layout: LegacyLayout | None = None,
     padded_vocab_size: int | None = None,
     spelling: str = "te",
+    dropout: Dropout = _NO_DROPOUT,
 ) -> Namespace:
     """``layout`` (None: ``torch_dist``) and ``spelling`` are those of a legacy checkpoint.
 
@@ -73,7 +75,7 @@ def megatron_args(
         format_args["moe_grouped_gemm"] = spelling == "te"  # torch_dist loads with and without it
     layout = layout or LegacyLayout()
     return Namespace(
-        **model_args(arch),
+        **model_args(arch) | {"attention_dropout": dropout.attention, "hidden_dropout": dropout.hidden},
         **format_args,
         transformer_impl="transformer_engine" if spelling == "te" else "local",
         iteration=0,

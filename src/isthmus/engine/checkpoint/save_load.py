@@ -6,6 +6,7 @@ written to a temporary folder and renamed when all ranks are done and all files 
 
 from __future__ import annotations
 
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -72,8 +73,8 @@ def latest(root: Path) -> Path | None:
     tracker = root / TRACKER
     if not tracker.exists():
         return None
-    text = tracker.read_text().strip()
-    if not text.isdigit() or not checkpoint_dir(root, int(text)).is_dir():
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if re.fullmatch("[0-9]{1,18}", text) is None or not checkpoint_dir(root, int(text)).is_dir():
         raise DataError(
             f"{tracker} contains {text!r}, which is not a checkpoint in {root}. Write an existing step into it."
         )

@@ -7,7 +7,7 @@ therefore do not depend on the micro batch size. Padding is in no group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch

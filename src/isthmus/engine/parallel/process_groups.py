@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.errors import IsthmusError, error_of
+from isthmus.errors import IsthmusError, error_of, explain
 from isthmus.platforms import rank_env
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def agree(stage: Callable[[], None]) -> None:
     failures: list[IsthmusError | None] = [None] * dist.get_world_size()
     mine = failure
     if failure is not None and not isinstance(failure, IsthmusError):
-        mine = IsthmusError(f"{type(failure).__name__}: {failure}")
+        mine = error_of(*explain(failure))
     dist.all_gather_object(failures, mine)
     first = next((error for error in failures if error is not None), None)
     if first is not None:

@@ -118,9 +118,8 @@ def write_checkpoint_config(model: RankModel, checkpoint: Path, tokenizer: Token
 def checkpoint_args(model: RankModel, step: int) -> Namespace:
     """The Megatron-LM arguments of a checkpoint."""
     padded = model.layout.padded_vocab_size
-    args = megatron_args(model.plan.architecture, model.dtype, padded_vocab_size=padded)
+    args = megatron_args(model.plan.architecture, model.dtype, padded_vocab_size=padded, dropout=model.plan.dropout)
     args.iteration = step
-    args.attention_dropout, args.hidden_dropout = model.plan.dropout.attention, model.plan.dropout.hidden
     return args
 
 

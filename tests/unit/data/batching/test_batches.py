@@ -221,6 +221,23 @@ def test_memory_mapped_store_gives_the_same_batches(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [False, True])
+def test_equal_lengths_pad_the_micro_batches_of_a_step(packing):
+    s = store()
+    plain, padded = (
+        make(s, packing=packing, dp_size=2, pad_to_multiple_of=4, equal_lengths=equal) for equal in (False, True)
+    )
+    steps = ([batches.step(1), *batches.eval_batches()] for batches in (plain, padded))
+    for own, equal in zip(*steps, strict=True):
+        longest = max(len(mb.input_ids) for mb in own)
+        for a, b in zip(own, equal, strict=True):
+            assert len(b.input_ids) == longest and longest % 4 == 0
+            assert (a.sample_ids, a.sample_lengths) == (b.sample_ids, b.sample_lengths)
+            for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+                assert torch.equal(getattr(a, name)[: a.num_tokens], getattr(b, name)[: a.num_tokens])
+            assert not b.loss_mask[a.num_tokens :].any()
+
+
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 2), (1, 4)])
 def test_mixtures_are_exact_and_the_same_in_every_layout(packing, micro, dp):
     parts = [(store(6, seed=1), 3.0), (store(17, seed=2), 1.0)]

@@ -9,6 +9,7 @@ import pytest
 
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.save_load import Progress, _publish, check_files, latest, save
+from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.single_process_model import single_process_groups
 from isthmus.errors import DataError, IOFailure
 
@@ -50,3 +51,18 @@ def test_folder_that_cannot_be_created_is_an_io_failure_on_every_rank(tmp_path: 
     unused: Any = None
     with single_process_groups(), pytest.raises(IOFailure, match="the checkpoint could not be written to"):
         save(root, unused, Progress(step=1, data=""), ParallelConfig(), keep=1)
+
+
+@pytest.mark.parametrize("text", ["²", "9" * 5000, "7", ""])
+def test_tracker_that_names_no_checkpoint(text: str, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match="is not a checkpoint in"):
+        latest(tmp_path)
+
+
+def test_os_error_of_a_collective_stage_keeps_its_exit_code() -> None:
+    def fails() -> None:
+        raise FileNotFoundError(2, "No such file or directory", "train.bin")
+
+    with single_process_groups(), pytest.raises(IOFailure, match=r"train\.bin: No such file or directory"):
+        agree(fails)
