@@ -127,12 +127,13 @@ def test_unsupported_features_of_megatron_lm(tmp_path: Path) -> None:
 
 
 def test_gpt2_needs_no_flags(tmp_path: Path) -> None:
-    done = convert(build_model_folder(tmp_path / "hf", "gpt2", num_hidden_layers=2), tmp_path / "out")
+    rates = {"attn_pdrop": 0.1, "resid_pdrop": 0.2}
+    done = convert(build_model_folder(tmp_path / "hf", "gpt2", num_hidden_layers=2, **rates), tmp_path / "out")
     assert (done.megatron_flags[2:], done.megatron_lacks) == ([], [])
     args = vars(read_torch_pickle(tmp_path / "out" / "release" / "common.pt")["args"])
     assert (args["position_embedding_type"], args["normalization"]) == ("learned_absolute", "LayerNorm")
     assert args["add_bias_linear"] and not args["swiglu"]
-    assert args["attention_dropout"] == args["hidden_dropout"] == 0.1  # GPT-2's default
+    assert (args["attention_dropout"], args["hidden_dropout"]) == (0.1, 0.2)
 
 
 PLANTED = {
