@@ -6,6 +6,7 @@ Run it with `make docs`. tests/unit/test_docs.py fails if a page is out of date.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -24,6 +25,7 @@ from isthmus.config.model_file import read_model
 from isthmus.config.presets import PREFIX, about, config_path, opening_lines, preset_names
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DataConfig
+from isthmus.config.setting_errors import trainers
 from isthmus.data.readers.data_names import COMPRESSED, FORMATS, HUB
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
@@ -387,12 +389,55 @@ def _directive(target: Any, shown_as: str | None = None) -> list[str]:
     return [f"::: {path}", *(["    options:"] if options else []), *options, ""]
 
 
+_TRAINERS = {
+    "trl": "TRL",
+    "llama-factory": "LLaMA-Factory",
+    "axolotl": "axolotl",
+    "ms-swift": "ms-swift",
+}
+_TRAINER_COMMANDS = {
+    "TRL": """\
+`trl sft` and `SFTTrainer` are [`isthmus sft`](cli.md); `trl dpo`, `DPOTrainer`, `CPOTrainer` and `ORPOTrainer` are
+[`isthmus dpo`](../how-to/preference-training.md). Records with `prompt`, `completion`, `messages`, `chosen` and
+`rejected` are read as they are.""",
+    "LLaMA-Factory": """\
+`llamafactory-cli train config.yaml` is `isthmus sft`, `isthmus dpo` or `isthmus pretrain`, by `stage`. Alpaca and
+ShareGPT files are read as they are: give the files, and not their names in `dataset_info.json`.""",
+    "axolotl": """\
+`axolotl train config.yaml` is `isthmus sft`, or `isthmus dpo` with `rl: dpo`. The fields of a record tell its format,
+without a `type`.""",
+    "ms-swift": """\
+`swift sft`, `swift rlhf` and `swift pt`, and the same with `megatron`, are `isthmus sft`, `isthmus dpo` and
+`isthmus pretrain`.""",
+}
+
+
+def trainer_page(key: str) -> str:
+    """The settings of another program, and ours."""
+    program, tables = _TRAINERS[key], trainers()
+    own = tables["common"] | tables[program]
+    rows = [f"| `{name}` | {_answer(answer)} |" for name, answer in sorted(own.items())]
+    lines = [f"# Settings of {program}", "", _MADE, "", _TRAINER_COMMANDS[program], ""]
+    lines += ["A config of this program given to Isthmus ends with one error that answers every key as below.", ""]
+    return "\n".join([*lines, f"| {program} | Isthmus |", "| --- | --- |", *rows]) + "\n"
+
+
+def _answer(answer: str) -> str:
+    """A setting as code, and the explanation."""
+    name, _, rest = answer.partition(", ")
+    if name == "no":
+        return f"none: {rest}"
+    rest = re.sub(r"^=([\w-]+)", r"`\1`", rest)
+    return f"`{name}`" + (f", {rest}" if rest else "")
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "api": api_page,
     "cli": cli_page,
     "config": config_page,
     "families": families_page,
     "presets": presets_page,
+    **{key: functools.partial(trainer_page, key) for key in _TRAINERS},
 }
 
 if __name__ == "__main__":

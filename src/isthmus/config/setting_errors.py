@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,35 +22,10 @@ GIVEN_BY: Mapping[str, Key] = {
 }
 """Command-line options and the settings that they set."""
 
+_NO = "no, "
 _OTHER_NAMES = {
-    "learning_rate": "optim.lr",
     "batch_size": "train.global_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size",
-    "num_train_epochs": "train.epochs",
-    "max_steps": "train.steps",
-    "max_seq_length": "data.seq_length",
-    "max_length": "data.seq_length",
-    "model_name_or_path": "model.path",
-    "output_dir": "out",
-    "tensor_model_parallel_size": "parallel.tp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "virtual_pipeline_model_parallel_size": "parallel.vpp",
-    "context_parallel_size": "parallel.cp",
-    "expert_model_parallel_size": "parallel.ep",
-    "expert_tensor_parallel_size": "parallel.etp",
-    "use_torch_fsdp2": "parallel.fsdp",
-    "sequence_parallel": "parallel.sp",
-    "save_steps": "checkpoint.every",
-    "dtype": "train.precision",
     "tensorboard": "logging.to",
-    "report_to": "logging.to",
-    "wandb_project": "logging.project",
-    "run_name": "logging.name",
-    "rpo_alpha": "dpo.sft_weight",
-    "cpo_alpha": "dpo.sft_weight",
-    "orpo_alpha": "dpo.beta",
-    "loss_type": "dpo.loss",
     "sft_loss_weight": "dpo.sft_weight",
     "sft_average_log_probs": "dpo.sft_weight, whose loss is the mean over tokens",
     "preference_loss_weight": "dpo.sft_weight, relative to a preference loss of weight 1",
@@ -56,7 +33,21 @@ _OTHER_NAMES = {
     "reference_policy_kl_penalty": "dpo.beta",
     "gpus_per_node": "--nproc",
 }
-"""Names in other programs that are not similar to ours."""
+"""Names in other programs, besides the table of trainers: earlier settings of ours, and NeMo-RL's."""
+
+
+@functools.cache
+def other_names() -> Mapping[str, str]:
+    """The answer to each name of a setting in other programs: ours, or "no" and a reason; an explanation may follow."""
+    return {name: answer for table in trainers().values() for name, answer in table.items()} | _OTHER_NAMES
+
+
+@functools.cache
+def trainers() -> Mapping[str, Mapping[str, str]]:
+    """Names and answers by program; ``common`` are those that most of them have. Reversed, so that it wins."""
+    path = Path(__file__).parent / "dialects" / "trainers.yaml"
+    tables: dict[str, dict[str, str]] = read_value(path.read_text(encoding="utf-8"))
+    return dict(reversed(tables.items()))
 
 
 def dotted(key: Key) -> str:
@@ -73,7 +64,9 @@ def reason(error: Mapping[str, Any], key: Key) -> str:
             return f"is not a key; in a file write `{': {'.join((*sections, last))}: ...{'}' * len(sections)}`"
         guess = _suggestion(key)
         if guess is None and isinstance(value, dict):  # a section of another program
-            guess = next(filter(None, map(_OTHER_NAMES.get, value)), None)
+            guess = next(filter(None, map(other_names().get, value)), None)
+        if guess is not None and guess.startswith(_NO):
+            return f"is not a setting: {guess.removeprefix(_NO)}"
         return "is not a setting" + (f" (did you mean {guess}?)" if guess else "")
     if kind in ("missing", "lacks"):
         option = next((option for option, stands_for in GIVEN_BY.items() if stands_for == key), None)
@@ -103,8 +96,8 @@ def _fields(section: Any) -> dict[str, Any]:
 def _suggestion(key: Key) -> str | None:
     """The most similar setting: in the same section, then by its last part in any section."""
     last = key[-1].replace("-", "_").lower()
-    if last in _OTHER_NAMES:
-        return _OTHER_NAMES[last]
+    if last in other_names():
+        return other_names()[last]
     every = list(settings())
     near = difflib.get_close_matches(last, [known[-1] for known in every if known[:-1] == key[:-1]], n=1)
     if near:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isthmus.config.schema import RunConfig, Section
-from isthmus.config.setting_errors import _OTHER_NAMES, GIVEN_BY, settings
+from isthmus.config.setting_errors import GIVEN_BY, other_names, settings, trainers
 
 
 def sections() -> list[type[Section]]:
@@ -35,8 +35,14 @@ def test_only_the_inputs_and_the_output_must_be_given() -> None:
 def test_suggested_names_exist() -> None:
     known = set(settings())
     assert set(GIVEN_BY.values()) <= known
-    meant = {hint.partition(",")[0] for hint in _OTHER_NAMES.values()}  # an explanation may follow
-    assert {tuple(name.split(".")) for name in meant if not name.startswith("--")} <= known
+    meant = {answer.partition(",")[0] for answer in other_names().values()}  # an explanation may follow
+    assert {tuple(name.split(".")) for name in meant - {"no"} if not name.startswith("--")} <= known
+    assert not [answer for answer in other_names().values() if answer == "no"]
+
+
+def test_common_names_of_trainers_win() -> None:
+    *_, last = trainers()
+    assert last == "common" and other_names()["save_safetensors"] == trainers()["common"]["save_safetensors"]
 
 
 def test_documented_names_exist() -> None:
