@@ -211,6 +211,28 @@ def train_counting_shapes(**settings: Any) -> dict[str, Any]:
         return train(**settings) | counts
 
 
+def train_with_async_tp(**layout: Any) -> dict[str, Any]:
+    """``train`` with ``parallel.async_tp``, and the calls of each operator of symmetric memory.
+
+    The CPU computes the operators as torch does in its own tests, with a collective and a matmul.
+    """
+    from torch.distributed import _symmetric_memory as module
+
+    calls: dict[str, int] = {}
+    library = torch.library.Library("symm_mem", "IMPL")
+
+    def count(name: str, kernel: Any) -> None:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return kernel(*args, **kwargs)
+
+        library.impl(name, counted, "CPU")
+
+    count("fused_all_gather_matmul", module._fused_all_gather_matmul_fallback)
+    count("fused_matmul_reduce_scatter", module._fused_matmul_reduce_scatter_fallback)
+    return train(**layout, async_tp=True) | {"calls": calls}
+
+
 def _poison(stepper: Stepper, *, now: bool) -> None:
     def finalize(*args: Any, **kwargs: Any) -> None:
         reduce_and_scale_grads(*args, **kwargs)

@@ -210,3 +210,13 @@ def test_full_recompute_over_ranks(
         **layout,
     )
     assert_same(run, alone["qwen3-tied"])
+
+
+def test_async_tp_trains_as_single_process(
+    worlds: dict[int, RankPool], models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+) -> None:
+    """With biases. Symmetric memory itself needs GPUs."""
+    layout = {"tp": 2, "sp": True, "micro_batch_size": 2, "steps": 3, "recompute": "full", "evaluate": True}
+    run = worlds[2].run("ranks.tasks.train_with_async_tp", model=models["qwen2-untied"], samples=samples, **layout)
+    assert_same(run, alone["qwen2-untied"])
+    assert min(run["calls"].values()) > 2 * 3

@@ -19,6 +19,8 @@ class RunShape:
     fsdp: bool = False
     tp_or_cp: bool = False
     """Whether ranks communicate within a layer."""
+    async_tp: bool = False
+    """Whether copies between GPUs overlap matmuls on several streams."""
     gemm_tuning_file: str | None = None
     """File of this rank for the GEMM kernels that ``train.gemm_tuning`` selects; None: no tuning."""
     deterministic: bool = False

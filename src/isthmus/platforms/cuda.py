@@ -38,7 +38,7 @@ class CudaPlatform(GpuPlatform):
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
         chosen = dict(CUDA_DEFAULTS) if run.deterministic else {}
-        if not run.fsdp:
+        if not run.fsdp and not run.async_tp:
             chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = (
                 "1",
                 "kernels start in the order of their launch, which Megatron-Core's overlap of tensor-parallel "

@@ -106,14 +106,14 @@ REMARKS = (
     EnvRemark("PRIMUS_TURBO_\\w+", "Primus reads it, and is not used here"),
     EnvRemark(
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        "parallel.fsdp gathers weights during the computation, which one queue serializes. Unset it",
-        lambda value, run: value == "1" and run.fsdp,
+        "parallel.fsdp and parallel.async_tp copy during the computation, which one queue serializes. Unset it",
+        lambda value, run: value == "1" and (run.fsdp or run.async_tp),
         on_gpu=True,
     ),
     EnvRemark(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "the overlap of tensor and context parallelism relies on 1. Unset it",
-        lambda value, run: value != "1" and run.tp_or_cp and not run.fsdp,
+        lambda value, run: value != "1" and run.tp_or_cp and not run.fsdp and not run.async_tp,
         on_gpu=True,
     ),
 )  # fmt: skip

@@ -55,7 +55,7 @@ class RocmPlatform(GpuPlatform):
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
         chosen = dict(ROCM_DEFAULTS) if run.deterministic else {}
-        if not run.fsdp:
+        if not run.fsdp and not run.async_tp:
             chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1", "Megatron-Core warns without it; HIP itself does not read it")
         if run.gemm_tuning_file is not None:
             chosen |= {

@@ -5,7 +5,9 @@ They are detected by name and not by version: vendors build development versions
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -60,3 +62,10 @@ def varlen_attn() -> Any:
         if {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
         else None
     )
+
+
+def symmetric_memory_ops() -> Any:
+    """Operators on symmetric memory; without the module, ``parallel.async_tp`` is refused."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.distributed._symmetric_memory")  # defines them
+    return torch.ops.symm_mem

@@ -48,6 +48,8 @@ def test_remarks_depend_on_value_and_run() -> None:
     assert "all of them select devices" in remarks_on(both, RunShape(), on_gpu=True)[0]
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert "parallel.fsdp" in remarks_on(one, RunShape(fsdp=True), on_gpu=True)[0]
+    assert "parallel.async_tp" in remarks_on(one, RunShape(tp_or_cp=True, async_tp=True), on_gpu=True)[0]
+    assert remarks_on({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, RunShape(tp_or_cp=True, async_tp=True), on_gpu=True) == []
     assert remarks_on(one, RunShape(fsdp=True), on_gpu=False) == remarks_on(one, RunShape(), on_gpu=True) == []
     assert "relies on 1" in remarks_on({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, RunShape(tp_or_cp=True), on_gpu=True)[0]
 
@@ -57,6 +59,7 @@ def test_remarks_depend_on_value_and_run() -> None:
     [
         ("gfx90a", RunShape(), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         ("gfx942:sramecc+:xnack-", RunShape(fsdp=True), {}),
+        ("gfx90a", RunShape(tp_or_cp=True, async_tp=True), {}),
         (
             "gfx950:sramecc+",
             RunShape(nodes=2),

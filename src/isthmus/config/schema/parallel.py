@@ -15,6 +15,10 @@ class ParallelConfig(Section):
     """Tensor parallel size: ranks that split each weight matrix."""
     sp: bool | None = None
     """Sequence parallelism: tp ranks also split activations outside of matmuls; null: on if tp > 1."""
+    async_tp: bool = False
+    """Overlap parts of matmuls with the communication of sequence parallelism, through the symmetric memory of a
+    machine's GPUs. Others report that it is faster with many tokens and slower with few. It is untested on GPUs.
+    """
     pp: Count = 1
     """Pipeline parallel size: stages that split the layers."""
     vpp: Count = 1

@@ -10,12 +10,14 @@ import functools
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers as mcore
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from isthmus.engine.layers.async_tp import AsyncExchange, RowIntoMainGrad, check_async_tp
 from isthmus.engine.layers.fp8_linear import ALIGNMENT, Fp8Recipe, fits, fp8_linear
-from isthmus.engine.layers.matmul import add_matmul, matmul
+from isthmus.engine.layers.matmul import add_matmul
 from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 
 
@@ -27,15 +29,14 @@ class _LinearIntoMainGrad(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
         ctx.exchange = exchange
-        return matmul(exchange.gather(x), weight.t())
+        return exchange.matmul(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (x,), weight, exchange = ctx.saved_tensors, ctx.weight, ctx.exchange
         whole, wait_for_input = exchange.start_gather(x)
-        grad_whole = matmul(grads[0], weight)
+        grad_x, wait_for_sum = exchange.start_input_grad(grads[0], weight)
         wait_for_input()
-        grad_x, wait_for_sum = exchange.start_sum(grad_whole)
         add_matmul(weight.main_grad, grads[0].flatten(0, -2).t(), whole.flatten(0, -2))
         weight.grad_added_to_main_grad = True
         wait_for_sum()
@@ -45,7 +46,7 @@ class _LinearIntoMainGrad(torch.autograd.Function):
 def _fused_linear(x: Tensor, weight: Tensor, exchange: InputExchange = NO_EXCHANGE) -> Tensor | None:
     """``x @ weight.T``; None if there is no float32 gradient buffer."""
     if not torch.is_grad_enabled():
-        return matmul(exchange.gather(x), weight.t())
+        return exchange.matmul(x, weight.t())
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.dtype != torch.float32:
         return None
@@ -57,9 +58,12 @@ class _FusedForward:
 
     fp8: Fp8Recipe | None = None
     """Set by :func:`use_fp8`."""
+    async_tp = False
+    """Set by :func:`use_async_tp`."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        exchange = InputExchange(kwargs["tp_group"], kwargs["allreduce_dgrad"], kwargs["sequence_parallel"])
+        kind = AsyncExchange if self.async_tp and kwargs["sequence_parallel"] else InputExchange
+        exchange = kind(kwargs["tp_group"], kwargs["allreduce_dgrad"], kwargs["sequence_parallel"])
         if self.fp8 is not None:
             out: Tensor | None = fp8_linear(input, weight, self.fp8, exchange)
         else:
@@ -75,6 +79,26 @@ class ColumnParallelLinear(_FusedForward, mcore.ColumnParallelLinear):
 
 class RowParallelLinear(_FusedForward, mcore.RowParallelLinear):
     """Megatron-Core's row-parallel linear layer with fused gradient accumulation."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.async_tp:
+            return super().forward(input_)  # type: ignore[no-any-return]
+        out = RowIntoMainGrad.apply(input_, self.weight, self.tp_group)
+        if self.bias is None or self.skip_bias_add:
+            return out, self.bias
+        return out + self.bias, None
+
+
+def use_async_tp(model: nn.Module) -> None:
+    """Overlap parts of the matmuls of parallel linear layers with communication; their weights need a ``main_grad``.
+
+    The output layer, experts and replicated layers do not change. Raises UsageError if it is impossible here.
+    """
+    parameter = next(model.parameters())
+    check_async_tp(parallel_state.get_tensor_model_parallel_group(), parameter.device, parameter.dtype)
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert:
+            module.async_tp = True
 
 
 def use_fp8(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:

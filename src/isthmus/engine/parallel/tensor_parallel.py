@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from isthmus.engine.layers.matmul import matmul
+
 Wait = Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InputExchange:
     """How the ranks of ``group`` share the input of a linear layer; by default each rank has its own."""
 
@@ -32,6 +34,14 @@ class InputExchange:
         whole, wait = self.start_gather(x)
         wait()
         return whole
+
+    def matmul(self, x: Tensor, b: Tensor) -> Tensor:
+        """The whole input times ``b``."""
+        return matmul(self.gather(x), b)
+
+    def start_input_grad(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Wait]:
+        """The gradient of ``x`` from that of ``x @ weight.T``, valid after the returned function was called."""
+        return self.start_sum(matmul(grad, weight))
 
     def start_sum(self, grad: Tensor) -> tuple[Tensor, Wait]:
         """The gradient of ``x`` from that of the whole input, valid after the returned function was called."""

@@ -87,6 +87,22 @@ def check_fsdp_precision(parallel: ParallelConfig, precision: str) -> None:
         )
 
 
+def check_async_layout(parallel: ParallelConfig, device_type: str, precision: str, *, ranks_here: int) -> None:
+    """Check that matmuls of tensor-parallel layers can overlap their communication with ``parallel.async_tp``."""
+    reasons = {
+        f"parallel.tp={parallel.tp} has no communication": parallel.tp == 1,
+        "parallel.sp=false has no gathers to overlap": not parallel.sequence_parallel,
+        "parallel.fsdp=true has no float32 gradient buffers": parallel.fsdp,
+        "train.precision=fp8 layers quantize whole matrices": precision == "fp8",
+        "it is for GPUs": device_type == "cpu",
+        f"the ranks of a tensor-parallel group must be on one machine, which has {ranks_here}": parallel.tp
+        > ranks_here,
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    if parallel.async_tp and reason is not None:
+        raise UsageError(f"parallel.async_tp=true: {reason}. Leave parallel.async_tp out.")
+
+
 def check_stages(architecture: Architecture, pp: int, vpp: int = 1) -> None:
     """Check that every pipeline stage has a layer and, with virtual stages, all have the same number."""
     layers = architecture.num_layers

@@ -66,7 +66,7 @@ def build_rank_model(
     """
     from isthmus.engine.attention_backends.selection import select_backend
     from isthmus.engine.compiled import choose_compile
-    from isthmus.engine.layers.linear import use_fp8
+    from isthmus.engine.layers.linear import use_async_tp, use_fp8
     from isthmus.engine.layers.matmul import rounded_gradients
     from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import attention_needs, transformer_config
@@ -100,6 +100,9 @@ def build_rank_model(
     messages = tuple(line for line in lines if line)
     if precision == "fp8":
         messages += use_fp8(modules, fp8_recipe(config, platform))
+    if training and plan.parallel.async_tp:
+        agree(lambda: use_async_tp(modules))
+        messages += ("async tensor parallelism: on",)
     if training and not fsdp:
         stages = [wrap_data_parallel(stage, **_overlap(config, platform)) for stage in stages]
     if training and plan.architecture.moe is not None:

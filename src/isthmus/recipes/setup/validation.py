@@ -14,7 +14,7 @@ from isthmus.platforms.base import Platform, RunShape
 from isthmus.platforms.detect import detect
 from isthmus.recipes.data.corpus import check_files
 from isthmus.recipes.run_dir import RunDir
-from isthmus.recipes.setup.layout_checks import check_offload
+from isthmus.recipes.setup.layout_checks import check_async_layout, check_offload
 from isthmus.recipes.setup.memory_estimate import check_memory
 from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, check_training, dropout_messages, plan_model
 from isthmus.recipes.setup.model_source import run_tokenizer
@@ -60,6 +60,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         nodes=math.ceil(plan.world_size / ranks_here),
         fsdp=config.parallel.fsdp,
         tp_or_cp=config.parallel.tp > 1 or config.parallel.cp > 1,
+        async_tp=config.parallel.async_tp,
         gemm_tuning_file=str(run_dir.gemm_tuning(rank_env.rank())) if config.train.gemm_tuning else None,
         deterministic=config.train.deterministic,
     )
@@ -69,6 +70,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     precision, reason = (chosen, reason) if chosen is not None else platform.default_precision()
     check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
     check_offload(config.optim, config.parallel, platform.device_type)
+    check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
     memory = check_memory(plan, config, platform, precision, ranks_here=ranks_here)
     messages = (
         *check_trackers(config.logging),

@@ -11,6 +11,7 @@ from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.registry import all_families
 from isthmus.recipes.setup.layout_checks import (
+    check_async_layout,
     check_experts,
     check_fsdp,
     check_fsdp_precision,
@@ -59,6 +60,25 @@ def test_interleaved_schedule_divides_the_batch() -> None:
     train = TrainConfig(steps=1, global_batch_size=20, micro_batch_size=2)
     with pytest.raises(UsageError, match=r"batch_size=20 is not a multiple of .* Use 16 or 32, or leave parallel.vpp"):
         check_micro_batches(train, sizes, 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "here", "reason"),
+    [
+        ({"tp": 1}, {}, "parallel.tp=1 has no communication"),
+        ({"tp": 2, "sp": False}, {}, "parallel.sp=false has no gathers"),
+        ({"tp": 2, "fsdp": True}, {}, "parallel.fsdp=true"),
+        ({"tp": 2}, {"precision": "fp8"}, "fp8 layers quantize"),
+        ({"tp": 2}, {"device_type": "cpu"}, "it is for GPUs"),
+        ({"tp": 16}, {}, "must be on one machine, which has 8"),
+    ],
+)
+def test_async_tp_needs_gpus_of_one_machine(sizes: dict[str, Any], here: dict[str, str], reason: str) -> None:
+    run: dict[str, Any] = {"device_type": "cuda", "precision": "bf16", "ranks_here": 8} | here
+    check_async_layout(ParallelConfig(**sizes), **run)
+    with pytest.raises(UsageError, match=rf"parallel.async_tp=true: .*{reason}.* Leave parallel.async_tp out"):
+        check_async_layout(ParallelConfig(**sizes, async_tp=True), **run)
+    check_async_layout(ParallelConfig(tp=8, async_tp=True), "cuda", "bf16", ranks_here=8)
 
 
 def test_offload_needs_a_gpu_and_the_distributed_optimizer() -> None:
