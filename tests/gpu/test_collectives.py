@@ -32,6 +32,7 @@ def test_collectives_of_two_ranks(two: RankPool) -> None:
     [
         pytest.param("qwen3", {"tp": 2}, id="tp"),
         pytest.param("qwen3", {"tp": 2, "sp": False}, id="tp-without-sp", marks=gpu),
+        pytest.param("qwen3", {"tp": 2, "async_tp": True}, id="async-tp", marks=gpu),
         pytest.param("qwen3", {"pp": 2}, id="pp", marks=gpu),
         pytest.param("qwen3", {"pp": 2, "vpp": 2}, id="vpp", marks=gpu),
         pytest.param("qwen3", {"cp": 2}, id="cp", marks=gpu),
