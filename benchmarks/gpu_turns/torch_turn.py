@@ -100,6 +100,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
     platform = detect(turn.platform)
     apply_env(platform)
+    platform.prepare_process()  # the memory allocator has the same settings for all contestants
     device = torch.device(platform.device_type)
     try:
         model, losses = build(turn, device)

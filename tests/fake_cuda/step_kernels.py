@@ -26,6 +26,7 @@ def kernels(model: str, tokens: int, layers: int) -> dict[str, Any]:
     compiled._Region.__call__ = region  # type: ignore[method-assign]
     described: Any = {"path": model, "config": {"num_hidden_layers": layers}, "init": "random"}
     rank = build("unused", sections={"model": described, "data": {"seq_length": tokens}})
+    compiled.set_compile(True)  # as with Triton; regions with fake tensors are not compiled
     found: dict[str, Any] = {}
     for count in (1, 2):
         rank.stepper.train_step([rank.batch(tokens)] * count)  # lazy set-up
