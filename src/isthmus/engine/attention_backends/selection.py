@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from isthmus.engine.attention_backends.backends import BACKENDS, AttentionNeeds, BackendName
-from isthmus.engine.attention_backends.self_check import self_check
+from isthmus.engine.attention_backends.flash_versions import activate_flash, newer_flash
+from isthmus.engine.attention_backends.self_check import CheckResult, self_check
 from isthmus.errors import UsageError
 
 
@@ -29,19 +30,36 @@ def select_backend(
     """
     rejected: list[str] = []
     for name in _candidates(requested, needs):
-        reason, checked = BACKENDS[name].unsupported(needs), ""
+        reason, remarks = BACKENDS[name].unsupported(needs), [f"attention: {name}, {BACKENDS[name].description}"]
         if reason is None and verified and needs.device == "cuda" and name != "blocks":
-            result = self_check(name, needs)
+            result, flash = _verify(name, needs)
             reason = result.failure
-            checked = f"; errors against float32: {result.forward:.1g} forward, {result.backward:.1g} backward"
+            errors = f"errors against float32: {result.forward:.1g} forward, {result.backward:.1g} backward"
+            remarks += [flash, errors]
         if reason is None:
             quiet = needs.device == "cpu" and requested == "auto"
-            line = "; ".join([f"attention: {name}, {BACKENDS[name].description}{checked}", *rejected])
-            return Selection(name, () if quiet else (line,))
+            return Selection(name, () if quiet else ("; ".join(each for each in (*remarks, *rejected) if each),))
         if requested != "auto":
             raise UsageError(f"train.attention={name} cannot be used here: {reason}. Use train.attention=auto.")
         rejected.append(f"not {name}: {reason}")
     raise AssertionError("blocks can compute all attention")
+
+
+def _verify(name: BackendName, needs: AttentionNeeds) -> tuple[CheckResult, str]:
+    """Check the backend with the newest flash attention that is right; also returns what the log says about that."""
+    version, remark = newer_flash() if name == "varlen" else (None, "")
+    if version is not None:
+        try:
+            activate_flash(version)
+        except (ImportError, RuntimeError) as error:
+            remark = f"not {version.name}: {error}"
+        else:
+            result = self_check(name, needs, version.name)
+            if result.failure is None:
+                return result, version.name
+            remark = f"not {version.name}: {result.failure}"
+    activate_flash(None)
+    return self_check(name, needs), remark
 
 
 def _candidates(requested: BackendName | Literal["auto"], needs: AttentionNeeds) -> tuple[BackendName, ...]:

@@ -37,8 +37,11 @@ class CheckResult(NamedTuple):
 
 
 @functools.cache
-def self_check(name: BackendName, needs: AttentionNeeds) -> CheckResult:
-    """Run forward and backward on small random samples with the heads of the model; once per process."""
+def self_check(name: BackendName, needs: AttentionNeeds, flash: str = "") -> CheckResult:
+    """Run forward and backward on small random samples with the heads of the model; once per process.
+
+    ``flash`` is the active version of flash attention, if it is not that of torch.
+    """
     try:
         windows = (None, _WINDOW) if needs.window else (None,)
         errors = torch.tensor([_errors(name, needs, window, _SPANS if needs.cp else None) for window in windows])

@@ -51,8 +51,10 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(varlen, "varlen_attn", lambda: plain_varlen_attn)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses gradients on a CPU
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(
+        flex_attention, "_validate_device", lambda *_: None, raising=False
+    )  # refuses gradients on a CPU
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     caches = (flex._kernel, flex._block_mask, varlen._calls)
     for each in caches:

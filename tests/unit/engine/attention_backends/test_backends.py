@@ -74,10 +74,30 @@ def test_softcap_and_sinks(options: dict[str, Any], window: int | None, spans: S
     check(flex_attention, inputs(2), window, spans, **given)
 
 
+def test_flex_is_compiled_for_the_first_two_lengths_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each packing has a new mask, lengths differ, and softcap and scale stay numbers that a kernel can contain."""
+    graphs = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch._dynamo.optimize(count, nopython=True)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function))
+    options: dict[str, Any] = {"softcap": 2.0, "scale": 0.3, "sinks": torch.ones(4, dtype=torch.float64)}
+    for lengths in ((300,), (9, 500), (140, 1, 2), (256, 256), (1000, 24)):
+        random = torch.Generator().manual_seed(0)
+        shapes = ((2, 2, 16), (2, 16), (2, 16))
+        given = [torch.randn(sum(lengths), *s, dtype=torch.float64, generator=random).requires_grad_() for s in shapes]
+        out, wanted = (attend(*given, lengths, 70, **options) for attend in (flex_attention, packed_attention))
+        assert torch.allclose(out, wanted, rtol=0, atol=1e-12)
+    assert len(graphs) == 2
+
+
 @BACKENDS
 def test_values_narrower_than_keys(attend: Callable[..., Tensor]) -> None:
     """As in latent attention."""
-    check(attend, inputs(4, value_width=6), None, SPANS["parts"])
+    check(attend, inputs(4, value_width=8), None, SPANS["parts"])
 
 
 @BACKENDS

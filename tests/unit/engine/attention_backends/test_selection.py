@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config.schema import ParallelConfig
-from isthmus.engine.attention_backends import backends, selection, self_check
+from isthmus.engine.attention_backends import backends, flash_versions, selection, self_check
 from isthmus.engine.attention_backends.backends import BACKENDS, AttentionNeeds
 from isthmus.engine.attention_backends.selection import select_backend
 from isthmus.engine.attention_backends.self_check import CheckResult
@@ -28,6 +28,7 @@ def new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch with all features, with a compiler."""
     monkeypatch.setattr(backends, "varlen_attn", lambda: object())
     monkeypatch.setattr(backends, "find_compiler", lambda _device: ("Triton", ""))
+    monkeypatch.setattr(selection, "newer_flash", lambda: (None, ""))
     self_check.self_check.cache_clear()
 
 
@@ -90,7 +91,7 @@ def test_a_requested_backend_that_cannot_is_refused(name: Any, changes: dict[str
 
 
 def test_a_backend_with_large_errors_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(name: str, _needs: AttentionNeeds) -> CheckResult:
+    def check(name: str, _needs: AttentionNeeds, _flash: str = "") -> CheckResult:
         return CheckResult(0.004, 0.9, "its errors are 0.9") if name == "varlen" else CheckResult(0.001, 0.002, None)
 
     monkeypatch.setattr(selection, "self_check", check)
@@ -100,6 +101,42 @@ def test_a_backend_with_large_errors_is_replaced(monkeypatch: pytest.MonkeyPatch
     assert "not varlen: its errors are 0.9" in selected.messages[0]
     with pytest.raises(UsageError, match=r"train\.attention=varlen cannot be used here: its errors are 0\.9"):
         select_backend("varlen", BF16, verified=True)
+
+
+@pytest.mark.parametrize(
+    ("installed", "works", "right", "remark", "active"),
+    [
+        (False, True, True, "FA3 is not installed (flash_attn_interface)", []),
+        (True, True, True, "; FA3; errors", ["FA3"]),
+        (True, True, False, "not FA3: its errors are 0.9", ["FA3", "torch"]),
+        (True, False, True, "not FA3: no kernels", ["torch"]),
+    ],
+)
+def test_an_installed_flash_attention_is_used_if_it_is_right(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, works: bool, right: bool, remark: str, active: list[str]
+) -> None:
+    activated: list[str] = []
+
+    def activate(name: str) -> None:
+        if not works:
+            raise RuntimeError("no kernels")
+        activated.append(name)
+
+    def check(_name: str, _needs: AttentionNeeds, flash: str = "") -> CheckResult:
+        wrong = bool(flash) and not right
+        return CheckResult(0.001, 0.9 if wrong else 0.002, "its errors are 0.9" if wrong else None)
+
+    monkeypatch.setattr(selection, "newer_flash", flash_versions.newer_flash)
+    monkeypatch.setattr(selection, "self_check", check)
+    monkeypatch.setattr(flash_versions, "find_spec", lambda _name: object() if installed else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    attention = torch.nn.attention
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate, raising=False)
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: "FA3" if installed else None, raising=False)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: activated.append("torch"), raising=False)
+    (line,) = select_backend("auto", BF16, verified=True).messages
+    assert line.startswith("attention: varlen") and remark in line
+    assert activated == active
 
 
 def of_kernel(monkeypatch: pytest.MonkeyPatch, attend: Any, **changes: Any) -> CheckResult:
