@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import measure, record
 from fake_cuda.world import build
+from isthmus.config.schema.dpo import DpoConfig
 from isthmus.engine.checkpoint import save_load
+from isthmus.train.preference_loss import PreferenceObjective
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300,
@@ -23,9 +27,12 @@ MIXTRAL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def waits_of_a_step(**settings: Any) -> list[str]:
+def waits_of_a_step(*, pairs: bool = False, **settings: Any) -> list[str]:
     rank = build(**settings)
     batches = [rank.batch(20, 44) for _ in range(2)]
+    if pairs:
+        rank.stepper.objective = PreferenceObjective(DpoConfig())
+        batches = [replace(batch, reference_logps=torch.zeros(2, dtype=torch.float64)) for batch in batches]
     rank.stepper.train_step(batches)  # tries once what the GPU supports
     with record() as trace:
         rank.stepper.train_step(batches)
@@ -38,11 +45,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"model": QWEN3, "size": 2, "rank": 1, "pp": 2},
     {"model": QWEN3, "size": 2, "pp": 2, "vpp": 2},
     {"model": QWEN3, "size": 2, "fsdp": True},
+    {"model": QWEN3, "pairs": True},
     {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["fp32", "fp16-tp2", "pp2", "pp2-vpp2", "fsdp", "moe"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["fp32", "fp16-tp2", "pp2", "pp2-vpp2", "fsdp", "dpo", "moe"])
 def test_the_host_reads_the_gpu_once_in_a_step(settings: dict[str, Any], fake_cuda: FakeCuda) -> None:
     """Losses, gradient norm, overflow flag and expert load in one copy; nothing else waits."""
     waits = fake_cuda.run(waits_of_a_step, **settings)

@@ -31,7 +31,7 @@ from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, torc
 from isthmus.engine.optim.update import reduce_and_scale_grads
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
-from isthmus.errors import IsthmusError
+from isthmus.errors import Diverged, IsthmusError
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
 from isthmus.recipes.setup.hf_export import export_hf
 from isthmus.recipes.setup.load_model import load_model, model_logits
@@ -188,6 +188,19 @@ def train(
     if evaluate:
         result["valid_after"] = stepper.evaluate(training.valid.eval_batches()).loss
     return result | {"digest": _digest(training)}
+
+
+def diverged_step(**settings: Any) -> dict[str, Any]:
+    """A step with an infinite gradient after a good one: its error, and whether the weights changed."""
+    training = start(**settings)
+    training.stepper.train_step(training.batches.step(0))
+    before = _digest(training)
+    _poison(training.stepper, now=True)
+    try:
+        training.stepper.train_step(training.batches.step(1))
+    except Diverged as error:
+        return {"text": str(error), "unchanged": _digest(training) == before}
+    raise AssertionError("the step was not refused")
 
 
 def train_counting_shapes(**settings: Any) -> dict[str, Any]:

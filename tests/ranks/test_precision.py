@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,11 @@ def test_overflow_at_the_lowest_scale_fails(one: RankPool, wide: Path, samples: 
     more = {"initial_loss_scale": 2.0}
     refused = one.run("ranks.tasks.refusal", task="train", **settings, more=more, overflow_at=[0, 1])
     assert refused["code"] == 79 and "the gradient norm is inf" in refused["text"]
+
+
+def test_gradient_that_is_not_finite_leaves_the_weights(two: RankPool, models: dict[str, Path], samples: Path) -> None:
+    found = two.run("ranks.tasks.diverged_step", model=models["qwen3-tied"], samples=samples)
+    assert found["unchanged"] and re.search(r"the gradient norm is (inf|nan) at a loss of \d", found["text"])
 
 
 def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], two_ranks: dict[str, dict[str, Any]]) -> None:

@@ -193,7 +193,7 @@ class Decoder(GPTModel):
     def _grad_scale(self, weight: float | None, device: torch.device) -> Tensor | None:
         """Gradient of a loss: its weight times the float16 loss scale; None means 1."""
         loss_scale = self.config.grad_scale_func
-        scale = None if weight is None else torch.tensor(weight, device=device)
+        scale = None if weight is None else torch.full((), weight, device=device)
         if not self.config.fp16 or loss_scale is None:
             return scale
         return loss_scale(torch.ones((), device=device) if scale is None else scale).view(())

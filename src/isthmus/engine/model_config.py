@@ -135,12 +135,10 @@ def _attention_settings(architecture: Architecture) -> dict[str, Any]:
 
 def _expert_settings(architecture: Architecture) -> dict[str, Any]:
     """Settings of Megatron-Core's modules and checkpoints for a model with experts. Isthmus has its own router."""
-    # Variable sequence lengths are rejected with the default dispatcher, even without experts.
-    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if (moe := architecture.moe) is None:
-        return settings
+        return {}
     layers = [int(architecture.is_moe(layer)) for layer in range(architecture.num_layers)]
-    return settings | {
+    return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isthmus.config.schema.dpo import DpoConfig
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.host_copies import to_device
 from isthmus.engine.objective import LossOutput, counts_batch, sample_log_probs
 
 METRICS = (
@@ -73,11 +74,11 @@ class PreferenceObjective:
         """The summed loss of the pairs; ``losses``: float32 cross entropies [n] of the loss tokens."""
         settings, answers = self.settings, len(batch.sample_lengths)
         logps = sample_log_probs(losses, batch)[:answers]
-        lengths = torch.tensor(batch.loss_tokens[:answers], device=logps.device, dtype=logps.dtype)
+        lengths = to_device(torch.tensor(batch.loss_tokens[:answers], dtype=logps.dtype), logps.device)
         ratios = logps
         if settings.has_reference:
             assert batch.reference_logps is not None
-            ratios = logps - batch.reference_logps.to(logps.device)
+            ratios = logps - to_device(batch.reference_logps, logps.device)
         if settings.length_normalized or settings.loss in ("simpo", "orpo"):
             ratios = ratios / lengths
         loss = pair_losses(ratios[::2], ratios[1::2], settings).sum()
