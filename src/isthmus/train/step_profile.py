@@ -31,8 +31,8 @@ _REGIONS = ("data", "optimizer")
 _ATTENTION = re.compile(r"PackedAttention|scaled_dot_product|(flash|flex|efficient)_attention|varlen_attn")
 _ROWS = (
     (re.compile(r"CrossEntropy"), "loss"),
-    (re.compile(r"RMSNorm|rms_norm|LayerNorm|layer_norm", re.IGNORECASE), "norms"),
-    (re.compile(r"SwiGLU|GeGLU|GeLU|silu|relu|sigmoid", re.IGNORECASE), "activations"),
+    (re.compile(r"RMSNorm|rms_norm|LayerNorm|layer_norm|NormFunction", re.IGNORECASE), "norms"),
+    (re.compile(r"SwiGLU|GeGLU|GeLU|silu|relu|sigmoid|CompiledActivation", re.IGNORECASE), "activations"),
     (re.compile(r"_Rotate"), "rotary positions"),
     (re.compile(r"_Lookup|embedding", re.IGNORECASE), "embedding"),
 )

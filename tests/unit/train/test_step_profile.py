@@ -107,9 +107,10 @@ def test_functions_of_the_engine_have_their_rows() -> None:
     from isthmus.engine.layers import activation, embedding, linear_cross_entropy, norm, packed_attention_cpu, rope
 
     functions = {
-        packed_attention_cpu._PackedAttention: "attention", norm._RMSNormFunction: "norms",
+        packed_attention_cpu._PackedAttention: "attention", norm._NormFunction: "norms",
         rope._Rotate: "rotary positions",
-        activation._SwiGLU: "activations", embedding._Lookup: "embedding",
+        activation._SwiGLU: "activations", activation._CompiledActivation: "activations",
+        embedding._Lookup: "embedding",
         linear_cross_entropy._LinearCrossEntropy: "loss", linear_cross_entropy._TokenCrossEntropy: "loss",
     }  # fmt: skip
     for function, row in functions.items():

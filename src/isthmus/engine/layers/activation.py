@@ -51,7 +51,7 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x
 
 
-class _Compiled(torch.autograd.Function):
+class _CompiledActivation(torch.autograd.Function):
     """Any activation in one kernel each way; saves only its input."""
 
     @staticmethod
@@ -85,7 +85,7 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if compiles(x):
-            return _Compiled.apply(x, self.function)
+            return _CompiledActivation.apply(x, self.function)
         return _SwiGLU.apply(x) if self.function is swiglu else self.function(x)
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
