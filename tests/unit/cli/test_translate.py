@@ -76,10 +76,18 @@ def test_settings_without_an_argument_are_named(tmp_path: Path, capsys: pytest.C
         "{recipe: pretrain, out: x, model: {path: 'preset:qwen3-0.6b', init: random}, data: {files: [a.txt]}}"
     )
     more = ["train.steps=9", "checkpoint.keep=5", "train.precision=fp8", "train.fp8_scaling=rowwise"]
+    more.append("train.deterministic=true")
     assert parse_and_run(["config", "to-megatron", str(file), *more]) == 0
     out, err = capsys.readouterr()
     assert "--qk-layernorm\n" in out and "--train-iters 9\n" in out and "--fp8-format hybrid\n" in out
     named = {line.split(" (")[0] for line in err.splitlines()}
+    assert (
+        "--deterministic-mode\n" in out
+        and "--eval-iters 100\n" in out
+        and any("evaluates the whole validation set" in line for line in err.splitlines())
+    )
+    assert parse_and_run(["config", "to-megatron", str(file), "train.steps=9", "data.valid_fraction=0"]) == 0
+    assert "--eval-iters 0\n" in capsys.readouterr().out
     assert named >= {"checkpoint.keep=5", "train.fp8_scaling=rowwise", "a.txt", "tokenizer.path"}
     for words, message in (
         (["train.epochs=2"], "Megatron-LM counts steps. Give train.steps=N"),

@@ -325,6 +325,16 @@ def test_unsupported_settings_are_rejected(change: dict[str, Any], message: str)
             {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None},
             "max_window_layers must be an integer, got None",
         ),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type must be a name such as 'yarn', got \['yarn'\]"),
+        ({"rope_scaling": {"type": None, "factor": 2.0}}, "rope_type must be a name such as 'yarn', got None"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": [32]}},
+            r"beta_fast of rope type 'yarn' must be a number, got \[32\]",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": [1]},
+            r"rope_parameters must have an object for each kind of layer, got \[1\]",
+        ),
     ],
 )
 def test_invalid_numbers_are_named(change: dict[str, Any], message: str) -> None:

@@ -36,20 +36,23 @@ class CsvChunk:
 def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
     """The rows of a UTF-8 table; quoted cells may contain line breaks and doubled quotes.
 
-    Columns are separated by tabs if ``tabs``; else by the first of comma, tab and semicolon in the first line.
+    Columns are separated by tabs if ``tabs``; else by the first of comma, tab and semicolon in the column names. Blank
+    lines before them are skipped.
     """
     csv.field_size_limit(_LONGEST_CELL)
     with open_decompressed(path) as file:
         lines = (decode_utf8(raw, path, number) for number, raw in enumerate(file, start=1))
-        first = next(lines, "").removeprefix("\ufeff")
+        first, blank = next(lines, "").removeprefix("\ufeff"), 0
+        while first and not first.strip():
+            first, blank = next(lines, ""), blank + 1
         delimiter = "\t" if tabs else next((mark for mark in ",\t;" if mark in first), ",")
         reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         names: list[str] | None = None
         rows: list[tuple[int, list[str]]] = []
-        size, line, seen = 0, 1, False
+        size, line, seen = 0, 1 + blank, False
         try:
             for row in reader:
-                begins, line = line, reader.line_num + 1
+                begins, line = line, reader.line_num + 1 + blank
                 if not row:  # a blank line
                     continue
                 if names is None:

@@ -80,8 +80,10 @@ class TextFileChunk:
 def _file_chunks(path: str) -> Iterator[RecordChunk]:
     with open_decompressed(path) as file:
         start = file.read(4096)
+        first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        while not first and (more := file.read(1 << 16)):
+            first = more.lstrip()[:1]
     name = uncompressed_name(Path(path))
-    first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if name.endswith(".txt"):
         yield TextFileChunk(path)
     elif name.endswith(".parquet") or start.startswith(b"PAR1"):

@@ -63,8 +63,10 @@ def read_rotary(
 def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     """The config with the rotary settings of full-attention layers only, and the base of sliding-window layers."""
     nested = hf.get("rope_parameters") or {}
-    if unknown := [key for key in nested if key not in _LAYERED]:
+    if unknown := [key for key in nested if key not in _LAYERED] if isinstance(nested, Mapping) else []:
         raise UsageError(f"rope_parameters: {', '.join(unknown)} is not a kind of layer; {' and '.join(_LAYERED)} are.")
+    if not isinstance(nested, Mapping) or not all(isinstance(one or {}, Mapping) for one in nested.values()):
+        raise DataError(f"config.json: rope_parameters must have an object for each kind of layer, got {nested!r}.")
     full, windowed = (dict(nested.get(kind) or {}) for kind in _LAYERED)
     theta = _first(windowed.pop("rope_theta", None), hf.get(_WINDOW_THETA), defaults[_WINDOW_THETA])
     if windowed.pop("rope_type", "default") != "default" or windowed:
@@ -83,6 +85,8 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
         raise DataError(f"config.json: rope_theta must be a positive number, got {theta!r}.")
     settings.pop(_SHARE, None)
     kind = settings.get("rope_type", settings.get("type", "default"))
+    if not isinstance(kind, str):
+        raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {kind!r}.")
     kind = _ALIASES.get(kind, kind)
     if kind not in _NEEDED:
         raise UsageError(f"rope type '{kind}' is not supported; supported are {', '.join(_NEEDED)}.")
@@ -102,6 +106,9 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
         if not all(isinstance(number, int | float) and number > 0 for number in numbers):
             raise DataError(f"config.json: rope type '{kind}' needs a positive {key}, got {given!r}.")
     chosen = [*_NEEDED[kind], *(key for key in _OPTIONAL.get(kind, ()) if settings.get(key) is not None)]
+    for key in chosen:
+        if key not in _LISTS and not isinstance(settings[key], int | float):
+            raise DataError(f"config.json: {key} of rope type '{kind}' must be a number, got {settings[key]!r}.")
     values: dict[str, Any] = {key: _TYPES.get(key, float)(settings[key]) for key in chosen}
     return float(theta), RopeScaling(kind=kind, **values)
 

@@ -137,6 +137,12 @@ def test_unknown_tensors_and_routing_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"1 not expected: decoder\.layers\.0\.mlp\.shared_expert\.up_proj"):
         convert(files.save(tmp_path / "shared"), tmp_path / "hf", vocab_size=VOCAB)
+    files = Files(OldModel(experts="dmoe"))
+    layers = files.states[0, 0, 0]["language_model"]["encoder"]
+    for name in [name for name in layers if "router" in name]:  # its rows are the number of experts
+        del layers[name]
+    with pytest.raises(DataError, match=r"missing: decoder\.layers\.0\.mlp\.router\.weight \(in mp_rank_00\)"):
+        convert(files.save(tmp_path / "without-router"), tmp_path / "hf", vocab_size=VOCAB)
     checkpoint = Files(OldModel(experts="dmoe")).save(tmp_path / "old")
     file = checkpoint / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt"
     state = torch.load(file, weights_only=False)

@@ -33,9 +33,28 @@ def test_text_file_is_one_document(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", b'[{"a": "1", "b": "x, y"}]'),
+        ("a.jsonl", b'{"a": "1", "b": "x, y"}\n'),
+        ("a.csv", b'a;b\n1;"x, y"\n'),
+        ("a.tsv", b"a\tb\n1\tx, y\n"),
+    ],
+)
+@pytest.mark.parametrize("blanks", [b"\n", b"\xef\xbb\xbf\n\r\n", b" " * 4095 + b"\n", b"\n" * 70_000])
+def test_blank_lines_at_the_beginning_are_skipped(tmp_path: Path, name: str, content: bytes, blanks: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(blanks + content)
+    ((line, value),) = values(path)
+    line_of_names = blanks.count(b"\n") + 1
+    assert value == {"a": "1", "b": "x, y"} and int(line) == line_of_names + (not name.startswith("a.json"))
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.json", b"", "a.json: the file is empty"),
+        ("a.csv", b"\n" * 5000, "a.csv: the file is empty"),
         ("a.jsonl", b" \n\n", "a.jsonl: the file is empty"),
         ("a.txt", b"\n", "a.txt: the file is empty"),
         ("a.json", b"[ ]", "a.json: the JSON array is empty"),

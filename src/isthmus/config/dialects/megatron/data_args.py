@@ -13,6 +13,7 @@ from isthmus.config.dialects.translation import Translation
 from isthmus.config.schema.data import DOCUMENT_SETTINGS
 
 _SPLIT = "969, 30, 1"
+_EVAL_ITERS = 100  # Megatron-LM's default
 _DOCUMENTS = tuple(f"data.{name}" for name in DOCUMENT_SETTINGS)
 
 
@@ -87,10 +88,15 @@ def write_data(written: WrittenArguments) -> None:
     if not separate:
         split = ",".join(f"{share:.9f}".rstrip("0").rstrip(".") for share in shares)
         written.set("split", split, "data.valid_fraction", "data.test_fraction")
-        if shares[1:] == (0.0, 0.0):
-            written.set("eval_iters", 0)
     elif data.valid_files:
         written.set("split", None, "data.valid_fraction")  # not used
+    if data.valid_files if separate else any(shares[1:]):
+        setting = "data.valid_files" if separate else "data.valid_fraction"
+        written.set("eval_iters", _EVAL_ITERS, also_default=True)
+        why = "Megatron-LM evaluates --eval-iters global batches; Isthmus evaluates the whole validation set."
+        written.remark(setting, "different", why)
+    else:
+        written.set("eval_iters", 0)
 
 
 def weighted_paths(words: Sequence[Any]) -> list[tuple[float | None, str]]:

@@ -21,6 +21,8 @@ def put_train(args: Arguments, translation: Translation, *, model: bool) -> None
     batch = _put_batch(args, translation)
     steps = _put_steps(args, translation, batch)
     args.put(translation, "train.seed", *(name for name in DROPOUT if model or args.is_explicit(SETTINGS[name])))
+    if args.get("deterministic_mode"):
+        args.put(translation, "train.deterministic")
     _put_precision(args, translation)
     _put_recompute(args, translation)
     if args.get("mtp_num_layers"):
@@ -228,7 +230,7 @@ def write_train(written: WrittenArguments, *, mtp: bool) -> None:
     written.set("seed", train.seed or None, "train.seed", *same)
     if not train.seed:
         written.remark("train.seed", "different", "Megatron-LM has no seed 0, so it is the default, 1234.")
-    written.put(*DROPOUT)
+    written.put("train.deterministic", *DROPOUT)
     _write_precision(written)
     _write_recompute(written)
     if mtp:

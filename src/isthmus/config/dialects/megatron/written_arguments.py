@@ -19,6 +19,7 @@ class WrittenArguments:
         self.remarks: list[OptionRemark] = []
         self._values: dict[str, Any] = {}
         self._expressed: set[str] = set()
+        self._also_defaults: set[str] = set()
 
     def put(self, *settings: str) -> None:
         """Write settings that are one argument with the same value."""
@@ -26,9 +27,12 @@ class WrittenArguments:
             value: Any = reduce(getattr, setting.split("."), self.config)
             self.set(SETTINGS[setting], value, setting)
 
-    def set(self, name: str, value: Any, *settings: str) -> None:
-        """Write an argument, which expresses ``settings``; None leaves it out."""
+    def set(self, name: str, value: Any, *settings: str, also_default: bool = False) -> None:
+        """Write an argument, which expresses ``settings``; None leaves it out, and so does Megatron-LM's default unless
+        ``also_default``."""
         self._values[name] = value
+        if also_default:
+            self._also_defaults.add(name)
         self._expressed.update(settings)
 
     def remark(self, setting: str, status: Status, reason: str) -> None:
@@ -37,9 +41,9 @@ class WrittenArguments:
         self.remarks.append(OptionRemark(setting, status, reason))
 
     def words(self) -> Iterator[list[str]]:
-        """Each flag with its words; arguments with Megatron-LM's default are left out."""
+        """Each flag with its words."""
         for name, value in self._values.items():
-            if not is_default(name, value):
+            if name in self._also_defaults or not is_default(name, value):
                 yield words_of(name, value)
 
     def remark_on_the_rest(self) -> None:
