@@ -84,10 +84,10 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     if not isinstance(theta, int | float) or theta <= 0:
         raise DataError(f"config.json: rope_theta must be a positive number, got {theta!r}.")
     settings.pop(_SHARE, None)
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if not isinstance(kind, str):
-        raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {kind!r}.")
-    kind = _ALIASES.get(kind, kind)
+    named = settings.get("rope_type", settings.get("type", "default"))
+    if not isinstance(named, str):
+        raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {named!r}.")
+    kind: Any = _ALIASES.get(named, named)
     if kind not in _NEEDED:
         raise UsageError(f"rope type '{kind}' is not supported; supported are {', '.join(_NEEDED)}.")
     if kind == "default":
