@@ -20,6 +20,7 @@ from torch import Tensor
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.layers.dropout import dropout_keys
+from isthmus.engine.layers.fp8_linear import quantize_weights_once
 from isthmus.engine.layers.mtp_layer import mtp_positions
 from isthmus.engine.moe.load_balancing import ExpertLoad, load_stats, router_sums, updated_bias
 from isthmus.engine.moe.moe_layer import MoeBlock
@@ -193,15 +194,16 @@ class Stepper:
         """
         # All stages have the same micro batches. Exchanging shapes costs two synchronizations with the GPU each time.
         get_model_config(self.model[0]).variable_seq_lengths = len({batch.input_ids.numel() for batch in batches}) > 1
-        results: list[_Reported] = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, objective=objective, step=self.step),
-            data_iterator=[iter(batches) for _ in self.model],
-            model=self.model,
-            num_microbatches=len(batches),
-            seq_length=batches[0].input_ids.numel(),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with quantize_weights_once(len(batches) > 1):
+            results: list[_Reported] = get_forward_backward_func()(
+                forward_step_func=partial(_forward_step, objective=objective, step=self.step),
+                data_iterator=[iter(batches) for _ in self.model],
+                model=self.model,
+                num_microbatches=len(batches),
+                seq_length=batches[0].input_ids.numel(),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             return torch.stack([self._sum(values) for values in zip(*results, strict=True)])
         return torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)

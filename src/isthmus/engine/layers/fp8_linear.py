@@ -6,33 +6,41 @@ are those of arXiv 2209.05433 (e4m3 forward, e5m2 for gradients), scales those o
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from isthmus.engine.compiled import compiled_on_gpu
 from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
+from isthmus.errors import UsageError
 from isthmus.platforms.torch_features import SCALED_MM
 
 ALIGNMENT = 16
 """The hardware requires widths that are multiples of it; the sum over tokens is zero-padded."""
 LARGEST_SCALE = 2.0**126
 """Its inverse is the smallest normal float32."""
+MAX_KERNEL_ERROR = 0.01
+"""Relative; rounding to bfloat16 is below it."""
+
+
+Scaling = Literal["tensorwise", "rowwise"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Recipe:
-    scaling: Literal["tensorwise", "rowwise"]
+    scaling: Scaling
     forward: torch.dtype
     """e4m3, for activations and weights."""
     backward: torch.dtype
     """Of the gradient of a layer's output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantized(NamedTuple):
     """A quantized matrix; a matmul reduces over its rows' elements."""
 
     values: Tensor
@@ -41,18 +49,70 @@ class Quantized:
     """float32 [] or [rows, 1]; the matrix is ``values * inverse_scale``."""
 
 
-def quantize(matrix: Tensor, dtype: torch.dtype, scaling: str) -> Quantized:
+@compiled_on_gpu
+def quantize(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
     """Scale ``matrix`` [rows, n] to the range of the dtype and round.
 
     The scale of zeros is one; a non-finite element makes all elements with the same scale NaN.
     """
-    largest = torch.finfo(dtype).max
-    amax = matrix.abs().amax(1 if scaling == "rowwise" else (0, 1), keepdim=True).float()
-    scale = torch.where(amax == 0, 1.0, (largest / amax).clamp(max=LARGEST_SCALE))
+    scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 1)
+    return Quantized(_rounded(matrix, scale, dtype), scale.reciprocal())
+
+
+@compiled_on_gpu
+def quantize_columns(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
+    """:func:`quantize` the transpose of ``matrix`` [n, rows], with n zero-padded to a multiple of ``ALIGNMENT``."""
+    scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 0).t()
+    return Quantized(_rounded(_padded_transpose(matrix), scale, dtype), scale.reciprocal())
+
+
+@compiled_on_gpu
+def quantize_both(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Quantized, Quantized]:
+    """:func:`quantize` and :func:`quantize_columns`; tensorwise they have the same scale."""
+    scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 1)
+    of_columns = scale if scaling == "tensorwise" else _scale(matrix, dtype, 0).t()
+    columns = _rounded(_padded_transpose(matrix), of_columns, dtype)
+    return Quantized(_rounded(matrix, scale, dtype), scale.reciprocal()), Quantized(columns, of_columns.reciprocal())
+
+
+def _scale(matrix: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
+    """float32 [], or [rows, 1] or [1, n] if the maximum is over ``dim``."""
+    amax = (matrix.abs().amax() if dim is None else matrix.abs().amax(dim, keepdim=True)).float()
+    return torch.where(amax == 0, 1.0, (torch.finfo(dtype).max / amax).clamp(max=LARGEST_SCALE))
+
+
+def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     # The scale is rounded, and a conversion beyond the range gives NaN: hence the clamp.
-    values = (matrix.float() * scale).clamp(-largest, largest).to(dtype).contiguous()
-    inverse = scale.reciprocal()
-    return Quantized(values, inverse if scaling == "rowwise" else inverse.view(()))
+    largest = torch.finfo(dtype).max
+    return (matrix.float() * scale).clamp(-largest, largest).to(dtype).contiguous()
+
+
+def _padded_transpose(matrix: Tensor) -> Tensor:
+    return functional.pad(matrix.t(), (0, -matrix.size(0) % ALIGNMENT))
+
+
+_kept: dict[tuple[int, bool], Quantized] | None = None
+"""Quantized weights by identity of the weight and whether they are its columns."""
+
+
+@contextlib.contextmanager
+def quantize_weights_once(enabled: bool) -> Iterator[None]:
+    """Keep quantized weights until the end of the block, in which weights do not change: 2 bytes per element."""
+    global _kept
+    _kept = {} if enabled else None
+    try:
+        yield
+    finally:
+        _kept = None
+
+
+def _quantized_weight(weight: Tensor, recipe: Fp8Recipe, *, columns: bool) -> Quantized:
+    found = None if _kept is None else _kept.get((id(weight), columns))
+    if found is None:
+        found = (quantize_columns if columns else quantize)(weight, recipe.forward, recipe.scaling)
+        if _kept is not None:
+            _kept[id(weight), columns] = found
+    return found
 
 
 def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
@@ -77,8 +137,28 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> 
     return SCALED_MM(*operands, a.inverse_scale, kind, scale, kind, output_dtype=dtype, use_fast_accum=fast)
 
 
-def _padded(matrix: Tensor) -> Tensor:
-    return functional.pad(matrix, (0, -matrix.size(1) % ALIGNMENT))
+def check_kernels(recipe: Fp8Recipe, device: torch.device) -> None:
+    """Run a small matmul of each kind on a GPU.
+
+    Raises UsageError if torch cannot run it on this GPU, or the result is wrong.
+    """
+    elements = torch.arange(64 * 32, device=device).view(64, 32)
+    for first in {recipe.forward, recipe.backward}:
+        a, b = (
+            quantize(matrix, dtype, recipe.scaling)
+            for matrix, dtype in ((elements.sin(), first), (elements[:48].cos(), recipe.forward))
+        )
+        expected = emulated_scaled_mm(a, b, torch.float32)
+        what = f"train.precision=fp8 cannot be used: {recipe.scaling} scaled_mm of {first} and {recipe.forward}"
+        instead = "train.precision=bf16" if first == recipe.forward else "train.fp8_format=e4m3"
+        for dtype in {torch.bfloat16, _gradient_dtype(recipe, torch.float32, torch.bfloat16)}:
+            try:
+                found = scaled_mm(a, b, dtype, fast=False)
+            except RuntimeError as reason:
+                raise UsageError(f"{what} fails on this GPU ({str(reason).strip()}). Use {instead}.") from reason
+            error = float((found.float() - expected).norm() / expected.norm())
+            if not error < MAX_KERNEL_ERROR:
+                raise UsageError(f"{what} is wrong by {error:.0%} on this GPU. Use {instead}.")
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -91,36 +171,39 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.recipe, ctx.exchange = recipe, exchange
         whole = exchange.gather(x)
         tokens = quantize(whole.flatten(0, -2), recipe.forward, recipe.scaling)
-        rows = quantize(weight, recipe.forward, recipe.scaling)
+        rows = _quantized_weight(weight, recipe, columns=False)
         return scaled_matmul(tokens, rows, x.dtype, fast=True).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight, recipe, exchange = ctx.saved_tensors, ctx.weight, ctx.recipe, ctx.exchange
-        grad = grads[0].flatten(0, -2)
+        grad, kind = grads[0].flatten(0, -2), (recipe.backward, recipe.scaling)
         whole, wait_for_input = (exchange if weight.requires_grad else NO_EXCHANGE).start_gather(x)
-        tokens = quantize(grad, recipe.backward, recipe.scaling)
-        columns = quantize(weight.t(), recipe.forward, recipe.scaling)
+        tokens, outputs = quantize_both(grad, *kind) if weight.requires_grad else (quantize(grad, *kind), None)
+        columns = _quantized_weight(weight, recipe, columns=True)
         grad_whole = scaled_matmul(tokens, columns, x.dtype, fast=False).view(*grads[0].shape[:-1], -1)
         wait_for_input()
         grad_x, wait_for_sum = exchange.start_sum(grad_whole)
-        grad_weight = _weight_gradient(ctx, whole, grad) if weight.requires_grad else None
+        grad_weight = None if outputs is None else _weight_gradient(ctx, whole, outputs)
         wait_for_sum()
         return grad_x, grad_weight, None, None
 
 
-def _weight_gradient(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
-    """Add it to ``main_grad``, or return it if there is none."""
+def _weight_gradient(ctx: Any, x: Tensor, outputs: Quantized) -> Tensor | None:
+    """Add it to ``main_grad``, or return it if there is none. ``outputs`` are the columns of the output's gradient."""
     weight, recipe = ctx.weight, ctx.recipe
-    outputs = quantize(_padded(grad.t()), recipe.backward, recipe.scaling)
-    inputs = quantize(_padded(x.flatten(0, -2).t()), recipe.forward, recipe.scaling)
-    found = scaled_matmul(outputs, inputs, x.dtype, fast=False)
+    inputs = quantize_columns(x.flatten(0, -2), recipe.forward, recipe.scaling)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
-        return found
-    main_grad.add_(found)
+        return scaled_matmul(outputs, inputs, x.dtype, fast=False)
+    main_grad.add_(scaled_matmul(outputs, inputs, _gradient_dtype(recipe, main_grad.dtype, x.dtype), fast=False))
     weight.grad_added_to_main_grad = True
     return None
+
+
+def _gradient_dtype(recipe: Fp8Recipe, main_grad: torch.dtype, activations: torch.dtype) -> torch.dtype:
+    """Of weight gradients before they are added to ``main_grad``: rowwise kernels return bfloat16 only."""
+    return main_grad if recipe.scaling == "tensorwise" else activations
 
 
 def fits(weight: Tensor) -> bool:

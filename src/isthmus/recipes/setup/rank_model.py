@@ -66,6 +66,7 @@ def build_rank_model(
     """
     from isthmus.engine.attention_backends.selection import select_backend
     from isthmus.engine.compiled import choose_compile
+    from isthmus.engine.layers.fp8_linear import check_kernels
     from isthmus.engine.layers.linear import use_async_tp, use_fp8
     from isthmus.engine.layers.matmul import rounded_gradients
     from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
@@ -94,6 +95,8 @@ def build_rank_model(
         [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)
     )
     modules = torch.nn.ModuleList(stages)
+    if precision == "fp8" and platform.device_type != "cpu":
+        check_kernels(fp8_recipe(config, platform), settings.device)  # before regions are compiled for the run's shapes
     lines = [*attention.messages, choose_compile(config.train.compile, platform.device_type)]
     if training and not fsdp:
         lines.append(rounded_gradients(platform.device_type, dtype))

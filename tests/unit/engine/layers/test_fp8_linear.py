@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,16 +12,21 @@ from isthmus.engine.layers import fp8_linear as module
 from isthmus.engine.layers.fp8_linear import (
     Fp8Recipe,
     Quantized,
+    Scaling,
+    check_kernels,
     emulated_scaled_mm,
     fits,
     fp8_linear,
     quantize,
+    quantize_both,
+    quantize_columns,
+    quantize_weights_once,
     scaled_mm,
 )
+from isthmus.errors import UsageError
 from isthmus.platforms.torch_features import SCALED_MM
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-Scaling = Literal["tensorwise", "rowwise"]
 SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise")
 
 
@@ -120,15 +125,94 @@ def test_zeros_give_zeros(scaling: Scaling) -> None:
     assert all((gradient == 0).all() for gradient in gradients)
 
 
-def test_the_weight_gradient_is_added_to_the_buffer() -> None:
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_weight_gradient_is_added_to_the_buffer(scaling: Scaling) -> None:
+    """Tensorwise in float32, without rounding to bfloat16 in each micro batch."""
     torch.manual_seed(0)
-    recipe = Fp8Recipe("tensorwise", E4M3, E5M2)
+    recipe = Fp8Recipe(scaling, E4M3, E5M2)
     x, weight = torch.randn(16, 32).bfloat16(), torch.randn(48, 32).bfloat16().requires_grad_()
-    (wanted,) = torch.autograd.grad(fp8_linear(x, weight, recipe).sum(), weight)
+    inputs = (x.float(), weight.detach().float().requires_grad_()) if scaling == "tensorwise" else (x, weight)
+    (wanted,) = torch.autograd.grad(fp8_linear(*inputs, recipe).sum(), inputs[1])
     weight.main_grad = torch.ones(48, 32)  # type: ignore[attr-defined]
     fp8_linear(x, weight, recipe).sum().backward()
     assert weight.grad is None and weight.grad_added_to_main_grad  # type: ignore[attr-defined]
     assert torch.equal(weight.main_grad, 1 + wanted.float())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("rows", [16, 19])
+def test_columns_are_those_of_the_transpose(scaling: Scaling, rows: int) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(rows, 48) * torch.logspace(-3, 3, 48)
+    padded = torch.nn.functional.pad(matrix.t(), (0, -rows % 16))
+    wanted = quantize(matrix, E4M3, scaling), quantize(padded.contiguous(), E4M3, scaling)
+    for found in (quantize_both(matrix, E4M3, scaling), (wanted[0], quantize_columns(matrix, E4M3, scaling))):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.values.is_contiguous() and ours.inverse_scale.shape == theirs.inverse_scale.shape
+            assert torch.equal(ours.values.float(), theirs.values.float())
+            assert torch.equal(ours.inverse_scale, theirs.inverse_scale)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_weights_are_quantized_once_per_step(scaling: Scaling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layouts of each weight for any number of micro batches, with the same gradients; then the new weights."""
+    torch.manual_seed(0)
+    recipe = Fp8Recipe(scaling, E4M3, E5M2)
+    weights = [torch.randn(48, 32).requires_grad_(), torch.randn(32, 48).requires_grad_()]
+    quantized: list[int] = []
+
+    def counted(real: Callable[..., Quantized]) -> Callable[..., Quantized]:
+        def run(matrix: Tensor, *args: object) -> Quantized:
+            quantized.extend(number for number, weight in enumerate(weights) if matrix is weight)
+            return real(matrix, *args)
+
+        return run
+
+    for function in (quantize, quantize_columns):
+        monkeypatch.setattr(module, function.__name__, counted(function))
+
+    def step(once: bool, micro_batches: int = 3) -> list[Tensor]:
+        quantized.clear()
+        generator = torch.Generator().manual_seed(1)
+        with quantize_weights_once(once):
+            losses = [
+                fp8_linear(fp8_linear(torch.randn(7, 32, generator=generator), weights[0], recipe), weights[1], recipe)
+                for _ in range(micro_batches)
+            ]
+            return list(torch.autograd.grad(torch.stack(losses).square().sum(), weights))
+
+    repeated = step(False)
+    assert sorted(quantized) == [0] * 6 + [1] * 6
+    kept = step(True)
+    assert sorted(quantized) == [0, 0, 1, 1]
+    assert all(torch.equal(a, b) for a, b in zip(kept, repeated, strict=True))
+    with torch.no_grad():
+        weights[0].data.mul_(2)
+    assert not torch.equal(step(True)[0], kept[0])
+    with pytest.raises(ZeroDivisionError), quantize_weights_once(True):
+        fp8_linear(torch.randn(7, 32), weights[0], recipe)
+        raise ZeroDivisionError
+    assert module._kept is None
+
+
+@pytest.mark.skipif(SCALED_MM is None, reason=f"torch {torch.__version__} has the kernel for GPUs only")
+def test_kernels_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel for CPUs stands in for the one of a GPU."""
+    recipe = Fp8Recipe("tensorwise", E4M3, E4M3)
+    check_kernels(recipe, torch.device("cpu"))
+    real = module.scaled_mm
+    monkeypatch.setattr(module, "scaled_mm", lambda *args, **kwargs: real(*args, **kwargs) * 1.1)
+    with pytest.raises(UsageError, match=r"tensorwise scaled_mm .* is wrong by 10% .* Use train.precision=bf16"):
+        check_kernels(recipe, torch.device("cpu"))
+
+    def fails(a: Quantized, *args: object, **kwargs: object) -> Tensor:
+        if a.values.dtype == E5M2:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return real(a, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "scaled_mm", fails)
+    with pytest.raises(UsageError, match=r"e5m2 .* fails on this GPU \(CUBLAS.*\). Use train.fp8_format=e4m3"):
+        check_kernels(Fp8Recipe("tensorwise", E4M3, E5M2), torch.device("cpu"))
 
 
 def test_only_multiples_of_the_alignment_fit() -> None:
