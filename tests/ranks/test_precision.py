@@ -119,9 +119,12 @@ def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], two_ranks: dict[str,
         # 4 bits of mantissa forward and 3 backward, in sums over 32 to 64 numbers.
         assert 0 < loss < 0.01 and norm < 0.1
     assert alone["tensorwise"]["loss"] != alone["rowwise"]["loss"]
-    # The same matrices per rank; only bfloat16 rounding differs.
-    loss, norm = differences(two_ranks["tensorwise-sp"], two_ranks["tensorwise"])
-    assert loss < 0.003 and norm < 0.03
+    # The same matrices per rank, until rounding to bfloat16 in another order moves an element to the next FP8 number.
+    first = (
+        {curve: two_ranks[name][curve][:2] for curve in ("loss", "grad_norm")}
+        for name in ("tensorwise-sp", "tensorwise")
+    )
+    assert max(differences(*first)) < 1e-4
 
 
 def test_shapes_unsuited_to_fp8_are_refused(two: RankPool, models: dict[str, Path], samples: Path) -> None:

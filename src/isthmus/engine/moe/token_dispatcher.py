@@ -169,7 +169,7 @@ class _AllToAllDispatcher:
         by_rank = counts.transpose(0, 1).flatten(1)  # [etp, ep * local experts], in the order of the rows
         sizes = torch.cat([by_rank, longest - by_rank.sum(1, keepdim=True)], dim=1)
         keys = torch.arange(number - 1, -1, -1, device=counts.device).repeat(counts.size(0))
-        keys = torch.cat([keys, keys.new_tensor([number])]).repeat(counts.size(1))
+        keys = torch.cat([keys, keys.new_full((1,), number)]).repeat(counts.size(1))
         keys = keys.repeat_interleave(sizes.flatten(), output_size=longest * len(received))
         return keys.argsort(stable=True)[: sum(received)]
 

@@ -1,0 +1,160 @@
+"""Experts and FP8 on a GPU: what the host waits for, kernels per layer, and how often weights are quantized."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fake_cuda import trace as traces
+from fake_cuda.runner import FakeCuda
+from fake_cuda.trace import record
+from fake_cuda.world import build
+
+DENSE = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 256, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = DENSE | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
+FILES = (
+    "host_copies.py", "load_balancing.py", "router.py", "routed_tokens.py", "token_dispatcher.py", "grouped_gemm.py",
+    "moe_layer.py",
+)  # fmt: skip
+
+
+@contextmanager
+def regions_as_kernels() -> Iterator[None]:
+    """Compiled regions run eagerly on fake tensors: count each call as one kernel."""
+    from isthmus.engine.compiled import _Region
+
+    run = _Region.__call__
+
+    def once(region: Any, *args: Any) -> Any:
+        observers = traces._OBSERVERS[:]
+        traces._OBSERVERS.clear()
+        try:
+            return run(region, *args)
+        finally:
+            traces._OBSERVERS[:] = observers
+            traces.tell("kernel", f"region {region.name.rpartition('.')[2]}")
+
+    _Region.__call__ = once  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Region.__call__ = run  # type: ignore[method-assign]
+
+
+def experts_step(size: int = 1, moe: dict[str, Any] | None = None, **parallel: Any) -> dict[str, int]:
+    """What the host waits for in the files of the experts, in a step of two micro batches of two layers."""
+    losses = {"aux_loss": 0.1, "seq_aux_loss": 0.1, "z_loss": 0.01}
+    rank = build(EXPERTS, size=size, sections={"moe": losses | (moe or {})}, **parallel)
+    with record() as trace:
+        rank.stepper.train_step([rank.batch(20, 44), rank.batch(64)])
+    print(*trace.syncs, sep="\n")
+    return dict(Counter(sync.partition(":")[0].replace(" at ", " in ") for sync in trace.syncs_in(*FILES)))
+
+
+ONCE_A_STEP = {"to host (_to_copy) in load_balancing.py": 1}
+"""Expert loads and losses."""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "moe"), [("sm_90", {}), ("gfx942", {"capacity_factor": 1.0})], ids=["dropless", "capacity"]
+)
+def test_the_host_waits_for_no_layer_with_all_experts_on_a_rank(
+    fake_cuda: FakeCuda, gpu: str, moe: dict[str, Any]
+) -> None:
+    assert fake_cuda.run(experts_step, gpu=gpu, moe=moe) == ONCE_A_STEP
+
+
+@pytest.mark.parametrize(
+    ("moe", "waits"), [({}, 1), ({"capacity_factor": 1.0}, 1), ({"dispatcher": "allgather"}, 2)],
+    ids=["alltoall", "alltoall-capacity", "allgather"],
+)  # fmt: skip
+def test_expert_parallel_waits_for_row_counts_without_blocking_copies(
+    fake_cuda: FakeCuda, moe: dict[str, Any], waits: int
+) -> None:
+    found = fake_cuda.run(experts_step, size=2, moe=moe, ep=2)
+    assert found == ONCE_A_STEP | {"wait (synchronize) in host_copies.py": waits * 2 * 2}
+
+
+def gemms_of_experts() -> list[dict[str, int]]:
+    """Of one layer, by what uses grouped_mm."""
+    from isthmus.engine.moe.grouped_gemm import GemmKernels
+    from isthmus.engine.moe.moe_layer import GroupedExperts
+
+    rank = build(EXPERTS | {"num_hidden_layers": 1})
+    (experts,) = (module for module in rank.model.stages[0].modules() if isinstance(module, GroupedExperts))
+    found = []
+    for kernels in (GemmKernels(), GemmKernels(weight_gradient=False), GemmKernels(False, False)):
+        experts.kernels = kernels
+        with record() as trace:
+            rank.stepper.train_step([rank.batch(20, 44)])
+        waits = [sync for sync in trace.syncs_in("host_copies.py") if sync.startswith("wait")]
+        found.append({"grouped_mm": trace.kernels["_grouped_mm"], "waits": len(waits)})
+    return found
+
+
+def test_loops_over_experts_read_the_row_counts_once_per_layer(fake_cuda: FakeCuda) -> None:
+    assert fake_cuda.run(gemms_of_experts) == [
+        {"grouped_mm": 6, "waits": 0},
+        # Waits in the backward pass for a copy that started in the forward pass.
+        {"grouped_mm": 4, "waits": 1},
+        {"grouped_mm": 0, "waits": 1},
+    ]
+
+
+def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
+    """Forward and backward of one layer."""
+    from isthmus.engine.layers.fp8_linear import Fp8Recipe, fp8_linear, quantize_weights_once
+    from isthmus.platforms.detect import detect
+
+    recipe = Fp8Recipe(scaling, *detect().fp8_types())  # type: ignore[arg-type]
+    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x, weight = torch.ones(37, 1, 64, **made, requires_grad=True), torch.ones(96, 64, **made, requires_grad=True)
+    weight.main_grad = torch.zeros(96, 64, device="cuda")  # type: ignore[attr-defined]
+    grad = torch.ones(37, 1, 96, **made)
+    with regions_as_kernels(), record() as trace, quantize_weights_once(micro_batches > 1):
+        for _ in range(micro_batches):
+            torch.autograd.grad(fp8_linear(x, weight, recipe), x, grad)
+    assert not trace.syncs
+    return dict(trace.kernels)
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942", "gfx950"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("number", [1, 3])
+def test_kernels_of_an_fp8_linear_layer(fake_cuda: FakeCuda, gpu: str, scaling: str, number: int) -> None:
+    """Seven a micro batch and two a step: input and weight in two layouts, the output's gradient in both at once."""
+    found = fake_cuda.run(fp8_linear_kernels, gpu=gpu, scaling=scaling, micro_batches=number)
+    assert found == {
+        "region quantize": number + 1, "region quantize_columns": number + 1, "region quantize_both": number,
+        "_scaled_mm_v2": 3 * number, "add_": number,
+    }  # fmt: skip
+
+
+def fp8_regions_of_a_step() -> dict[str, float]:
+    """Calls per FP8 layer in a step of three micro batches."""
+    from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+    rank = build(DENSE | {"num_hidden_layers": 1}, precision="fp8")
+    layers = [m for m in rank.model.stages[0].modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    number = sum(layer.fp8 is not None for layer in layers)
+    with regions_as_kernels(), record() as trace:
+        rank.stepper.train_step([rank.batch(20, 43)] * 3)
+    return {name: count / number for name, count in trace.kernels.items() if "quantize" in name}
+
+
+def test_weights_are_quantized_once_per_step(fake_cuda: FakeCuda) -> None:
+    assert fake_cuda.run(fp8_regions_of_a_step) == {
+        "region quantize": 4, "region quantize_columns": 4, "region quantize_both": 3,
+    }  # fmt: skip
