@@ -63,17 +63,13 @@ def experts_step(size: int = 1, moe: dict[str, Any] | None = None, **parallel: A
     return dict(Counter(sync.partition(":")[0].replace(" at ", " in ") for sync in trace.syncs_in(*FILES)))
 
 
-ONCE_A_STEP = {"to host (_to_copy) in load_balancing.py": 1}
-"""Expert loads and losses."""
-
-
 @pytest.mark.parametrize(
     ("gpu", "moe"), [("sm_90", {}), ("gfx942", {"capacity_factor": 1.0})], ids=["dropless", "capacity"]
 )
 def test_the_host_waits_for_no_layer_with_all_experts_on_a_rank(
     fake_cuda: FakeCuda, gpu: str, moe: dict[str, Any]
 ) -> None:
-    assert fake_cuda.run(experts_step, gpu=gpu, moe=moe) == ONCE_A_STEP
+    assert fake_cuda.run(experts_step, gpu=gpu, moe=moe) == {}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +80,7 @@ def test_expert_parallel_waits_for_row_counts_without_blocking_copies(
     fake_cuda: FakeCuda, moe: dict[str, Any], waits: int
 ) -> None:
     found = fake_cuda.run(experts_step, size=2, moe=moe, ep=2)
-    assert found == ONCE_A_STEP | {"wait (synchronize) in host_copies.py": waits * 2 * 2}
+    assert found == {"wait (synchronize) in host_copies.py": waits * 2 * 2}
 
 
 def gemms_of_experts() -> list[dict[str, int]]:
