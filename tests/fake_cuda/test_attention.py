@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import record
@@ -33,16 +34,16 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def steps(model: str, lengths: list[list[int]], **settings: Any) -> dict[str, Any]:
-    """One step on each packing, after a first one; the name of the backend."""
+    """The second step on each packing."""
     rank = build(MODELS[model], **settings)
-    layer = next(each for each in rank.model.stages[0].modules() if hasattr(each, "backend"))
     traces = []
     for own in lengths:
         for _ in range(2):
             with record() as trace:
                 rank.stepper.train_step([rank.batch(*own)])
         traces.append({"kernels": dict(trace.kernels), "syncs": trace.syncs_in()})
-    return {"backend": layer.backend.description, "line": rank.model.messages[0], "steps": traces}
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    return {"line": rank.model.messages[0], "steps": traces, "cudnn": cudnn}
 
 
 def attention_of(kernels: dict[str, int]) -> dict[str, int]:
@@ -95,3 +96,4 @@ def test_sdpa_needs_no_plain_matmuls(fake_cuda: FakeCuda, model: str, precision:
     assert names and not any("math" in name for name in names)
     assert "bmm" not in found["steps"][0]["kernels"]
     assert not found["steps"][0]["kernels"].get("slice_backward")
+    assert not found["cudnn"]

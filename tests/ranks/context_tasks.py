@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from isthmus.config.schema import ParallelConfig
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers.attention import VarlenAttention
+from isthmus.engine.layers.attention import CoreAttention
 from isthmus.engine.layers.packed_attention_cpu import plan_stacks
 from isthmus.engine.parallel.context_parallel import local_spans, local_tokens
 from isthmus.engine.parallel.process_groups import open_groups
@@ -46,7 +46,7 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
         recompute_modules=["core_attn"],
         params_dtype=torch.float64,
     )
-    layer = VarlenAttention(config)
+    layer = CoreAttention(config)
     random = torch.Generator().manual_seed(0)
     tokens, spans = sum(lengths), local_spans(sum(lengths))
     shapes = {"q": (2, 3, 8), "k": (2, 8), "v": (2, 6), "upstream": (36,)}

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import FUSED_NORMS, LATENT_NORMS
 from isthmus.engine.layers.activation import Activation, clamped_swiglu, geglu, swiglu
-from isthmus.engine.layers.attention import PackedSelfAttention, VarlenAttention
+from isthmus.engine.layers.attention import CoreAttention, PackedSelfAttention
 from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSubmodules
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
@@ -75,7 +75,7 @@ def attention_spec(architecture: Architecture) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal, "architecture": architecture},
         submodules=SelfAttentionSubmodules(
             linear_qkv=with_bias(ColumnParallelLinear, architecture.qkv_bias),
-            core_attention=ModuleSpec(module=VarlenAttention, params={"softcap": architecture.attention_softcap}),
+            core_attention=ModuleSpec(module=CoreAttention, params={"softcap": architecture.attention_softcap}),
             linear_proj=with_bias(RowParallelLinear, architecture.proj_bias),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,

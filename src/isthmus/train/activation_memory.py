@@ -37,7 +37,8 @@ def layer_bytes(
       saves another T F.
 
     Recomputing ``core_attn`` saves no memory; recomputing ``mlp`` keeps only the input of the block. Measured on a CPU
-    without CP and MTP layers; GPU attention kernels save a second copy of their output and one number per head.
+    without CP and MTP layers; GPU attention kernels also save one number per head, and ``sdpa`` a second copy
+    of its output.
 
     Args:
         architecture: has no MLA and at least one dense layer.

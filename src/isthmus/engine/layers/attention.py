@@ -19,7 +19,7 @@ from isthmus.engine.parallel.context_parallel import gather_sequence
 from isthmus.families.architecture import Architecture
 
 
-class VarlenAttention(nn.Module):
+class CoreAttention(nn.Module):
     """Softmax attention within each sample; grouped query heads share key/value heads without copies."""
 
     def __init__(

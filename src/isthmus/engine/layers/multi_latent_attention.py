@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers.attention import VarlenAttention
+from isthmus.engine.layers.attention import CoreAttention
 from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.layers.norm import RMSNorm
 from isthmus.engine.layers.rope import rotate, yarn_mscale
@@ -70,7 +70,7 @@ class LatentAttention(MegatronModule):
         width_kv = all_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, width_kv, **columns, disable_grad_reduce=True)
         self.linear_kv_up_proj.sequence_parallel = False  # its input is already gathered
-        self.core_attention = VarlenAttention(
+        self.core_attention = CoreAttention(
             config, layer_number, softmax_scale=latent_scale(architecture), pg_collection=pg_collection
         )
         self.linear_proj = RowParallelLinear(all_heads * mla.v_head_dim, hidden, input_is_parallel=True, **parallel)

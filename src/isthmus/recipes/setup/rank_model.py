@@ -17,6 +17,7 @@ from isthmus.platforms.base import Platform
 from isthmus.recipes.setup.model_plan import ModelPlan
 
 if TYPE_CHECKING:
+    from isthmus.engine.attention_backends.selection import Selection
     from isthmus.engine.layers.fp8_linear import Fp8Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -64,13 +65,12 @@ def build_rank_model(
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
     ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
-    from isthmus.engine.attention_backends.selection import select_backend
     from isthmus.engine.compiled import choose_compile
     from isthmus.engine.layers.fp8_linear import check_kernels
     from isthmus.engine.layers.linear import use_async_tp, use_fp8
     from isthmus.engine.layers.matmul import rounded_gradients
     from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
-    from isthmus.engine.model_config import attention_needs, transformer_config
+    from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
     from isthmus.engine.optim.optimizer import wrap_data_parallel
     from isthmus.engine.parallel.fsdp import build_sharded
@@ -78,8 +78,7 @@ def build_rank_model(
     dtype = DTYPES[precision]
     device = torch.device(platform.device_type)
     fsdp = plan.parallel.fsdp
-    needs = attention_needs(plan.architecture, plan.parallel, dtype=dtype, device=device, dropout=plan.dropout)
-    attention = select_backend(config.train.attention, needs, verified=True)
+    attention = select_attention(config, plan, device, precision, verified=True)
     settings = transformer_config(
         plan.architecture,
         plan.parallel,
@@ -119,6 +118,18 @@ def build_rank_model(
     if config.model.init != "random" and plan.architecture.mtp_layers:
         agree(lambda: _check_mtp_copies(model, mtp_shared_tensors(stages)))
     return model
+
+
+def select_attention(
+    config: RunConfig, plan: ModelPlan, device: torch.device, precision: str, *, verified: bool
+) -> Selection:
+    """The attention backend; arguments and errors are those of :func:`select_backend`."""
+    from isthmus.engine.attention_backends.selection import select_backend
+    from isthmus.engine.model_config import attention_needs
+
+    arch, parallel = plan.architecture, plan.parallel
+    needs = attention_needs(arch, parallel, dtype=DTYPES[precision], device=device, dropout=plan.dropout)
+    return select_backend(config.train.attention, needs, verified=verified)
 
 
 def _check_mtp_copies(model: RankModel, shared: dict[str, torch.Tensor]) -> None:

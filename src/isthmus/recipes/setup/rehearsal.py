@@ -136,7 +136,7 @@ def _settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         found["tokenizer.vocab_size"] = _MOCK_VOCABULARY - 1
     if optim.warmup_steps + (optim.decay_steps or 0) > steps - 1:
         found |= {"optim.warmup_steps": min(optim.warmup_steps, 1), "optim.decay_steps": optim.decay_steps and 1}
-    found["optim.offload"] = False
+    found |= {"optim.offload": False, "train.attention": "auto"}
     if config.checkpoint.resume != "never":
         found["checkpoint.resume"] = "auto"
     return found

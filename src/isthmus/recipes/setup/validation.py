@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from isthmus.config.schema import RunConfig
 from isthmus.errors import IsthmusError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
@@ -45,7 +47,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     3. training settings (:func:`check_training`),
     4. data files,
     5. tokenizer,
-    6. platform, precision, optimizer offload,
+    6. platform, precision, optimizer offload, attention backend,
     7. memory.
 
     Checks that need samples or a checkpoint are in :mod:`isthmus.recipes.run`.
@@ -71,6 +73,10 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
     check_offload(config.optim, config.parallel, platform.device_type)
     check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
+    if config.train.attention != "auto":
+        from isthmus.recipes.setup.rank_model import select_attention  # imports the engine
+
+        select_attention(config, plan, torch.device(platform.device_type), precision, verified=False)
     memory = check_memory(plan, config, platform, precision, ranks_here=ranks_here)
     messages = (
         *check_trackers(config.logging),

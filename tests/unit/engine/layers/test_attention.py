@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.attention_backends.backends import BACKENDS
 from isthmus.engine.attention_backends.sdpa import sdpa_attention
 from isthmus.engine.layers import packed_attention_cpu
-from isthmus.engine.layers.attention import VarlenAttention
+from isthmus.engine.layers.attention import CoreAttention
 from isthmus.engine.layers.dropout import AttentionDropout, drop, dropout_keys, keep_mask
 from isthmus.engine.layers.packed_attention_cpu import packed_attention, plan_stacks
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens
@@ -189,18 +190,20 @@ def test_values_wider_than_keys() -> None:
     assert torch.allclose(out, torch.cat((reference(q, k, v, (9, 11), None), -reference(q, k, v, (9, 11), None)), -1))
 
 
-def test_the_layer_takes_its_window_from_the_config() -> None:
+@pytest.mark.parametrize("backend", ["blocks", "sdpa"])
+def test_the_layer_takes_window_and_backend_from_the_config(backend: str) -> None:
     given = inputs(20, 2)
     config = SimpleNamespace(
         window_size=(3, 0),
         window_attn_skip_freq=[1, 0],
         softmax_type="vanilla",
-        attention="blocks",
+        attention=backend,
         recompute_granularity=None,
         attention_dropout=0.0,
     )
     for number, window in ((1, 4), (2, None)):
-        layer = VarlenAttention(config, number)
+        layer = CoreAttention(config, number)
+        assert layer.backend is BACKENDS[backend]
         assert torch.allclose(
             layer(*given, PackedBatch.for_inference([torch.zeros(20, dtype=torch.int64)])),
             reference(*given, (20,), window).flatten(1),

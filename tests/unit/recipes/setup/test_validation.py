@@ -40,7 +40,8 @@ def test_a_user_sees_errors_in_the_documented_order(tmp_path: Path) -> None:
         (MissingInput, "missing.json", {"data": {"files": [str(data)], "seq_length": 16}}),
         (MissingInput, "has no tokenizer", {"tokenizer": {"path": str(tokenizer)}}),
         (UsageError, "precision=fp8", {"train": {"steps": 1, "precision": "fp32"}}),
-        (UsageError, "optim.offload=true", {"optim": {}}),
+        (UsageError, "optim.offload=true", {"optim": {}, "train": {"steps": 1, "attention": "varlen"}}),
+        (UsageError, "train.attention=varlen .* no CPU kernel", {"train": {"steps": 1, "precision": "fp32"}}),
     ]
     for kind, message, change in steps:
         config = RunConfig.model_validate(sections)
