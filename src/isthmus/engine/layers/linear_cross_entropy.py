@@ -46,7 +46,8 @@ class VocabShard:
         """
         device = cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
         rows = weight[: self.rows]
-        chunks = list(_chunks(hidden.size(0), rows.size(0), device.chunk_elements(hidden.device)))
+        # Not by ``rows``: ranks with and without padding have the same chunks.
+        chunks = list(_chunks(hidden.size(0), weight.size(0), device.chunk_elements(hidden.device)))
         buffer = device.new_buffer(max((end - start for start, end in chunks), default=0), rows.size(0), like=hidden)
         for start, end in chunks:
             part, logits = hidden[start:end], buffer[: end - start]

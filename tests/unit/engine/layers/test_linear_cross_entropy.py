@@ -177,6 +177,17 @@ def test_chunks_have_similar_sizes(tokens: int, sizes: list[int]) -> None:
     assert [end - start for start, end in module._chunks(tokens, VOCAB, 10 * VOCAB)] == sizes
 
 
+@pytest.mark.usefixtures("small_chunks")
+@torch.no_grad()
+def test_ranks_with_padding_have_the_same_chunks() -> None:
+    """They exchange values once a chunk."""
+    hidden, weight, labels = inputs(15, torch.float32)
+    sizes = [
+        [len(part) for part in VocabShard(rows=rows).chunk_losses(hidden, weight, labels % 200)] for rows in (200, 300)
+    ]
+    assert sizes == [[8, 7]] * 2
+
+
 def test_no_loss_tokens_give_zero() -> None:
     given = inputs(0, torch.float32)
     loss, grad_hidden, grad_weight = ours(*given)
