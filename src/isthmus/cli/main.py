@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from isthmus import __version__
-from isthmus.cli import config, convert, prepare, train_verbs, verify
+from isthmus.cli import chat, config, convert, prepare, train_verbs, verify
 from isthmus.cli.cli_args import spread_data
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
@@ -59,6 +59,7 @@ app.command("pretrain", short_help="Train a model on text.")(train_verbs.pretrai
 app.command("prepare", short_help="Tokenize data once into indexed files for many runs.")(prepare.prepare)
 app.command("convert", short_help="Convert a model between Hugging Face and Megatron-Core.")(convert.convert)
 app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verify.verify)
+app.command("chat", short_help="Talk to a model in the terminal.")(chat.chat)
 app.add_typer(config.app, name="config", short_help="Show configs and presets; translate other programs' settings.")
 
 

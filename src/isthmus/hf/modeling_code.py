@@ -26,7 +26,7 @@ def folder_classes(folder: ModelFolder, *, trust_remote_code: bool) -> tuple[Any
     if not trust_remote_code:
         raise UnsafeInput(
             f"{folder} has its own modelling code ({auto_map['AutoModelForCausalLM']}), which this Isthmus did not "
-            "write, and --logits would run it. If you trust it, add --trust-remote-code; otherwise omit --logits."
+            "write, and this command would run it. If you trust it, add --trust-remote-code."
         )
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

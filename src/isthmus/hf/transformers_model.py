@@ -48,7 +48,7 @@ class TransformersModel:
         Isthmus did not write, unless ``trust_remote_code``.
         """
         self._source = source
-        config_class, self._class = _classes(folder, trust_remote_code=trust_remote_code)
+        config_class, self._class = model_classes(folder, trust_remote_code=trust_remote_code)
         settings = config_class.from_dict(dict(folder.config))
         with no_progress_bars(warnings=False):  # missing and mismatched keys are checked here
             self.module = self._class._from_config(settings, **_EXACT) if by_layer else self._loaded(settings)
@@ -158,14 +158,14 @@ class TransformersModel:
             raise DataError(f"{self._source}: transformers cannot load the weights: {faults[0]}.")
 
 
-def _classes(folder: ModelFolder, *, trust_remote_code: bool) -> tuple[Any, Any]:
+def model_classes(folder: ModelFolder, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """The classes of the config and of the model: those of transformers, else those of the folder."""
     kind = str(folder.config.get("model_type"))
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
         return CONFIG_MAPPING[kind], MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
     if "AutoModelForCausalLM" in (folder.config.get("auto_map") or {}):
         return folder_classes(folder, trust_remote_code=trust_remote_code)
-    raise UsageError(f"the installed transformers has no causal language model of type {kind}. Omit --logits.")
+    raise UsageError(f"the installed transformers has no causal language model of type {kind}. Install a newer one.")
 
 
 class _LazyTensor:

@@ -1,0 +1,93 @@
+"""``isthmus chat``."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from isthmus.cli.options import Debug
+
+if TYPE_CHECKING:
+    from isthmus.hf.chat_session import ChatSession
+
+
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, or id on the Hub.")],
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System prompt.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer, in tokens.")
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, metavar="X", help="0: always the most probable token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.01, max=1.0, metavar="X", help="Sample from the most probable tokens.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run modelling code of the model folder.")
+    ] = False,
+    debug: Debug = False,
+) -> int:
+    """Talk to a model in the terminal: answers appear as they are computed, and Ctrl-C ends one.
+
+    /reset begins a new conversation, /exit or Ctrl-D leaves. Lines of a pipe or file are turns, too. transformers
+    computes the answers, on a GPU if there is one.
+    """
+    from pathlib import Path
+
+    from isthmus.config.schema.model import ModelConfig
+    from isthmus.hf.chat_session import ChatSession, Sampling
+    from isthmus.platforms.detect import detect
+    from isthmus.recipes.run_dir import RunDir
+    from isthmus.recipes.setup.model_source import open_source
+
+    exported = RunDir(Path(model)).export()
+    path = str(exported) if (exported / "config.json").is_file() else model
+    with open_source(ModelConfig(path=path, trust_remote_code=trust_remote_code)) as folder:
+        session = ChatSession(
+            folder,
+            Sampling(max_new_tokens, temperature, top_p, seed),
+            system=system,
+            device=detect().device_type,
+            trust_remote_code=trust_remote_code,
+        )
+    print(session.describe(), file=sys.stderr)
+    for line in _lines():
+        if line == "/exit":
+            break
+        if line == "/reset":
+            session.reset()
+        elif line:
+            with _interrupt_ends_answer(session):
+                session.answer(line, lambda piece: print(piece, end="", flush=True))
+            print()
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - input() then has history and editing
+        with contextlib.suppress(EOFError):
+            while True:
+                yield input("> ").strip()
+    else:
+        yield from map(str.strip, sys.stdin)
+
+
+@contextlib.contextmanager
+def _interrupt_ends_answer(session: ChatSession) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        session.stop_requested = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
