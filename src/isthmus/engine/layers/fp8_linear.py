@@ -109,7 +109,8 @@ def quantize_weights_once(enabled: bool) -> Iterator[None]:
 def _quantized_weight(weight: Tensor, recipe: Fp8Recipe, *, columns: bool) -> Quantized:
     found = None if _kept is None else _kept.get((id(weight), columns))
     if found is None:
-        found = (quantize_columns if columns else quantize)(weight, recipe.forward, recipe.scaling)
+        # Detached: compiled for any number of rows, like the activations.
+        found = (quantize_columns if columns else quantize)(weight.detach(), recipe.forward, recipe.scaling)
         if _kept is not None:
             _kept[id(weight), columns] = found
     return found

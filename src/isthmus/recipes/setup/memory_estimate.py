@@ -23,6 +23,7 @@ from isthmus.train.activation_memory import layer_bytes, stage_bytes
 MARGIN = 1.25
 """The estimate may exceed the memory by this factor, because activations are approximate."""
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
+_FP8_WEIGHT = re.compile(r"linear_(?!q_down|kv_down)\w+\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class MemoryEstimate:
     """Of all micro batches in flight."""
     loss: int = 0
     """Temporary memory of the loss on a GPU."""
+    quantized: int = 0
+    """FP8 copies of weights, which a step of several micro batches keeps in both layouts."""
     offloaded: int = 0
     """Optimizer state in host memory, not part of the other fields."""
 
@@ -48,7 +51,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return self.persistent + self.activations + self.loss
+        return self.persistent + self.activations + self.loss + self.quantized
 
     def __str__(self) -> str:
         parts = {
@@ -57,6 +60,8 @@ class MemoryEstimate:
         }  # fmt: skip
         if self.loss:
             parts["loss"] = self.loss
+        if self.quantized:
+            parts["fp8 weights"] = self.quantized
         listed = ", ".join(f"{name} {_gib(number)}" for name, number in parts.items())
         host = f"; and {_gib(self.offloaded)} GiB of host memory" if self.offloaded else ""
         return f"{self.parameters:,} parameters a rank, {_gib(self.total)} GiB: {listed}{host}"
@@ -82,7 +87,8 @@ def estimate_memory(
     state = moments + (4 if element < 4 else 0)
     estimates: list[MemoryEstimate] = []
     for rank, count in enumerate(counts):
-        ordinary, float32, expert, total = count["ordinary"], count["float32"], count["expert"], count.total()
+        float32, expert, total = count["float32"], count["expert"], count.total()
+        ordinary = total - float32 - expert
         activations = _activation_bytes(plan, config, element, rank)
         loss = _loss_bytes(plan, config, element, gpu_bytes) if gpu_bytes and rank == parallel.pp - 1 else 0
         if parallel.fsdp:
@@ -97,7 +103,8 @@ def estimate_memory(
         if config.optim.offload:
             offloaded = math.ceil(8 * (ordinary + float32) / replicas)
             offloaded += math.ceil(8 * expert / expert_replicas)
-        estimates.append(MemoryEstimate(total, weights, 4 * total, optimizer, activations, loss, offloaded))
+        quantized = 2 * count["linear"] if precision == "fp8" and _micro_batches(plan, config) > 1 else 0
+        estimates.append(MemoryEstimate(total, weights, 4 * total, optimizer, activations, loss, quantized, offloaded))
     return max(estimates, key=lambda estimate: estimate.total)
 
 
@@ -170,7 +177,8 @@ def _count_parameters(family: Family, arch: Architecture, parallel: ParallelConf
             numel_of_rule[id(rule)] = math.prod(local_shape(rule, arch, layout))
         numel, count = numel_of_rule[id(rule)], counts[_pipeline_rank(name, rank_of, parallel.pp)]
         is_float32 = name.endswith("router.weight") and arch.moe is not None and arch.moe.router_float32
-        count["expert" if rule.is_expert else "float32" if is_float32 else "ordinary"] += numel
+        kind = "linear" if _FP8_WEIGHT.search(name) else "ordinary"
+        count["expert" if rule.is_expert else "float32" if is_float32 else kind] += numel
         layer = _LAYER_NUMBER.match(name)
         by_layer[layer[1] if layer else ""] += numel
     outside = by_layer.pop("", 0)
@@ -198,7 +206,6 @@ def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: in
     """Of all micro batches that a pipeline rank has in flight."""
     train, parallel, arch = config.train, plan.parallel, plan.architecture
     num_tokens = _num_tokens(plan, config)
-    micro_batches = max(1, train.global_batch_size // (train.micro_batch_size * parallel.dp(plan.world_size)))
     chunks = layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)[rank :: parallel.pp]
     dense, extra = _as_dense(arch)
     args = {"num_tokens": num_tokens, "bytes_per_element": element, "tp": parallel.tp, "sp": parallel.sequence_parallel}
@@ -214,7 +221,7 @@ def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: in
             each += layers * extra * num_tokens * element
     # Full recomputation has one layer's activations at a time.
     recomputed = layer_bytes(dense, **args) + extra * num_tokens * element if train.recompute == "full" else 0  # type: ignore[arg-type]
-    return each * min(parallel.pp - rank, micro_batches) + recomputed
+    return each * min(parallel.pp - rank, _micro_batches(plan, config)) + recomputed
 
 
 def _loss_bytes(plan: ModelPlan, config: RunConfig, element: int, gpu_bytes: int) -> int:
@@ -230,6 +237,12 @@ def _num_tokens(plan: ModelPlan, config: RunConfig) -> int:
     longest = config.train.micro_batch_size * samples * config.data.seq_length
     longest = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest)
     return longest // plan.parallel.cp
+
+
+def _micro_batches(plan: ModelPlan, config: RunConfig) -> int:
+    """Of a rank in a step."""
+    samples = config.train.micro_batch_size * plan.parallel.dp(plan.world_size)
+    return max(1, config.train.global_batch_size // samples)
 
 
 def _as_dense(arch: Architecture) -> tuple[Architecture, int]:

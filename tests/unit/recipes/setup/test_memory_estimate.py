@@ -92,6 +92,18 @@ def test_a_gpu_has_logits_of_a_chunk() -> None:
     assert on_gpu.loss == 10 * 2**28 == on_gpu.total - plain.total and str(on_gpu).endswith("loss 2.5")
 
 
+def test_a_step_of_several_micro_batches_keeps_fp8_copies_of_linear_weights() -> None:
+    one, several = config(global_batch_size=16), config(global_batch_size=32)
+    found, bf16 = (estimate_memory(plan_of(LLAMA_8B, several), several, name) for name in ("fp8", "bf16"))
+    linear = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096  # without embedding, projection and norms
+    assert found.quantized == 2 * linear == found.total - bf16.total and "fp8 weights 13.0" in str(found)
+    assert estimate_memory(plan_of(LLAMA_8B, one), one, "fp8").quantized == 0
+    # Experts and the low-rank projections of latent attention stay in bfloat16.
+    attention, mlps = 2048 * 3072 + 512 * 4096 + 2048 * 2048, 3 * 2048 * (10944 + 26 * 2816)
+    found = estimate_memory(plan_of(DEEPSEEK_LITE, several), several, "fp8")
+    assert found.quantized == 2 * (27 * attention + mlps)
+
+
 def test_offloaded_moments_need_host_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = config(layout={"ep": 4})
     plan = plan_of(DEEPSEEK_LITE, plain)
