@@ -65,8 +65,12 @@ def inject(fault: str) -> None:
         from isthmus.engine.checkpoint import save_load
         from isthmus.recipes.setup import rank_model
 
+        def suspend(*_args: Any, **_kwargs: Any) -> None:
+            time.sleep(1.5)  # a heartbeat reports the phase
+            os.kill(os.getpid(), signal.SIGSTOP)
+
         module, name = (save_load, "check_files") if fault.endswith("save") else (rank_model, "import_weights")
-        setattr(module, name, lambda *_args, **_kwargs: os.kill(os.getpid(), signal.SIGSTOP))
+        setattr(module, name, suspend)
         return
     from isthmus.data.batching.batches import Batches
 

@@ -83,7 +83,9 @@ def test_suspended_rank(isthmus: ForkServer, sft_args: list[str], tmp_path: Path
     assert waited_s < 30
 
 
-@pytest.mark.parametrize(("phase", "rank", "named"), [("save", 0, "rank 0 or its launcher"), ("load", 1, "of rank 1 ")])
+@pytest.mark.parametrize(
+    ("phase", "rank", "named"), [("save", 0, "rank 0 or its launcher"), ("load", 1, "last in loading the model")]
+)
 def test_rank_that_is_lost_outside_of_steps(
     isthmus: ForkServer, sft_args: list[str], phase: str, rank: int, named: str
 ) -> None:

@@ -100,6 +100,8 @@ def failure_of_death(rank: int, exit_code: int, *, time_s: float, last_line: str
         ending = f"was ended by {name} (signal {-exit_code})."
         if name == "SIGKILL":
             hint = " The system may have run out of memory: lower train.micro_batch_size."
+        elif name == "SIGABRT":
+            hint = " NCCL does so if another rank does not answer for parallel.timeout_s; --debug shows its log."
     printed = f" Its last output: {last_line}" if last_line else ""
     return Failure(
         rank=rank,

@@ -73,6 +73,10 @@ class Platform(ABC):
     def memory_used(self) -> float:
         """Share of the memory of the device (on a CPU: of the machine) in use by all processes, 0..1."""
 
+    def memory_retries(self) -> int:
+        """How often the allocator found the device full, returned unused memory and tried again; 0 on a CPU."""
+        return 0
+
     @abstractmethod
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
         """Memory of the rank's device; on a CPU, free memory divided by ``ranks_here``."""

@@ -57,6 +57,9 @@ class GpuPlatform(Platform):
         free, total = torch.cuda.mem_get_info()
         return 1.0 - free / total
 
+    def memory_retries(self) -> int:
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
         return int(self.properties().total_memory)
 

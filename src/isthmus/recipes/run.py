@@ -20,6 +20,7 @@ from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, memory_stats
 from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups, sum_over_ranks
 from isthmus.engine.step import Stepper
+from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Preempted, UsageError
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
@@ -168,15 +169,16 @@ class _Training:
     def save(self, step: int) -> None:
         """Write a checkpoint; a collective."""
         context = self.context
-        path = save_load.save(
-            context.run_dir.checkpoints,
-            self.stepper,
-            save_load.Progress(step=step, data=self.data.fingerprint),
-            context.plan.parallel,
-            keep=context.config.checkpoint.keep,
-            args=checkpoint_args(self.model, step),
-            write_beside=lambda folder: write_checkpoint_config(self.model, folder, context.tokenizer),
-        )
+        with trace_region("checkpoint"):
+            path = save_load.save(
+                context.run_dir.checkpoints,
+                self.stepper,
+                save_load.Progress(step=step, data=self.data.fingerprint),
+                context.plan.parallel,
+                keep=context.config.checkpoint.keep,
+                args=checkpoint_args(self.model, step),
+                write_beside=lambda folder: write_checkpoint_config(self.model, folder, context.tokenizer),
+            )
         self.reporter.log(f"saved {path}")
 
     def export(self, step: int | None) -> None:
@@ -185,7 +187,8 @@ class _Training:
         named = context.config.model.export_dtype
         dtype = None if named == "source" else getattr(torch, named)
         path = context.run_dir.export(step)
-        export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
+        with trace_region("export"):
+            export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
         self.reporter.log(f"exported {path}")
 
 
@@ -196,9 +199,11 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
     checks = ExitStack()
     agree(lambda: checks.enter_context(run_dir.checking(text)) if main else None)
     with checks:
-        data = _load_data(context, position, reporter, stop)
+        with trace_region("data preparation"):
+            data = _load_data(context, position, reporter, stop)
         check_schedule(config, data.steps)
-        model = build_rank_model(config, context.plan, context.platform, position, context.precision)
+        with trace_region("loading the model"):
+            model = build_rank_model(config, context.plan, context.platform, position, context.precision)
         for message in model.messages:
             reporter.log(message)
         optimizer = build_optimizer(model.stages, config.optim, config.train)
@@ -243,7 +248,8 @@ def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Repo
     """The step of the loaded checkpoint, or 0."""
     if context.resume is None:
         return 0
-    progress = save_load.load(context.resume, stepper, context.plan.parallel)
+    with trace_region("loading the checkpoint"):
+        progress = save_load.load(context.resume, stepper, context.plan.parallel)
     check_fingerprint(progress.data, data.fingerprint, context.resume)
     reporter.log(f"resumed from {context.resume} at step {progress.step}")
     if progress.step > data.steps:

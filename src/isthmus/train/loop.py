@@ -80,14 +80,16 @@ class Loop:
         steps = self.data.steps
         loss: float | None = None
         tokens, seconds = 0.0, 0.0
-        skipped = self.stepper.skipped
+        skipped, retries = self.stepper.skipped, self.platform.memory_retries()
         with self.profile, closing(prefetched(self.data.train.step, range(start, steps))) as batches:
             for step in range(start, steps):
                 with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
                     metrics, stop_requested = self._step(step, batches, stop)
                 if stop_requested:
                     self.profile.finish()  # the checkpoint is not part of a step
-                loss = metrics.loss
+                loss, before, retries = metrics.loss, retries, self.platform.memory_retries()
+                if warning := memory_warning(before, retries):
+                    self.reporter.log(warning)
                 if step > start:
                     tokens, seconds = tokens + metrics.num_tokens, seconds + metrics.step_time_s
                 if step + 1 < steps:
@@ -116,11 +118,9 @@ class Loop:
         if _is_due(self.config.train.eval_every, done):
             self.evaluate(done)
         if _is_due(checkpoint.hf_every, done):
-            with trace_region("export"):
-                self.export(done)
+            self.export(done)
         if stop_requested or _is_due(checkpoint.every, done):
-            with trace_region("checkpoint"):
-                self.save(done)
+            self.save(done)
 
     def _step(self, step: int, batches: Iterator[Sequence[PackedBatch]], stop: StopFlag) -> tuple[StepMetrics, bool]:
         """Returns the metrics, and whether any rank requested a stop."""
@@ -178,3 +178,14 @@ class Loop:
 
 def _is_due(every: int | None, done: int) -> bool:
     return bool(every) and done % (every or 1) == 0
+
+
+def memory_warning(before: int, now: int) -> str | None:
+    """A line when the number of :meth:`isthmus.platforms.base.Platform.memory_retries` passes a power of two."""
+    if now.bit_length() <= before.bit_length():
+        return None
+    return (
+        f"warning: GPU memory was full {now} times so far. torch then waits for the GPU, returns unused memory and "
+        "tries again, which is slow. Lower train.micro_batch_size or data.seq_length, raise parallel.tp, or set "
+        "train.recompute=full."
+    )

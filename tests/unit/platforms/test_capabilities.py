@@ -103,7 +103,8 @@ def test_nvidia_matrix_cores(machine: Callable[..., None], major: int, minor: in
 def test_gpu_memory_and_count(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0, count=4)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**29)
-    assert detect().memory_gib() == 1.5
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 3})
+    assert detect().memory_gib() == 1.5 and detect().memory_retries() == 3 and detect("cpu").memory_retries() == 0
     assert detect().device_count() == 4
 
 
