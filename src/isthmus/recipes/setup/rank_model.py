@@ -65,10 +65,6 @@ def build_rank_model(
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
     ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
-    from isthmus.engine.compiled import choose_compile
-    from isthmus.engine.layers.fp8_linear import check_kernels
-    from isthmus.engine.layers.linear import use_async_tp, use_fp8
-    from isthmus.engine.layers.matmul import rounded_gradients
     from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
@@ -94,17 +90,7 @@ def build_rank_model(
         [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)
     )
     modules = torch.nn.ModuleList(stages)
-    if precision == "fp8" and platform.device_type != "cpu":
-        check_kernels(fp8_recipe(config, platform), settings.device)  # before regions are compiled for the run's shapes
-    lines = [*attention.messages, choose_compile(config.train.compile, platform.device_type)]
-    if training and not fsdp:
-        lines.append(rounded_gradients(platform.device_type, dtype))
-    messages = tuple(line for line in lines if line)
-    if precision == "fp8":
-        messages += use_fp8(modules, fp8_recipe(config, platform))
-    if training and plan.parallel.async_tp:
-        agree(lambda: use_async_tp(modules))
-        messages += ("async tensor parallelism: on",)
+    messages = (*attention.messages, *_choose_kernels(config, plan, platform, modules, precision, training=training))
     if training and not fsdp:
         stages = [wrap_data_parallel(stage, **_overlap(config, platform)) for stage in stages]
     if training and plan.architecture.moe is not None:
@@ -118,6 +104,29 @@ def build_rank_model(
     if config.model.init != "random" and plan.architecture.mtp_layers:
         agree(lambda: _check_mtp_copies(model, mtp_shared_tensors(stages)))
     return model
+
+
+def _choose_kernels(
+    config: RunConfig, plan: ModelPlan, platform: Platform, modules: torch.nn.Module, precision: str, *, training: bool
+) -> tuple[str, ...]:
+    """Select compiled regions, FP8 and overlapped matmuls; returns messages."""
+    from isthmus.engine.compiled import choose_compile
+    from isthmus.engine.layers.fp8_linear import check_kernels
+    from isthmus.engine.layers.linear import use_async_tp, use_fp8
+    from isthmus.engine.layers.matmul import rounded_gradients
+
+    device = platform.device_type
+    if precision == "fp8" and device != "cpu":
+        check_kernels(fp8_recipe(config, platform), torch.device(device))  # before regions have the run's shapes
+    lines = [choose_compile(config.train.compile, device)]
+    if training and not plan.parallel.fsdp:
+        lines.append(rounded_gradients(device, DTYPES[precision]))
+    if precision == "fp8":
+        lines += use_fp8(modules, fp8_recipe(config, platform))
+    if training and plan.parallel.async_tp:
+        agree(lambda: use_async_tp(modules))
+        lines.append("async tensor parallelism: on")
+    return tuple(line for line in lines if line)
 
 
 def select_attention(
