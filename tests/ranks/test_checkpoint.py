@@ -97,7 +97,7 @@ def test_checkpoints_need_little_memory(
     settings = {"model": models["qwen3-tied"], "samples": samples, "root": tmp_path}
     for rank in two.run("ranks.data_parallel_tasks.memory_of_checkpoints", **settings, **layout):
         print(rank)
-        assert max(rank["saving"], rank["loading"]) < 0.3 * rank["state"]  # messages of 40 KB, mostly
+        assert max(rank["saving"], rank["loading"]) < rank["state"] / 2  # most of it are messages of torch
 
 
 ONE: tuple[int, dict[str, Any]] = (1, {})

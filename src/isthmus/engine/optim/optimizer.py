@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.adam import adam as update
+from torch.optim.adamw import adamw as update
 
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
@@ -225,7 +225,6 @@ class CpuOffloadAdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
-            decoupled_weight_decay=True,
         )
         for name, moment in moments.items():
             if moment is not state[name]:
