@@ -33,10 +33,8 @@ class RowIntoMainGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.group = (
-            weight,
-            group,
-        )  # not saved: a hook on saved tensors would return it without its main_grad
+        ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
+        ctx.group = group
         return _matmul_scatter(x, weight.t(), group)
 
     @staticmethod

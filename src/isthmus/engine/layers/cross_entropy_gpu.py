@@ -1,6 +1,6 @@
 """Cross entropy of a chunk of logits on a GPU: statistics of each row, then the gradient in place of the logits.
 
-Each part is one compiled kernel, which reads the logits once; ranks exchange the statistics between them.
+Each part is compiled and reads the logits once; ranks exchange the statistics between them.
 """
 
 from __future__ import annotations
