@@ -46,9 +46,6 @@ def choose_compile(setting: bool | Literal["auto"], device: str) -> str | None:
         UsageError: ``setting`` is True, and there is no compiler for ``device``, or training is deterministic.
     """
     compiler, missing = find_compiler(device)
-    if torch.are_deterministic_algorithms_enabled():
-        # The lengths of the first calls decide how a kernel divides its sums, and a resumed run has others.
-        missing = "train.deterministic=true excludes compiled kernels, whose sums depend on the first lengths"
     if setting is True and missing:
         raise UsageError(f"train.compile=true cannot be used here: {missing}. Use train.compile=auto.")
     enabled = setting is True or (setting == "auto" and device != "cpu" and not missing)
@@ -62,7 +59,10 @@ def choose_compile(setting: bool | Literal["auto"], device: str) -> str | None:
 
 
 def find_compiler(device: str) -> tuple[str, str]:
-    """The compiler's name, and what is missing to use it; one of them is empty."""
+    """The compiler's name, and why there is none to use; one of them is empty."""
+    if torch.are_deterministic_algorithms_enabled():
+        # The lengths of the first calls decide how a kernel divides its sums, and a resumed run has others.
+        return "", "train.deterministic=true excludes compiled kernels, whose sums depend on the first lengths"
     named, usual = ("CXX", ("g++", "clang++")) if device == "cpu" else ("CC", ("gcc", "clang"))
     found = next((name for name in (os.environ.get(named), *usual) if name and shutil.which(name)), None)
     if found is None:

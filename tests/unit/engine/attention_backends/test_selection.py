@@ -67,6 +67,13 @@ def test_an_old_torch_or_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyP
     assert selected.name == "blocks" and "not flex: Triton cannot be imported (x)" in selected.messages[0]
 
 
+def test_a_deterministic_run_has_no_compiled_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of the compiler that the other tests find
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    selected = select_backend("auto", replace(BF16, softcap=50.0))
+    assert selected.name == "blocks" and "not flex: train.deterministic=true excludes" in selected.messages[0]
+
+
 def test_a_cpu_has_blocks_and_no_message() -> None:
     assert select_backend("auto", replace(BF16, device="cpu", softcap=1.0)) == selection.Selection("blocks")
     assert select_backend("sdpa", replace(BF16, device="cpu")).messages == (
