@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from certificate import REPOSITORY, certificate, cores, result_path, source_sha256, write_result
-from gpu_turns.cases import CASES, CONTESTANTS, DESCRIPTION, Turn
+from gpu_turns.cases import CASES, CONTESTANTS, DESCRIPTION, SEQ_LENGTH, Turn
 from gpu_turns.measure import CONVENTION
 from gpu_turns.summary import aims, summary
 from rounds import run_turn
@@ -44,7 +44,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", help="parts or their first names, with commas (default: all; see --list)")
     parser.add_argument("--list", action="store_true", help="list the parts")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "gpu", help="default: build/gpu")
+    parser.add_argument("--out", type=Path, help="default: build/gpu; with --dry build/gpu-dry")
     parser.add_argument("--work", type=Path, help="for model folders, about 15 GB (default: OUT-models)")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="end within this time")
     parser.add_argument("--again", action="store_true", help="repeat parts that are done")
@@ -58,7 +58,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if chosen.record and chosen.dry:
         parser.error("--dry is not a measurement and is not recorded")
     chosen.names = [name for name in names if any(_selects(one, name) for one in wanted)]
-    chosen.out = chosen.out.resolve()
+    chosen.out = (chosen.out or REPOSITORY / "build" / ("gpu-dry" if chosen.dry else "gpu")).resolve()
     chosen.work = (chosen.work or chosen.out.with_name(f"{chosen.out.name}-models")).resolve()
     return chosen
 
@@ -96,7 +96,7 @@ def run_part(name: str, chosen: argparse.Namespace, result: dict[str, Any], dead
     turn: dict[str, Any] = {"folder": str(folder), "platform": platform, "chats": CASES[case].chats, "dry": chosen.dry}
     device = "cpu" if chosen.dry else "cuda"
     spec = {"case": case, "folder": str(folder), "device": device, "dry": chosen.dry}
-    spec |= {"samples": 40 if chosen.dry else SAMPLES, "seq_length": lengths.get("seq_length", Turn.seq_length)}
+    spec |= {"samples": 40 if chosen.dry else SAMPLES, "seq_length": lengths.get("seq_length", SEQ_LENGTH)}
     described = folder / DESCRIPTION  # read here: a process takes seconds to find it
     result["models"][case] = (
         json.loads(described.read_text()) if described.exists() else run("gpu_turns.model_folder", spec)
@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> int:
         part_s = time.monotonic()
         try:
             found = run_part(name, chosen, result, deadline_s)
-        except Exception as error:  # any failure of a part; the others still run
+        except (Exception, SystemExit) as error:  # any failure of a part; the others still run
             found = {"error": f"{type(error).__name__}: {error}"}
         parts[name] = {"state": state_of(found), "seconds": time.monotonic() - part_s, **found}
         save(result, chosen.out)
@@ -193,7 +193,8 @@ def _line(found: dict[str, Any]) -> str:
         return f": {found['tokens_per_s']:,.0f} tokens/s{mfu}"
     if "passed" in found:
         return f": {found['passed']} passed, {len(found['failed'])} failed, {len(found['skipped'])} skipped"
-    return f": {(found.get('absent') or found.get('error') or '')[-300:]}".rstrip(": ")
+    why = found.get("absent") or found.get("error")
+    return "" if why is None else f": {why[-300:]}"
 
 
 if __name__ == "__main__":

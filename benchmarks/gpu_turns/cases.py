@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+SEQ_LENGTH = 8192
 ISTHMUS, TORCH = "gpu_turns.isthmus_turn", "gpu_turns.torch_turn"
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "isthmus": (ISTHMUS, {}),
@@ -88,7 +89,7 @@ class Turn:
     chats: bool = False
     dry: bool = False
     """Tiny: emulated FP8, and torch.compile without its code generator."""
-    seq_length: int = 8192
+    seq_length: int = SEQ_LENGTH
     accumulation: int = 4
     """Micro batches per step."""
     warmup_steps: int = 3

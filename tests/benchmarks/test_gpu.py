@@ -97,9 +97,14 @@ def test_wrong_arguments(arguments: list[str], text: str, capsys: pytest.Capture
 def test_a_part_that_fails_is_reported_and_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_parts: Any = importlib.import_module("gpu_parts")
     calls: list[str] = []
+    turns: list[dict[str, Any]] = []
 
     def fake(module: str, spec: dict[str, Any], **_: Any) -> dict[str, Any]:
         calls.append(module)
+        sent = json.loads(json.dumps(spec))
+        if module == "gpu_turns.isthmus_turn":
+            turns.append(sent)
+            raise SystemExit("a reason")
         if module == "gpu_turns.device":
             return {"platform": "cuda", "device": "1 x Test", "device_name": "Test", "devices": 1}
         if module == "gpu_turns.moe_layer_turn" and calls.count(module) == 1:
@@ -111,9 +116,11 @@ def test_a_part_that_fails_is_reported_and_repeated(tmp_path: Path, monkeypatch:
         )
 
     monkeypatch.setattr(gpu_parts, "call", fake)
-    arguments = ["--out", str(tmp_path), "--parts", "moe-layer,tests/test_collectives"]
+    arguments = ["--out", str(tmp_path), "--parts", "moe-layer,tests/test_collectives,llama-1b/isthmus"]
     assert gpu_parts.main(arguments) == 1
     text = (tmp_path / "summary.md").read_text()
+    assert "- `llama-1b/isthmus`: failed: SystemExit: a reason" in text
+    assert turns[0]["seq_length"] == 8192 and turns[0]["platform"] == "auto" and not turns[0]["dry"]
     assert "- `moe-layer`: failed: OutOfMemoryError: 3 GiB" in text and "- `tests/test_collectives` test_a: no" in text
     assert gpu_parts.main(arguments) == 1  # the test fails again
     parts = json.loads((tmp_path / "results.json").read_text())["parts"]
