@@ -103,6 +103,30 @@ def test_beginning_of_a_run(isthmus: ForkServer, sft_args: list[str], model: Pat
     assert "memory allocator: " in isthmus(*epoch, "--debug").stderr
 
 
+def test_early_stopping_and_the_best_checkpoint(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    best = ["checkpoint.keep_best=true", "train.early_stopping=2", "checkpoint.keep=1"]
+    assert "checkpoint.keep_best needs validations during training. Set train.eval_every" in isthmus(
+        *sft_args, *best
+    ).error(2)
+    command = [*sft_args, *best, "train.eval_every=1", "train.steps=12", "optim.lr=0.1", "optim.schedule=constant"]
+    run, out = isthmus(*command), tmp_path / "out"
+    valid = {row["step"]: row["valid_loss"] for row in rows(out) if "valid_loss" in row and row["step"]}
+    lowest = min(valid, key=valid.__getitem__)
+    assert list(valid) == list(range(1, lowest + 3)) and len(valid) < 12
+    assert f"stopped early: 2 validations in a row were not below {valid[lowest]:.4f}, the loss of step {lowest}" in (
+        run.stderr
+    )
+    assert run.result["valid_loss"] == valid[lowest] and run.result["steps"] == lowest + 2
+    kept = {path.name for path in (out / "checkpoints").glob("iter_*")}
+    assert kept == {f"iter_{lowest:07d}", f"iter_{lowest + 2:07d}"}
+    compare_models(out / "checkpoints" / f"iter_{lowest:07d}", out / "hf")
+    shutil.rmtree(out / "hf")
+    again = isthmus(*command)
+    assert again.result["steps"] == lowest + 2 and again.result["valid_loss"] == valid[lowest]
+    assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, lowest + 3))
+    compare_models(out / "checkpoints" / f"iter_{lowest:07d}", out / "hf")
+
+
 def test_exports_during_a_run(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     assert isthmus(*sft_args, "--hf-every", "2", "train.steps=5").returncode == 0
     out = tmp_path / "out"

@@ -31,7 +31,7 @@ from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
-from isthmus.recipes.setup.model_plan import check_profiled_steps, check_schedule
+from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.setup.rank_model import RankModel, build_rank_model
 from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.train.loop import Loop, RunData
@@ -165,6 +165,7 @@ class _Training:
     reporter: Reporter
     start: int
     """Steps done before, by the run that is resumed."""
+    best: save_load.BestLoss
 
     def save(self, step: int) -> None:
         """Write a checkpoint; a collective."""
@@ -173,9 +174,10 @@ class _Training:
             path = save_load.save(
                 context.run_dir.checkpoints,
                 self.stepper,
-                save_load.Progress(step=step, data=self.data.fingerprint),
+                save_load.Progress(step=step, data=self.data.fingerprint, best=self.best),
                 context.plan.parallel,
                 keep=context.config.checkpoint.keep,
+                keep_best=context.config.checkpoint.keep_best,
                 args=checkpoint_args(self.model, step),
                 write_beside=lambda folder: write_checkpoint_config(self.model, folder, context.tokenizer),
             )
@@ -191,6 +193,12 @@ class _Training:
             export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
         self.reporter.log(f"exported {path}")
 
+    def load_best(self) -> None:
+        """Load the weights with the lowest validation loss; a collective."""
+        folder = save_load.checkpoint_dir(self.context.run_dir.checkpoints, self.best.step or 0)
+        save_load.load(folder, self.stepper, self.context.plan.parallel)
+        self.reporter.log(f"best: step {self.best.step}, validation loss {self.best.loss:.4f}")
+
 
 def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> _Training:
     """Load the data, build model and optimizer, resume. A failure removes a new run folder."""
@@ -202,6 +210,7 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
         with trace_region("data preparation"):
             data = _load_data(context, position, reporter, stop)
         check_schedule(config, data.steps)
+        check_best(config, has_validation=data.valid is not None)
         with trace_region("loading the model"):
             model = build_rank_model(config, context.plan, context.platform, position, context.precision)
         for message in model.messages:
@@ -214,10 +223,10 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
             pairs = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
             fresh = context.resume is None
             compute_reference(stepper, pairs, run_dir.reference, position, fresh=fresh, stop=stop, log=reporter.log)
-        start = _resume(context, stepper, data, reporter)
+        progress = _resume(context, stepper, data, reporter)
         check_profiled_steps(config, data.steps)
         agree(lambda: run_dir.begin(text, fresh=context.resume is None) if main else None)
-    return _Training(context, position, data, model, stepper, reporter, start)
+    return _Training(context, position, data, model, stepper, reporter, progress.step, progress.best)
 
 
 def _load_data(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> RunData:
@@ -244,10 +253,10 @@ def _load_data(context: RunContext, position: Position, reporter: Reporter, stop
     return RunData(train, valid, test, steps, corpus.fingerprint(config))
 
 
-def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Reporter) -> int:
-    """The step of the loaded checkpoint, or 0."""
+def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Reporter) -> save_load.Progress:
+    """The progress of the loaded checkpoint, or step 0."""
     if context.resume is None:
-        return 0
+        return save_load.Progress(step=0, data=data.fingerprint)
     with trace_region("loading the checkpoint"):
         progress = save_load.load(context.resume, stepper, context.plan.parallel)
     check_fingerprint(progress.data, data.fingerprint, context.resume)
@@ -256,7 +265,7 @@ def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Repo
         raise UsageError(
             f"{context.resume} is at step {progress.step}, beyond this run's {data.steps} steps. Raise train.steps."
         )
-    return progress.step
+    return progress
 
 
 def _train(training: _Training, stop: StopFlag) -> RunResult:
@@ -271,18 +280,21 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
     loop = _build_loop(training)
     before = loop.evaluate(start) if start < steps else None
     outcome = loop.run(start, stop)
-    if config.checkpoint.save_final and start < steps:
-        training.save(steps)
+    if config.checkpoint.save_final and start < outcome.last_step:
+        training.save(outcome.last_step)
+    best = training.best
+    if config.checkpoint.keep_best and best.step not in (None, outcome.last_step):
+        training.load_best()
     if config.checkpoint.export_final:
         training.export(None)
     first = first_valid_loss(context.run_dir.root / "metrics.jsonl")  # None on a machine without the run folder
     return RunResult(
         out=str(context.run_dir.root),
         model=str(context.run_dir.export()) if config.checkpoint.export_final else None,
-        steps=steps,
+        steps=outcome.last_step,
         loss=outcome.last_loss,
         valid_loss_before=before if first is None else first,
-        valid_loss=outcome.valid_loss,
+        valid_loss=best.loss if config.checkpoint.keep_best and best.step is not None else outcome.valid_loss,
         test_loss=outcome.test_loss,
         tokens_per_s=outcome.tokens_per_s,
     )
@@ -325,6 +337,7 @@ def _build_loop(training: _Training) -> Loop:
             peak_gib=context.platform.memory_gib,
             log=training.reporter.log,
         ),
+        best=training.best,
         save=training.save,
         export=training.export,
     )

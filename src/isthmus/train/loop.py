@@ -12,6 +12,7 @@ from typing import Literal
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, prefetched
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.checkpoint.save_load import BestLoss
 from isthmus.engine.parallel.process_groups import Position, sum_over_ranks
 from isthmus.engine.step import Stepper, StepResult
 from isthmus.engine.trace_region import trace_region
@@ -37,6 +38,7 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    last_step: int
     last_loss: float | None
     valid_loss: float | None
     test_loss: float | None
@@ -58,6 +60,7 @@ class Loop:
     world_size: int
     reporter: Reporter
     profile: StepProfile
+    best: BestLoss
     save: Callable[[int], None]
     export: Callable[[int], None]
 
@@ -79,10 +82,13 @@ class Loop:
         """Train from step ``start``. A stop request on any rank saves the state and raises Preempted."""
         steps = self.data.steps
         loss: float | None = None
-        tokens, seconds = 0.0, 0.0
+        done, tokens, seconds = start, 0.0, 0.0
         skipped, retries = self.stepper.skipped, self.platform.memory_retries()
         with self.profile, closing(prefetched(self.data.train.step, range(start, steps))) as batches:
             for step in range(start, steps):
+                if self._stops_early():
+                    break
+                done = step + 1
                 with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
                     metrics, stop_requested = self._step(step, batches, stop)
                 if stop_requested:
@@ -99,13 +105,25 @@ class Loop:
                             f"stopped after step {step + 1} of {steps} as requested; the state is saved. "
                             "The same command resumes from there."
                         )
-        self._check_updates(start, skipped)
-        valid_loss, test_loss = self.evaluate(steps), self.evaluate(steps, "test")
-        return Outcome(loss, valid_loss, test_loss, tokens / seconds if seconds else None)
+        self._check_updates(start, done, skipped)
+        valid_loss, test_loss = self.evaluate(done), self.evaluate(done, "test")
+        if valid_loss is not None and done == steps:
+            self.best.update(done, valid_loss)
+        return Outcome(done, loss, valid_loss, test_loss, tokens / seconds if seconds else None)
 
-    def _check_updates(self, start: int, skipped: int) -> None:
-        """Raise Diverged if all steps since ``start``, with ``skipped`` skipped steps, were skipped."""
-        steps, scale = self.data.steps, self.stepper.loss_scale
+    def _stops_early(self) -> bool:
+        patience, best = self.config.train.early_stopping, self.best
+        if patience is None or best.evaluations_since < patience:
+            return False
+        self.reporter.log(
+            f"stopped early: {best.evaluations_since} validations in a row were not below {best.loss:.4f}, the loss of "
+            f"step {best.step} (train.early_stopping={patience})"
+        )
+        return True
+
+    def _check_updates(self, start: int, steps: int, skipped: int) -> None:
+        """Raise Diverged if all steps from ``start`` to ``steps``, with ``skipped`` skipped before, were skipped."""
+        scale = self.stepper.loss_scale
         if start < steps and self.stepper.skipped - skipped == steps - start:
             raise Diverged(
                 f"none of the steps {start + 1} to {steps} changed the weights: each gradient overflowed in float16, "
@@ -114,12 +132,12 @@ class Loop:
             )
 
     def _between_steps(self, done: int, stop_requested: bool) -> None:
-        checkpoint = self.config.checkpoint
-        if _is_due(self.config.train.eval_every, done):
-            self.evaluate(done)
+        checkpoint, improved = self.config.checkpoint, False
+        if _is_due(self.config.train.eval_every, done) and (loss := self.evaluate(done)) is not None:
+            improved = self.best.update(done, loss)
         if _is_due(checkpoint.hf_every, done):
             self.export(done)
-        if stop_requested or _is_due(checkpoint.every, done):
+        if stop_requested or _is_due(checkpoint.every, done) or (improved and checkpoint.keep_best):
             self.save(done)
 
     def _step(self, step: int, batches: Iterator[Sequence[PackedBatch]], stop: StopFlag) -> tuple[StepMetrics, bool]:

@@ -18,6 +18,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; null or 0: only at the end."""
     keep: Count = 2
     """Number of checkpoints to keep; older ones are deleted."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest validation loss, saved when it is measured, and export it at the end
+    instead of the last state; needs train.eval_every."""
     resume: PathText = "auto"
     """auto: resume from the newest checkpoint in out, if any; never: start anew; or a checkpoint folder."""
     hf_every: Interval = None

@@ -70,6 +70,8 @@ class TrainConfig(Section):
     """full: number of layers to recompute, the first ones of each pipeline stage; null: all."""
     eval_every: Interval = None
     """Steps between validations; null or 0: only before the first and after the last step."""
+    early_stopping: Count | None = None
+    """End training after this many validations in a row without a lower loss; needs eval_every. null: never."""
     profile: Annotated[str, Field(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$")] | None = None
     """First and last step to profile, such as 3-5: writes a trace and a table per rank. null: no profile."""
     threads: Count | None = None

@@ -11,7 +11,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,31 @@ from isthmus.engine.step import Stepper
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace
 
 
+@dataclass(slots=True)
+class BestLoss:
+    """The lowest validation loss after a step of a run."""
+
+    loss: float | None = None
+    step: int | None = None
+    evaluations_since: int = 0
+
+    def update(self, step: int, loss: float) -> bool:
+        """Whether ``loss`` is the lowest so far. An evaluation that a resumed run repeats counts once."""
+        if step == self.step:
+            return False
+        if self.loss is None or loss < self.loss:
+            self.loss, self.step, self.evaluations_since = loss, step, 0
+            return True
+        self.evaluations_since += 1
+        return False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     step: int
     data: str
     """Fingerprint of the data and its order."""
+    best: BestLoss = field(default_factory=BestLoss)
 
 
 class _SynchronousSave(TorchDistSaveShardedStrategy):
@@ -135,6 +155,7 @@ def save(
     parallel: ParallelConfig,
     *,
     keep: int,
+    keep_best: bool = False,
     args: Namespace | None = None,
     write_beside: Callable[[Path], None] | None = None,
 ) -> Path:
@@ -143,6 +164,7 @@ def save(
     Args:
         parallel: saved with it; the random state is only restored under the same layout.
         keep: number of checkpoints to keep; older ones are removed when this one is complete.
+        keep_best: keep that of ``progress.best`` in addition.
         args: model description for Megatron-LM and for conversion.
         write_beside: writes more files into the folder, on rank 0.
 
@@ -182,7 +204,8 @@ def save(
         if main:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    _on_main(lambda: _publish(staging, final, progress.step, keep), staging)
+    best = progress.best.step if keep_best else None
+    _on_main(lambda: _publish(staging, final, progress.step, keep, best), staging)
     return final
 
 
@@ -196,13 +219,14 @@ def _on_main(stage: Callable[[], None], staging: Path) -> None:
     agree(run if dist.get_rank() == 0 else lambda: None)
 
 
-def _publish(staging: Path, final: Path, step: int, keep: int) -> None:
+def _publish(staging: Path, final: Path, step: int, keep: int, best: int | None = None) -> None:
     shutil.rmtree(final, ignore_errors=True)
     rename(staging, final)
     write_atomic(final.parent / TRACKER, str(step))
     # A run resumed from an earlier step leaves folders with higher numbers, which are older: they are removed first.
+    kept = {final} if best is None else {final, checkpoint_dir(final.parent, best)}
     others = sorted(
-        (path for path in final.parent.glob("iter_*") if path != final), key=lambda path: (path < final, path)
+        (path for path in final.parent.glob("iter_*") if path not in kept), key=lambda path: (path < final, path)
     )
     for old in others[: max(0, len(others) + 1 - keep)]:
         shutil.rmtree(old, ignore_errors=True)
@@ -268,7 +292,8 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         set_num_updates(optimizer.optimizer, steps)
         if getattr(optimizer, "grad_scaler", None) is not None and "grad_scaler" in saved:
             optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
-    progress = Progress(**common["isthmus"]["progress"])
+    done = common["isthmus"]["progress"]
+    progress = Progress(**{**done, "best": BestLoss(**done.get("best", {}))})
     stepper.skipped = common["isthmus"].get("skipped", 0)
     stepper.schedule.step(increment=progress.step - stepper.skipped)
     if same_layout:

@@ -131,6 +131,15 @@ def check_precision(platform: Platform, precision: str, *, emulate_fp8: bool = F
     raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32{rehearsal}.")
 
 
+def check_best(config: RunConfig, *, has_validation: bool) -> None:
+    """Refuse settings that need validations without any."""
+    wanted = {"checkpoint.keep_best": config.checkpoint.keep_best, "train.early_stopping": config.train.early_stopping}
+    missing = "train.eval_every" if config.train.eval_every is None else "data.valid_files or data.valid_fraction"
+    for name in (name for name, value in wanted.items() if value):
+        if config.train.eval_every is None or not has_validation:
+            raise UsageError(f"{name} needs validations during training. Set {missing}, or leave it out.")
+
+
 def check_schedule(config: RunConfig, steps: int) -> None:
     """Check that warm-up and decay fit; with ``train.epochs`` the steps are known only after loading the data."""
     warmup, decay = config.optim.warmup(steps), config.optim.decay_steps or 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.engine.checkpoint.save_load import Progress, _publish, check_files, latest, save
+from isthmus.engine.checkpoint.save_load import BestLoss, Progress, _publish, check_files, latest, save
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.single_process_model import single_process_groups
 from isthmus.errors import DataError, IOFailure
@@ -36,6 +36,20 @@ def test_checkpoints_of_an_abandoned_branch_are_removed_first(
         _publish(staging, tmp_path / f"iter_{step:07d}", step, keep=keep)
         assert latest(tmp_path) == tmp_path / f"iter_{step:07d}"
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == kept
+
+
+def test_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5)):
+        (staging := tmp_path / "staging").mkdir()
+        _publish(staging, tmp_path / f"iter_{step:07d}", step, 1, best)
+        assert {int(path.name[5:]) for path in tmp_path.glob("iter_*")} == {step, best}
+
+
+def test_best_loss_counts_validations() -> None:
+    best = BestLoss()
+    updates = [best.update(step, loss) for step, loss in ((2, 3.0), (4, 2.0), (4, 2.0), (6, 2.0), (8, float("nan")))]
+    assert updates == [True, True, False, False, False]
+    assert (best.loss, best.step, best.evaluations_since) == (2.0, 4, 2)
 
 
 @pytest.mark.parametrize("index", [b"cno_such_module\nname\n.", b"I1\nI2\ns.", b""])
