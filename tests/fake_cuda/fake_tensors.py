@@ -61,8 +61,10 @@ class FakeGpuMode(TorchDispatchMode):
         _watch_copies(name, args, kwargs)
         if func.namespace == "c10d":
             return _exchange(name, func, args)
+        all_fake = all(isinstance(tensor, FakeTensor) for tensor in inputs)
+        given = (args, kwargs) if all_fake else tree_map(self._on_fake, (args, kwargs))
         with self.fake:
-            out = func(*tree_map(self._on_fake, args), **tree_map(self._on_fake, kwargs))
+            out = func(*given[0], **given[1])
         if not _is_view(func) and name not in _NO_KERNEL:
             tell("kernel", name)
         tell("made", out)

@@ -69,13 +69,13 @@ _flex_backward.register_fake(lambda grad, inputs: [torch.empty_like(each) for ea
 
 
 def _flex_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.fake_cuda.flex_attention_backward(grad, list(ctx.saved_tensors))
+    grads = torch.ops.fake_cuda.flex_attention_backward(grad, list(ctx.saved_tensors[:-1]))
     return (*grads, *(None,) * (4 - len(grads)))
 
 
 _flex_forward.register_autograd(
     _flex_gradients,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*(each for each in inputs if each is not None)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*filter(torch.is_tensor, inputs), output),
 )
 
 

@@ -50,6 +50,17 @@ def tell(method: str, *details: Any) -> None:
 
 
 @contextmanager
+def silence() -> Iterator[None]:
+    """Operators of the block are not recorded."""
+    observers = _OBSERVERS[:]
+    _OBSERVERS.clear()
+    try:
+        yield
+    finally:
+        _OBSERVERS[:] = observers
+
+
+@contextmanager
 def record() -> Iterator[Trace]:
     """Kernels and synchronizations of the block."""
     yield from _observe(Trace())

@@ -20,6 +20,7 @@ _IMPORTED_FOR_ALL = (
     "isthmus.engine.parallel.fsdp",
     "isthmus.engine.step",
     "isthmus.recipes.setup.rank_model",
+    "isthmus.hf.tiny_model",  # for the known keys of a config
     "torch._dynamo",
     "torch._meta_registrations",
     "fake_cuda.world",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fake_cuda import regions
+
 
 def world(rank: int = 0, size: int = 1, **parallel: Any) -> Any:
     """Be ``rank`` of ``size`` ranks with the layout ``parallel`` (``tp=8, pp=16``); returns the Position.
@@ -59,11 +61,11 @@ class EmptyWeights:
 @dataclass
 class Rank:
     config: Any
-    plan: Any
     model: Any
     stepper: Any
 
     def batch(self, *lengths: int) -> Any:
+        """A packed sequence; all tokens count in the loss."""
         from isthmus.data.batching.packed_batch import PackedBatch
 
         return PackedBatch.for_training([torch.arange(length + 1) % 50 for length in lengths])
@@ -82,7 +84,8 @@ def build(
     from isthmus.recipes.setup.model_plan import plan_model
 
     _join(rank, size)
-    rank_model.RandomWeights = EmptyWeights
+    rank_model.RandomWeights = EmptyWeights  # type: ignore[misc, assignment]
+    regions.install()
     described = {"path": model} if isinstance(model, str) else {"config": model}
     values: dict[str, Any] = {
         "recipe": "pretrain", "out": "unused", "model": described | {"init": "random"},
@@ -95,4 +98,4 @@ def build(
     plan = plan_model(config, world_size=size)
     built = rank_model.join_and_build(config, plan, detect(), precision)
     optimizer = build_optimizer(built.stages, config.optim, config.train)
-    return Rank(config, plan, built, Stepper(built.stages, optimizer, build_schedule(optimizer, config.optim, 10)))
+    return Rank(config, built, Stepper(built.stages, optimizer, build_schedule(optimizer, config.optim, 10)))

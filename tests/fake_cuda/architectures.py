@@ -1,0 +1,78 @@
+"""Small models that together have every trait of an architecture, and the layouts and precisions they are traced in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_SIZES: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 77},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": None},
+}
+_LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{"qk_rope_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "rope_parameters": _YARN},
+    **{"num_nextn_predict_layers": 0},
+}
+
+TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied, GQA, unrotated layers": ("smollm3", {"no_rope_layers": [1, 0], "tie_word_embeddings": False}),
+    "tied, qk norm, window": (
+        "qwen3", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "learned positions, LayerNorm, biases, MHA, dropout": ("gpt2", {"n_inner": 128}),
+    "sandwich norms, softcap, GeGLU": ("gemma2", {"sliding_window": 5}),
+    "zero-centered norms, two rotary bases": (
+        "gemma3_text", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "parallel block, multipliers": ("cohere", {}),
+    "parallel block with two norms, partial rope": ("gpt_neox", {}),
+    "post norms, qk norm over all heads": ("olmo2", {}),
+    "experts with biases, sinks, YaRN": (
+        "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "rope_parameters": _YARN},
+    ),
+    "MLA, shared experts, groups, expert bias": ("deepseek_v3", _LATENT),
+    "MTP": ("deepseek_v3", _LATENT | {"num_nextn_predict_layers": 1}),
+    "gated shared expert, qkv biases": (
+        "qwen2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 64},
+    ),
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"size": 2, "tp": 2, "sp": False},
+    "tp, sp, last of pp": {"size": 4, "tp": 2, "pp": 2, "rank": 3},
+    "cp, first of pp": {"size": 4, "cp": 2, "pp": 2, "rank": 0},
+    "fsdp": {"size": 2, "fsdp": True},
+    "ep": {"size": 2, "ep": 2},
+    "ep, etp": {"size": 4, "tp": 2, "ep": 2, "etp": 1},
+}
+PRECISIONS = ("bf16", "fp32", "fp8", "fp16")
+
+
+def config_of(trait: str) -> dict[str, Any]:
+    """The Hugging Face config of a model in :data:`TRAITS`."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    family, settings = TRAITS[trait]
+    known = CONFIG_MAPPING[family]().to_dict().keys() | CONFIG_MAPPING[family].attribute_map.keys()
+    sizes = {name: value for name, value in _SIZES.items() if name in known}
+    return AutoConfig.for_model(family, **sizes | settings).to_dict()
+
+
+def cases(trait: str) -> list[tuple[str, str]]:
+    """(layout, precision): each layout with the model, and each precision with each layout and with each model."""
+    settings = TRAITS[trait][1]
+    if settings.get("num_nextn_predict_layers"):  # a run refuses MTP layers with cp and fsdp
+        layouts = ["tp, sp, last of pp", "ep, etp"]
+    else:
+        has_experts = any("experts" in key for key in settings)
+        layouts = [name for name in LAYOUTS if name != "tp" and (has_experts or "ep" not in LAYOUTS[name])]
+        layouts += [] if has_experts else ["tp"]
+    first = list(TRAITS).index(trait)
+    found = []
+    for number, layout in enumerate(layouts):
+        choices = PRECISIONS[:2] if "fsdp" in LAYOUTS[layout] else PRECISIONS  # fsdp refuses fp8 and fp16
+        found.append((layout, choices[(first + number) % len(choices)]))
+    return found
