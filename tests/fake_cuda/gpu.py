@@ -102,6 +102,7 @@ def install(gpu: Gpu) -> None:
     cuda.Stream = cuda.Event = torch.Stream = torch.Event = _NoStream
     cuda.stream = cuda.StreamContext = lambda _stream: contextlib.nullcontext()
     cuda.device = lambda _device: contextlib.nullcontext()
+    torch.Generator = _Generator  # type: ignore[misc]
     nn.Module._apply = _apply  # type: ignore[method-assign]
     Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
     Tensor.is_pinned = lambda self, *_: is_pinned(self)  # type: ignore[method-assign, assignment]
@@ -111,6 +112,13 @@ def install(gpu: Gpu) -> None:
     torch._C._set_only_lift_cpu_tensors(True)
     # On the calling thread, so that a stack trace in a backward pass shows what called it.
     torch.autograd.set_multithreading_enabled(False)
+
+
+class _Generator(torch.Generator):
+    """On the host, whatever its device."""
+
+    def __new__(cls, _device: Any = "cpu") -> _Generator:
+        return super().__new__(cls)
 
 
 def _answer(value: Any, *_args: Any, **_kwargs: Any) -> Any:

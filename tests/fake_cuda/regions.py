@@ -1,4 +1,4 @@
-"""Compiled regions: Triton is not there, so they run eagerly; a trace shows each as one kernel without intermediates."""
+"""Compiled regions: Triton is not there, so they run eagerly; a trace shows each as one kernel."""
 
 from __future__ import annotations
 

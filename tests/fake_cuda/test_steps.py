@@ -28,7 +28,7 @@ def train_steps(trait: str, gpu_cases: list[tuple[str, str]]) -> dict[str, str]:
             assert trace.num_kernels
             error = ""
         except Exception:
-            error = traceback.format_exc()[-2500:]
+            error = traceback.format_exc()[-4500:]
         errors[f"{layout}, {precision}"] = error
     return errors
 
