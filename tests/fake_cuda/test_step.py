@@ -39,18 +39,19 @@ def waits_of_a_step(*, pairs: bool = False, **settings: Any) -> list[str]:
     return [str(sync) for sync in trace.syncs]
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {"model": QWEN3, "precision": "fp32"},
-    {"model": QWEN3, "precision": "fp16", "tp": 2, "size": 2},
-    {"model": QWEN3, "size": 2, "rank": 1, "pp": 2},
-    {"model": QWEN3, "size": 2, "pp": 2, "vpp": 2},
-    {"model": QWEN3, "size": 2, "fsdp": True},
-    {"model": QWEN3, "pairs": True},
-    {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
-]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {"model": QWEN3, "precision": "fp32"},
+    "fp16-tp2": {"model": QWEN3, "precision": "fp16", "tp": 2, "size": 2},
+    "pp2": {"model": QWEN3, "size": 2, "rank": 1, "pp": 2},
+    "pp2-vpp2": {"model": QWEN3, "size": 2, "pp": 2, "vpp": 2},
+    "fsdp": {"model": QWEN3, "size": 2, "fsdp": True},
+    "dpo": {"model": QWEN3, "pairs": True},
+    "offload-dp2": {"model": QWEN3, "size": 2, "sections": {"optim": {"offload": True}}},
+    "moe": {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
+}
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["fp32", "fp16-tp2", "pp2", "pp2-vpp2", "fsdp", "dpo", "moe"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_the_host_reads_the_gpu_once_in_a_step(settings: dict[str, Any], fake_cuda: FakeCuda) -> None:
     """Losses, gradient norm, overflow flag and expert load in one copy; nothing else waits."""
     waits = fake_cuda.run(waits_of_a_step, **settings)

@@ -129,6 +129,8 @@ def _random_state(device: torch.device) -> ShardedObject:
 
 def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     """The sharded state to save or load; for loading, ``optimizers`` is always a list."""
+    if stepper.device.type == "cuda":
+        torch.cuda.synchronize()  # moments in host memory may still be copied
     if isinstance(whole := stepper.model[0], FullyShardedDataParallel):  # without pipeline stages
         (adam,) = torch_optimizers(stepper.optimizer)
         return sharded_state(whole, adam, is_loading=is_loading)

@@ -176,16 +176,20 @@ def create_state(adam: torch.optim.Optimizer) -> None:
     for group in adam.param_groups:
         for parameter in group["params"]:
             step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
-            # Copies overlap with computation only from pinned memory.
-            on_host = {"device": "cpu", "pin_memory": parameter.is_cuda} if isinstance(adam, CpuOffloadAdamW) else {}
-            moments = {name: torch.zeros_like(parameter, requires_grad=False, **on_host) for name in _MOMENTS}
+            if isinstance(adam, CpuOffloadAdamW):
+                # Copies overlap with computation only from pinned memory.
+                host = {"dtype": parameter.dtype, "pin_memory": parameter.is_cuda}
+                moments = {name: torch.zeros(parameter.shape, **host) for name in _MOMENTS}
+            else:
+                moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
             adam.state[parameter] = {"step": step, **moments}
 
 
 class CpuOffloadAdamW(torch.optim.AdamW):
     """AdamW with both moments on the host; saves 8 bytes per parameter on the device.
 
-    A step copies the moments of one parameter at a time to the device and back: 16 bytes of transfer per parameter.
+    A step copies the moments of one parameter at a time to the device and back: 16 bytes of transfer per parameter. It
+    does not wait for the copies to the host; synchronize with the GPU before reading the moments.
     Main weights stay on the device.
     """
 
@@ -204,8 +208,6 @@ class CpuOffloadAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
-        if any(parameter.is_cuda for parameter in self.state):
-            torch.cuda.current_stream().synchronize()  # a checkpoint reads the host's copy without synchronizing
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
