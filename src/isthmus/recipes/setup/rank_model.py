@@ -117,7 +117,8 @@ def _choose_kernels(
 
     device = platform.device_type
     if precision == "fp8" and device != "cpu":
-        check_kernels(fp8_recipe(config, platform), torch.device(device))  # before regions have the run's shapes
+        # Before regions are compiled for the shapes of the run.
+        agree(lambda: check_kernels(fp8_recipe(config, platform), torch.device(device)))
     lines = [choose_compile(config.train.compile, device)]
     if training and not plan.parallel.fsdp:
         lines.append(rounded_gradients(device, DTYPES[precision]))
