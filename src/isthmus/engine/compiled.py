@@ -121,9 +121,8 @@ class _Region:
 
     def _run(self, args: list[Any]) -> Any:
         if self.compiled is None:
-            limit = {"recompile_limit": _VARIANTS} if _takes_a_limit() else {}
             # Only marked dimensions are dynamic. Widths stay constants, which the kernels need for aligned loads.
-            self.compiled = torch.compile(self.function, fullgraph=True, dynamic=False, **limit)  # type: ignore[call-overload]
+            self.compiled = torch.compile(self.function, fullgraph=True, dynamic=False, **compile_limit())
         try:
             return self.compiled(*args)
         except _limit_errors():
@@ -146,5 +145,6 @@ def _limit_errors() -> tuple[type[Exception], ...]:
 
 
 @functools.cache
-def _takes_a_limit() -> bool:
-    return "recompile_limit" in inspect.signature(torch.compile).parameters
+def compile_limit() -> dict[str, Any]:
+    """The argument of ``torch.compile`` that raises the number of versions of a function, if this torch has it."""
+    return {"recompile_limit": _VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}

@@ -42,10 +42,9 @@ class AttentionNeeds:
 
     def unsupported_scores(self) -> str | None:
         """Why a kernel that knows nothing but scale and window cannot be used."""
-        names = [
-            name for name, given in (("logit softcapping", self.softcap), ("attention sinks", self.sinks)) if given
-        ]
-        return f"it has no {' and no '.join(names)}" if names else None
+        if self.softcap is not None:
+            return "it has no logit softcapping"
+        return "it has no attention sinks" if self.sinks else None
 
 
 def _varlen_lacks(needs: AttentionNeeds) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus.engine.compiled import compile_limit
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.layers.packed_attention_cpu import check_shapes
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens
@@ -83,7 +84,7 @@ def _kernel(softcap: float | None, scale: float | None, dtype: torch.dtype) -> C
         # A sink is one more logit in the denominator of the softmax.
         return (out * torch.sigmoid(log_sum - sinks[:, None])[..., None]).to(dtype)
 
-    return torch.compile(attend, fullgraph=True)
+    return torch.compile(attend, fullgraph=True, **compile_limit())
 
 
 def flex_attention(
@@ -102,4 +103,4 @@ def flex_attention(
     check_shapes(q, k, lengths, spans)
     heads_first = (each.transpose(0, 1)[None] for each in (q.flatten(1, 2), k, v))
     out = _kernel(softcap, scale, q.dtype)(*heads_first, sinks, _block_mask(lengths, window, spans, k.device))
-    return out[0].transpose(0, 1).unflatten(1, q.shape[1:3])
+    return out.squeeze(0).transpose(0, 1).unflatten(1, q.shape[1:3])

@@ -60,7 +60,7 @@ def sdpa_attention(
             scale=scale,
             enable_gqa=shares_keys,
         )
-        outputs.append(out[0].transpose(0, 1))
+        outputs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outputs).unflatten(1, q.shape[1:3])
 
 

@@ -113,7 +113,7 @@ class PackedSelfAttention(SelfAttention):
         """Queries [T, G, R, D], keys and values [T, G, D]."""
         if self.config.num_query_groups < self.world_size:
             q, k, v = self.get_query_key_value_tensors(hidden_states, None)  # of one group, [T, 1, heads, D]
-            return q, k[:, 0], v[:, 0]
+            return q, k.squeeze(1), v.squeeze(1)
         mixed, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
@@ -121,4 +121,4 @@ class PackedSelfAttention(SelfAttention):
         q, k, v = mixed.split((heads_per_group, 1, 1), dim=2)
         if self.q_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        return q, k[:, :, 0], v[:, :, 0]
+        return q, k.squeeze(2), v.squeeze(2)  # an index would have a gradient of zeros to copy into
