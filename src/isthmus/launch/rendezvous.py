@@ -200,7 +200,8 @@ def _check_devices(members: Sequence[Member]) -> None:
         if len(ranks) > 1 and (device := ranks[0].device):
             raise UsageError(
                 f"{rank_ranges([member.rank for member in ranks])} on {ranks[0].machine[0]} use the same GPU "
-                f"({device}). Start one rank per GPU; under Slurm, --gpus-per-task=1 gives each task its own."
+                f"({device.partition(',')[0]}). Start one rank per GPU; under Slurm, --gpus-per-task=1 gives each task "
+                "its own."
             )
 
 

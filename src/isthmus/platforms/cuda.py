@@ -16,7 +16,7 @@ class CudaPlatform(GpuPlatform):
     name = "cuda"
     no_gemm_tuning = "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects"
     env_defaults: ClassVar[EnvDefaults] = {}
-    driver_files = ("/dev/nvidia-uvm",)  # NVML, with which torch counts devices, does not open it
+    driver_files = ("/dev/nvidia-uvm",)
     # NVIDIA's data sheets, dense (their headline numbers count 2:4 sparsity double); SXM where no form is named.
     peaks = (
         ("GB200", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "fp32": 80}),

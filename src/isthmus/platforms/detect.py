@@ -47,7 +47,7 @@ def detect(prefer: str = "auto", run: RunShape | None = None) -> Platform:
         if ranks > count and not own_device:
             raise UsageError(
                 f"{ranks} ranks on this machine need one GPU each, and torch sees {devices}{_hidden(built_for)}. "
-                f"Use --nproc {count}, or platform=cpu."
+                f"Use --nproc {count}, or platform=cpu; under Slurm, --gpus-per-task=1 gives each task its own."
             )
         return build(reason=f"{title} and sees {devices}")
     reason = f"{title} but sees no device{_hidden(built_for)}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -50,3 +52,17 @@ def use_deterministic_algorithms(platform: Platform) -> str:
     # The default, for debugging, writes each new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return "deterministic: torch uses deterministic kernels, and raises an error where it has none"
+
+
+@contextmanager
+def own_algorithms() -> Iterator[None]:
+    """Restore torch's settings after a run, for the program that started it."""
+    settings = torch.utils.deterministic
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if torch.are_deterministic_algorithms_enabled() != enabled:  # the call imports the compiler
+            torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        settings.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ def apply_env(
 
     Call it before the first query of the hardware. ``run=None`` leaves out the variables that depend on the run;
     ``device_known`` adds those that depend on the device, which are read for the first process group. Returns value
-    and reason of every variable that this process has set. The reason tells if that was too late.
+    and reason of every variable that this process has set; the reason includes whether it was too late.
     """
     defaults = {
         **platform.env_defaults,
@@ -47,8 +47,8 @@ def apply_env(
             if nccl_started if variable.startswith(_READ_BY_NCCL) else runtime_started:
                 set_late.add(variable)
         if _set_here.get(variable) == value == os.environ.get(variable):
-            late = "no effect if this process used the GPU before; set it before the start. It is for: "
-            applied[variable] = (value, f"{late if variable in set_late else ''}{why}")
+            late = " (too late: this process has used the GPU before; set it before the process starts)"
+            applied[variable] = (value, f"{why}{late if variable in set_late else ''}")
     return applied
 
 

@@ -25,7 +25,7 @@ from isthmus.errors import Preempted, UsageError
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores, cores_in_use
-from isthmus.platforms.deterministic import use_deterministic_algorithms
+from isthmus.platforms.deterministic import own_algorithms, use_deterministic_algorithms
 from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_one_length
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
@@ -70,7 +70,7 @@ def run_recipe(recipe: str, config: RunConfig) -> RunResult:
             f"isthmus.{recipe} was given a config of recipe={config.recipe}. Call isthmus.{config.recipe}, or load a "
             f"config for {recipe}."
         )
-    with StopFlag() as stop:
+    with own_algorithms(), StopFlag() as stop:
         try:
             context = _leave_busy_cores(validate(config, ranks_here=rank_env.local_world_size()))
             messages = [*context.messages, *_prepare_process(context)]

@@ -53,4 +53,4 @@ def test_ranks_with_the_same_gpu_are_refused() -> None:
     rendezvous._check_devices(members("", "", ""))  # CPUs
     rendezvous._check_devices(members("uuid-0", "uuid-1", "uuid-2"))
     with pytest.raises(UsageError, match=r"ranks 0, 2 on node0 use the same GPU \(uuid-0\).*--gpus-per-task=1"):
-        rendezvous._check_devices(members("uuid-0", "uuid-1", "uuid-0"))
+        rendezvous._check_devices(members("uuid-0, PCI 1", "uuid-1, PCI 2", "uuid-0, PCI 1"))

@@ -13,7 +13,7 @@ from isthmus.config.schema.train import TrainConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.base import RunShape
 from isthmus.platforms.detect import detect
-from isthmus.platforms.deterministic import use_deterministic_algorithms
+from isthmus.platforms.deterministic import own_algorithms, use_deterministic_algorithms
 from isthmus.platforms.environment import apply_env
 
 RUN = RunShape(deterministic=True)
@@ -23,10 +23,9 @@ MI355X: dict[str, Any] = {"hip": "7.0", "name": "AMD Instinct MI355X", "gcnArchN
 
 @pytest.fixture(autouse=True)
 def own_settings_of_torch() -> Iterator[None]:
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
+    with own_algorithms():
+        yield
+    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize(

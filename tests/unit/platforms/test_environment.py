@@ -120,7 +120,7 @@ def test_variables_of_a_run_are_set_before_the_first_device_query(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     applied = apply_env(platform, run, device_known=True)
     assert applied and all(seen[name] == value for name, (value, _) in applied.items())
-    assert not any("no effect" in why for _, why in applied.values())
+    assert not any("too late" in why for _, why in applied.values())
 
 
 def test_variables_that_are_set_too_late_are_reported(
@@ -130,8 +130,8 @@ def test_variables_that_are_set_too_late_are_reported(
     run = RunShape(deterministic=True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     applied = apply_env(detect("auto", run), run)
-    assert applied["CUDA_DEVICE_MAX_CONNECTIONS"][1].startswith("no effect if this process used the GPU before")
-    assert "no effect" not in applied["NCCL_ALGO"][1]  # read for the first process group
+    assert "too late: this process has used the GPU before" in applied["CUDA_DEVICE_MAX_CONNECTIONS"][1]
+    assert "too late" not in applied["NCCL_ALGO"][1]  # read for the first process group
 
 
 def test_driver_that_another_library_has_opened_counts_as_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
