@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,13 @@ from torch._inductor import metrics
 
 from isthmus.engine.compiled import set_compile
 from isthmus.engine.layers import cross_entropy_cpu
-from isthmus.engine.layers.cross_entropy_gpu import CHUNK_ELEMENTS, chunk_losses, elements_for, new_buffer
+from isthmus.engine.layers.cross_entropy_gpu import (
+    CHUNK_ELEMENTS,
+    chunk_losses,
+    elements_for,
+    new_buffer,
+    row_statistics,
+)
 
 VOCAB = 300
 
@@ -46,6 +54,29 @@ def test_compiled_losses_and_gradients(compiled_for_cpu: None) -> None:
     # The two regions, for both lengths.
     assert counters["stats"]["unique_graphs"] == 2
     assert metrics.generated_kernel_count <= 8
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_shards_of_the_vocabulary(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with 130 and 170 columns compute the losses and the gradient of one rank."""
+    logits, targets = drawn(24)
+    logits, scale = logits.float(), torch.linspace(0.5, 2, 24)[:, None]
+    shards, offsets = [part.clone() for part in logits.split((130, 170), 1)], (0, 130)
+    statistics = [
+        row_statistics(each, targets - start, softcap)[0] for each, start in zip(shards, offsets, strict=True)
+    ]
+    wanted = chunk_losses(logits, targets, None, scale, softcap, gradient=True)
+
+    def gather(out: Tensor, own: Tensor, group: Any) -> None:
+        assert any(torch.equal(own, each) for each in statistics)
+        out.copy_(torch.cat(statistics))
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    group: Any = SimpleNamespace(size=lambda: 2)
+    for shard, start in zip(shards, offsets, strict=True):
+        found = chunk_losses(shard, targets - start, group, scale, softcap, gradient=True)
+        assert torch.allclose(found, wanted, rtol=1e-6)
+    assert torch.allclose(torch.cat(shards, 1), logits, rtol=1e-5, atol=1e-7)
 
 
 def test_evaluation_keeps_the_logits() -> None:
