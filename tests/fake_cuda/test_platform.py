@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +78,49 @@ def allocator_calls() -> dict[str, int]:
 def test_no_step_flushes_or_queries_the_allocator(fake_cuda: FakeCuda) -> None:
     """On ROCm, memory that is returned and allocated again costs most of a step."""
     assert fake_cuda.run(allocator_calls, gpu="gfx942") == {}
+
+
+def start_up(folder: str) -> dict[str, Any]:
+    """The environment at the first query of the device, and the log, of a run until its ranks join."""
+    from isthmus.config.schema import RunConfig
+    from isthmus.platforms import gpu
+    from isthmus.recipes.run import _prepare_process
+    from isthmus.recipes.setup.validation import validate
+
+    cuda: Any = torch.cuda
+    first: list[dict[str, str]] = []
+    options: list[str] = []
+    cuda.is_initialized = lambda: bool(first)
+    for name in ("is_available", "device_count", "get_device_properties"):
+        query = getattr(cuda, name)
+        setattr(cuda, name, lambda *args, query=query: (first or first.append(dict(os.environ)), query(*args))[1])
+    gpu.SET_ALLOCATOR = options.append
+    cuda.memory._snapshot = lambda: {"allocator_settings": {"expandable_segments": bool(options)}}
+    values = {"recipe": "pretrain", "out": folder, "model": {"config": DENSE, "init": "random"}, "data": {"mock": True}}
+    config = RunConfig.model_validate(values | {"train": {"steps": 1, "deterministic": True}})
+    before = dict(os.environ)
+    log = _prepare_process(validate(config, ranks_here=1))
+    ours = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    return {"first": first[0], "ours": ours, "log": log, "options": options}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "some"),
+    [
+        ("sm_90", {"CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"}),
+        ("gfx950", {"HSA_NO_SCRATCH_RECLAIM", "GPU_MAX_HW_QUEUES", "ROCBLAS_DEFAULT_ATOMICS_MODE", "NCCL_ALGO"}),
+    ],
+)
+def test_variables_are_set_before_a_run_queries_the_device(
+    fake_cuda: FakeCuda, tmp_path: Path, gpu: str, some: set[str]
+) -> None:
+    found = fake_cuda.run(start_up, gpu=gpu, folder=str(tmp_path / "out"))
+    late = {"RCCL_WARP_SPEED_AUTO"} & found["ours"].keys()  # depends on the device, and is read for a process group
+    assert some <= found["ours"].keys() and bool(late) == (gpu == "gfx950")
+    assert {name: found["first"].get(name) for name in found["ours"].keys() - late} == {
+        name: value for name, value in found["ours"].items() if name not in late
+    }
+    log = "\n".join(found["log"])
+    assert "too late" not in log and all(f"{name}={value}: " in log for name, value in found["ours"].items())
+    assert found["options"] == ["expandable_segments:True"] and "expandable segments on" in log
+    assert "deterministic: torch uses deterministic kernels" in log
