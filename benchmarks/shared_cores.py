@@ -22,17 +22,16 @@ from typing import Any
 
 from certificate import certificate, cores, result_path, write_result
 from rounds import median, run_turn, spread, turn_files
-from sft.workload import TINY, Shape, Turn, make_workload
 
 SEQ_LENGTH, BATCH = 256, 4
-SHAPES = {
-    "small": Shape(
-        hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, vocab_size=8192,
-    ),
-    "large": Shape(vocab_size=8192),
-    "tiny": TINY,
+SHAPES: dict[str, dict[str, int]] = {
+    "small": {
+        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32,
+    },
+    "large": {},
 }  # fmt: skip
+"""Sizes that differ from those of ``sft.workload.Shape``."""
 SPINS = {"GOMP_SPINCOUNT": "300000"}
 """What libgomp does if nothing is set: 300,000 rounds in a loop before a thread sleeps."""
 
@@ -71,6 +70,7 @@ def isthmus_turn(spec: dict[str, Any]) -> list[float]:
 def transformers_turn(spec: dict[str, Any]) -> list[float]:
     """A plain loop over padded batches of the same samples, with fused AdamW."""
     import torch
+    from sft.workload import Turn
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM
 
@@ -108,7 +108,9 @@ def contestants(folder: Path, steps: int, threads: int) -> dict[str, tuple[int, 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all contestants in alternation, without and with load."""
-    shape = SHAPES["tiny" if chosen.quick else chosen.size]
+    from sft.workload import TINY, Shape, make_workload  # not above: the turns of Isthmus need no transformers
+
+    shape = TINY if chosen.quick else Shape(vocab_size=8192, **SHAPES[chosen.size])
     workload = make_workload(
         folder, data=chosen.data, tokenizer=None, seq_length=SEQ_LENGTH, num_samples=400, shape=shape
     )

@@ -123,12 +123,10 @@ def test_first_line(repository: Path, tmp_path: Path) -> None:
 
 
 def test_shared_cores(repository: Path, chats: Path, tmp_path: Path) -> None:
-    contestants = ["isthmus-1", "transformers-1"]
-    arguments = ["--data", str(chats), "--steps", "4", "--others", "0", "--only", ",".join(contestants)]
+    arguments = ["--data", str(chats), "--steps", "4", "--others", "0", "--only", "isthmus-1"]
     result = run(repository, tmp_path / "shared.json", "shared_cores.py", *arguments)
-    rows = {(row["others"], row["contestant"]): row["tokens_per_s"] for row in result["rows"]}
-    assert list(rows) == [(0, name) for name in contestants]
-    assert min(rows.values()) > 0
+    (row,) = result["rows"]
+    assert (row["contestant"], row["others"]) == ("isthmus-1", 0) and row["tokens_per_s"] > 0
 
 
 def test_costs_per_tensor_and_per_gb_are_fitted(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
