@@ -315,7 +315,7 @@ _API = {
         "isthmus.data.batching.packed_batch.PackedBatch",
         "isthmus.engine.step.Stepper",
         "isthmus.engine.optim.optimizer.build_optimizer",
-        "isthmus.engine.optim.optimizer.build_schedule",
+        "isthmus.engine.optim.learning_rate.build_schedule",
     ),
     "Families": ("isthmus.families.family.Family", "isthmus.families.rules.rule.renamed"),
     "Prepared data": ("isthmus.recipes.data.prepare.prepare", "isthmus.data.store.indexed_dataset.open_indexed"),

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 import isthmus
 from isthmus.config.schema import OptimConfig
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
+from isthmus.engine.optim.learning_rate import build_schedule
+from isthmus.engine.optim.optimizer import build_optimizer
 from isthmus.engine.step import Stepper
 
 source, destination, *layout = sys.argv[1:]

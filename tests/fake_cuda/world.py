@@ -77,7 +77,8 @@ def build(
 ) -> Rank:  # fmt: skip
     """Build ``rank`` of ``size`` as a recipe does: model, wrapper, optimizer, schedule. Weights have no values."""
     from isthmus.config.schema import RunConfig
-    from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
+    from isthmus.engine.optim.learning_rate import build_schedule
+    from isthmus.engine.optim.optimizer import build_optimizer
     from isthmus.engine.step import Stepper
     from isthmus.platforms.detect import detect
     from isthmus.recipes.setup import rank_model

@@ -27,7 +27,8 @@ from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, PairBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
-from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, torch_optimizers
+from isthmus.engine.optim.learning_rate import build_schedule
+from isthmus.engine.optim.optimizer import build_optimizer, torch_optimizers
 from isthmus.engine.optim.update import reduce_and_scale_grads
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step

@@ -17,7 +17,8 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import PairBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
-from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, memory_stats
+from isthmus.engine.optim.learning_rate import build_schedule
+from isthmus.engine.optim.optimizer import build_optimizer, memory_stats
 from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups, sum_over_ranks
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region

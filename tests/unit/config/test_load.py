@@ -190,7 +190,7 @@ def test_files_that_are_not_configs(tmp_path: Path, text: str, place: str, part:
         ),
         ("optim.schedule=wsd", "sft.yaml:8:1  optim.decay_steps", "wsd needs decay_steps"),
         ("optim.decay_steps=5", "command line  optim.decay_steps", "is for schedule wsd, got cosine"),
-        ("optim={schedule: wsd, decay_steps: 5, schedule_steps: 9}", "command line", "is for schedules cosine and"),
+        ("optim={schedule: wsd, decay_steps: 5, schedule_steps: 9}", "command line", "is for schedules cosine, linear"),
         ("optim={schedule_steps: 5, warmup_steps: 5}", "command line", "must be larger than warmup_steps=5; raise it"),
         ("optim.min_lr=1", "command line  optim.min_lr", "above lr=1e-05"),
         ("data={valid_fraction: 0.5, test_fraction: 0.6, files: [a]}", "command line", "leave no training samples"),

@@ -17,14 +17,21 @@ class OptimConfig(Section):
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the schedule; constant ignores it."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Decay from lr to min_lr after the warm-up; wsd (warm-up, stable, decay) decays in the last decay_steps only."""
+    schedule: Literal["cosine", "linear", "wsd", "constant", "polynomial", "cosine_with_restarts", "inverse_sqrt"] = (
+        "cosine"
+    )
+    """Decay from lr to min_lr after the warm-up; wsd (warm-up, stable, decay) decays in the last decay_steps only.
+    inverse_sqrt: lr * sqrt(warmup_steps / step), at least min_lr."""
+    power: float = Field(default=1.0, gt=0)
+    """polynomial: exponent of the decay; 1 is linear."""
+    num_cycles: Count = 1
+    """cosine_with_restarts: number of cosine decays from lr, of equal length."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0 to lr."""
     warmup_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Instead of warmup_steps: share of the run's steps, rounded down."""
     schedule_steps: Count | None = None
-    """cosine, linear: step of the run at which lr reaches min_lr; null: the last step."""
+    """cosine, linear, polynomial, cosine_with_restarts: step of the run at which lr reaches min_lr; null: the last."""
     decay_steps: Count | None = None
     """Steps of the final decay; required for schedule wsd and only allowed there."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -60,12 +67,20 @@ class OptimConfig(Section):
                 "decay_steps",
                 f"decay_steps={self.decay_steps} is for schedule wsd, got {self.schedule}; leave it out",
             )
-        if self.schedule_steps is not None and self.schedule not in ("cosine", "linear"):
+        ending = ("cosine", "linear", "polynomial", "cosine_with_restarts")
+        if self.schedule_steps is not None and self.schedule not in ending:
             refuse(
                 "schedule_steps",
-                f"schedule_steps={self.schedule_steps} is for schedules cosine and linear, got {self.schedule}; "
+                f"schedule_steps={self.schedule_steps} is for schedules {', '.join(ending)}, got {self.schedule}; "
                 "leave it out",
             )
+        for name, owner in (("power", "polynomial"), ("num_cycles", "cosine_with_restarts")):
+            if getattr(self, name) != 1 and self.schedule != owner:
+                refuse(
+                    name, f"{name}={getattr(self, name):g} is for schedule {owner}, got {self.schedule}; leave it out"
+                )
+        if self.schedule == "inverse_sqrt" and not (self.warmup_steps or self.warmup_fraction):
+            refuse("warmup_steps", "schedule inverse_sqrt is lr * sqrt(warmup_steps / step) and needs a warm-up")
         if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
             refuse(
                 "schedule_steps",

@@ -1,4 +1,4 @@
-"""AdamW on Megatron-Core's distributed optimizer, its offload to CPU memory, and the learning rate schedule."""
+"""AdamW on Megatron-Core's distributed optimizer, and its offload to CPU memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as update
@@ -117,26 +116,6 @@ def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     return [each.optimizer for each in distributed_optimizers(optimizer)]
-
-
-def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up from zero to ``lr``, then decay to ``min_lr`` at ``schedule_steps`` (default: the last step)."""
-    end, warmup = optim.schedule_steps or total_steps, optim.warmup(total_steps)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=optim.lr,
-        min_lr=optim.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=max(end, warmup + 1),
-        lr_decay_style="WSD" if optim.schedule == "wsd" else optim.schedule,
-        start_wd=optim.weight_decay,
-        end_wd=optim.weight_decay,
-        wd_incr_steps=max(1, total_steps),
-        wd_incr_style="constant",
-        wsd_decay_steps=optim.decay_steps,
-        lr_wsd_decay_style="linear" if optim.schedule == "wsd" else None,
-    )
 
 
 def memory_stats(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:

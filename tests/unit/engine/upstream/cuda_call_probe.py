@@ -55,7 +55,8 @@ def main() -> None:
     from isthmus.engine.checkpoint import save_load
     from isthmus.engine.megatron_model import build_stages
     from isthmus.engine.model_config import transformer_config
-    from isthmus.engine.optim.optimizer import build_optimizer, build_schedule, wrap_data_parallel
+    from isthmus.engine.optim.learning_rate import build_schedule
+    from isthmus.engine.optim.optimizer import build_optimizer, wrap_data_parallel
     from isthmus.engine.step import Stepper
 
     watch(callers)

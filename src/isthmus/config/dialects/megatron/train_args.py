@@ -11,7 +11,13 @@ from isthmus.config.dialects.translation import Translation
 from isthmus.errors import UsageError
 
 _MODULES = {"core_attn": "core_attn", "mlp": "mlp", "moe": "moe", "shared_experts": None, "layernorm": None}
-_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+_SCHEDULES = {
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "WSD": "wsd",
+    "inverse-square-root": "inverse_sqrt",
+}
 DROPOUT = ("train.attention_dropout", "train.hidden_dropout")
 _OPTIMIZER = tuple(f"optim.{name}" for name in ("lr", "min_lr", "weight_decay", "clip_grad", "beta1", "beta2", "eps"))
 
@@ -241,7 +247,11 @@ def write_train(written: WrittenArguments, *, mtp: bool) -> None:
         written.set("profile_step_start", steps[0] - 1)
         written.set("profile_step_end", steps[-1])
     written.put(*_OPTIMIZER, "optim.offload")
-    style = next(style for style, schedule in _SCHEDULES.items() if schedule == optim.schedule)
+    style = next((style for style, schedule in _SCHEDULES.items() if schedule == optim.schedule), None)
+    if style is None:
+        raise UsageError(
+            f"optim.schedule={optim.schedule}: Megatron-LM has only {', '.join(_SCHEDULES.values())}. Use one of them."
+        )
     written.set("lr_decay_style", style, "optim.schedule")
     written.set("lr_warmup_iters", optim.warmup(train.steps), "optim.warmup_steps", "optim.warmup_fraction")
     written.set("lr_decay_iters", optim.schedule_steps, "optim.schedule_steps")
