@@ -35,7 +35,7 @@ def waits_of_a_step(*, pairs: bool = False, **settings: Any) -> list[str]:
         batches = [replace(batch, reference_logps=torch.zeros(2, dtype=torch.float64)) for batch in batches]
     rank.stepper.train_step(batches)  # tries once what the GPU supports
     with record() as trace:
-        rank.stepper.train_step(batches)
+        rank.stepper.train_step(batches, lambda: [64.0, 0.0])
     return [str(sync) for sync in trace.syncs]
 
 
@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_the_host_reads_the_gpu_once_in_a_step(settings: dict[str, Any], fake_cuda: FakeCuda) -> None:
-    """Losses, gradient norm, overflow flag and expert load in one copy; nothing else waits."""
+    """Losses, counts, gradient norm, overflow flag and expert load in one copy; nothing else waits."""
     waits = fake_cuda.run(waits_of_a_step, **settings)
     assert len(waits) == 1 and waits[0].startswith("to host (_to_copy) at step.py"), waits
 

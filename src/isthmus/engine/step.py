@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -50,6 +50,8 @@ class StepResult:
     """None unless the model is float16."""
     skipped: int | None = None
     """Steps without an update so far because a float16 gradient overflowed; None unless the model is float16."""
+    host_sums: Sequence[float] = ()
+    """Sums over all ranks of the numbers that the caller of the step gave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +129,13 @@ class Stepper:
         config.finalize_model_grads_func = reduce_and_scale_grads
         config.grad_scale_func = optimizer.scale_loss if config.fp16 else None
 
-    def train_step(self, batches: Sequence[PackedBatch]) -> StepResult:
+    def train_step(
+        self, batches: Sequence[PackedBatch], host_numbers: Callable[[], Sequence[float]] = tuple
+    ) -> StepResult:
         """Update the weights once on this rank's micro batches; the loss is the mean over the global batch.
+
+        ``host_numbers`` is called after the backward pass; its result (the same length on all ranks) is summed over all
+        ranks with the loss, instead of in a collective of its own. On a GPU the update may still run on return.
 
         Raises:
             Diverged: the loss or gradient norm is not finite, or the gradient is zero at a nonzero loss; the weights
@@ -143,13 +150,16 @@ class Stepper:
             routed = self._router_sums()
         with trace_region("optimizer"):
             # The only read of the device in a step: everything before it is queued, and no weight has changed.
-            everywhere = torch.cat([sums, routed.flatten()])
+            numbers = to_device(torch.tensor(host_numbers(), dtype=torch.float64), self.device)
+            everywhere = torch.cat([sums, numbers, routed.flatten()])
             dist.all_reduce(everywhere)
-            sums, routed = everywhere[: len(sums)], everywhere[len(sums) :].view_as(routed)
-            found, (square, overflow, scale), load = _read(
-                sums, prepare_grads(self.optimizer), load_stats(routed, sums[1])
+            sums, numbers, flat = everywhere.split([len(sums), len(numbers), routed.numel()])
+            routed = flat.view_as(routed)
+            found, host_sums, (square, overflow, scale), load = _read(
+                sums, numbers, prepare_grads(self.optimizer), load_stats(routed, sums[1])
             )
             result = self._result(found, load, loss_scale=scale if self.model[0].config.fp16 else None)
+            result = replace(result, host_sums=host_sums)
             if not self._check(result.loss, square**0.5, overflow=bool(overflow), loss_scale=result.loss_scale):
                 return replace(result, skipped=self.skipped)
             update_weights(self.optimizer, square**0.5)

@@ -13,7 +13,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, prefetched
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.checkpoint.save_load import BestLoss
-from isthmus.engine.parallel.process_groups import Position, sum_over_ranks
+from isthmus.engine.parallel.process_groups import Position
 from isthmus.engine.step import Stepper, StepResult
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Diverged, Preempted
@@ -145,14 +145,14 @@ class Loop:
         started_s = time.monotonic()
         with trace_region("data"):
             micro_batches = next(batches)
-        result = self.stepper.train_step(micro_batches)
         lengths = [length for micro_batch in micro_batches for length in micro_batch.sample_lengths]
         padded_length = sum(sum(micro_batch.lengths) for micro_batch in micro_batches)
         own = [sum(lengths), sum(length**2 for length in lengths), padded_length]
         counts = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
-        num_tokens, sum_squared, num_positions, stops = sum_over_ranks(
-            [*(float(number) if counts else 0.0 for number in own), float(stop.requested)], self.stepper.device
+        result = self.stepper.train_step(
+            micro_batches, lambda: [*(float(number) if counts else 0.0 for number in own), float(stop.requested)]
         )
+        num_tokens, sum_squared, num_positions, stops = result.host_sums
         elapsed_s = time.monotonic() - started_s
         padding = 1 - num_tokens / num_positions
         metrics = self._metrics(step, result, int(num_tokens), int(sum_squared), padding, elapsed_s)
