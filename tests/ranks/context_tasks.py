@@ -42,8 +42,7 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
         softmax_type="vanilla",
         attention="blocks",
         attention_dropout=0.0,
-        recompute_granularity="selective" if recompute else None,
-        recompute_modules=["core_attn"],
+        recomputed=frozenset(["core_attn"] if recompute else []),
         params_dtype=torch.float64,
     )
     layer = CoreAttention(config)

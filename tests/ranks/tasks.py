@@ -26,6 +26,7 @@ from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, PairBatches
 from isthmus.engine.checkpoint import save_load
+from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer, torch_optimizers
@@ -440,8 +441,20 @@ def saved_activations(*, model: str, samples: str, **layout: Any) -> dict[str, A
             saved[storage.data_ptr()] = storage  # a reference, so that the address is not reused
         return tensor
 
+    pack_recomputed = _Recomputed.pack
+
+    def pack_in_block(own: _Recomputed, tensor: torch.Tensor) -> Any:
+        """A block of ``recompute_if`` saves either the tensor or what computes it again."""
+        packed = pack_recomputed(own, tensor)
+        cells = [cell.cell_contents for cell in own.compute.__closure__ or ()]
+        for kept in [packed] if packed is tensor else cells:
+            if isinstance(kept, torch.Tensor):
+                pack(kept)
+        return packed
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _forward_step(iter([batch]), stage)
+        with patch.object(_Recomputed, "pack", pack_in_block):
+            _forward_step(iter([batch]), stage)
     settings = layout.get("more") or {}
     expected = stage_bytes(
         plans.architecture,

@@ -137,9 +137,12 @@ def test_shapes_unsuited_to_fp8_are_refused(two: RankPool, models: dict[str, Pat
 
 RECOMPUTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen3", "selective", {"recompute_modules": ["core_attn", "mlp"]}),
+    ("qwen3", "selective", {"recompute_modules": ["layernorm", "mlp_act", "rope"]}),
     ("qwen3", "full", {"recompute_layers": 1}),
     ("gemma2", "selective", {"recompute_modules": ["mlp"]}),
+    ("gemma2", "selective", {"recompute_modules": ["mlp", "layernorm"]}),
     ("qwen2_moe", "selective", {"recompute_modules": ["moe"]}),
+    ("qwen2_moe", "selective", {"recompute_modules": ["core_attn", "layernorm", "moe_act", "rope"]}),
 )
 
 
@@ -173,6 +176,10 @@ RECOMPUTE_MODES: dict[str, dict[str, Any]] = {
     "none": {},
     "core_attn": {"recompute": "selective"},
     "mlp": {"recompute": "selective", "more": {"recompute_modules": ["core_attn", "mlp"]}},
+    "norms": {"recompute": "selective", "more": {"recompute_modules": ["layernorm"]}},
+    "activations": {"recompute": "selective", "more": {"recompute_modules": ["mlp_act"]}},
+    "rope": {"recompute": "selective", "more": {"recompute_modules": ["rope"]}},
+    "without matmuls": {"recompute": "selective", "more": {"recompute_modules": ["layernorm", "mlp_act", "rope"]}},
     "one layer": {"recompute": "full", "more": {"recompute_layers": 1}},
     "all layers": {"recompute": "full"},
 }
@@ -189,8 +196,12 @@ def test_activation_formula_for_each_recompute_mode(one: RankPool, wide: Path, s
     print(cases)
     for found in cases:
         assert_formula(found)
-    nothing, core_attn, mlp, one_layer, all_layers = (found["measured"] for found in cases)
+    nothing, core_attn, mlp, norms, activations, rope, elementwise, one_layer, all_layers = (
+        found["measured"] for found in cases
+    )
     assert nothing == core_attn > mlp > one_layer > all_layers
+    assert nothing - elementwise == sum(nothing - alone for alone in (norms, activations, rope))
+    assert elementwise < 0.75 * nothing
 
 
 def test_activation_formula_for_layer_types(one: RankPool, samples: Path, tmp_path: Path) -> None:

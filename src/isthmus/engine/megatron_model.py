@@ -82,10 +82,12 @@ class Decoder(GPTModel):
 
     def _choose_recomputed_blocks(self) -> None:
         """The blocks recompute themselves: Megatron-Core's layer fails for an MLP with a bias."""
-        chosen = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
+        chosen = self.config.recomputed
         for layer in self._layers():
-            layer.recompute_mlp = False
-            layer.mlp.recomputed = ("moe" if isinstance(layer.mlp, MoeBlock) else "mlp") in chosen
+            is_moe = isinstance(layer.mlp, MoeBlock)
+            layer.mlp.recomputed = ("moe" if is_moe else "mlp") in chosen
+            activated = layer.mlp.experts if is_moe else layer.mlp
+            activated.recompute_activation = ("moe_act" if is_moe else "mlp_act") in chosen
 
     def _layers(self) -> list[TransformerLayer]:
         return [module for module in self.modules() if isinstance(module, TransformerLayer)]

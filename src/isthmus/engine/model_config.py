@@ -30,6 +30,8 @@ class DecoderConfig(TransformerConfig):
     embedding_dropout: float = 0.0
     seed: int = 0
     """Of dropout masks."""
+    recomputed: frozenset[str] = frozenset()
+    """``train.recompute_modules`` of selective recomputation; Megatron-Core's setting has other names."""
     attention: BackendName = "blocks"
 
     @property
@@ -177,8 +179,8 @@ def _parallel_settings(
 def _recompute_settings(train: TrainConfig) -> dict[str, Any]:
     full = train.recompute == "full"
     return {
-        "recompute_granularity": None if train.recompute == "none" else train.recompute,
-        "recompute_modules": list(train.recompute_modules),
+        "recompute_granularity": "full" if full else None,
+        "recomputed": frozenset(train.recompute_modules if train.recompute == "selective" else ()),
         # "uniform" recomputes all layers, "block" the first layers of a stage.
         "recompute_method": ("uniform" if train.recompute_layers is None else "block") if full else None,
         "recompute_num_layers": (train.recompute_layers or 1) if full else None,

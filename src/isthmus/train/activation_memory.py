@@ -10,8 +10,11 @@ from typing import Literal
 
 from isthmus.families.architecture import Architecture
 
+Recomputed = Literal["core_attn", "mlp", "layernorm", "mlp_act", "rope"]
 _NORMS = {"pre": (4, 2), "post": (4, 2), "sandwich": (6, 4), "parallel": (2, 1), "parallel_two_norms": (3, 2)}
 """By form: [T, H] tensors saved by a layer's norms and the projections after them; number of norms."""
+_NORMED = {"pre": 2, "post": 0, "sandwich": 2, "parallel": 1, "parallel_two_norms": 2}
+"""Outputs of norms among them."""
 _MLP = {("silu", True): 3, ("silu", False): 2, ("gelu", True): 4, ("gelu", False): 2}
 """[T, F] tensors saved by a feed-forward block, by activation and gating."""
 
@@ -23,7 +26,7 @@ def layer_bytes(
     bytes_per_element: int,
     tp: int = 1,
     sp: bool = False,
-    recomputed: Sequence[Literal["core_attn", "mlp"]] = (),
+    recomputed: Sequence[Recomputed] = (),
 ) -> int:
     """Activation bytes of one dense decoder layer for T = ``num_tokens`` tokens.
 
@@ -36,9 +39,11 @@ def layer_bytes(
     - feed-forward (divided by tp): output of the first projection T F (gated: T 2F) and activation T F; gated GELU
       saves another T F.
 
-    Recomputing ``core_attn`` saves no memory; recomputing ``mlp`` keeps only the input of the block. Measured on a CPU
-    without CP and MTP layers; GPU attention kernels also save one number per head, and ``sdpa`` a second copy
-    of its output.
+    Recomputing ``core_attn`` saves no memory; recomputing ``mlp`` keeps only the input of the block. ``mlp_act`` keeps
+    no activation, ``layernorm`` no input of a projection after a norm, ``rope`` no rotated queries and keys.
+
+    Measured on a CPU without CP and MTP layers. GPU attention kernels also save one number per head, and ``sdpa`` a
+    second copy of its output; compiled gated GELU does not save the extra T F.
 
     Args:
         architecture: has no MLA and at least one dense layer.
@@ -49,16 +54,17 @@ def layer_bytes(
         raise ValueError(f"{a.family} has no layer with plain attention and a dense feed-forward block")
     outside = num_tokens // tp if sp else num_tokens
     activation = "silu" if a.activation == "silu" else "gelu"
-    feed_forward = 0 if "mlp" in recomputed else _MLP[activation, a.gated] * a.ffn_hidden_size
+    feed_forward = 0 if "mlp" in recomputed else _MLP[activation, a.gated] - ("mlp_act" in recomputed)
     query_width = a.num_attention_heads * a.kv_channels
     key_width = a.num_query_groups * a.kv_channels
     if a.position == "rope":
-        rotated = query_width + key_width
+        rotated = 0 if "rope" in recomputed else query_width + key_width
     else:  # queries are copied only where several share a key head
         rotated = query_width if key_width < query_width else 0
     attention = (query_width + 2 * key_width) + rotated + query_width
     tensors, norms = _NORMS[a.form]
-    elements = outside * tensors * a.hidden_size + num_tokens * (attention + feed_forward) // tp
+    tensors -= _NORMED[a.form] if "layernorm" in recomputed else 0
+    elements = outside * tensors * a.hidden_size + num_tokens * (attention + feed_forward * a.ffn_hidden_size) // tp
     float32 = outside * norms * (2 if a.normalization == "LayerNorm" else 1)
     if a.qk_norm:
         heads = a.num_attention_heads + a.num_query_groups
@@ -78,7 +84,7 @@ def stage_bytes(
     first: bool = True,
     last: bool = True,
     recompute: Literal["none", "selective", "full"] = "none",
-    recompute_modules: Sequence[Literal["core_attn", "mlp"]] = ("core_attn",),
+    recompute_modules: Sequence[Recomputed] = ("core_attn",),
     recompute_layers: int | None = None,
 ) -> int:
     """Activation bytes of one pipeline stage for one micro batch; up to ``pp`` micro batches are in flight.

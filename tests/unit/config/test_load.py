@@ -209,9 +209,9 @@ def test_files_that_are_not_configs(tmp_path: Path, text: str, place: str, part:
         (
             "train.recompute_modules=[]",
             "command line  train.recompute_modules",
-            "must not be empty; use core_attn, mlp or moe",
+            "must not be empty; use core_attn, mlp, moe, layernorm",
         ),
-        ("train.recompute_modules=[layernorm]", "command line", "must be 'core_attn', 'mlp' or 'moe', got 'layernorm'"),
+        ("train.recompute_modules=[norm]", "command line", "'layernorm', 'mlp_act', 'moe_act' or 'rope', got 'norm'"),
         ("data.files=[]", "command line  data.files", "is missing: Training files"),
         ("data.files={a: 1}", "command line", "data.files is a setting and not a section"),
         ("data.files=''", "command line  data.files.0", "must have at least 1 character"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from isthmus.config.schema.section import Count, Interval, Section, refuse
 
-RecomputedModule = Literal["core_attn", "mlp", "moe"]
+RecomputedModule = Literal["core_attn", "mlp", "moe", "layernorm", "mlp_act", "moe_act", "rope"]
 _OF_PRECISION = {
     "fp16": ("initial_loss_scale", "loss_scale_window"),
     "fp8": ("fp8_scaling", "fp8_format", "emulate_fp8"),
@@ -65,7 +65,9 @@ class TrainConfig(Section):
     mtp_loss_weight: float = Field(default=0.1, gt=0)
     """Weight of the loss of MTP layers (multi-token prediction), if the model has any."""
     recompute_modules: Annotated[tuple[RecomputedModule, ...], Field(strict=False)] = ("core_attn",)
-    """selective: modules to recompute: core attention, dense MLPs, MoE layers."""
+    """selective: what to recompute: core_attn, mlp (dense MLPs) and moe (MoE layers); without matmuls: layernorm (norms
+    before blocks), mlp_act and moe_act (activations of MLPs and experts), rope (rotated queries and keys).
+    """
     recompute_layers: Count | None = None
     """full: number of layers to recompute, the first ones of each pipeline stage; null: all."""
     eval_every: Interval = None
@@ -121,7 +123,9 @@ class TrainConfig(Section):
                 f"recompute_modules is for recompute=selective, got {self.recompute}; leave it out",
             )
         if not self.recompute_modules:
-            refuse("recompute_modules", "recompute_modules must not be empty; use core_attn, mlp or moe")
+            refuse(
+                "recompute_modules", f"recompute_modules must not be empty; use {', '.join(get_args(RecomputedModule))}"
+            )
         if self.deterministic and self.gemm_tuning:
             refuse(
                 "deterministic",

@@ -14,6 +14,7 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention_backends.backends import BACKENDS
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.norm import ProjectionNorm
+from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.layers.rope import rotate
 from isthmus.engine.parallel.context_parallel import gather_sequence
 from isthmus.families.architecture import Architecture
@@ -44,7 +45,7 @@ class CoreAttention(nn.Module):
         self.layer_number = layer_number
         self.backend = BACKENDS[config.attention]
         self.dropout_rate = config.attention_dropout
-        self.recomputed = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        self.recomputed = "core_attn" in config.recomputed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """q [T, G, R, D] (T / cp under context parallelism), k [T, G, D], v [T, G, Dv] -> [T, G * R * Dv].
@@ -103,22 +104,34 @@ class PackedSelfAttention(SelfAttention):
         ``rotary_pos_emb`` is that of :func:`~isthmus.engine.layers.rope.rotary_tables`; None for learned positions.
         """
         q, k, v = self._project(hidden_states)
+        table = None
         if self.rotated and rotary_pos_emb is not None:
             table = rotary_pos_emb.chunk(self.num_tables, dim=-1)[self.table]
-            interleaved = self.config.rotary_interleaved
-            q, k = (rotate(heads, table, interleaved=interleaved) for heads in (q, k))
-        return self.linear_proj(self.core_attention(q, k, v, packed_seq_params)[:, None])
+        heads = self._normed_and_rotated(q, k, table)
+        recomputed = "rope" in self.config.recomputed and table is not None
+        with recompute_if(recomputed, heads, lambda: self._normed_and_rotated(q, k, table)):
+            attended = self.core_attention(*heads, v.squeeze(2), packed_seq_params)
+        return self.linear_proj(attended[:, None])
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, G, R, D], keys and values [T, G, D]."""
-        if self.config.num_query_groups < self.world_size:
-            q, k, v = self.get_query_key_value_tensors(hidden_states, None)  # of one group, [T, 1, heads, D]
-            return q, k.squeeze(1), v.squeeze(1)
+        """Queries [T, G, R, D], keys and values [T, G, 1, D], before their norms."""
+        if self._has_part_of_a_group:
+            return self.get_query_key_value_tensors(hidden_states, None)  # after their norms
         mixed, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
         mixed = mixed.view(mixed.size(0), groups, heads_per_group + 2, self.hidden_size_per_attention_head)
-        q, k, v = mixed.split((heads_per_group, 1, 1), dim=2)
-        if self.q_layernorm is not None:
+        return mixed.split((heads_per_group, 1, 1), dim=2)
+
+    def _normed_and_rotated(self, q: Tensor, k: Tensor, table: Tensor | None) -> list[Tensor]:
+        """Queries [T, G, R, D] and keys [T, G, D] of the attention."""
+        if self.q_layernorm is not None and not self._has_part_of_a_group:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        return q, k.squeeze(2), v.squeeze(2)  # an index would have a gradient of zeros to copy into
+        heads = [q, k.squeeze(2)]  # an index would have a gradient of zeros to copy into
+        if table is None:
+            return heads
+        return [rotate(each, table, interleaved=self.config.rotary_interleaved) for each in heads]
+
+    @property
+    def _has_part_of_a_group(self) -> bool:
+        return bool(self.config.num_query_groups < self.world_size)

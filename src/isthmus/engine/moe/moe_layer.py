@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.moe.token_dispatcher import dispatcher
@@ -29,6 +30,8 @@ from isthmus.families.architecture import Moe
 
 class GroupedExperts(SequentialMLP):
     """This rank's experts as grouped GEMMs, sorted with the last expert first, like the weights in the DDP buffers."""
+
+    recompute_activation = False
 
     def __init__(self, *args: Any, own_copies: bool) -> None:
         """``own_copies``: the experts' data-parallel group differs from that of the other layers."""
@@ -56,8 +59,12 @@ class GroupedExperts(SequentialMLP):
         wide = grouped_linear(hidden, sizes, [expert.linear_fc1.weight for expert in experts], self.kernels)
         if experts[0].linear_fc1.bias is not None:
             wide = wide + _by_row([expert.linear_fc1.bias for expert in experts], sizes.counts, wide)
-        inner = experts[0].activation_func(wide) * weights
-        out = grouped_linear(inner, sizes, [expert.linear_fc2.weight for expert in experts], self.kernels)
+        activation, recomputed = experts[0].activation_func, self.recompute_activation
+        activated = activation(wide)
+        with recompute_if(recomputed, [activated], lambda: [activation(wide)]):
+            inner = activated * weights
+        with recompute_if(recomputed, [inner], lambda: [activation(wide) * weights]):
+            out = grouped_linear(inner, sizes, [expert.linear_fc2.weight for expert in experts], self.kernels)
         if experts[0].linear_fc2.bias is None:
             return out
         # The ranks' parts are summed: each adds its share of the bias, and the gradient is that of the whole bias.

@@ -209,7 +209,7 @@ def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: in
     chunks = layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)[rank :: parallel.pp]
     dense, extra = _as_dense(arch)
     args = {"num_tokens": num_tokens, "bytes_per_element": element, "tp": parallel.tp, "sp": parallel.sequence_parallel}
-    modules = tuple(name for name in train.recompute_modules if name != "moe")
+    modules = tuple(name for name in train.recompute_modules if name not in ("moe", "moe_act"))
     each = 0
     for number, layers in enumerate(chunks):
         each += stage_bytes(

@@ -112,7 +112,11 @@ def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
     is_moe = [architecture.is_moe(layer) for layer in range(architecture.num_layers)]
     for name, present, what in (
         ("moe", any(is_moe), "mixtures of experts"),
+        ("moe_act", any(is_moe), "mixtures of experts"),
         ("mlp", not all(is_moe), "dense feed-forward blocks"),
+        ("mlp_act", not all(is_moe), "dense feed-forward blocks"),
+        ("layernorm", architecture.form != "post", "norms before its blocks"),
+        ("rope", architecture.position == "rope" and architecture.mla is None, "rotary embeddings of whole heads"),
     ):
         if name in train.recompute_modules and not present:
             raise UsageError(

@@ -205,7 +205,10 @@ def test_spellings_of_old_releases() -> None:
 @pytest.mark.parametrize(
     ("more", "settings"),
     [
-        ("--recompute-granularity selective --recompute-modules mlp layernorm", {"train.recompute_modules": ["mlp"]}),
+        (
+            "--recompute-granularity selective --recompute-modules mlp layernorm mla_up_proj",
+            {"train.recompute_modules": ["mlp", "layernorm"]},
+        ),
         ("--activations-checkpoint-method uniform", {"train.recompute": "full"}),
         ("--fp8-format e4m3 --bf16", {"train.precision": "fp8", "train.fp8_format": "e4m3"}),
         ("--use-torch-fsdp2 --overlap-grad-reduce", {"parallel.fsdp": True, "parallel.overlap_grad_reduce": None}),

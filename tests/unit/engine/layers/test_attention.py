@@ -198,7 +198,7 @@ def test_the_layer_takes_window_and_backend_from_the_config(backend: str) -> Non
         window_attn_skip_freq=[1, 0],
         softmax_type="vanilla",
         attention=backend,
-        recompute_granularity=None,
+        recomputed=frozenset(),
         attention_dropout=0.0,
     )
     for number, window in ((1, 4), (2, None)):

@@ -89,10 +89,23 @@ def test_rotary_positions_are_unlimited(tmp_path: Path) -> None:
             {"recompute": "selective", "recompute_modules": ["moe"]},
             "names moe, and this model has no mixtures of experts",
         ),
+        (
+            {"recompute": "selective", "recompute_modules": ["moe_act"]},
+            "names moe_act, and this model has no mixtures of experts",
+        ),
+        (
+            {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm"], "family": "olmo2"},
+            "names layernorm, and this model has no norms before its blocks",
+        ),
+        (
+            {"recompute": "selective", "recompute_modules": ["rope"], "family": "gpt2"},
+            "names rope, and this model has no rotary embeddings of whole heads",
+        ),
     ],
 )
 def test_recompute_names_existing_layers(train: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=2), 24, **train)
+    family = train.pop("family", "llama")
+    config = config_of(build_model_folder(tmp_path / "model", family, num_hidden_layers=2), 24, **train)
     with pytest.raises(UsageError, match=message):
         check_training(config, plan_model(config))
 

@@ -10,7 +10,7 @@ from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
 from isthmus.errors import UsageError
 
-_MODULES = {"core_attn": "core_attn", "mlp": "mlp", "moe": "moe", "shared_experts": None, "layernorm": None}
+_MODULES = ("core_attn", "mlp", "moe", "layernorm", "moe_act")
 _SCHEDULES = {
     "cosine": "cosine",
     "linear": "linear",
@@ -144,9 +144,9 @@ def _put_recompute(args: Arguments, translation: Translation) -> None:
     elif how == "selective":
         translation.put("train.recompute", "selective", source)
         asked = args.get("recompute_modules") or ["core_attn"]
-        found = [module for module in asked if _MODULES.get(module)]
-        if missing := [module for module in asked if not _MODULES.get(module)]:
-            why = f"Isthmus recomputes core_attn, mlp or moe, not {', '.join(missing)}."
+        found = [module for module in asked if module in _MODULES]
+        if missing := [module for module in asked if module not in _MODULES]:
+            why = f"Isthmus recomputes {', '.join(_MODULES)}, not {', '.join(missing)}."
             translation.remark(source, "unsupported", why)
         translation.put("train.recompute_modules", found or ["core_attn"], source)
 
@@ -280,4 +280,7 @@ def _write_recompute(written: WrittenArguments) -> None:
         written.set("recompute_method", "uniform" if train.recompute_layers is None else "block")
         written.set("recompute_num_layers", train.recompute_layers or 1)
     else:
-        written.set("recompute_modules", list(train.recompute_modules), "train.recompute_modules")
+        known = [module for module in train.recompute_modules if module in _MODULES]
+        written.set("recompute_modules", known, "train.recompute_modules")
+        if missing := [module for module in train.recompute_modules if module not in _MODULES]:
+            written.remark("train.recompute_modules", "unsupported", f"Megatron-LM has no {', '.join(missing)}.")

@@ -1,0 +1,57 @@
+"""Recomputation of single results in the backward pass: norms, activations and rotary embeddings.
+
+They are cheap to compute and large, and autograd saves them only as inputs of the next matmul or of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def recompute_if(wanted: bool, results: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+    """Where the block saves ``results`` for the backward pass, or views of them, it saves ``compute`` instead.
+
+    ``compute`` returns them again, in the same order and memory layout; it runs once for all backward steps of the
+    block, without gradients. Other hooks on saved tensors have no effect within the block.
+    """
+    if not (wanted and torch.is_grad_enabled()):
+        yield
+        return
+    saved = _Recomputed(results, compute)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        yield
+
+
+class _Recomputed:
+    def __init__(self, results: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+        # The caller keeps the results, and so their addresses, until the end of the block.
+        self.indices = {result.untyped_storage()._cdata: index for index, result in enumerate(results)}
+        self.compute = compute
+        self.results: Sequence[Tensor] | None = None
+        self.num_saved = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        index = self.indices.get(tensor.untyped_storage()._cdata)
+        if index is None:
+            return tensor
+        self.num_saved += 1
+        return index, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self.results is None:
+            with torch.no_grad():
+                self.results = self.compute()
+        index, *layout = packed
+        tensor = self.results[index].as_strided(*layout)
+        self.num_saved -= 1
+        if self.num_saved <= 0:
+            self.results = None
+        return tensor
