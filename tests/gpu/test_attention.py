@@ -38,6 +38,8 @@ def test_values_and_gradients(name: BackendName, case: str) -> None:
         pytest.skip(reason)
     result = self_check.self_check(name, needs)
     print(result)
+    if torch.version.hip and name == "sdpa" and needs.cp and result.failure:
+        pytest.xfail(f"SDPA on ROCm refuses fewer queries than keys in its backward pass: {result.failure}")
     assert result.failure is None
 
 
