@@ -94,7 +94,7 @@ class Platform(ABC):
         return 0
 
     def device_id(self) -> str:
-        """Identifies this rank's device on its machine; empty on a CPU, which ranks share."""
+        """Identifies this rank's device on its machine; empty if unknown, and on a CPU, which ranks share."""
         return ""
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:

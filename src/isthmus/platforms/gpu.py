@@ -79,9 +79,12 @@ class GpuPlatform(Platform):
 
     def device_id(self) -> str:
         properties = self.properties()
+        uuid = str(getattr(properties, "uuid", ""))
+        if not uuid.strip("0-"):  # some drivers report none
+            return ""
         numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
         masks = [os.environ.get(name) for name in MASKS]
-        return f"{properties.name} {properties.uuid}, PCI {numbers}, number {self.device_index()} of {masks}"
+        return f"{properties.name} {uuid}, PCI {numbers}, number {self.device_index()} of {masks}"
 
     def prepare_process(self) -> tuple[str, ...]:
         return (self._set_up_allocator(),)

@@ -122,6 +122,11 @@ def test_each_rank_has_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPa
     assert len(set(ids)) == 8 and detect("cpu").device_id() == ""
 
 
+def test_device_without_a_uuid_is_not_compared(machine: Callable[..., None]) -> None:
+    machine(hip="6.4", gcnArchName="gfx942", uuid="00000000-0000-0000-0000-000000000000")
+    assert detect().device_id() == ""
+
+
 @pytest.mark.processes
 def test_no_cuda_only_package_is_imported() -> None:
     """Detection of ROCm works with every such package blocked."""
