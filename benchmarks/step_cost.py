@@ -130,16 +130,7 @@ def main(arguments: list[str]) -> None:
     mfu = flops / total_s / (chosen.tflops * 1e12)
     print(f"\na step of {chosen.micro_batches} micro batches: {1e3 * total_s:.0f} ms at least, MFU {mfu:.0%} at most\n")
     if table := traced(chosen.model, chosen.tokens):
-        show(
-            [
-                "kernels of",
-                "outside of regions",
-                "compiled regions",
-                "kernels of these without a compiler",
-                "synchronizations",
-            ],
-            table,
-        )
+        show(["kernels of", "outside of regions", "compiled regions", "synchronizations"], table)
 
 
 if __name__ == "__main__":

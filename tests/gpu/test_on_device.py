@@ -1,4 +1,4 @@
-"""Commands and numeric results on a GPU (CUDA or ROCm); run with ``make test``."""
+"""Commands and numeric results on a GPU (CUDA or ROCm); run with ``make gpu``."""
 
 from __future__ import annotations
 
