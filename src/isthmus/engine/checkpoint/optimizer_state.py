@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from isthmus.engine.optim.optimizer import MOMENTS
 
 
 def optimizer_state(
@@ -28,7 +28,7 @@ def optimizer_state(
     """
     elements: dict[str, ShardedTensor] = {}
     for number, (entry, main, start) in enumerate(own):
-        for state, tensor in {"param": main, **{name: adam.state[main][name] for name in _MOMENTS}}.items():
+        for state, tensor in {"param": main, **{name: adam.state[main][name] for name in MOMENTS}}.items():
             named = replace(entry, key=f"optimizer.state.{state}.{entry.key}")
             parts = own_elements(named, local_elements(tensor), start)
             elements |= {f"{number}.{state}.{n}": part for n, part in enumerate(parts)}

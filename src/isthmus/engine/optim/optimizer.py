@@ -108,10 +108,14 @@ def build_optimizer(
     return optimizer
 
 
+def chain(optimizer: MegatronOptimizer) -> list[Any]:
+    """Optimizers of Megatron-Core's chain; experts may have their own."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Optimizers of Megatron-Core's chain with parameters on this rank; experts may have their own optimizer."""
-    # FSDP's optimizer has no buffers.
-    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if getattr(each, "buffers", True)]
+    """Those of the chain with parameters on this rank."""
+    return [each for each in chain(optimizer) if getattr(each, "buffers", True)]  # FSDP's optimizer has no buffers
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
@@ -121,7 +125,7 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 def memory_stats(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
     """Bytes that a rank keeps between steps. Shared memory counts once, in the first category that has it."""
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
-    inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    inner = [one.optimizer for one in chain(optimizer)]
     groups = [group["params"] for one in inner if one is not None for group in one.param_groups]
     entries = [value for one in inner if one is not None for entry in one.state.values() for value in entry.values()]
     states = [value for value in entries if isinstance(value, Tensor)]
@@ -144,7 +148,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     return total
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def create_state(adam: torch.optim.Optimizer) -> None:
@@ -158,9 +162,9 @@ def create_state(adam: torch.optim.Optimizer) -> None:
             if isinstance(adam, CpuOffloadAdamW):
                 # Copies overlap with computation only from pinned memory.
                 host = {"dtype": parameter.dtype, "pin_memory": parameter.is_cuda}
-                moments = {name: torch.zeros(parameter.shape, **host) for name in _MOMENTS}
+                moments = {name: torch.zeros(parameter.shape, **host) for name in MOMENTS}
             else:
-                moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
+                moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
             adam.state[parameter] = {"step": step, **moments}
 
 
@@ -190,7 +194,7 @@ class CpuOffloadAdamW(torch.optim.AdamW):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        moments = {name: state[name].to(parameter.device, non_blocking=True) for name in _MOMENTS}
+        moments = {name: state[name].to(parameter.device, non_blocking=True) for name in MOMENTS}
         update(
             [parameter],
             [gradient],

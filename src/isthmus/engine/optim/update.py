@@ -19,6 +19,8 @@ from megatron.core.parallel_state import (
 from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_dtensor
 from torch import Tensor
 
+from isthmus.engine.optim.optimizer import chain
+
 
 def reduce_and_scale_grads(model: list[Any], count: Tensor | None = None, **groups: Any) -> None:
     """Megatron-Core's ``finalize_model_grads``, which reads the ``count`` that divides the gradients on the host."""
@@ -38,13 +40,13 @@ def prepare_grads(optimizer: MegatronOptimizer) -> Tensor:
     Returns float64 [3] on the device, the same on all ranks: squared norm, overflow (0 or 1), loss scale.
     """
     overflow = torch.zeros_like(optimizer.get_loss_scale())
-    for one in _chain(optimizer):
+    for one in chain(optimizer):
         if getattr(one, "grad_scaler", None) is None:
             one.prepare_grads()
         else:
             overflow = torch.maximum(overflow, _unscale(one))
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for one in _chain(optimizer):
+    for one in chain(optimizer):
         by_group.setdefault(one.get_grad_stats_parallel_group(), []).extend(one.get_main_grads_for_grad_norm())
     squares = [_squared_norm(grads, group, overflow) for group, grads in by_group.items()]
     return torch.cat([torch.stack(squares).double().sum(0), overflow.double(), optimizer.get_loss_scale().double()])
@@ -55,20 +57,18 @@ def update_weights(optimizer: MegatronOptimizer, norm: float) -> None:
     """Clip the gradients, whose norm is ``norm``, and update the weights."""
     limit = optimizer.config.clip_grad
     if limit > 0 and (factor := limit / (norm + 1e-6)) < 1:
-        weights = (weight for one in _chain(optimizer) for weight in one.get_parameters())
-        torch._foreach_mul_([to_local_if_dtensor(weight.grad) for weight in weights if weight.grad is not None], factor)
+        weights = (weight for one in chain(optimizer) for weight in one.get_parameters())
+        grads = [to_local_if_dtensor(weight.grad) for weight in weights if weight.grad is not None]
+        if grads:  # a rank may have no part of a small model
+            torch._foreach_mul_(grads, factor)
     optimizer.step_with_ready_grads()
 
 
 def update_loss_scale(optimizer: MegatronOptimizer, *, overflow: bool) -> None:
     """All optimizers of a chain (dense weights, experts) have the same scale: the loss has one."""
-    for one in _chain(optimizer):
+    for one in chain(optimizer):
         if getattr(one, "grad_scaler", None) is not None:
             one.grad_scaler.update(overflow)
-
-
-def _chain(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _unscale(optimizer: Any) -> Tensor:
@@ -76,8 +76,8 @@ def _unscale(optimizer: Any) -> Tensor:
     overflow: Tensor = optimizer.found_inf.zero_()
     if not optimizer.is_stub_optimizer:
         optimizer._copy_model_grads_to_main_grads()
-        grads = optimizer._collect_main_grad_data_for_unscaling()
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, optimizer.grad_scaler.inv_scale)
+        if grads := optimizer._collect_main_grad_data_for_unscaling():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, optimizer.grad_scaler.inv_scale)
     dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=optimizer.get_grad_stats_parallel_group())
     return overflow
 
