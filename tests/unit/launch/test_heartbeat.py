@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from isthmus.engine.parallel import process_groups
 from isthmus.errors import DataError, IsthmusError
 from isthmus.launch import heartbeat
 from isthmus.launch.first_failure import Failure, first_failure, posted_failure, reported_failures
 from isthmus.launch.heartbeat import Heartbeat
+from isthmus.platforms.cpu import CpuPlatform
+from isthmus.platforms.cuda import CudaPlatform
 
 
 @pytest.fixture
@@ -78,6 +81,14 @@ def test_lost_rank_is_noticed_before_the_limit_of_collectives(
         while not left and time.monotonic() - started_s < 30.0:
             time.sleep(0.05)
     assert left[0].exit_code == 76 and "rank 1 on node1, last in checkpoint" in left[0].message
+
+
+@pytest.mark.parametrize("timeout_s", [5.0, 90.0, 600.0])
+def test_nccl_waits_longer_than_the_heartbeat(timeout_s: float) -> None:
+    nccl, gloo = (
+        process_groups._limit(kind(reason=""), timeout_s).total_seconds() for kind in (CudaPlatform, CpuPlatform)
+    )
+    assert nccl > min(timeout_s, heartbeat.LOST_S) + 2 * heartbeat.GRACE_S and gloo == timeout_s
 
 
 def test_other_ranks_are_not_lost_after_this_process_was_stopped(
