@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,8 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 def rows(run_folder: Path) -> list[dict[str, Any]]:
     """The objects of ``metrics.jsonl``."""
     return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_step(out: Path, step: int) -> None:
+    while not (out / "metrics.jsonl").exists() or all(row.get("step", 0) < step for row in rows(out)):
+        time.sleep(0.05)

@@ -52,6 +52,16 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
+@contextmanager
+def cut_wire(name: str) -> Iterator[None]:
+    """Disconnect the network namespace ``name`` from the other one."""
+    _ip("-n", name, "link", "set", "wire0", "down")
+    try:
+        yield
+    finally:
+        _ip("-n", name, "link", "set", "wire0", "up")
+
+
 def _ip(*args: str) -> None:
     done = subprocess.run(["ip", *args], capture_output=True, text=True)
     if done.returncode:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import CompletedCommand, rows
+from faults.command import CompletedCommand, wait_for_step
 from faults.fork_server import ForkServer, RunningRanks
 from faults.hosts import rank_variables
 
@@ -20,11 +20,6 @@ def error(completed: list[CompletedCommand], code: int) -> str:
     (line,) = [line for one in completed for line in one.errors]
     assert not any("Traceback" in one.stderr for one in completed), completed
     return line
-
-
-def wait_for_step(out: Path, step: int) -> None:
-    while not (out / "metrics.jsonl").exists() or all(row.get("step", 0) < step for row in rows(out)):
-        time.sleep(0.05)
 
 
 def running(isthmus: ForkServer, args: list[str], out: Path) -> RunningRanks:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.command import rows
+from faults.command import rows, wait_for_step
 from faults.fork_server import ForkServer
-from faults.hosts import ADDRESSES, DEAD_ADDRESSES, two_hosts
+from faults.hosts import ADDRESSES, DEAD_ADDRESSES, cut_wire, rank_variables, two_hosts
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +66,18 @@ def test_interface_without_route(isthmus: ForkServer, namespaces: tuple[str, str
     for line in messages:
         assert "rank 1 " in line and "cannot reach rank 2" in line and DEAD_ADDRESSES[1] in line
         assert "dead0" in line and "GLOO_SOCKET_IFNAME" in line and "wire0" in line
+
+
+def test_machine_that_loses_its_network(
+    isthmus: ForkServer, namespaces: tuple[str, str], sft_args: list[str], tmp_path: Path
+) -> None:
+    """No packet tells the other machine, as when the power fails."""
+    args = [*sft_args, "parallel.tp=2", "train.steps=100000", "parallel.timeout_s=3"]
+    variables = rank_variables(2, address=ADDRESSES[0])
+    ranks = isthmus.start_ranks([[(args, variables[0])], [(args, variables[1] | {"LOCAL_RANK": "0"})]], namespaces)
+    wait_for_step(tmp_path / "out", 3)
+    with cut_wire(namespaces[1]):
+        first, second = ranks.wait()
+    assert (first.returncode, second.returncode) == (76, 76), (first, second)
+    assert "no heartbeat any more of rank 1" in first.errors[0], first
+    assert "rank 0 or its launcher has ended, or its machine is down: 10.213.0.1:" in second.errors[0], second
