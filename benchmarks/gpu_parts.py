@@ -28,7 +28,7 @@ from gpu_turns.summary import aims, summary
 from rounds import run_turn
 
 DRY = {"seq_length": 128, "accumulation": 2, "warmup_steps": 1, "timed_steps": 2, "profiled_steps": 1}
-NEEDED = ("torch", "megatron.core", "transformers", "pydantic", "ruamel.yaml", "typer", "pytest")
+NEEDED = ("torch", "megatron", "transformers", "pydantic", "ruamel", "typer", "pytest")
 SAMPLES = 2000
 """Chats of the chats case."""
 

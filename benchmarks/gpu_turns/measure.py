@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isthmus.platforms.base import Platform
+if TYPE_CHECKING:
+    from isthmus.platforms.base import Platform
 
 CONVENTION = (
     "model FLOPs without recomputation, backward twice the forward; attention causal and within samples; logits of "

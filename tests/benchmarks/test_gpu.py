@@ -81,6 +81,16 @@ def test_a_machine_without_a_gpu_is_refused(
     assert text.startswith("gpu_parts.py: no GPU: torch ") and "make gpu-dry" in text
 
 
+def test_a_python_without_the_packages_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_parts: Any = importlib.import_module("gpu_parts")
+    monkeypatch.setattr(gpu_parts, "NEEDED", (*gpu_parts.NEEDED, "no_such_package"))
+    with pytest.raises(SystemExit):
+        gpu_parts.main([])
+    assert f"{sys.executable} has no no_such_package. Collect wheels" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
