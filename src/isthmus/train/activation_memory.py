@@ -27,6 +27,7 @@ def layer_bytes(
     tp: int = 1,
     sp: bool = False,
     recomputed: Sequence[Recomputed] = (),
+    fused: bool = False,
 ) -> int:
     """Activation bytes of one dense decoder layer for T = ``num_tokens`` tokens.
 
@@ -43,18 +44,20 @@ def layer_bytes(
     no activation, ``layernorm`` no input of a projection after a norm, ``rope`` no rotated queries and keys.
 
     Measured on a CPU without CP and MTP layers. GPU attention kernels also save one number per head, and ``sdpa`` a
-    second copy of its output; compiled gated GELU does not save the extra T F.
+    second copy of its output.
 
     Args:
         architecture: has no MLA and at least one dense layer.
         bytes_per_element: FP8 matmuls save bfloat16.
+        fused: activations are compiled, so that any of them saves only its input.
     """
     a = architecture
     if a.mla is not None or (a.moe is not None and len(a.moe.dense_layers) == 0):
         raise ValueError(f"{a.family} has no layer with plain attention and a dense feed-forward block")
     outside = num_tokens // tp if sp else num_tokens
     activation = "silu" if a.activation == "silu" else "gelu"
-    feed_forward = 0 if "mlp" in recomputed else _MLP[activation, a.gated] - ("mlp_act" in recomputed)
+    tensors_of_mlp = _MLP["silu" if fused else activation, a.gated] - ("mlp_act" in recomputed)
+    feed_forward = 0 if "mlp" in recomputed else tensors_of_mlp
     query_width = a.num_attention_heads * a.kv_channels
     key_width = a.num_query_groups * a.kv_channels
     if a.position == "rope":

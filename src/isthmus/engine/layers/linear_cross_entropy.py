@@ -102,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0] if ctx.grad_scale is None else grads[0] / ctx.grad_scale
         if grad_weight is not None:
-            grad_weight = (grad_weight * scale).to(ctx.weight.dtype)
+            grad_weight = grad_weight.mul_(scale).to(ctx.weight.dtype)
         else:
             message = "the gradient was computed in the forward pass, for a loss gradient of 1 times the loss scale"
             torch._assert_async(scale == 1, message)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from isthmus.config.schema import ParallelConfig, RunConfig
-from isthmus.engine.layers.cross_entropy_gpu import TEMPORARY_BYTES, elements_for
 from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -16,9 +15,9 @@ from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Layout, local_shape
 from isthmus.platforms.base import Platform
 from isthmus.platforms.free_memory import free_bytes
+from isthmus.recipes.setup.activation_estimate import activation_bytes, micro_batches, temporary_bytes
 from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.rank_model import DTYPES
-from isthmus.train.activation_memory import layer_bytes, stage_bytes
 
 MARGIN = 1.25
 """The estimate may exceed the memory by this factor, because activations are approximate."""
@@ -37,8 +36,8 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     """Of all micro batches in flight."""
-    loss: int = 0
-    """Temporary memory of the loss on a GPU."""
+    temporary: int = 0
+    """Of the loss or of the backward pass of a layer, on a GPU."""
     quantized: int = 0
     """FP8 copies of weights, which a step of several micro batches keeps in both layouts."""
     offloaded: int = 0
@@ -51,15 +50,15 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return self.persistent + self.activations + self.loss + self.quantized
+        return self.persistent + self.activations + self.temporary + self.quantized
 
     def __str__(self) -> str:
         parts = {
             "weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer,
             "activations about": self.activations,
         }  # fmt: skip
-        if self.loss:
-            parts["loss"] = self.loss
+        if self.temporary:
+            parts["temporary"] = self.temporary
         if self.quantized:
             parts["fp8 weights"] = self.quantized
         listed = ", ".join(f"{name} {_gib(number)}" for name, number in parts.items())
@@ -70,13 +69,20 @@ class MemoryEstimate:
 def estimate_memory(
     plan: ModelPlan, config: RunConfig, precision: str, *, gpu_bytes: int | None = None
 ) -> MemoryEstimate:
-    """Estimate the memory of the rank that needs most.
+    """Estimate the memory of the rank that needs most; see :func:`estimate_ranks`."""
+    estimates = estimate_ranks(plan, config, precision, gpu_bytes=gpu_bytes)
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def estimate_ranks(
+    plan: ModelPlan, config: RunConfig, precision: str, *, gpu_bytes: int | None = None
+) -> list[MemoryEstimate]:
+    """Estimate the memory of each pipeline rank.
 
     Gradients are float32. The optimizer keeps two float32 moments per parameter (in host memory with ``optim.offload``)
     and a float32 copy of 16-bit weights; replicas shard both. fsdp shards float32 weights, gradients and moments, and
-    gathers the largest layer, the embedding and the output layer. A DPO sample is a pair of answers. Activations
-    (:mod:`isthmus.train.activation_memory`): an MoE layer counts as a dense layer as wide as a token's experts plus the
-    routed copies, MLA as attention of its widths. The loss adds to it on a GPU with ``gpu_bytes`` of memory.
+    gathers the largest layer, the embedding and the output layer. A DPO sample is a pair of answers. ``gpu_bytes`` adds
+    the temporary memory of a GPU of this size.
     """
     parallel = plan.parallel
     counts, gathered = _count_parameters(plan.family, plan.architecture, parallel)
@@ -89,12 +95,12 @@ def estimate_memory(
     for rank, count in enumerate(counts):
         float32, expert, total = count["float32"], count["expert"], count.total()
         ordinary = total - float32 - expert
-        activations = _activation_bytes(plan, config, element, rank)
-        loss = _loss_bytes(plan, config, element, gpu_bytes) if gpu_bytes and rank == parallel.pp - 1 else 0
+        activations = activation_bytes(plan, config, precision, rank, on_gpu=gpu_bytes is not None)
+        temporary = temporary_bytes(plan, config, precision, rank, gpu_bytes) if gpu_bytes else 0
         if parallel.fsdp:
             shard = math.ceil(total / replicas)
             weights = 4 * shard + (gathered * element if replicas > 1 or element < 4 else 0)
-            estimates.append(MemoryEstimate(total, weights, 4 * shard, 8 * shard, activations, loss))
+            estimates.append(MemoryEstimate(total, weights, 4 * shard, 8 * shard, activations, temporary))
             continue
         optimizer = math.ceil((state * ordinary + moments * float32) / replicas)
         optimizer += math.ceil(state * expert / expert_replicas)
@@ -103,9 +109,11 @@ def estimate_memory(
         if config.optim.offload:
             offloaded = math.ceil(8 * (ordinary + float32) / replicas)
             offloaded += math.ceil(8 * expert / expert_replicas)
-        quantized = 2 * count["linear"] if precision == "fp8" and _micro_batches(plan, config) > 1 else 0
-        estimates.append(MemoryEstimate(total, weights, 4 * total, optimizer, activations, loss, quantized, offloaded))
-    return max(estimates, key=lambda estimate: estimate.total)
+        quantized = 2 * count["linear"] if precision == "fp8" and micro_batches(plan, config) > 1 else 0
+        estimates.append(
+            MemoryEstimate(total, weights, 4 * total, optimizer, activations, temporary, quantized, offloaded)
+        )
+    return estimates
 
 
 def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precision: str, *, ranks_here: int) -> str:
@@ -200,63 +208,6 @@ def _pipeline_rank(name: str, rank_of: list[int], pp: int) -> int:
     if layer is not None:
         return rank_of[int(layer[1])]
     return 0 if name.startswith("embedding.") else pp - 1
-
-
-def _activation_bytes(plan: ModelPlan, config: RunConfig, element: int, rank: int) -> int:
-    """Of all micro batches that a pipeline rank has in flight."""
-    train, parallel, arch = config.train, plan.parallel, plan.architecture
-    num_tokens = _num_tokens(plan, config)
-    chunks = layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)[rank :: parallel.pp]
-    dense, extra = _as_dense(arch)
-    args = {"num_tokens": num_tokens, "bytes_per_element": element, "tp": parallel.tp, "sp": parallel.sequence_parallel}
-    modules = tuple(name for name in train.recompute_modules if name not in ("moe", "moe_act"))
-    each = 0
-    for number, layers in enumerate(chunks):
-        each += stage_bytes(
-            dense, num_layers=layers, loss_tokens=num_tokens, first=rank == 0 and number == 0,
-            last=rank == parallel.pp - 1 and number == len(chunks) - 1, recompute=train.recompute,
-            recompute_modules=modules, recompute_layers=train.recompute_layers, **args,  # type: ignore[arg-type]
-        )  # fmt: skip
-        if train.recompute != "full":
-            each += layers * extra * num_tokens * element
-    # Full recomputation has one layer's activations at a time.
-    recomputed = layer_bytes(dense, **args) + extra * num_tokens * element if train.recompute == "full" else 0  # type: ignore[arg-type]
-    return each * min(parallel.pp - rank, _micro_batches(plan, config)) + recomputed
-
-
-def _loss_bytes(plan: ModelPlan, config: RunConfig, element: int, gpu_bytes: int) -> int:
-    """Logits of a chunk and their float32 copies; compiled kernels have no copies."""
-    rows = math.ceil(plan.architecture.vocab_size / plan.parallel.tp)
-    logits = min(elements_for(gpu_bytes), _num_tokens(plan, config) * rows)
-    return logits * (element + TEMPORARY_BYTES * (1 if plan.architecture.logits_softcap is None else 2))
-
-
-def _num_tokens(plan: ModelPlan, config: RunConfig) -> int:
-    """Of the longest micro batch on a rank."""
-    samples = 2 if config.recipe == "dpo" else 1
-    longest = config.train.micro_batch_size * samples * config.data.seq_length
-    longest = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest)
-    return longest // plan.parallel.cp
-
-
-def _micro_batches(plan: ModelPlan, config: RunConfig) -> int:
-    """Of a rank in a step."""
-    samples = config.train.micro_batch_size * plan.parallel.dp(plan.world_size)
-    return max(1, config.train.global_batch_size // samples)
-
-
-def _as_dense(arch: Architecture) -> tuple[Architecture, int]:
-    """A dense model with similar activations, and the extra channels per token and layer."""
-    extra = 0
-    changed: dict[str, int | None] = {}
-    if arch.mla is not None:
-        changed |= {"mla": None, "num_query_groups": arch.num_attention_heads}
-        extra += arch.mla.kv_lora_rank + (arch.mla.q_lora_rank or 0)
-    if arch.moe is not None:
-        expert_width = arch.moe.top_k * arch.moe.ffn_hidden_size + arch.moe.shared_ffn_hidden_size
-        changed |= {"moe": None, "ffn_hidden_size": expert_width}
-        extra += 2 * arch.moe.top_k * arch.hidden_size
-    return (replace(arch, **changed), extra) if changed else (arch, 0)  # type: ignore[arg-type]
 
 
 def _gib(number: float) -> str:

@@ -12,7 +12,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.families.registry import family_for
 from isthmus.platforms.cpu import CpuPlatform
-from isthmus.recipes.setup.memory_estimate import MARGIN, MemoryEstimate, check_memory, estimate_memory
+from isthmus.recipes.setup.memory_estimate import MARGIN, MemoryEstimate, check_memory, estimate_memory, estimate_ranks
 from isthmus.recipes.setup.model_plan import ModelPlan
 
 LLAMA_8B = {
@@ -82,14 +82,27 @@ def test_layouts_reduce_the_estimate() -> None:
     assert full.activations < whole.activations / 4
 
 
-def test_a_gpu_has_logits_of_a_chunk() -> None:
+def test_a_gpu_has_temporary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer, or of the logits of a chunk, without compiled kernels with float32 copies."""
     run = config(layout={"pp": 2, "tp": 4})
-    plan = plan_of(LLAMA_8B, run)
-    first = estimate_memory(plan, run, "bf16", gpu_bytes=80 << 30)
-    assert first.loss == 0 and first.total == estimate_memory(plan, run, "bf16").total  # the first stage needs most
+    first, _last = estimate_ranks(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=80 << 30)
+    tokens, hidden = 2 * 8192, 4096
+    assert first.temporary == 2 * tokens * (2 * hidden + 2 * 14336 // 4)
     run = config()
     plain, on_gpu = (estimate_memory(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=gpu) for gpu in (None, 80 << 30))
-    assert on_gpu.loss == 10 * 2**28 == on_gpu.total - plain.total and str(on_gpu).endswith("loss 2.5")
+    assert on_gpu.temporary == on_gpu.total - plain.total == 10 * 2**28 + 2 * tokens * hidden
+    assert str(on_gpu).endswith("temporary 2.6") and plain.temporary == 0
+    monkeypatch.setattr("isthmus.engine.compiled.find_compiler", lambda device: ("Triton", ""))
+    (compiled,) = estimate_ranks(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=80 << 30)
+    assert compiled.temporary == 2 * tokens * (2 * hidden + 2 * 14336)  # more than the logits of a chunk
+    deterministic = config(deterministic=True)
+    assert estimate_memory(plan_of(LLAMA_8B, run), deterministic, "bf16", gpu_bytes=80 << 30) == on_gpu
+
+
+def test_virtual_stages_have_more_layers_in_flight() -> None:
+    """2 * (pp - 1) + (vpp - 1) * pp + 1 chunks of the first rank (arXiv 2104.04473), here of 4 layers."""
+    plain, virtual = (estimate(LLAMA_8B, pp=4, vpp=vpp) for vpp in (1, 2))
+    assert virtual.activations / plain.activations == pytest.approx(11 / 8, rel=0.01)
 
 
 def test_a_step_of_several_micro_batches_keeps_fp8_copies_of_linear_weights() -> None:

@@ -1,0 +1,160 @@
+"""Activations that a rank keeps for the backward pass, and the temporary memory of its steps on a GPU.
+
+tests/fake_cuda/test_memory.py compares both with the traced memory of ranks in large layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from isthmus.config.schema import RunConfig
+from isthmus.engine import compiled
+from isthmus.engine.layers.cross_entropy_gpu import TEMPORARY_BYTES, elements_for
+from isthmus.engine.parallel.pipeline_layout import layers_per_stage
+from isthmus.families.architecture import Architecture
+from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.recipes.setup.rank_model import DTYPES
+from isthmus.train.activation_memory import layer_bytes, stage_bytes
+
+
+def activation_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: int, *, on_gpu: bool) -> int:
+    """Of all micro batches that pipeline rank ``rank`` has in flight.
+
+    An MoE layer counts as a dense layer as wide as a token's experts, plus the routed rows at a uniform load; MLA as
+    attention of its widths.
+    """
+    train, parallel, arch = config.train, plan.parallel, plan.architecture
+    settings = _Settings(plan, config, precision)
+    kinds = {is_moe: _layer_bytes(arch, settings, is_moe=is_moe, fused=on_gpu) for is_moe in _kinds(arch)}
+    each, recomputed = 0, 0
+    for stage, layers in _stages(plan, rank):
+        each += stage_bytes(
+            _as_dense(arch, is_moe=False)[0], num_layers=0, loss_tokens=settings.tokens, first=stage == 0,
+            last=stage == parallel.pp * parallel.vpp - 1, **settings.sizes,
+        )  # fmt: skip
+        full = (len(layers) if train.recompute_layers is None else train.recompute_layers) * (train.recompute == "full")
+        each += full * settings.outside * arch.hidden_size * settings.element
+        each += sum(kinds[arch.is_moe(layer)] for layer in layers[full:])
+        # Full recomputation has one layer's activations at a time.
+        recomputed = max([recomputed, *(kinds[arch.is_moe(layer)] for layer in layers[:full])])
+    if parallel.vpp == 1:
+        return each * min(parallel.pp - rank, micro_batches(plan, config)) + recomputed
+    # Chunks of layers that interleaved 1F1B (arXiv 2104.04473) has in flight.
+    warmup = 2 * (parallel.pp - rank - 1) + (parallel.vpp - 1) * parallel.pp
+    in_flight = min(warmup + 1, parallel.vpp * micro_batches(plan, config))
+    return each * in_flight // parallel.vpp + recomputed
+
+
+def temporary_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: int, gpu_bytes: int) -> int:
+    """The largest of the loss and the backward pass of a layer, on a GPU with ``gpu_bytes`` of memory."""
+    arch, parallel = plan.architecture, plan.parallel
+    settings = _Settings(plan, config, precision)
+    hidden, gated = arch.hidden_size, 2 if arch.gated else 1
+    dense_width = gated * arch.ffn_hidden_size // parallel.tp
+    found = [settings.tokens * 2 * hidden]  # the gathered input of a block and its gradient
+    if False in _kinds(arch):
+        found.append(settings.tokens * dense_width + 2 * settings.outside * hidden)
+        if precision == "fp8":  # a float32 weight gradient, and FP8 copies of its factors and of the weight
+            found.append(dense_width * (5 * hidden + settings.tokens) // settings.element)
+    if arch.moe is not None:
+        experts, width = arch.moe.num_experts // parallel.ep, gated * arch.moe.ffn_hidden_size // parallel.expert_tp
+        found.append(4 * settings.rows * hidden)  # rows and gradients on both sides of an exchange
+        found.append(experts * width * hidden + settings.rows * (width + hidden))
+    temporary = settings.element * max(found)
+    if rank < parallel.pp - 1:
+        return temporary
+    rows = math.ceil(arch.vocab_size / parallel.tp)
+    logits = min(elements_for(gpu_bytes), settings.tokens * rows)
+    copies = 0 if _compiles(config) else TEMPORARY_BYTES * (1 if arch.logits_softcap is None else 2)
+    loss = logits * (settings.element + copies) + settings.tokens * hidden * settings.element
+    if parallel.fsdp:  # without main_grad, the gradient of the projection is float32, then also of the model's dtype
+        loss = 4 * rows * hidden + max(loss, settings.element * rows * hidden)
+    return max(temporary, loss)
+
+
+def micro_batches(plan: ModelPlan, config: RunConfig) -> int:
+    """Of a rank in a step."""
+    samples = config.train.micro_batch_size * plan.parallel.dp(plan.world_size)
+    return max(1, config.train.global_batch_size // samples)
+
+
+class _Settings:
+    def __init__(self, plan: ModelPlan, config: RunConfig, precision: str) -> None:
+        parallel, train = plan.parallel, config.train
+        samples = 2 if config.recipe == "dpo" else 1
+        longest = train.micro_batch_size * samples * config.data.seq_length
+        longest = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest)
+        sp = parallel.sequence_parallel
+        self.parallel = parallel
+        self.tokens = longest // parallel.cp
+        """Of the longest micro batch on a rank."""
+        self.outside = self.tokens // parallel.tp if sp else self.tokens
+        """Outside of tensor-parallel blocks."""
+        self.element = DTYPES[precision].itemsize
+        self.sizes: dict[str, Any] = {
+            "num_tokens": self.tokens, "bytes_per_element": self.element, "tp": parallel.tp, "sp": sp,
+        }  # fmt: skip
+        self.recomputed = tuple(train.recompute_modules) if train.recompute == "selective" else ()
+        moe = plan.architecture.moe
+        self.rows = 0 if moe is None else self.outside * moe.top_k * (parallel.expert_tp if sp else 1)
+        """Routed rows of this rank's experts."""
+
+
+def _layer_bytes(arch: Architecture, settings: _Settings, *, is_moe: bool, fused: bool) -> int:
+    parallel, element = settings.parallel, settings.element
+    dense, extra = _as_dense(arch, is_moe=is_moe)
+    # The dense layer's names of what an MoE layer recomputes.
+    names = {"moe": "mlp", "moe_act": "mlp_act"} if is_moe else {"mlp": "mlp", "mlp_act": "mlp_act"}
+    names |= {name: name for name in ("core_attn", "layernorm", "rope")}
+    recomputed: Any = [names[name] for name in settings.recomputed if name in names]
+    total = layer_bytes(dense, recomputed=recomputed, fused=fused, **settings.sizes)
+    total += settings.tokens * extra * element
+    if parallel.cp > 1 and "core_attn" not in recomputed:
+        # Gathered keys and values, and the joined outputs of the spans.
+        gathered = 2 * dense.num_query_groups * parallel.cp + dense.num_attention_heads
+        total += settings.tokens * gathered * dense.kv_channels * element // parallel.tp
+    if not is_moe or "mlp" in recomputed or arch.moe is None:
+        return total
+    moe = arch.moe
+    # Sent and returned rows, and the weighted activations.
+    weighted = 0 if "mlp_act" in recomputed else moe.ffn_hidden_size // parallel.expert_tp
+    routed = settings.rows * (2 * arch.hidden_size + weighted) * element
+    if element < 4:  # the router computes in float32; only shared experts need its input in 16 bits
+        routed += settings.outside * arch.hidden_size * (4 if moe.shared_ffn_hidden_size else 4 - element)
+    return total + routed + 8 * settings.outside * moe.num_experts
+
+
+def _as_dense(arch: Architecture, *, is_moe: bool) -> tuple[Architecture, int]:
+    """A dense layer with similar activations, and the extra channels per token."""
+    extra = 0
+    changed: dict[str, Any] = {"moe": None}
+    if arch.mla is not None:
+        changed |= {"mla": None, "num_query_groups": arch.num_attention_heads}
+        extra += arch.mla.kv_lora_rank + (arch.mla.q_lora_rank or 0)
+    if is_moe and arch.moe is not None:
+        changed["ffn_hidden_size"] = arch.moe.top_k * arch.moe.ffn_hidden_size + arch.moe.shared_ffn_hidden_size
+    return replace(arch, **changed), extra
+
+
+def _kinds(arch: Architecture) -> set[bool]:
+    return {arch.is_moe(layer) for layer in range(arch.num_layers)}
+
+
+def _stages(plan: ModelPlan, rank: int) -> Iterator[tuple[int, range]]:
+    """(stage, layers) of a pipeline rank."""
+    parallel = plan.parallel
+    sizes = layers_per_stage(plan.architecture.num_layers, parallel.pp, parallel.vpp)
+    ends = list(accumulate(sizes))
+    for stage in range(rank, len(sizes), parallel.pp):
+        yield stage, range(ends[stage] - sizes[stage], ends[stage])
+
+
+def _compiles(config: RunConfig) -> bool:
+    """Whether the loss has compiled kernels, which have no copies of the logits."""
+    return (
+        config.train.compile is not False and not config.train.deterministic and not compiled.find_compiler("cuda")[1]
+    )
