@@ -88,7 +88,9 @@ def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _padded_transpose(matrix: Tensor) -> Tensor:
-    return functional.pad(matrix.t(), (0, -matrix.size(0) % ALIGNMENT))
+    # Not -size % ALIGNMENT: in compiled code torch 2.6 rounds quotients of negative sizes to zero.
+    padded = (matrix.size(0) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return functional.pad(matrix.t(), (0, padded - matrix.size(0)))
 
 
 _kept: dict[tuple[int, bool], Quantized] | None = None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.engine.compiled import set_compile
 from isthmus.engine.layers import fp8_linear as module
 from isthmus.engine.layers.fp8_linear import (
     Fp8Recipe,
@@ -230,3 +231,19 @@ def test_the_kernel_agrees_with_the_emulation(scaling: Scaling, public: bool, mo
     a, b = quantize(torch.randn(32, 64), E4M3, scaling), quantize(torch.randn(48, 64), E4M3, scaling)
     ours, theirs = emulated_scaled_mm(a, b, torch.bfloat16), scaled_mm(a, b, torch.bfloat16, fast=False)
     assert torch.allclose(ours.float(), theirs.float(), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.processes  # the C++ compiler
+def test_compiled_quantization_pads_any_length() -> None:
+    """The length is a variable to the compiler; in torch 2.6 it rounds quotients of negative sizes to zero."""
+    for tokens in (48, 37, 5):
+        matrix = torch.randn(tokens, 32)
+        wanted = quantize_both(matrix, E4M3, "tensorwise")
+        set_compile(True, device="cpu")
+        try:
+            found = quantize_both(matrix, E4M3, "tensorwise")
+        finally:
+            set_compile(False)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert torch.equal(ours.values.float(), theirs.values.float())
+            assert torch.equal(ours.inverse_scale, theirs.inverse_scale)
