@@ -359,6 +359,8 @@ def api_page() -> str:
         if title == "Models":
             lines += _directive(functions["load_model"], "isthmus.load_model")
             lines += _directive(functions["AutoBridge"], "isthmus.AutoBridge")
+        if title == "Configuration":
+            lines += _directive(functions["Callback"], "isthmus.Callback")
         if title == "Families":
             lines += _directive(functions["register_family"], "isthmus.register_family")
         for path in paths:

@@ -3,7 +3,8 @@
 ``isthmus.sft(config)``, ``isthmus.dpo(config)``, ``isthmus.pretrain(config)`` and
 ``isthmus.convert(source, destination)`` are what the commands of the same name run;
 ``isthmus.load_model(hf_dir, ...)`` gives the live Megatron-Core model, ``isthmus.AutoBridge`` also writes it back, and
-``isthmus.register_family`` adds the weight mapping of an architecture. They are imported on first use, since
+``isthmus.register_family`` adds the weight mapping of an architecture; ``isthmus.Callback``
+is the base class of callbacks. They are imported on first use, since
 importing torch takes longer than everything the command line does by itself; ``__init__.pyi`` has their types.
 """
 
@@ -20,6 +21,7 @@ _LAZY = {
     "pretrain": ("isthmus.recipes.pretrain", "run"),
     "AutoBridge": ("isthmus.recipes.setup.auto_bridge", "AutoBridge"),
     "register_family": ("isthmus.families.registry", "register_family"),
+    "Callback": ("isthmus.train.callbacks", "Callback"),
     "load_model": ("isthmus.recipes.setup.load_model", "load_model"),
 }
 __all__ = ["__version__", "convert", *_LAZY]

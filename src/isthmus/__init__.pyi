@@ -5,6 +5,17 @@ from isthmus.recipes.pretrain import run as pretrain
 from isthmus.recipes.setup.auto_bridge import AutoBridge as AutoBridge
 from isthmus.recipes.setup.load_model import load_model as load_model
 from isthmus.recipes.sft import run as sft
+from isthmus.train.callbacks import Callback as Callback
 
 __version__: str
-__all__ = ["AutoBridge", "__version__", "convert", "dpo", "load_model", "pretrain", "register_family", "sft"]
+__all__ = [
+    "AutoBridge",
+    "Callback",
+    "__version__",
+    "convert",
+    "dpo",
+    "load_model",
+    "pretrain",
+    "register_family",
+    "sft",
+]

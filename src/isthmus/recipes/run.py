@@ -145,6 +145,7 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
         context.run_dir.root,
         config.logging,
         is_main=position.rank == 0,
+        callbacks=config.callbacks,
         device="rank" if platform.device_type == "cpu" else "GPU",
         # Megatron-LM prints on the last rank; its users look for the log on the last machine.
         prints_steps=config.logging.style == "megatron" and rank_env.is_last_of_several_machines(),
@@ -182,7 +183,7 @@ class _Training:
                 args=checkpoint_args(self.model, step),
                 write_beside=lambda folder: write_checkpoint_config(self.model, folder, context.tokenizer),
             )
-        self.reporter.log(f"saved {path}")
+        self.reporter.saved(step, path)
 
     def export(self, step: int | None) -> None:
         """Write a Hugging Face folder; a collective."""
@@ -192,7 +193,7 @@ class _Training:
         path = context.run_dir.export(step)
         with trace_region("export"):
             export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
-        self.reporter.log(f"exported {path}")
+        self.reporter.exported(self.stepper.step if step is None else step, path)
 
     def load_best(self) -> None:
         """Load the weights with the lowest validation loss; a collective."""

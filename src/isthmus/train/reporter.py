@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
+from isthmus.train.callbacks import Callbacks
 from isthmus.train.metrics import StepMetrics, megatron_line, printed, step_cell, step_line, tracker_tag
 from isthmus.train.trackers import TrackedRun, Trackers
 
@@ -80,10 +81,15 @@ class Reporter:
         settings: LoggingConfig,
         *,
         is_main: bool,
+        callbacks: Sequence[str] = (),
         device: str = "device",
         prints_steps: bool = False,
     ) -> None:
-        """``device``: unit of TFLOP/s, "GPU" or "rank"; ``prints_steps``: print the steps on another rank too."""
+        """Args:
+        callbacks: ``module:Class`` of the user's callbacks.
+        device: unit of TFLOP/s, "GPU" or "rank".
+        prints_steps: print the steps on another rank too.
+        """
         self._run_dir = run_dir
         self._settings = settings
         self._is_main = is_main
@@ -93,6 +99,7 @@ class Reporter:
         self._file: IO[str] | None = None
         self._trackers: Trackers | None = None
         self._console = Console()
+        self._callbacks = Callbacks(callbacks if is_main else ())
         self._first: tuple[int, float] | None = None
         """The first step of this process and the monotonic time of its end, in seconds."""
 
@@ -115,17 +122,27 @@ class Reporter:
         name = self._settings.name or self._run_dir.absolute().name
         run = TrackedRun(self._run_dir, start, self._settings.project, name, settings or {})
         self._trackers = Trackers(self._settings, run, self._console.print)
+        self._callbacks.call("begin", self._run_dir, settings or {}, step=start, total_steps=total_steps)
 
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
         self._console.close()
         if self._trackers is not None:
             self._trackers.close(failed=kind is not None)
         if self._file is not None:
             self._file.close()
         self._trackers = self._file = None
+        self._callbacks.call("end", error)
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        self.log(f"saved {checkpoint}")
+        self._callbacks.call("save", step, checkpoint)
+
+    def exported(self, step: int, model: Path) -> None:
+        self.log(f"exported {model}")
+        self._callbacks.call("export", step, model)
 
     def log(self, text: str) -> None:
         if self._is_main:
@@ -137,7 +154,9 @@ class Reporter:
         is_due = metrics.step % self._settings.every == 0
         if self._is_main:
             is_due = is_due or metrics.step in (self._first[0], self._total_steps)
-            self._record(metrics.flat(), points=is_due)
+            row = metrics.flat()
+            self._record(row, points=is_due)
+            self._callbacks.call("step", row)
         if is_due and self._prints_steps:
             self._console.print(self._line(metrics))
         self._console.advance(metrics.step)
@@ -154,7 +173,9 @@ class Reporter:
         if not self._is_main:
             return
         objective = objective or {}
-        self._record({"step": step, **{f"{part}_{name}": value for name, value in {"loss": loss, **objective}.items()}})
+        row = {"step": step, **{f"{part}_{name}": value for name, value in {"loss": loss, **objective}.items()}}
+        self._record(row)
+        self._callbacks.call("evaluation", row)
         name = {"valid": "validation", "test": "test"}[part]
         cells = [step_cell(step, self._total_steps), f"{name} loss {loss:.4f}", *printed(objective).values()]
         self._console.print("  ".join(cells))

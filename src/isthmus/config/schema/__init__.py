@@ -6,9 +6,9 @@ Paths are taken relative to the working directory; ``~`` is the home folder.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.config.schema.dpo import DpoConfig
@@ -17,7 +17,7 @@ from isthmus.config.schema.moe import MoeConfig
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.output import CheckpointConfig, LoggingConfig
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.config.schema.section import PathText, Section, refuse
+from isthmus.config.schema.section import PathText, Section, listed, refuse
 from isthmus.config.schema.train import TrainConfig
 
 
@@ -38,6 +38,8 @@ class RunConfig(Section):
     dpo: DpoConfig = DpoConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    callbacks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ()
+    """Your own code at the events of the run: module:Class, subclasses of isthmus.Callback."""
     platform: Literal["auto", "cpu", "cuda", "rocm"] = "auto"
     """Hardware to run on; auto: GPUs if there are any, else the CPU."""
 

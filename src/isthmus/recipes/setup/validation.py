@@ -20,6 +20,7 @@ from isthmus.recipes.setup.layout_checks import check_async_layout, check_offloa
 from isthmus.recipes.setup.memory_estimate import check_memory
 from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, check_training, dropout_messages, plan_model
 from isthmus.recipes.setup.model_source import run_tokenizer
+from isthmus.train.callbacks import callback_class
 from isthmus.train.trackers import check_trackers
 
 
@@ -57,6 +58,8 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     plan = plan_model(config, world_size=world_size)
     check_training(config, plan)
     check_files(config)
+    for name in config.callbacks:
+        callback_class(name)
     tokenizer = run_tokenizer(config, plan.source, plan.architecture.vocab_size)
     shape = RunShape(
         nodes=math.ceil(plan.world_size / ranks_here),
