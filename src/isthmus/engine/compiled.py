@@ -144,7 +144,6 @@ def _limit_errors() -> tuple[type[Exception], ...]:
     return (errors.FailOnRecompileLimitHit, *filter(None, [getattr(errors, "RecompileLimitExceeded", None)]))
 
 
-@functools.cache
 def compile_limit() -> dict[str, Any]:
     """The argument of ``torch.compile`` that raises the number of versions of a function, if this torch has it."""
     return {"recompile_limit": _VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
