@@ -109,6 +109,36 @@ def test_loops_over_experts_read_the_row_counts_once_per_layer(fake_cuda: FakeCu
     ]
 
 
+def choices(precision: str) -> dict[str, Any]:
+    """With the times of a GPU."""
+    from isthmus.engine.moe import gemm_choice
+    from isthmus.engine.moe.moe_layer import GroupedExperts
+
+    rows = []
+
+    def timings(_number: int, _shapes: Any, number_of_rows: int, _device: Any) -> Any:
+        rows.append(number_of_rows)
+        return gemm_choice.Timing("matmuls", 0.5, 1.0, 0.0), gemm_choice.Timing("weight gradients", 2.0, 1.0, 0.0)
+
+    module: Any = gemm_choice
+    module.FakeTensor, module.time_gemms = type(None), timings
+    rank = build(EXPERTS, precision=precision, size=2, ep=2)
+    experts = [each for each in rank.model.stages[0].modules() if isinstance(each, GroupedExperts)]
+    kernels = [[each.kernels.matmul, each.kernels.weight_gradient] for each in experts]
+    return {"lines": [line for line in rank.model.messages if "experts" in line], "kernels": kernels, "rows": rows}
+
+
+def test_the_choice_of_gemms_is_applied_and_logged(fake_cuda: FakeCuda) -> None:
+    timed = "matmuls by grouped_mm (0.50 ms, a loop of GEMMs 1.00 ms)"
+    timed += "; weight gradients by a loop of GEMMs (1.00 ms, grouped_mm 2.00 ms)"
+    assert fake_cuda.run(choices, precision="bf16") == {
+        "lines": [f"experts: 4 of 64 x 64 and 64 x 32: {timed}"], "kernels": [[True, False]] * 2, "rows": [128] * 2,
+    }  # fmt: skip
+    reason = "a loop of GEMMs, because grouped_mm has kernels for bfloat16, not for float32"
+    found = fake_cuda.run(choices, precision="fp32")
+    assert found["lines"] == [f"experts: 4 of 64 x 64 and 64 x 32: {reason}"] and not found["rows"]
+
+
 def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
     """Forward and backward of one layer."""
     from isthmus.engine.layers.fp8_linear import Fp8Recipe, fp8_linear, quantize_weights_once

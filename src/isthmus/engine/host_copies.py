@@ -8,8 +8,10 @@ from torch import Tensor
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor; pinned memory makes the copy to a GPU asynchronous."""
-    if device.type != "cuda" or not tensor.numel():
+    if device.type != "cuda":
         return tensor.to(device)
+    if not tensor.numel():  # has no memory to pin
+        return torch.empty_like(tensor, device=device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -26,8 +26,6 @@ LARGEST_SCALE = 2.0**126
 """Its inverse is the smallest normal float32."""
 MAX_KERNEL_ERROR = 0.01
 """Relative; rounding to bfloat16 is below it."""
-
-
 Scaling = Literal["tensorwise", "rowwise"]
 
 
@@ -93,8 +91,8 @@ def _padded_transpose(matrix: Tensor) -> Tensor:
     return functional.pad(matrix.t(), (0, padded - matrix.size(0)))
 
 
-_kept: dict[tuple[int, bool], Quantized] | None = None
-"""Quantized weights by identity of the weight and whether they are its columns."""
+_kept: dict[tuple[int, bool], tuple[Tensor, Quantized]] | None = None
+"""Weights and their quantized copies, by the identity of the weight and whether they are its columns."""
 
 
 @contextlib.contextmanager
@@ -109,12 +107,13 @@ def quantize_weights_once(enabled: bool) -> Iterator[None]:
 
 
 def _quantized_weight(weight: Tensor, recipe: Fp8Recipe, *, columns: bool) -> Quantized:
-    found = None if _kept is None else _kept.get((id(weight), columns))
-    if found is None:
-        # Detached: compiled for any number of rows, like the activations.
-        found = (quantize_columns if columns else quantize)(weight.detach(), recipe.forward, recipe.scaling)
-        if _kept is not None:
-            _kept[id(weight), columns] = found
+    key = id(weight), columns
+    if _kept is not None and key in _kept:
+        return _kept[key][1]
+    # Detached: compiled for any number of rows, like the activations.
+    found = (quantize_columns if columns else quantize)(weight.detach(), recipe.forward, recipe.scaling)
+    if _kept is not None:
+        _kept[key] = weight, found
     return found
 
 
@@ -146,7 +145,7 @@ def check_kernels(recipe: Fp8Recipe, device: torch.device) -> None:
     Raises UsageError if torch cannot run it on this GPU, or the result is wrong.
     """
     elements = torch.arange(64 * 32, device=device).view(64, 32)
-    for first in {recipe.forward, recipe.backward}:
+    for first in (recipe.forward, recipe.backward):
         a, b = (
             quantize(matrix, dtype, recipe.scaling)
             for matrix, dtype in ((elements.sin(), first), (elements[:48].cos(), recipe.forward))
@@ -154,7 +153,7 @@ def check_kernels(recipe: Fp8Recipe, device: torch.device) -> None:
         expected = emulated_scaled_mm(a, b, torch.float32)
         what = f"train.precision=fp8 cannot be used: {recipe.scaling} scaled_mm of {first} and {recipe.forward}"
         instead = "train.precision=bf16" if first == recipe.forward else "train.fp8_format=e4m3"
-        for dtype in {torch.bfloat16, _gradient_dtype(recipe, torch.float32, torch.bfloat16)}:
+        for dtype in (torch.bfloat16, _gradient_dtype(recipe, torch.float32, torch.bfloat16)):
             try:
                 found = scaled_mm(a, b, dtype, fast=False)
             except RuntimeError as reason:

@@ -1,8 +1,8 @@
 """The timed choice between ``grouped_mm`` and a loop of GEMMs for the experts, at the start of a run on a GPU.
 
-torch has kernels for sm_90 and sm_100. On other GPUs, and on ROCm by default, ``grouped_mm`` is a loop that waits for
-the group sizes in each call; the loop here reads them once per layer. Where there is a kernel the loop may still win:
-with few large experts, and in weight gradients, because its GEMM adds to float32.
+torch 2.13 has kernels for sm_90 and sm_100. On other GPUs, and on ROCm by default, ``grouped_mm`` is a loop that waits
+for the group sizes in each call; the loop here reads them once per layer. Where there is a kernel the loop may still
+win: with few large experts, and in weight gradients, because its GEMM adds to float32.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Timing:
             return f"{self.name} by a loop of GEMMs, because grouped_mm fails on this GPU"
         if not self.difference < TOLERANCE:
             return f"{self.name} by a loop of GEMMs, because results of grouped_mm differ by {self.difference:.0%}"
-        times = {"grouped_mm": self.kernel_ms, "a loop of GEMMs": self.loop_ms}
-        (chosen, fast), (other, slow) = sorted(times.items(), key=lambda item: (item[0] == "grouped_mm") != self.kernel)
+        kernel, loop = ("grouped_mm", self.kernel_ms), ("a loop of GEMMs", self.loop_ms)
+        (chosen, fast), (other, slow) = (kernel, loop) if self.kernel else (loop, kernel)
         return f"{self.name} by {chosen} ({fast:.2f} ms, {other} {slow:.2f} ms)"
 
 
@@ -65,20 +65,19 @@ def choose_gemms(model: nn.Module, rows: int, dtype: torch.dtype) -> tuple[str, 
         weights = first.linear_fc1.weight, first.linear_fc2.weight
         if not weights[0].is_cuda:
             continue
+        shapes = tuple((weight.size(0), weight.size(1)) for weight in weights)
+        reason = unsupported_reason(shapes[0], dtype) or unsupported_reason(shapes[1], dtype)
         if torch.are_deterministic_algorithms_enabled():
             experts.kernels = GemmKernels(matmul=False, weight_gradient=False)
-            messages["experts: a loop of GEMMs, because train.deterministic=true excludes a choice by time"] = None
+            reason = "train.deterministic=true excludes a choice by time"
+        elif reason is None and isinstance(weights[0].data, FakeTensor):
             continue
-        if isinstance(weights[0].data, FakeTensor):
-            continue
-        shapes = tuple((weight.size(0), weight.size(1)) for weight in weights)
-        what = f"experts: {number} of {' and '.join(f'{n} x {k}' for n, k in shapes)}"
-        if (reason := unsupported_reason(shapes[0], dtype) or unsupported_reason(shapes[1], dtype)) is not None:
-            messages[f"{what}: a loop of GEMMs, because {reason}"] = None
-            continue
-        timings = time_gemms(number, shapes, max(rows, number), weights[0].device)
-        experts.kernels = GemmKernels(*(timing.kernel for timing in timings))
-        messages[f"{what}: {'; '.join(map(str, timings))}"] = None
+        how = f"a loop of GEMMs, because {reason}"
+        if reason is None:
+            timings = time_gemms(number, shapes, max(rows, number), weights[0].device)
+            experts.kernels = GemmKernels(*(timing.kernel for timing in timings))
+            how = "; ".join(map(str, timings))
+        messages[f"experts: {number} of {' and '.join(f'{n} x {k}' for n, k in shapes)}: {how}"] = None
     return tuple(messages)
 
 
