@@ -61,11 +61,14 @@ def config_of(trait: str) -> dict[str, Any]:
     return AutoConfig.for_model(family, **sizes | settings).to_dict()
 
 
-def cases(trait: str) -> list[tuple[str, str]]:
-    """(layout, precision): each layout with the model, and each precision with each layout and with each model."""
+def cases(trait: str, gpu: str) -> list[tuple[str, str]]:
+    """(layout, precision): each layout with the model, and each precision with each layout and with each model.
+
+    Half of the cases are for NVIDIA, half for AMD.
+    """
     settings = TRAITS[trait][1]
     if settings.get("num_nextn_predict_layers"):  # a run refuses MTP layers with cp and fsdp
-        layouts = ["tp, sp, last of pp", "ep, etp"]
+        layouts = ["tp, sp, last of pp", "ep"]
     else:
         has_experts = any("experts" in key for key in settings)
         layouts = [name for name in LAYOUTS if name != "tp" and (has_experts or "ep" not in LAYOUTS[name])]
@@ -75,4 +78,6 @@ def cases(trait: str) -> list[tuple[str, str]]:
     for number, layout in enumerate(layouts):
         choices = PRECISIONS[:2] if "fsdp" in LAYOUTS[layout] else PRECISIONS  # fsdp refuses fp8 and fp16
         found.append((layout, choices[(first + number) % len(choices)]))
-    return found
+    missing = [precision for precision in reversed(PRECISIONS) if precision not in {each for _, each in found}]
+    found += [(layouts[-1 - number], precision) for number, precision in enumerate(missing)]
+    return found[(first // 2 + gpu.startswith("gfx")) % 2 :: 2]
