@@ -17,7 +17,7 @@ _LATENT: dict[str, Any] = {
 }
 
 TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
-    "untied, GQA, unrotated layers": ("smollm3", {"no_rope_layers": [1, 0], "tie_word_embeddings": False}),
+    "untied, GQA, unrotated layers": ("smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
     "tied, qk norm, window": (
         "qwen3", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
@@ -51,14 +51,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PRECISIONS = ("bf16", "fp32", "fp8", "fp16")
 
 
-def config_of(trait: str) -> dict[str, Any]:
-    """The Hugging Face config of a model in :data:`TRAITS`."""
+def config_of(trait: str, **changed: Any) -> dict[str, Any]:
+    """The Hugging Face config of a model in :data:`TRAITS`; ``changed`` replaces settings."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     family, settings = TRAITS[trait]
     known = CONFIG_MAPPING[family]().to_dict().keys() | CONFIG_MAPPING[family].attribute_map.keys()
     sizes = {name: value for name, value in _SIZES.items() if name in known}
-    return AutoConfig.for_model(family, **sizes | settings).to_dict()
+    return AutoConfig.for_model(family, **sizes | settings | changed).to_dict()
 
 
 def cases(trait: str, gpu: str) -> list[tuple[str, str]]:

@@ -127,7 +127,7 @@ def _watch_copies(name: str, args: Any, kwargs: Any) -> None:
         sources, asynchronous = [args[1]], kwargs.get("non_blocking", any(args[2:]))
     elif name in _INDEXING:
         sources = [index for index in args[1] if index is not None]
-    host = [source for source in sources if source.device.type == "cpu"]
+    host = [source for source in sources if source.device.type == "cpu" and source.numel()]
     if host and not (asynchronous and is_pinned(host[0])):
         tell("sync", "to device", name)
 

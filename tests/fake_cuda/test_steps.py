@@ -1,8 +1,9 @@
-"""A training step of every trait of an architecture, in every layout and precision."""
+"""A training step of every trait of an architecture, in every layout and precision, on NVIDIA and AMD devices."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 
 import pytest
 
@@ -11,30 +12,45 @@ from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import record
 from fake_cuda.world import build
 
-
-def train_steps(trait: str, gpu_cases: list[tuple[str, str]]) -> dict[str, str]:
-    """The error of each case, or an empty text."""
-    config = config_of(trait)
-    errors = {}
-    for layout, precision in gpu_cases:
-        try:
-            rank = build(config, precision=precision, **LAYOUTS[layout])
-            batches = [rank.batch(23, 41)] * LAYOUTS[layout].get("pp", 1)
-            with record() as trace:
-                rank.stepper.train_step(batches)
-            assert trace.num_kernels
-            error = ""
-        except Exception:
-            error = traceback.format_exc()[-4500:]
-        errors[f"{layout}, {precision}"] = error
-    return errors
+Errors = dict[str, dict[str, str]]
+AMD = {trait: ("gfx942", "gfx950")[number % 2] for number, trait in enumerate(TRAITS)}
+"""They have different FP8 types."""
 
 
-@pytest.mark.parametrize("gpu", ["sm_90", "gfx942", "gfx950"])
-@pytest.mark.parametrize("trait", TRAITS)
-def test_step(fake_cuda: FakeCuda, trait: str, gpu: str) -> None:
-    """gfx942 has other FP8 types than gfx950."""
-    if gpu == ("gfx950", "gfx942")[list(TRAITS).index(trait) % 2]:
-        pytest.skip("one AMD GPU for each trait")
-    errors = fake_cuda.run(train_steps, gpu=gpu, trait=trait, gpu_cases=cases(trait, gpu))
-    assert {case: error for case, error in errors.items() if error} == {}
+def train_steps(chosen: dict[str, list[tuple[str, str]]]) -> Errors:
+    """The error of each (layout, precision) of each trait, or an empty text."""
+    return {
+        trait: {f"{layout}, {precision}": _train_step(trait, layout, precision) for layout, precision in pairs}
+        for trait, pairs in chosen.items()
+    }
+
+
+def _train_step(trait: str, layout: str, precision: str) -> str:
+    try:
+        rank = build(config_of(trait), precision=precision, **LAYOUTS[layout])
+        with record() as trace:
+            rank.stepper.train_step([rank.batch(23, 41)] * LAYOUTS[layout].get("pp", 1))
+        assert trace.num_kernels
+        return ""
+    except Exception:
+        return traceback.format_exc()[-4500:]
+
+
+@pytest.fixture(scope="module")
+def errors(fake_cuda: FakeCuda) -> Callable[[str], Errors]:
+    """All cases of a GPU share a process, and so what torch learns about the operators."""
+    found: dict[str, Errors] = {}
+
+    def on(gpu: str) -> Errors:
+        if gpu not in found:
+            chosen = {trait: cases(trait, gpu) for trait in TRAITS if gpu in ("sm_90", AMD[trait])}
+            found[gpu] = fake_cuda.run(train_steps, gpu=gpu, chosen=chosen)
+        return found[gpu]
+
+    return on
+
+
+@pytest.mark.parametrize(("trait", "gpu"), [(trait, gpu) for trait in TRAITS for gpu in ("sm_90", AMD[trait])])
+def test_step(errors: Callable[[str], Errors], trait: str, gpu: str) -> None:
+    found = errors(gpu)[trait]
+    assert found and {case: error for case, error in found.items() if error} == {}
