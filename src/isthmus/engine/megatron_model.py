@@ -126,7 +126,7 @@ class Decoder(GPTModel):
             Last stage: summed loss (a scalar, or [1 + depths] with MTP losses), losses [n], or logits [T, V].
             Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
-        if self.training and self.config.num_moe_experts is not None:
+        if self.training and self.config.num_moe_experts is not None and batch.sample_weights:
             ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
             rank = parallel_state.get_tensor_model_parallel_rank() % ranks
             batch = replace(batch, token_groups=token_groups(batch, rank, ranks, self.config.device))

@@ -30,11 +30,7 @@ Compute = Callable[[Tensor, Tensor, GroupSizes], Tensor]
 Overlap = Callable[[], object]
 """Starts work on a GPU that does not depend on the dispatcher; called before the host waits for the GPU."""
 Dispatch = Callable[[Tensor, Tensor, Tensor, Compute, Overlap], Tensor]
-"""(hidden [T, H], weights [T, K], chosen int64 [T, K], experts, overlap) -> [T, H].
-
-A choice of ``num_experts`` is dropped."""
-
-
+"""(hidden [T, H], weights [T, K], chosen int64 [T, K], experts, overlap) -> [T, H]; ``num_experts`` is dropped."""
 Keep = Callable[[RoutedTokens], GroupSizes]
 """One of the ``keep`` methods of :class:`RoutedTokens`."""
 
