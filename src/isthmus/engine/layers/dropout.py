@@ -7,6 +7,7 @@ Only PyTorch's attention kernels on GPUs draw their own masks, from a seed per l
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from itertools import groupby
@@ -89,19 +90,25 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tokens: Tensor, site: Tensor, rate: float) -> Tensor:
         ctx.save_for_backward(tokens, site)
         ctx.rate = rate
-        return _dropped(x, tokens, site, rate)
+        return _dropped(x, tokens, site, _columns(x.size(-1), x.device), rate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tokens, site = ctx.saved_tensors
-        return _dropped(grads[0], tokens, site, ctx.rate), None, None, None
+        columns = _columns(grads[0].size(-1), grads[0].device)
+        return _dropped(grads[0], tokens, site, columns, ctx.rate), None, None, None
 
 
 @compiled_on_gpu
-def _dropped(x: Tensor, tokens: Tensor, site: Tensor, rate: float) -> Tensor:
+def _dropped(x: Tensor, tokens: Tensor, site: Tensor, columns: Tensor, rate: float) -> Tensor:
     rows = _hashed(tokens + site).int()[:, None]
-    columns = _hashed(torch.arange(x.size(-1), device=x.device)).int()
     return drop(x, keep_mask(rows, columns, rate), rate)
+
+
+@functools.cache
+def _columns(width: int, device: torch.device) -> Tensor:
+    """int32 [1, H]. Not in the region: torch 2.6 compiles the hash of an ``arange`` in 32 bits, which is wrong."""
+    return _hashed(torch.arange(width, device=device)).int()[None]
 
 
 def hidden_dropout(x: Tensor, batch: PackedBatch, rate: float, *, layer: int, place: int) -> Tensor:
