@@ -129,7 +129,7 @@ class _Region:
             self.too_many_variants = True
             warnings.warn(
                 f"{self.name} was compiled too often and runs eagerly from here on, which is slower. "
-                "TORCH_LOGS=recompiles shows why; train.compile=false is without the warning.",
+                "TORCH_LOGS=recompiles shows why; train.compile=false avoids the compiler.",
                 stacklevel=3,
             )
             return self.function(*args)

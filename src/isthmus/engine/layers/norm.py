@@ -16,6 +16,8 @@ from isthmus.engine.compiled import compiled_on_gpu, compiles
 
 
 class _Norm(nn.Module):
+    subtracts_mean = False
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, bias: bool = False) -> None:
         super().__init__()
         self.eps = eps
@@ -31,7 +33,7 @@ class _Norm(nn.Module):
         return _gain(self.weight, self.zero_centered)
 
     def _apply_function(self, x: Tensor, residual: Tensor | None) -> Any:
-        settings = (self.eps, self.zero_centered, isinstance(self, LayerNorm))
+        settings = (self.eps, self.zero_centered, self.subtracts_mean)
         return _NormFunction.apply(x, residual, self.weight, self.bias, settings)
 
 
@@ -120,6 +122,8 @@ class RMSNorm(_Norm):
 
 class LayerNorm(_Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim (arXiv 1607.06450)."""
+
+    subtracts_mean = True
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """The norm of ``x``; with a ``residual`` (x + residual, its norm)."""
