@@ -40,7 +40,8 @@ def run(turn: Turn) -> dict[str, Any]:
     apply_env(platform)
     platform.prepare_process()
     model = join_and_build(config, plan, platform, turn.precision)
-    from isthmus.engine.optim.optimizer import build_optimizer, build_schedule
+    from isthmus.engine.optim.learning_rate import build_schedule
+    from isthmus.engine.optim.optimizer import build_optimizer
     from isthmus.engine.step import Stepper
 
     optimizer = build_optimizer(model.stages, config.optim)
