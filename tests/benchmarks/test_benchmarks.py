@@ -43,22 +43,16 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_fine_tuning(repository: Path, chats: Path, tmp_path: Path) -> None:
-    contestants = ["isthmus"]
-    has_trainer = importlib.util.find_spec("accelerate") and importlib.util.find_spec("datasets")
-    if has_trainer:
-        contestants.append("trainer-padded")
-    arguments = ["--data", str(chats), "--precision", "fp32", "--only", ",".join(contestants)]
+    arguments = ["--data", str(chats), "--precision", "fp32", "--only", "isthmus"]
     result = run(repository, tmp_path / "sft.json", "sft_cpu.py", *arguments)
     rows = {row["contestant"]: row for row in result["rows"]}
-    assert list(rows) == contestants
+    assert list(rows) == ["isthmus"]
     assert all(row["tokens_per_s"] > 0 and row["peak_rss_gib"] > 0 for row in rows.values())
     assert 0 < rows["isthmus"]["executed_share_of_ceiling"] < rows["isthmus"]["all_logits_share_of_ceiling"]
     assert rows["isthmus"]["executed_share_of_ceiling"] <= rows["isthmus"]["executed_share_of_torch_mm"]
     shares = [rows["isthmus"][f"executed_share_of_{library}_beside"] for library in ("torch_mm", "faster")]
     assert shares[0] >= shares[1] > 0
     assert sum(result["profile"]["isthmus fp32"]["percent"].values()) == pytest.approx(100, abs=0.1)
-    if has_trainer:  # same weights, samples, masks and normalization
-        assert rows["isthmus"]["first_loss"] == pytest.approx(rows["trainer-padded"]["first_loss"], rel=1e-5)
 
 
 def test_loading(repository: Path, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 PARTS = (
-    "tests/test_on_device,llama-1b/isthmus,llama-1b/isthmus-fp8,llama-1b/transformers-flash,llama-1b/plain-compiled,"
-    "moe-16/isthmus,chats/isthmus,chats/transformers-padded,moe-layer"
+    "tests/test_on_device,llama-1b/isthmus,llama-1b/transformers-flash,llama-1b/plain-compiled,moe-16/isthmus,"
+    "chats/isthmus,chats/transformers-padded,moe-layer"
 )
 
 

@@ -38,21 +38,16 @@ def test_share_gloo_devices(one: RankPool) -> None:
 
 
 @pytest.mark.processes
-def test_quiet_missing_extensions() -> None:
-    noise = run_python("import megatron.core.optimizer, megatron.core.distributed").stderr
-    assert "Apex" in noise, "megatron-core no longer warns on import: drop compat.quiet_missing_extensions"
-    ours = run_python("import isthmus.engine.optim.optimizer, isthmus.engine.checkpoint.save_load, isthmus.engine.step")
-    assert ours.stderr == ""
-
-
-@pytest.mark.processes
-def test_compile_on_first_call() -> None:
+def test_imports_are_quiet_and_do_not_compile() -> None:
     loaded = "import sys; print('torch._inductor.compile_fx' in sys.modules)"
-    assert run_python(f"import megatron.core; {loaded}").stdout == "True\n", (
-        "megatron-core no longer compiles on import: drop compat.CompileOnFirstCall"
+    upstream = run_python(f"import megatron.core.optimizer, megatron.core.distributed; {loaded}")
+    assert "Apex" in upstream.stderr, "megatron-core no longer warns on import: drop compat.quiet_missing_extensions"
+    assert upstream.stdout == "True\n", "megatron-core no longer compiles on import: drop compat.CompileOnFirstCall"
+    modules = "isthmus.engine.optim.optimizer, isthmus.engine.checkpoint.save_load, isthmus.recipes.run"
+    ours = run_python(
+        f"import torch; before = torch.compile; import {modules}; assert torch.compile is before; {loaded}"
     )
-    ours = "import torch; before = torch.compile; import isthmus.recipes.run, isthmus.engine.step; "
-    assert run_python(f"{ours}assert torch.compile is before; {loaded}").stdout == "False\n"
+    assert (ours.stdout, ours.stderr) == ("False\n", "")
 
 
 def test_function_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
