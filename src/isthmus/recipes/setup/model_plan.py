@@ -123,6 +123,12 @@ def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
                 f"train.recompute_modules names {name}, and this model has no {what} ({architecture.family}). "
                 "Leave it out."
             )
+    shared_heads = architecture.num_query_groups < plan.parallel.tp
+    if "rope" in train.recompute_modules and shared_heads and architecture.qk_norm:
+        raise UsageError(
+            f"train.recompute_modules names rope, which saves no memory with QK norm and tp={plan.parallel.tp} above "
+            f"the {architecture.num_query_groups} key heads. Leave it out, or use tp={architecture.num_query_groups}."
+        )
 
 
 def check_precision(platform: Platform, precision: str, *, emulate_fp8: bool = False) -> None:

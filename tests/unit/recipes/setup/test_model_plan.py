@@ -110,6 +110,18 @@ def test_recompute_names_existing_layers(train: dict[str, Any], message: str, tm
         check_training(config, plan_model(config))
 
 
+def test_recomputing_rotary_embeddings_of_shared_heads_is_refused(tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    config = config_of(model, 24, recompute="selective", recompute_modules=["rope"])
+    plan = plan_model(config)
+    check_training(config, plan)
+    plan = replace(plan, parallel=plan.parallel.model_copy(update={"tp": 2 * plan.architecture.num_query_groups}))
+    with pytest.raises(
+        UsageError, match=r"names rope, which saves no memory with QK norm and tp=\d+ above the \d+ key"
+    ):
+        check_training(config, plan)
+
+
 def test_profiled_steps_exist() -> None:
     config = config_of(Path("unused"), 9, profile="3-5")
     check_profiled_steps(config, 5)
