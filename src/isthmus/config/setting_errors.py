@@ -7,7 +7,7 @@ import difflib
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 
@@ -89,7 +89,8 @@ def settings() -> Iterator[Key]:
 
 
 def _fields(section: Any) -> dict[str, Any]:
-    is_section = isinstance(section, type) and issubclass(section, BaseModel)
+    # In Python 3.10 tuple[str, ...] is an instance of type, too.
+    is_section = get_origin(section) is None and isinstance(section, type) and issubclass(section, BaseModel)
     return dict(section.model_fields) if is_section else {}
 
 
