@@ -84,6 +84,7 @@ def test_layouts_reduce_the_estimate() -> None:
 
 def test_a_gpu_has_temporary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer, or of the logits of a chunk, without compiled kernels with float32 copies."""
+    monkeypatch.setattr("isthmus.engine.compiled.find_compiler", lambda device: ("", "no Triton"))
     run = config(layout={"pp": 2, "tp": 4})
     first, _last = estimate_ranks(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=80 << 30)
     tokens, hidden = 2 * 8192, 4096
