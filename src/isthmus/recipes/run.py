@@ -185,15 +185,15 @@ class _Training:
             )
         self.reporter.saved(step, path)
 
-    def export(self, step: int | None) -> None:
-        """Write a Hugging Face folder; a collective."""
+    def export(self, step: int, *, final: bool = False) -> None:
+        """Write the Hugging Face folder of the state after ``step``; a collective."""
         context = self.context
         named = context.config.model.export_dtype
         dtype = None if named == "source" else getattr(torch, named)
-        path = context.run_dir.export(step)
+        path = context.run_dir.export(None if final else step)
         with trace_region("export"):
             export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
-        self.reporter.exported(self.stepper.step if step is None else step, path)
+        self.reporter.exported(step, path)
 
     def load_best(self) -> None:
         """Load the weights with the lowest validation loss; a collective."""
@@ -284,11 +284,12 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
     outcome = loop.run(start, stop)
     if config.checkpoint.save_final and start < outcome.last_step:
         training.save(outcome.last_step)
-    best = training.best
-    if config.checkpoint.keep_best and best.step not in (None, outcome.last_step):
+    best, exported_step = training.best, outcome.last_step
+    if config.checkpoint.keep_best and best.step is not None and best.step != outcome.last_step:
         training.load_best()
+        exported_step = best.step
     if config.checkpoint.export_final:
-        training.export(None)
+        training.export(exported_step, final=True)
     first = first_valid_loss(context.run_dir.root / "metrics.jsonl")  # None on a machine without the run folder
     return RunResult(
         out=str(context.run_dir.root),
