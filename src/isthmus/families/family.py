@@ -142,6 +142,8 @@ class Family:
     """The family's names of ``rope_theta`` and ``partial_rotary_factor``, if they differ."""
     ignorable: tuple[str, ...] = IGNORABLE
     """Suffixes of Hugging Face tensors that are not weights and may be present."""
+    module_names: Mapping[str, str] = field(default_factory=dict)
+    """Substrings of tensor names that differ in the module paths of transformers."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
     """The ``auto_map`` of an export with modelling files, for families that transformers does not have."""
     data: Mapping[str, Any] | None = None

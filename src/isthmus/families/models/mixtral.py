@@ -24,5 +24,6 @@ FAMILY = Family(
     traits={"moe.normalize": True},
     sliding_window="always",
     rope_defaults={"rope_theta": 1e6},
+    module_names={".block_sparse_moe.": ".mlp."},
     rules=decoder.pre_norm_rules(mlp=renamed((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), _NAMES)),
 )
