@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
@@ -63,6 +63,8 @@ class Decoder(GPTModel):
             vp_stage=vp_stage,
         )
         self.architecture = architecture
+        self.frozen: Collection[str] = ()
+        """Canonical names of the tensors that are not trained, also of other stages."""
         self.frequencies: Tensor
         self.register_buffer("frequencies", frequency_sets(architecture), persistent=False)
         # Parameters on the meta device get memory later.
@@ -165,8 +167,15 @@ class Decoder(GPTModel):
             )
         if not self.training:
             return hidden
+        if self.config.recompute_granularity is not None and torch.is_grad_enabled() and self._is_trained:
+            # A recomputed block has gradients only if its input has, which it does not have from a frozen embedding.
+            hidden.requires_grad_()
         layer = mtp_depth and self.architecture.num_layers + mtp_depth
         return hidden_dropout(hidden, batch, self.config.embedding_dropout, layer=layer, place=EMBEDDING)
+
+    @property
+    def _is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     def _projection(self) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
@@ -232,19 +241,33 @@ def build_stages(architecture: Architecture, config: DecoderConfig) -> list[Deco
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
+    """The data of :func:`live_parameters`."""
+    return {name: parameter.data for name, parameter in live_parameters(model).items()}
+
+
+def freeze(model: list[Decoder], names: Collection[str]) -> None:
+    """Stop the training of the parameters with these canonical names; before the data-parallel wrapper is built."""
+    for stage in model:
+        stage.frozen = names
+    for name, parameter in live_parameters(model).items():
+        if name in names:
+            parameter.requires_grad_(False)
+
+
+def live_parameters(model: Any) -> dict[str, nn.Parameter]:
     """This rank's parameters by canonical name, with model-wide layer and expert numbers.
 
     ``model`` is a :class:`Decoder`, wrapped or not, or the list of this rank's stages. The last stage of a tied model
     has a copy of the embedding as ``output_layer.weight``, and with MTP layers also under the embedding's name.
     """
     if isinstance(model, list):
-        return {name: tensor for chunk in model for name, tensor in live_tensors(chunk).items()}
+        return {name: parameter for chunk in model for name, parameter in live_parameters(chunk).items()}
     decoder = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
     first_expert = 0
     if (experts := decoder.config.num_moe_experts) is not None:
         ep = parallel_state.get_expert_model_parallel_world_size()
         first_expert = parallel_state.get_expert_model_parallel_rank() * experts // ep
-    names: dict[str, Tensor] = {}
+    names: dict[str, nn.Parameter] = {}
     for name, parameter in decoder.named_parameters():
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
@@ -252,7 +275,7 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
         if "local_experts" in parts:
             index = parts.index("local_experts") + 1
             parts[index] = str(first_expert + int(parts[index]))
-        names[".".join(parts)] = parameter.data
+        names[".".join(parts)] = parameter
     return names
 
 

@@ -19,7 +19,7 @@ from isthmus.engine.checkpoint import save_load
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer, memory_stats
-from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups, sum_over_ranks
+from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Preempted, UsageError
@@ -304,17 +304,13 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
 
 
 def _describe(training: _Training) -> str:
-    """Steps, epochs, tokens of a step and parameters; a collective."""
+    """Steps, epochs, tokens of a step and parameters."""
     plan, data = training.context.plan, training.data
     epochs = f"{data.steps * data.train.global_batch_size / data.train.sequences_per_epoch:.3g} epochs"
-    parameters = [parameter for stage in training.model.stages for parameter in stage.parameters()]
-    own = [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
-    every, trainable = sum_over_ranks([float(number) for number in own], training.stepper.device)
-    total = num_parameters(plan.family, plan.architecture)
+    total, trained = (num_parameters(plan.family, plan.architecture, frozen) for frozen in ((), plan.frozen))
     return (
         f"training: {data.steps} steps, {'random tokens' if training.context.config.data.mock else epochs}, "
-        f"{data.train.tokens_per_step:,.0f} tokens per step; {total:,} parameters, {total * trainable / every:,.0f} "
-        "trainable"
+        f"{data.train.tokens_per_step:,.0f} tokens per step; {total:,} parameters, {trained:,} trainable"
     )
 
 

@@ -62,6 +62,9 @@ class TrainConfig(Section):
     """Attention backend: auto selects and verifies one at start-up; see the page on precision and memory."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass: of selected modules, or of full layers."""
+    freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Tensors that are not trained, by patterns of their Hugging Face names, such as ["model.embed_tokens.*"]; they
+    have no gradients and no optimizer state."""
     mtp_loss_weight: float = Field(default=0.1, gt=0)
     """Weight of the loss of MTP layers (multi-token prediction), if the model has any."""
     recompute_modules: Annotated[tuple[RecomputedModule, ...], Field(strict=False)] = ("core_attn",)

@@ -29,4 +29,4 @@ def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: boo
             if parameter.requires_grad:
                 yield model.sharded_tensors[name], parameter, starts[name]
 
-    return {"model": weights, "optimizer": optimizer_state(adam, own())}
+    return {"model": weights, "optimizer": optimizer_state(adam, own(), stacked=not model.module.frozen)}

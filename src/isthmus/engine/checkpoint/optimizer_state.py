@@ -19,18 +19,18 @@ from isthmus.engine.optim.optimizer import MOMENTS
 
 
 def optimizer_state(
-    adam: Any, own: Iterator[tuple[ShardedTensor | ShardedTensorFactory, Tensor, int]]
+    adam: Any, own: Iterator[tuple[ShardedTensor | ShardedTensorFactory, Tensor, int]], *, stacked: bool
 ) -> dict[str, Any]:
     """State of ``adam``; loading it sets the tensors in place.
 
     ``own`` has for each parameter the checkpoint entry of the whole parameter, the part of it that ``adam`` updates,
-    and the number of elements before this part.
+    and the number of elements before this part. ``stacked``: see :func:`own_elements`.
     """
     elements: dict[str, ShardedTensor] = {}
     for number, (entry, main, start) in enumerate(own):
         for state, tensor in {"param": main, **{name: adam.state[main][name] for name in MOMENTS}}.items():
             named = replace(entry, key=f"optimizer.state.{state}.{entry.key}")
-            parts = own_elements(named, local_elements(tensor), start)
+            parts = own_elements(named, local_elements(tensor), start, stacked=stacked)
             elements |= {f"{number}.{state}.{n}": part for n, part in enumerate(parts)}
     groups = [dict(group) for group in adam.param_groups]
     for group in groups:
@@ -49,7 +49,7 @@ def set_num_updates(adam: Any, steps: int) -> None:
         state["step"].fill_(steps)
 
 
-def distributed_state(optimizer: Any, model_state: dict[str, Any]) -> dict[str, Any]:
+def distributed_state(optimizer: Any, model_state: dict[str, Any], *, stacked: bool) -> dict[str, Any]:
     """State of a Megatron-Core ``DistributedOptimizer``; ``model_state`` has the entries of its model's parameters."""
     entries = {entry.data: entry for entry in nested_values(model_state) if is_tensor(entry)}
 
@@ -58,18 +58,25 @@ def distributed_state(optimizer: Any, model_state: dict[str, Any]) -> dict[str, 
             start = optimizer._get_model_param_range_map(parameter)["param"].start
             yield entries[parameter], optimizer.optimizer.param_groups[group]["params"][place], start
 
-    state = optimizer_state(optimizer.optimizer, own())
-    return state if optimizer.grad_scaler is None else state | {"grad_scaler": optimizer.grad_scaler.state_dict()}
+    return optimizer_state(optimizer.optimizer, own(), stacked=stacked) | grad_scaler_state(optimizer)
+
+
+def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
+    """Empty unless the model is float16."""
+    return {} if optimizer.grad_scaler is None else {"grad_scaler": optimizer.grad_scaler.state_dict()}
 
 
 def is_tensor(entry: Any) -> bool:
     return isinstance(entry, ShardedTensor | ShardedTensorFactory)
 
 
-def own_elements(entry: ShardedTensor | ShardedTensorFactory, local: Tensor, start: int) -> Iterator[ShardedTensor]:
+def own_elements(
+    entry: ShardedTensor | ShardedTensorFactory, local: Tensor, start: int, *, stacked: bool = True
+) -> Iterator[ShardedTensor]:
     """Elements ``local`` [n] of a parameter from ``start`` as checkpoint entries; ``entry`` is the whole parameter's.
 
-    Each data-parallel rank has other elements.
+    Each data-parallel rank has other elements. Entries of layers or experts are parts of one stacked tensor, or tensors
+    of their own if they are not ``stacked``: a checkpoint has only complete tensors, and some layers may be frozen.
     """
     pieces = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
     for piece in pieces:
@@ -80,14 +87,17 @@ def own_elements(entry: ShardedTensor | ShardedTensorFactory, local: Tensor, sta
         for corner, size in blocks(piece.data.shape, low - first, high - first):
             block, rest = rest[: math.prod(size)], rest[math.prod(size) :]
             ahead = piece.prepend_axis_num
-            offset = piece.global_offset
-            shape = (1,) * ahead + size
+            number, offset = piece.global_offset[:ahead], piece.global_offset[ahead:]
+            axes = ahead if stacked else 0
+            shape = (1,) * axes + size
             yield replace(
                 piece,
+                key=piece.key if stacked else ".".join([piece.key, *map(str, number)]),
                 data=block.view(shape),
                 dtype=local.dtype,
                 local_shape=shape,
-                global_offset=offset[:ahead] + tuple(map(sum, zip(offset[ahead:], corner, strict=True))),
+                global_shape=piece.global_shape[ahead - axes :],
+                global_offset=number[:axes] + tuple(map(sum, zip(offset, corner, strict=True))),
                 axis_fragmentations=None,  # blocks have different sizes
                 replica_id=(*piece.replica_id[:-1], 0),
                 prepend_axis_num=0,

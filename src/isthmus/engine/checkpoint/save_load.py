@@ -33,13 +33,13 @@ from isthmus.atomic_write import TEMPORARY, rename, write_atomic
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.engine.checkpoint.fsdp_state import sharded_state
-from isthmus.engine.checkpoint.optimizer_state import distributed_state, set_num_updates
-from isthmus.engine.optim.optimizer import distributed_optimizers, torch_optimizers
+from isthmus.engine.checkpoint.optimizer_state import distributed_state, grad_scaler_state, set_num_updates
+from isthmus.engine.optim.optimizer import chain, distributed_optimizers, torch_optimizers
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
-from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace
+from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UsageError
 
 
 @dataclass(slots=True)
@@ -137,9 +137,12 @@ def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     gather_weights(stepper.model)
     # Keyed by stage; keys in the files have model-wide layer numbers.
     state = {name: stage.sharded_state_dict(metadata=_metadata()) for name, stage in _stages(stepper).items()}
-    states = [distributed_state(each, state) for each in distributed_optimizers(stepper.optimizer)]
+    stacked = not stepper.model[0].module.frozen
+    states = [distributed_state(each, state, stacked=stacked) for each in distributed_optimizers(stepper.optimizer)]
     if is_loading:
         return state | {"optimizers": states}
+    if not states:  # all tensors of this rank are frozen
+        states = [grad_scaler_state(chain(stepper.optimizer)[0])]
     # Several are keyed by number, like Megatron-Core's chain, which would also save empty ones and fail.
     return state | {"optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
 
@@ -186,7 +189,12 @@ def save(
         "rng_state": _random_state(stepper.device),
         "checkpoint_version": 3.0,
         "iteration": progress.step,
-        "isthmus": {"progress": asdict(progress), "layout": _layout(parallel), "skipped": stepper.skipped},
+        "isthmus": {
+            "progress": asdict(progress),
+            "layout": _layout(parallel),
+            "skipped": stepper.skipped,
+            "frozen": sorted(stepper.model[0].module.frozen),
+        },
     }
     if args is not None:
         state["args"] = args
@@ -273,12 +281,18 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
 
     Raises:
         MissingInput, DataError: the checkpoint is missing, truncated or of another model.
+        UsageError: other tensors were frozen.
     """
     check_files(folder)
     with read_errors(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
     if "isthmus" not in common:
         raise DataError(f"{folder} was not written by an Isthmus run, so its data position is unknown.")
+    if common["isthmus"].get("frozen", []) != sorted(stepper.model[0].module.frozen):
+        raise UsageError(
+            f"{folder} was saved with another train.freeze, so it has the optimizer state of other tensors. Resume "
+            "with the same train.freeze, or start a new run from its exported model."
+        )
     state = _state(stepper, is_loading=True)
     same_layout = common["isthmus"]["layout"] == _layout(parallel)
     if same_layout:
@@ -289,15 +303,15 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         for name, stage in () if sharded else _stages(stepper).items():
             stage.load_state_dict(loaded[name])
     saved = common["optimizer"].get(0, common["optimizer"])  # several optimizers are keyed by number
-    steps = int(saved["optimizer"]["param_groups"][0]["step"])
-    for optimizer in distributed_optimizers(stepper.optimizer):
-        set_num_updates(optimizer.optimizer, steps)
-        if getattr(optimizer, "grad_scaler", None) is not None and "grad_scaler" in saved:
-            optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
     done = common["isthmus"]["progress"]
     progress = Progress(**{**done, "best": BestLoss(**done.get("best", {}))})
     stepper.skipped = common["isthmus"].get("skipped", 0)
     stepper.schedule.step(increment=progress.step - stepper.skipped)
+    for adam in torch_optimizers(stepper.optimizer):
+        set_num_updates(adam, progress.step - stepper.skipped)
+    for optimizer in chain(stepper.optimizer):
+        if getattr(optimizer, "grad_scaler", None) is not None and "grad_scaler" in saved:
+            optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
     if same_layout:
         _restore_random_state(loaded["rng_state"][0], stepper.device)
     return progress

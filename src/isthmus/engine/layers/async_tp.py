@@ -32,7 +32,7 @@ class RowIntoMainGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
         ctx.group = group
         return _matmul_scatter(x, weight.t(), group)
@@ -41,8 +41,9 @@ class RowIntoMainGrad(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         grad, grad_x = _gather_matmul(grads[0], weight, ctx.group)
-        add_matmul(weight.main_grad, grad.flatten(0, -2).t(), x.flatten(0, -2))
-        weight.grad_added_to_main_grad = True
+        if x is not None:
+            add_matmul(weight.main_grad, grad.flatten(0, -2).t(), x.flatten(0, -2))
+            weight.grad_added_to_main_grad = True
         return grad_x, None, None
 
 

@@ -164,11 +164,11 @@ def check_kernels(recipe: Fp8Recipe, device: torch.device) -> None:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """``x @ weight.T`` with tensor-parallel communication; saves ``x`` in its own dtype."""
+    """``x @ weight.T`` with tensor-parallel communication; saves ``x`` in its own dtype, if the weight is trained."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Fp8Recipe, exchange: InputExchange) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
         ctx.recipe, ctx.exchange = recipe, exchange
         whole = exchange.gather(x)
@@ -180,10 +180,10 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight, recipe, exchange = ctx.saved_tensors, ctx.weight, ctx.recipe, ctx.exchange
         grad, kind = grads[0].flatten(0, -2), (recipe.backward, recipe.scaling)
-        whole, wait_for_input = (exchange if weight.requires_grad else NO_EXCHANGE).start_gather(x)
-        tokens, outputs = quantize_both(grad, *kind) if weight.requires_grad else (quantize(grad, *kind), None)
+        whole, wait_for_input = (NO_EXCHANGE if x is None else exchange).start_gather(x)
+        tokens, outputs = (quantize(grad, *kind), None) if x is None else quantize_both(grad, *kind)
         columns = _quantized_weight(weight, recipe, columns=True)
-        grad_whole = scaled_matmul(tokens, columns, x.dtype, fast=False).view(*grads[0].shape[:-1], -1)
+        grad_whole = scaled_matmul(tokens, columns, grad.dtype, fast=False).view(*grads[0].shape[:-1], -1)
         wait_for_input()
         grad_x, wait_for_sum = exchange.start_sum(grad_whole)
         grad_weight = None if outputs is None else _weight_gradient(ctx, whole, outputs)

@@ -22,11 +22,14 @@ from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
-    """Saves this rank's part of the input; the matmuls of the backward pass overlap its communication."""
+    """Saves this rank's part of the input; the matmuls of the backward pass overlap its communication.
+
+    A frozen weight needs no input, and has no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, exchange: InputExchange) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
         ctx.exchange = exchange
         return exchange.matmul(x, weight.t())
@@ -34,6 +37,10 @@ class _LinearIntoMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (x,), weight, exchange = ctx.saved_tensors, ctx.weight, ctx.exchange
+        if x is None:
+            grad_x, wait_for_sum = exchange.start_input_grad(grads[0], weight)
+            wait_for_sum()
+            return grad_x, None, None
         whole, wait_for_input = exchange.start_gather(x)
         grad_x, wait_for_sum = exchange.start_input_grad(grads[0], weight)
         wait_for_input()
@@ -44,9 +51,11 @@ class _LinearIntoMainGrad(torch.autograd.Function):
 
 
 def _fused_linear(x: Tensor, weight: Tensor, exchange: InputExchange = NO_EXCHANGE) -> Tensor | None:
-    """``x @ weight.T``; None if there is no float32 gradient buffer."""
+    """``x @ weight.T``; None if there is no float32 gradient buffer and the weight is trained."""
     if not torch.is_grad_enabled():
         return exchange.matmul(x, weight.t())
+    if not weight.requires_grad:
+        return _LinearIntoMainGrad.apply(x, weight, exchange)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.dtype != torch.float32:
         return None

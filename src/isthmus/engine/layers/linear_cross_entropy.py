@@ -42,7 +42,8 @@ class VocabShard:
     ) -> Iterator[Tensor]:
         """Yield the losses of each chunk of tokens.
 
-        ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` is added to.
+        ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` is added to; it is None
+        without gradients and for a frozen weight.
         """
         device = cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
         rows = weight[: self.rows]
@@ -56,19 +57,23 @@ class VocabShard:
             targets = labels[start:end] - self.start
             with_grad = grad_hidden is not None
             yield device.chunk_losses(logits, targets, self.group, scale, self.softcap, gradient=with_grad)
-            if grad_hidden is None or grad_weight is None:
-                continue
-            matmul(logits, rows, out=grad_hidden[start:end])
-            add_matmul(grad_weight[: self.rows], logits.t(), part)
+            if grad_hidden is not None:
+                matmul(logits, rows, out=grad_hidden[start:end])
+            if grad_weight is not None:
+                add_matmul(grad_weight[: self.rows], logits.t(), part)
 
 
 _WHOLE = VocabShard()
 
 
-def _new_grad(weight: Tensor) -> Tensor | None:
-    if getattr(weight, "main_grad", None) is not None:
-        return None
-    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+def _weight_grads(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The tensor to add the gradient of ``weight`` to, and whether it is new: then it is returned to autograd."""
+    if not weight.requires_grad:
+        return None, None
+    if (main_grad := getattr(weight, "main_grad", None)) is not None:
+        return main_grad, None
+    new = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    return new, new
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -87,8 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads: dict[str, Any] = {}
         grad_hidden = grad_weight = None
         if wants_grad:
-            grad_hidden, grad_weight = torch.empty_like(hidden), _new_grad(weight)
-            into = weight.main_grad if grad_weight is None else grad_weight  # type: ignore[attr-defined]
+            grad_hidden, (into, grad_weight) = torch.empty_like(hidden), _weight_grads(weight)
             grads = {"grad_scale": grad_scale, "grad_hidden": grad_hidden, "grad_weight": into}
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for losses in shard.chunk_losses(hidden, weight, labels, **grads):
@@ -106,7 +110,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             message = "the gradient was computed in the forward pass, for a loss gradient of 1 times the loss scale"
             torch._assert_async(scale == 1, message)
-            ctx.weight.grad_added_to_main_grad = True
+            if ctx.weight.requires_grad:
+                ctx.weight.grad_added_to_main_grad = True
         return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
@@ -123,8 +128,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), _new_grad(ctx.weight)
-        into = ctx.weight.main_grad if grad_weight is None else grad_weight
+        grad_hidden, (into, grad_weight) = torch.empty_like(hidden), _weight_grads(ctx.weight)
         scale = grads[0][:, None].contiguous()
         for _ in ctx.shard.chunk_losses(
             hidden, weight, labels, grad_scale=scale, grad_hidden=grad_hidden, grad_weight=into
@@ -132,7 +136,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
             pass
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        else:
+        elif into is not None:
             ctx.weight.grad_added_to_main_grad = True
         return grad_hidden, grad_weight, None, None
 

@@ -60,7 +60,8 @@ class _NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_sum = grads[0] if len(grads) == 2 else None
-        grad_x, grad_weight, grad_bias = _norm_backward(grads[-1], grad_sum, *ctx.saved_tensors, *ctx.settings)
+        settings = (*ctx.settings, ctx.needs_input_grad[2])
+        grad_x, grad_weight, grad_bias = _norm_backward(grads[-1], grad_sum, *ctx.saved_tensors, *settings)
         return grad_x, None if grad_sum is None else grad_x, grad_weight, grad_bias, None
 
 
@@ -83,11 +84,11 @@ def _normalized(
 @compiled_on_gpu
 def _norm_backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``rest`` is the statistics and settings of :func:`_normalized`."""
-    *stats, _eps, zero_centered, mean = rest
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``rest`` is the statistics and settings of :func:`_normalized`, and whether the weight is trained."""
+    *stats, _eps, zero_centered, mean, trained = rest
     gain = _gain(weight, zero_centered)
-    grad_bias = None
+    grad_gain = grad_bias = None
     if mean:
         wanted = [True, True, bias is not None]
         grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward(
@@ -97,11 +98,13 @@ def _norm_backward(
         (scale,) = stats
         wide = grad.to(scale.dtype)
         normed = x.to(scale.dtype) * scale
-        grad_gain = (normed * wide).flatten(0, -2).sum(0)
+        if trained:
+            grad_gain = (normed * wide).flatten(0, -2).sum(0)
         grad_normed = wide * gain
         along = torch.linalg.vecdot(normed, grad_normed).unsqueeze(-1).div_(x.size(-1))
         grad_x = normed.mul_(along).neg_().add_(grad_normed).mul_(scale).to(x.dtype)
-    return grad_x if grad_sum is None else grad_x + grad_sum, grad_gain.to(weight.dtype), grad_bias
+    grad_weight = None if grad_gain is None else grad_gain.to(weight.dtype)
+    return grad_x if grad_sum is None else grad_x + grad_sum, grad_weight, grad_bias
 
 
 class RMSNorm(_Norm):

@@ -73,7 +73,7 @@ def grouped_linear(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: GroupSizes, kernels: GemmKernels, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None)
         ctx.weights = weights  # not saved: a hook on saved tensors would return them without their main_grad
         supported = _has_kernel(x, weights[0])
         ctx.sizes, ctx.matmul = sizes, supported and kernels.matmul
@@ -90,13 +90,15 @@ class _GroupedLinear(torch.autograd.Function):
             grad_x = grouped_matmul(grad, sizes, weights, transposed=False, kernel=ctx.matmul)
         if not any(ctx.needs_input_grad[3:]):
             return grad_x, None, None, *[None] * len(weights)
-        if getattr(weights[0], "main_grad", None) is None:
-            made = [torch.zeros_like(weight) for weight in weights]
+        trained = [weight if weight.requires_grad else None for weight in weights]
+        if all(getattr(weight, "main_grad", None) is None for weight in weights):
+            made = [weight if weight is None else torch.zeros_like(weight) for weight in trained]
             add_gradients(made, grad, x, sizes, kernel=ctx.weight_gradient)
             return grad_x, None, None, *made
-        add_gradients([weight.main_grad for weight in weights], grad, x, sizes, kernel=ctx.weight_gradient)
+        into = [weight if weight is None else weight.main_grad for weight in trained]
+        add_gradients(into, grad, x, sizes, kernel=ctx.weight_gradient)
         for weight in weights:
-            weight.grad_added_to_main_grad = True
+            weight.grad_added_to_main_grad = weight.requires_grad
         return grad_x, None, None, *[None] * len(weights)
 
 
@@ -115,18 +117,21 @@ def grouped_matmul(
     return out
 
 
-def add_gradients(targets: Sequence[Tensor], grad: Tensor, x: Tensor, sizes: GroupSizes, *, kernel: bool) -> None:
-    """``targets[g] += grad_g.T @ x_g`` for each group.
+def add_gradients(
+    targets: Sequence[Tensor | None], grad: Tensor, x: Tensor, sizes: GroupSizes, *, kernel: bool
+) -> None:
+    """``targets[g] += grad_g.T @ x_g`` for each group with a target.
 
     ``grouped_mm`` cannot add, and rounds the product to the dtype of ``x``; the loop adds to float32.
     """
     if kernel:
         made = GROUPED_MM(grad.t(), x, offs=sizes.ends)
-        torch._foreach_add_(list(targets), list(made.unbind()))
+        pairs = [(target, one) for target, one in zip(targets, made.unbind(), strict=True) if target is not None]
+        torch._foreach_add_([target for target, _ in pairs], [one for _, one in pairs])
         return
     rows = sizes.on_host
     for target, grad_part, x_part in zip(targets, grad.split(rows), x.split(rows), strict=True):
-        if x_part.size(0):
+        if x_part.size(0) and target is not None:
             add_matmul(target, grad_part.t(), x_part, shape_repeats=False)
 
 

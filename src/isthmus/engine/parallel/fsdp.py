@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from isthmus.engine.megatron_model import Decoder, build_model
+from isthmus.engine.megatron_model import Decoder, build_model, freeze
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.parallel.sharded_params import init_empty_weights
 from isthmus.families.architecture import Architecture
@@ -28,7 +29,10 @@ _MESHES = itertools.count()
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
-    """A decoder with float32 parameters sharded by rows, which the optimizer updates; layers compute in its dtype."""
+    """A decoder with parameters sharded by rows; layers compute in its dtype.
+
+    Those that the optimizer updates are float32, frozen ones have the dtype of the decoder.
+    """
 
     def __init__(self, model: Decoder) -> None:
         """``model`` was built with :func:`init_empty_weights`."""
@@ -42,7 +46,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         for entry in self.sharded_tensors.values():
             entry.data = entry.data.detach() if isinstance(entry.data, Tensor) else entry.data
         marks = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
-        model._apply(lambda tensor: tensor.float() if tensor.is_meta else tensor)
+        model._apply(lambda tensor: tensor.float() if tensor.is_meta and tensor.requires_grad else tensor)
         device = model.config.device
         # DTensor caches results by mesh and treats meshes over the same ranks as equal. A unique name prevents a second
         # model in this process from using the groups of an earlier one.
@@ -68,10 +72,16 @@ class FullyShardedDataParallel(_BaseDataParallel):
         torch._foreach_mul_([grad.to_local() for grad in grads if isinstance(grad, DTensor)], scaling_factor)
 
 
-def build_sharded(architecture: Architecture, config: TransformerConfig) -> FullyShardedDataParallel:
-    """Build a decoder and allocate only this rank's rows of each parameter, not initialized."""
+def build_sharded(
+    architecture: Architecture, config: TransformerConfig, frozen: Collection[str] = ()
+) -> FullyShardedDataParallel:
+    """Build a decoder and allocate only this rank's rows of each parameter, not initialized.
+
+    ``frozen`` are canonical names, see :func:`freeze`.
+    """
     with init_empty_weights():
         model = build_model(architecture, config)
+    freeze([model], frozen)
     return FullyShardedDataParallel(model)
 
 

@@ -6,6 +6,7 @@ A config counts MTP layers even if the checkpoint has no tensors for them, as in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,7 +16,14 @@ from isthmus.families.rules.rule import HfPart, Rule, copy
 
 _MTP, _HF_MTP = "mtp.layers.{mtp}.", "model.layers.{mtp}."
 
+_COPY = re.compile(r"mtp\.(?!.*\.transformer_layer\.).*(embed_tokens|output_layer)\.weight$")
+
 KEY = Key("num_nextn_predict_layers", default=1, null=lambda hf: 0, least=0, aliases=("num_mtp_layers",))
+
+
+def is_mtp_copy(canonical: str) -> bool:
+    """Whether this tensor of an MTP layer is a copy of the model's embedding or output layer, which training shares."""
+    return _COPY.match(canonical) is not None
 
 
 def mtp_rules(layer: Iterable[Rule]) -> tuple[Rule, ...]:

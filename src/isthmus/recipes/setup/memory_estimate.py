@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from isthmus.config.schema import ParallelConfig, RunConfig
@@ -12,6 +13,7 @@ from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
+from isthmus.families.rules.mtp import is_mtp_copy
 from isthmus.families.rules.shard import Layout, local_shape
 from isthmus.platforms.base import Platform
 from isthmus.platforms.free_memory import free_bytes
@@ -80,38 +82,40 @@ def estimate_ranks(
     """Estimate the memory of each pipeline rank.
 
     Gradients are float32. The optimizer keeps two float32 moments per parameter (in host memory with ``optim.offload``)
-    and a float32 copy of 16-bit weights; replicas shard both. fsdp shards float32 weights, gradients and moments, and
-    gathers the largest layer, the embedding and the output layer. A DPO sample is a pair of answers. ``gpu_bytes`` adds
-    the temporary memory of a GPU of this size.
+    and a float32 copy of 16-bit weights; replicas shard both. Frozen parameters have neither. fsdp shards float32
+    weights, gradients and moments, and gathers the largest layer, the embedding and the output layer. A DPO sample is a
+    pair of answers. ``gpu_bytes`` adds the temporary memory of a GPU of this size.
     """
     parallel = plan.parallel
     counts, gathered = _count_parameters(plan.family, plan.architecture, parallel)
+    all_trained, _ = _count_parameters(plan.family, plan.architecture, parallel, plan.frozen)
     element = DTYPES[precision].itemsize
     replicas = parallel.dp(plan.world_size) * parallel.cp
     expert_replicas = max(1, plan.world_size // (parallel.pp * parallel.expert_tp * parallel.ep))
     moments = 0 if config.optim.offload else 8
     state = moments + (4 if element < 4 else 0)
     estimates: list[MemoryEstimate] = []
-    for rank, count in enumerate(counts):
-        float32, expert, total = count["float32"], count["expert"], count.total()
+    for rank, (count, trained) in enumerate(zip(counts, all_trained, strict=True)):
+        total, float32, expert = trained.total(), trained["float32"], trained["expert"]
         ordinary = total - float32 - expert
         activations = activation_bytes(plan, config, precision, rank, on_gpu=gpu_bytes is not None)
         temporary = temporary_bytes(plan, config, precision, rank, gpu_bytes) if gpu_bytes else 0
         if parallel.fsdp:
             shard = math.ceil(total / replicas)
-            weights = 4 * shard + (gathered * element if replicas > 1 or element < 4 else 0)
-            estimates.append(MemoryEstimate(total, weights, 4 * shard, 8 * shard, activations, temporary))
+            weights = 4 * shard + math.ceil(element * (count.total() - total) / replicas)
+            weights += gathered * element if replicas > 1 or element < 4 else 0
+            estimates.append(MemoryEstimate(count.total(), weights, 4 * shard, 8 * shard, activations, temporary))
             continue
         optimizer = math.ceil((state * ordinary + moments * float32) / replicas)
         optimizer += math.ceil(state * expert / expert_replicas)
-        weights = element * (ordinary + expert) + 4 * float32
+        weights = element * (count.total() - count["float32"]) + 4 * count["float32"]
         offloaded = 0
         if config.optim.offload:
             offloaded = math.ceil(8 * (ordinary + float32) / replicas)
             offloaded += math.ceil(8 * expert / expert_replicas)
         quantized = 2 * count["linear"] if precision == "fp8" and micro_batches(plan, config) > 1 else 0
         estimates.append(
-            MemoryEstimate(total, weights, 4 * total, optimizer, activations, temporary, quantized, offloaded)
+            MemoryEstimate(count.total(), weights, 4 * total, optimizer, activations, temporary, quantized, offloaded)
         )
     return estimates
 
@@ -163,12 +167,14 @@ def _smaller_activations(config: RunConfig) -> list[str]:
     return [*hints, "raise parallel.cp or parallel.tp", "lower data.seq_length"]
 
 
-def num_parameters(family: Family, arch: Architecture) -> int:
-    """Of the whole model; a tied tensor counts once."""
-    return _count_parameters(family, arch, ParallelConfig())[0][0].total()
+def num_parameters(family: Family, arch: Architecture, frozen: Collection[str] = ()) -> int:
+    """Of the whole model without ``frozen`` tensors; a tied tensor counts once."""
+    return _count_parameters(family, arch, ParallelConfig(), frozen)[0][0].total()
 
 
-def _count_parameters(family: Family, arch: Architecture, parallel: ParallelConfig) -> tuple[list[Counter[str]], int]:
+def _count_parameters(
+    family: Family, arch: Architecture, parallel: ParallelConfig, frozen: Collection[str] = ()
+) -> tuple[list[Counter[str]], int]:
     """Parameters of each pipeline rank by kind, and the number that fsdp gathers at once: a layer and the rest."""
     padded = math.ceil(arch.vocab_size / parallel.tp) * parallel.tp
     layout = Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=padded)
@@ -178,7 +184,7 @@ def _count_parameters(family: Family, arch: Architecture, parallel: ParallelConf
     counts, by_layer = [Counter[str]() for _ in range(parallel.pp)], Counter[str]()
     numel_of_rule: dict[int, int] = {}
     for name, placement in family.placements(arch).items():
-        if not _is_own_parameter(name, placement, arch, parallel):
+        if name in frozen or not _is_own_parameter(name, placement, arch, parallel):
             continue
         rule = placement.rule
         if id(rule) not in numel_of_rule:
@@ -195,9 +201,7 @@ def _count_parameters(family: Family, arch: Architecture, parallel: ParallelConf
 
 def _is_own_parameter(name: str, placement: Placement, arch: Architecture, parallel: ParallelConfig) -> bool:
     """Whether a rank has this parameter: it may be tied, a buffer, or an expert of another rank."""
-    if (placement.rule.alias and parallel.pp == 1) or name.endswith("expert_bias"):
-        return False
-    if re.match(r"mtp\.(?!.*\.transformer_layer\.).*(embed_tokens|output_layer)\.weight$", name):
+    if (placement.rule.alias and parallel.pp == 1) or name.endswith("expert_bias") or is_mtp_copy(name):
         return False
     return not (placement.rule.is_expert and arch.moe is not None
                 and placement.expert >= arch.moe.num_experts // parallel.ep)  # fmt: skip

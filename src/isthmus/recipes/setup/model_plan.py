@@ -10,6 +10,7 @@ from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, Dropout
 from isthmus.families.family import Family
+from isthmus.families.matched_tensors import frozen_tensors
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import check_tp_size
 from isthmus.hf.model_folder import ModelFolder
@@ -35,6 +36,8 @@ class ModelPlan:
     parallel: ParallelConfig
     world_size: int
     dropout: Dropout = field(default_factory=Dropout)
+    frozen: frozenset[str] = frozenset()
+    """Canonical names of the tensors that are not trained."""
 
 
 def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
@@ -52,7 +55,8 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)
     dropout = dropout_of(config.train, family.read_dropout(source.config))
-    return ModelPlan(source, weights, family, architecture, config.parallel, world_size, dropout)
+    frozen = frozen_tensors(family, architecture, config.train.freeze)
+    return ModelPlan(source, weights, family, architecture, config.parallel, world_size, dropout, frozen)
 
 
 def dropout_of(train: TrainConfig, configured: Dropout) -> Dropout:

@@ -65,7 +65,7 @@ def build_rank_model(
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
     ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
-    from isthmus.engine.megatron_model import build_stages, live_tensors, mtp_shared_tensors
+    from isthmus.engine.megatron_model import build_stages, freeze, live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
     from isthmus.engine.optim.optimizer import wrap_data_parallel
@@ -86,9 +86,12 @@ def build_rank_model(
         dropout=plan.dropout,
         attention=attention.name,
     )
-    stages: list[Any] = (
-        [build_sharded(plan.architecture, settings)] if fsdp else build_stages(plan.architecture, settings)
-    )
+    stages: list[Any]
+    if fsdp:
+        stages = [build_sharded(plan.architecture, settings, plan.frozen)]
+    else:
+        stages = build_stages(plan.architecture, settings)
+        freeze(stages, plan.frozen)
     modules = torch.nn.ModuleList(stages)
     messages = (*attention.messages, *_choose_kernels(config, plan, platform, modules, precision, training=training))
     if training and not fsdp:

@@ -1,0 +1,72 @@
+"""Settings that apply to tensors by patterns of their Hugging Face names."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+from isthmus.families.family import Family, Placement
+from isthmus.families.rules.mtp import is_mtp_copy
+
+Value = TypeVar("Value")
+
+
+def trained_tensors(family: Family, arch: Architecture) -> dict[str, Placement]:
+    """The tensors that gradients train, by canonical name: no buffers, no copies of the model's own embedding."""
+    return {
+        name: placement
+        for name, placement in family.placements(arch).items()
+        if not (name.endswith("expert_bias") or is_mtp_copy(name))
+    }
+
+
+def values_by_pattern(
+    family: Family, arch: Architecture, values: Mapping[str, Value], setting: str
+) -> dict[str, Value]:
+    """The value of the first ``fnmatch`` pattern that matches a trained tensor, by canonical name.
+
+    Raises:
+        UsageError: a pattern matches no tensor, or tensors that are one tensor in training have different values.
+    """
+    patterns = {pattern: re.compile(fnmatch.translate(pattern)) for pattern in values}
+    unused, found, names = dict.fromkeys(values), dict[str, Value](), dict[str, None]()
+    for canonical, placement in trained_tensors(family, arch).items():
+        of_parts: dict[str, str | None] = {}
+        for name in placement.hf:
+            matching = [pattern for pattern, compiled in patterns.items() if compiled.match(name)]
+            for pattern in matching:
+                unused.pop(pattern, None)
+            of_parts[name] = matching[0] if matching else None
+        names |= dict.fromkeys(placement.hf)
+        chosen = {None if pattern is None else values[pattern] for pattern in of_parts.values()}
+        if len(chosen) > 1:
+            raise UsageError(
+                f"{setting} treats {' and '.join(of_parts)} differently, and they are one tensor in training. "
+                "Use a pattern that matches all of them, or none."
+            )
+        if (value := chosen.pop()) is not None:
+            found[canonical] = value
+    if unused:
+        pattern = next(iter(unused))
+        raise UsageError(f"{setting}: {pattern} matches no trained tensor of this model. {_near(pattern, names)}")
+    return found
+
+
+def frozen_tensors(family: Family, arch: Architecture, patterns: tuple[str, ...]) -> frozenset[str]:
+    """Canonical names of the tensors that ``train.freeze`` keeps as they are; UsageError as for other patterns."""
+    frozen = frozenset(values_by_pattern(family, arch, dict.fromkeys(patterns, True), "train.freeze"))
+    if frozen >= trained_tensors(family, arch).keys():
+        raise UsageError("train.freeze matches all tensors of this model, so nothing is trained. Name fewer.")
+    return frozen
+
+
+def _near(pattern: str, names: Mapping[str, None]) -> str:
+    # Layers and experts by one name: a model has tens of thousands of tensors.
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    near = difflib.get_close_matches(pattern, kinds, n=3, cutoff=0.4) or kinds[:3]
+    return f"Similar names: {', '.join(near)}."
