@@ -7,7 +7,7 @@ PIP := $(RUN) pip install --quiet --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test unit lint check format docs site clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test bench-dry unit lint check format docs site clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -31,12 +31,15 @@ demo: $(STAMP)  ## Train, export and evaluate a small model on this machine
 	@test ! -d isthmus-demo || { echo 'Removing the isthmus-demo of last time'; rm -r isthmus-demo; }
 	$(VENV)/bin/isthmus demo --out isthmus-demo
 
-# A file at a time, since its tests share models and ranks; the slow files first, as they are collected. Three on two
+# A file at a time, since its tests share models and ranks; the slow files first, as they are collected. Four on two
 # cores, since tests of failures wait for timeouts.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n 3 --dist loadfile --no-loadscope-reorder -q
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n 4 --dist loadfile --no-loadscope-reorder -q
 
-test: $(STAMP)  ## The whole suite: everything that runs on a CPU
-	$(PYTEST)
+test: $(STAMP)  ## The whole suite: everything that runs on a CPU, except the benchmarks
+	$(PYTEST) -m "not benchmarks"
+
+bench-dry: $(STAMP)  ## Run each benchmark on tiny inputs, to check that it works: when one has changed
+	$(PYTEST) tests/benchmarks
 
 unit: $(STAMP)  ## The unit tests that start no process: under a minute
 	$(PYTEST) tests/unit -m "not processes"

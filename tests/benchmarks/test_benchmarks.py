@@ -42,6 +42,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.benchmarks
 def test_fine_tuning(repository: Path, chats: Path, tmp_path: Path) -> None:
     arguments = ["--data", str(chats), "--precision", "fp32", "--only", "isthmus"]
     result = run(repository, tmp_path / "sft.json", "sft_cpu.py", *arguments)
@@ -55,6 +56,7 @@ def test_fine_tuning(repository: Path, chats: Path, tmp_path: Path) -> None:
     assert sum(result["profile"]["isthmus fp32"]["percent"].values()) == pytest.approx(100, abs=0.1)
 
 
+@pytest.mark.benchmarks
 def test_loading(repository: Path, tmp_path: Path) -> None:
     arguments = ["--precision", "fp32", "--only", "isthmus-training,from-pretrained-own"]
     result = run(repository, tmp_path / "load.json", "load_weights.py", *arguments)
@@ -63,6 +65,7 @@ def test_loading(repository: Path, tmp_path: Path) -> None:
     assert rows["isthmus-training"]["weight_bytes"] == rows["from-pretrained-own"]["weight_bytes"]
 
 
+@pytest.mark.benchmarks
 def test_conversion(repository: Path, tmp_path: Path) -> None:
     contestants = ["cp", "hf-to-torch_dist", "verify"]
     arguments = ["--models", "1.5gb", "--only", ",".join(contestants), "--work", str(tmp_path)]
@@ -79,6 +82,7 @@ def test_conversion(repository: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("isthmus-bench-*"))
 
 
+@pytest.mark.benchmarks
 def test_preparing(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "prepare.json", "prepare.py", "--only", "encode-batch,isthmus")
     tokens = {(row["data"], row["contestant"]): row["tokens"] for row in result["rows"]}
@@ -90,6 +94,7 @@ def test_preparing(repository: Path, tmp_path: Path) -> None:
     assert [claim["claim"].split(":")[0] for claim in result["claims"]][:2] == ["text", "chat"]
 
 
+@pytest.mark.benchmarks
 def test_moe_layer(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "moe.json", "moe_layer.py")
     rows = [(row["model"], row["precision"], row["contestant"]) for row in result["rows"]]
@@ -99,6 +104,7 @@ def test_moe_layer(repository: Path, tmp_path: Path) -> None:
     assert max(row["max_difference_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
 
 
+@pytest.mark.benchmarks
 def test_layers(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "layers.json", "layers.py")
     rows = [(row["kind"], row["precision"], row["contestant"]) for row in result["rows"]]
@@ -108,6 +114,7 @@ def test_layers(repository: Path, tmp_path: Path) -> None:
     assert max(row["max_difference_from_isthmus"] for row in layers if row["precision"] == "fp32") < 1e-5
 
 
+@pytest.mark.benchmarks
 def test_first_line(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "line.json"
     command = [sys.executable, str(repository / "benchmarks" / "first_line.py"), "--rounds", "1", "--out", str(out)]
@@ -116,6 +123,7 @@ def test_first_line(repository: Path, tmp_path: Path) -> None:
     assert 0 < result["first_line_s"] < result["second_line_s"]
 
 
+@pytest.mark.benchmarks
 def test_shared_cores(repository: Path, chats: Path, tmp_path: Path) -> None:
     arguments = ["--data", str(chats), "--steps", "4", "--others", "0", "--only", "isthmus-1"]
     result = run(repository, tmp_path / "shared.json", "shared_cores.py", *arguments)

@@ -30,6 +30,7 @@ def in_this_process(module: str, spec: dict[str, Any], **_: Any) -> dict[str, An
     return result
 
 
+@pytest.mark.benchmarks
 def test_dry_run(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     command = [sys.executable, str(repository / "benchmarks" / "gpu_parts.py"), "--dry", "--out", str(out)]
