@@ -39,6 +39,10 @@ def test_files_and_metrics_of_a_run(isthmus: ForkServer, sft_args: list[str], mo
     assert list(valid) == [0, 2, 4] and valid[4] == result["valid_loss"]
     test = {row["step"]: row["test_loss"] for row in rows(out) if "test_loss" in row}
     assert test == {4: result["test_loss"]} and 0 < test[4] != valid[4]
+    for row in rows(out):
+        for part in (part for part in ("valid", "test") if f"{part}_loss" in row):
+            assert row[f"{part}_perplexity"] == pytest.approx(math.exp(row[f"{part}_loss"]), rel=1e-6)
+            assert 0 <= row[f"{part}_mean_token_accuracy"] < 1
 
     config = load_config("sft", out / "config.yaml", [], {})
     args = [arg for arg in sft_args[7:] if "=" in arg]
@@ -279,7 +283,8 @@ def test_mock_data(isthmus: ForkServer, model: Path, tmp_path: Path, recipe: str
     steps = [row for row in rows(out) if "loss" in row]
     assert [(row["num_tokens"], row["learned_tokens"], row["padding"]) for row in steps] == [(96, 96, 0)] * 4
     (test,) = [row for row in rows(out) if "test_loss" in row]
-    assert test == {"step": 4, "test_loss": result["test_loss"]} and result["test_loss"] != result["valid_loss"]
+    assert test.keys() == {"step", "test_loss", "test_perplexity", "test_mean_token_accuracy"}
+    assert test["step"] == 4 and test["test_loss"] == result["test_loss"] != result["valid_loss"]
     assert not (out / "data").exists()
 
     from_it = f"checkpoint.resume={out / 'checkpoints' / 'iter_0000002'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
 from isthmus.engine.layers.embedding import embed, embed_positions
-from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy, token_cross_entropies
+from isthmus.engine.layers.linear_cross_entropy import (
+    VocabShard,
+    linear_cross_entropy,
+    sampling_at,
+    token_cross_entropies,
+    token_scores,
+)
 from isthmus.engine.layers.mtp_layer import mtp_spec
 from isthmus.engine.layers.rope import frequency_sets, rotary_tables
 from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
@@ -112,7 +118,7 @@ class Decoder(GPTModel):
         *,
         loss_positions: Tensor | None = None,
         mtp_positions: Sequence[Tensor] = (),
-        per_token: bool = False,
+        per_token: bool | Literal["scores"] = False,
     ) -> Tensor:
         """Run this stage.
 
@@ -122,10 +128,12 @@ class Decoder(GPTModel):
             loss_positions: int64 [n], positions of loss tokens; None returns logits.
             mtp_positions: for each MTP depth k, from 1, the positions whose label k tokens later counts; empty skips
                 the MTP layers.
-            per_token: return the loss of each position instead of the sum; not with MTP layers.
+            per_token: return the loss of each position instead of the sum; not with MTP layers. ``scores`` also returns
+                the most probable token of each position, or a random one if the batch has ``sampling``.
 
         Returns:
-            Last stage: summed loss (a scalar, or [1 + depths] with MTP losses), losses [n], or logits [T, V].
+            Last stage: summed loss (a scalar, or [1 + depths] with MTP losses), losses [n], scores [2, n] (float64
+            losses and tokens), or logits [T, V].
             Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
         if self.training and self.config.num_moe_experts is not None and batch.sample_weights:
@@ -143,6 +151,9 @@ class Decoder(GPTModel):
             return self._logits(hidden)
         labels = batch.labels
         assert labels is not None
+        if per_token == "scores":
+            inputs = self._loss_inputs(hidden, loss_positions, labels[loss_positions])
+            return token_scores(*inputs, sampling=sampling_at(loss_positions, batch))
         if per_token:
             return token_cross_entropies(*self._loss_inputs(hidden, loss_positions, labels[loss_positions]))
         losses = [self._loss(hidden, loss_positions, labels[loss_positions])]

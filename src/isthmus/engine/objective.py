@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -12,6 +13,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.host_copies import to_device
 from isthmus.engine.parallel.context_parallel import local_tokens
 
 
@@ -31,8 +33,11 @@ class Objective(Protocol):
     """Turns token losses into the loss of a batch."""
 
     @property
-    def per_token(self) -> bool:
-        """Whether :meth:`loss` needs per-token losses instead of their sum."""
+    def per_token(self) -> bool | Literal["scores"]:
+        """Whether :meth:`loss` needs per-token losses instead of their sum; ``scores``: also the most probable tokens.
+
+        Scores are float64 [2, n] and have no gradient.
+        """
 
     @property
     def sums(self) -> Sequence[str]:
@@ -77,6 +82,36 @@ class NextToken:
 
 
 NEXT_TOKEN = NextToken()
+
+
+class NextTokenAccuracy:
+    """Mean cross entropy over all loss tokens, for evaluation: with perplexity and token accuracy, without gradient."""
+
+    per_token: Literal["scores"] = "scores"
+    sums = ("loss", "correct")
+
+    def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
+        return batch.loss_tokens
+
+    def loss(
+        self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
+    ) -> LossOutput:
+        assert batch.labels is not None and batch.loss_mask is not None
+        nll, tokens = losses
+        total = nll.float().sum().double()  # as in training
+        labels = to_device(batch.labels[batch.loss_mask], tokens.device)
+        sums = {"loss": total, "correct": (tokens == labels).sum()}
+        return LossOutput(total.float(), loss_tokens, total, sums)
+
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """With TRL's name for the accuracy: the share of loss tokens that are the most probable token."""
+        loss = sums["loss"] / max(1, count)
+        perplexity = math.exp(loss) if loss < _LARGEST_LOSS else math.inf
+        return {"perplexity": perplexity, "mean_token_accuracy": sums["correct"] / max(1, count)}
+
+
+_LARGEST_LOSS = 700.0
+"""The perplexity of a larger loss has no float64."""
 
 
 def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:

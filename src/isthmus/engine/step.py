@@ -109,7 +109,67 @@ _Reported = tuple[Tensor | float, ...]
 """Loss sum, count, loss tokens, and the objective's other sums."""
 
 
-class Stepper:
+class Evaluator:
+    """Runs this rank's stages."""
+
+    def __init__(self, model: Sequence[Any], objective: Objective = NEXT_TOKEN) -> None:
+        self.model: list[Any] = list(model)
+        self.objective = objective
+        self.device: torch.device = next(model[0].parameters()).device
+
+    @property
+    def step(self) -> int:
+        """Steps done so far."""
+        return 0
+
+    def evaluate(self, batches: Iterator[Sequence[PackedBatch]], objective: Objective | None = None) -> EvalResult:
+        """Mean loss per loss token, or per pair, over all batches; ``objective`` replaces the objective of training."""
+        objective = self.objective if objective is None else objective
+        for stage in self.model:
+            stage.eval()
+        total = torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for micro_batches in batches:
+                sums = self._run_pipeline(micro_batches, objective, forward_only=True)
+                dist.all_reduce(sums)
+                total += sums
+        loss_sum, count, _, *more = total.tolist()
+        return EvalResult(
+            loss_sum / max(1, count), objective.metrics(dict(zip(objective.sums, more, strict=True)), count)
+        )
+
+    def _run_pipeline(self, batches: Sequence[PackedBatch], objective: Objective, *, forward_only: bool) -> Tensor:
+        """This rank's part of the sums over the global batch: loss, count, loss tokens, then the objective's; float64.
+
+        The ranks of a packed sequence report it once.
+        """
+        # All stages have the same micro batches. Exchanging shapes costs two synchronizations with the GPU each time.
+        get_model_config(self.model[0]).variable_seq_lengths = len({batch.input_ids.numel() for batch in batches}) > 1
+        with quantize_weights_once(len(batches) > 1):
+            results: list[_Reported] = get_forward_backward_func()(
+                forward_step_func=partial(_forward_step, objective=objective, step=self.step),
+                data_iterator=[iter(batches) for _ in self.model],
+                model=self.model,
+                num_microbatches=len(batches),
+                seq_length=batches[0].input_ids.numel(),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            return torch.stack([self._sum(values) for values in zip(*results, strict=True)])
+        return torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
+
+    def _sum(self, values: Sequence[Tensor | float]) -> Tensor:
+        """Sum of scalars on the device or host, one after the other in float64, without a copy between the two."""
+        total = sum(value.detach().double() if isinstance(value, Tensor) else float(value) for value in values)
+        if isinstance(total, Tensor):
+            return total
+        return torch.full((), total, dtype=torch.float64, device=self.device)
+
+
+class Stepper(Evaluator):
+    """Trains this rank's stages."""
+
     def __init__(
         self,
         model: Sequence[WrappedModel],
@@ -117,14 +177,12 @@ class Stepper:
         schedule: OptimizerParamScheduler,
         objective: Objective = NEXT_TOKEN,
     ) -> None:
-        self.model: list[Any] = list(model)
+        super().__init__(model, objective)
         self.optimizer = optimizer
         self.schedule = schedule
-        self.objective = objective
         self.skipped = 0
         """Steps without an update because a float16 gradient overflowed. Checkpoints save the count."""
         self.skipped_in_a_row = 0
-        self.device: torch.device = next(model[0].parameters()).device
         config = model[0].config  # shared by all stages
         config.finalize_model_grads_func = reduce_and_scale_grads
         config.grad_scale_func = optimizer.scale_loss if config.fp16 else None
@@ -197,34 +255,6 @@ class Stepper:
         _check_gradient(math.inf if overflow else norm, loss)
         return True
 
-    def _run_pipeline(self, batches: Sequence[PackedBatch], objective: Objective, *, forward_only: bool) -> Tensor:
-        """This rank's part of the sums over the global batch: loss, count, loss tokens, then the objective's; float64.
-
-        The ranks of a packed sequence report it once.
-        """
-        # All stages have the same micro batches. Exchanging shapes costs two synchronizations with the GPU each time.
-        get_model_config(self.model[0]).variable_seq_lengths = len({batch.input_ids.numel() for batch in batches}) > 1
-        with quantize_weights_once(len(batches) > 1):
-            results: list[_Reported] = get_forward_backward_func()(
-                forward_step_func=partial(_forward_step, objective=objective, step=self.step),
-                data_iterator=[iter(batches) for _ in self.model],
-                model=self.model,
-                num_microbatches=len(batches),
-                seq_length=batches[0].input_ids.numel(),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-            return torch.stack([self._sum(values) for values in zip(*results, strict=True)])
-        return torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
-
-    def _sum(self, values: Sequence[Tensor | float]) -> Tensor:
-        """Sum of scalars on the device or host, one after the other in float64, without a copy between the two."""
-        total = sum(value.detach().double() if isinstance(value, Tensor) else float(value) for value in values)
-        if isinstance(total, Tensor):
-            return total
-        return torch.full((), total, dtype=torch.float64, device=self.device)
-
     def _router_sums(self) -> Tensor:
         """This rank's router statistics of the step; empty for a model without experts."""
         config = get_model_config(self.model[0])
@@ -247,22 +277,6 @@ class Stepper:
             moved = updated_bias(full_tensor(bias.data), tokens, rate)
             with full_to_shard(bias.data) as whole:
                 whole.copy_(moved)
-
-    def evaluate(self, batches: Iterator[Sequence[PackedBatch]], objective: Objective | None = None) -> EvalResult:
-        """Mean loss per loss token, or per pair, over all batches; ``objective`` replaces the objective of training."""
-        objective = self.objective if objective is None else objective
-        for stage in self.model:
-            stage.eval()
-        total = torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for micro_batches in batches:
-                sums = self._run_pipeline(micro_batches, objective, forward_only=True)
-                dist.all_reduce(sums)
-                total += sums
-        loss_sum, count, _, *more = total.tolist()
-        return EvalResult(
-            loss_sum / max(1, count), objective.metrics(dict(zip(objective.sums, more, strict=True)), count)
-        )
 
     @property
     def step(self) -> int:

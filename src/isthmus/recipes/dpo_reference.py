@@ -15,7 +15,7 @@ from isthmus.atomic_write import atomic_file
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import PairBatches
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.objective import NEXT_TOKEN, Objective
+from isthmus.engine.objective import NEXT_TOKEN, NextTokenAccuracy, Objective
 from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ranks
 from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted
@@ -25,6 +25,11 @@ from isthmus.train.stop import StopFlag
 
 def objective_of(config: RunConfig) -> Objective:
     return PreferenceObjective(config.dpo) if config.recipe == "dpo" else NEXT_TOKEN
+
+
+def eval_objective_of(config: RunConfig) -> Objective | None:
+    """The objective of evaluations if it is not that of training."""
+    return NextTokenAccuracy() if config.recipe in ("sft", "pretrain") else None
 
 
 def compute_reference(

@@ -29,7 +29,7 @@ from isthmus.platforms.cpu_threads import cores, cores_in_use
 from isthmus.platforms.deterministic import own_algorithms, use_deterministic_algorithms
 from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_one_length
-from isthmus.recipes.dpo_reference import compute_reference, objective_of
+from isthmus.recipes.dpo_reference import compute_reference, eval_objective_of, objective_of
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
 from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
@@ -337,6 +337,7 @@ def _build_loop(training: _Training) -> Loop:
             log=training.reporter.log,
         ),
         best=training.best,
+        eval_objective=eval_objective_of(context.config),
         save=training.save,
         export=training.export,
     )

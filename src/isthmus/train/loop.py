@@ -13,6 +13,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, prefetched
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.checkpoint.save_load import BestLoss
+from isthmus.engine.objective import Objective
 from isthmus.engine.parallel.process_groups import Position
 from isthmus.engine.step import Stepper, StepResult
 from isthmus.engine.trace_region import trace_region
@@ -61,6 +62,8 @@ class Loop:
     reporter: Reporter
     profile: StepProfile
     best: BestLoss
+    eval_objective: Objective | None
+    """None: that of training."""
     save: Callable[[int], None]
     export: Callable[[int], None]
 
@@ -70,7 +73,7 @@ class Loop:
         if source is None:
             return None
         with trace_region("validation"):
-            result = self.stepper.evaluate(source.eval_batches())
+            result = self.stepper.evaluate(source.eval_batches(), self.eval_objective)
         self.reporter.evaluation(step, result.loss, result.metrics, part=part)
         if not math.isfinite(result.loss):
             name = "validation" if part == "valid" else "test"

@@ -10,7 +10,10 @@ from typing import Any
 _ONLY_IF_KNOWN = ("loss_scale", "skipped", "memory_used")
 _KEYS = {"loss_tokens": "learned_tokens"}
 """Keys with another name in metrics.jsonl."""
-_PRINTED = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+_PRINTED = {
+    "perplexity": "ppl", "mean_token_accuracy": "accuracy", "rewards/margins": "margin",
+    "rewards/accuracies": "accuracy",
+}  # fmt: skip
 """Printed metrics of the objective, and their printed names."""
 _PERFORMANCE = ("tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "memory_used", "step_time_s")
 _MEGATRON_NAMES = {"mtp_loss": "mtp_1 loss"}

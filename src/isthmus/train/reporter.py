@@ -186,7 +186,7 @@ class Reporter:
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(clean) + "\n")
         if points and self._trackers is not None:
-            values = {tracker_tag(k): v for k, v in row.items() if k != "step" and v is not None}
+            values = {tracker_tag(k): v for k, v in clean.items() if k != "step" and v is not None}
             self._trackers.log(values, row["step"])
 
     def _line(self, metrics: StepMetrics) -> str:

@@ -20,6 +20,15 @@ class DropoutKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingKeys:
+    """What random tokens of a micro batch are computed from."""
+
+    temperature: float
+    tokens: Tensor
+    """int64 [T], a random key of each token of the whole packed sequence."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenGroups:
     """Groups of tokens of a micro batch whose expert load is balanced."""
 
@@ -69,6 +78,8 @@ class PackedBatch:
     """Under context parallelism, this rank's ranges [start, end) of the packed sequence."""
     dropout: DropoutKeys | None = None
     """Set by the training step of a model with dropout."""
+    sampling: SamplingKeys | None = None
+    """Set to draw random tokens."""
     token_groups: tuple[TokenGroups, TokenGroups] | None = None
     """The samples, and the whole batch as one group; set in training by a model with experts."""
 

@@ -39,11 +39,11 @@ def dropout_keys(batch: PackedBatch, *, seed: int, step: int) -> DropoutKeys:
         length = sum(length for _, length in segments)
         samples.append(torch.full((length,), sample))
         positions.append(torch.arange(length))
-    start = _hashed(_hashed(torch.tensor(seed)) + step)
-    return DropoutKeys(whole, _hashed(_hashed(start + torch.cat(samples)) + torch.cat(positions)))
+    start = hashed(hashed(torch.tensor(seed)) + step)
+    return DropoutKeys(whole, hashed(hashed(start + torch.cat(samples)) + torch.cat(positions)))
 
 
-def _hashed(x: Tensor) -> Tensor:
+def hashed(x: Tensor) -> Tensor:
     """MurmurHash3's 64-bit finalizer, elementwise on int64."""
     x = (x ^ ((x >> 33) & _LOW_31)) * -0xAE502812AA7333
     x = (x ^ ((x >> 33) & _LOW_31)) * -0x3B314601E57A13AD
@@ -64,7 +64,7 @@ def _number(layer: int, place: int) -> int:
 
 
 def _site(tokens: Tensor, layer: int, place: int) -> Tensor:
-    return _hashed(tokens + _number(layer, place))
+    return hashed(tokens + _number(layer, place))
 
 
 def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
@@ -101,14 +101,14 @@ class _Dropout(torch.autograd.Function):
 
 @compiled_on_gpu
 def _dropped(x: Tensor, tokens: Tensor, site: Tensor, columns: Tensor, rate: float) -> Tensor:
-    rows = _hashed(tokens + site).int()[:, None]
+    rows = hashed(tokens + site).int()[:, None]
     return drop(x, keep_mask(rows, columns, rate), rate)
 
 
 @functools.cache
 def _columns(width: int, device: torch.device) -> Tensor:
     """int32 [1, H]. Not in the region: torch 2.6 compiles the hash of an ``arange`` in 32 bits, which is wrong."""
-    return _hashed(torch.arange(width, device=device)).int()[None]
+    return hashed(torch.arange(width, device=device)).int()[None]
 
 
 def hidden_dropout(x: Tensor, batch: PackedBatch, rate: float, *, layer: int, place: int) -> Tensor:
@@ -136,7 +136,7 @@ class AttentionDropout:
         """int32 [G, T * R, 1], T / cp under context parallelism."""
         tokens = local_tokens(_keys_of(self.batch).tokens, self.batch.spans)
         heads = torch.arange(groups * repeat, device=tokens.device).view(groups, 1, repeat) + self.first_head
-        return _hashed(_site(tokens, self.layer, _QUERIES)[:, None] + heads).int().flatten(1)[..., None]
+        return hashed(_site(tokens, self.layer, _QUERIES)[:, None] + heads).int().flatten(1)[..., None]
 
     def key_keys(self, groups: int) -> Tensor:
         """int32 [G, T, 1]"""

@@ -15,8 +15,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu
+from isthmus.engine.layers.dropout import hashed
 from isthmus.engine.layers.matmul import add_matmul, matmul
+from isthmus.engine.parallel.context_parallel import local_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Draws tokens from the softmax of logits: the largest sum of a logit and Gumbel noise."""
+
+    temperature: float
+    keys: Tensor
+    """int64 [n], a random key of each position. The noise is a hash of it, so all layouts draw the same tokens."""
+
+    def __getitem__(self, rows: slice) -> Sampling:
+        return Sampling(self.temperature, self.keys[rows])
+
+    def noise(self, start: int, size: int) -> Tensor:
+        """Float64 [n, size] for the vocabulary indices from ``start`` on."""
+        columns = hashed(torch.arange(start, start + size, device=self.keys.device))
+        uniform = ((hashed(self.keys[:, None] + columns) >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
+        return -torch.log(-torch.log(uniform))
+
+
+def sampling_at(positions: Tensor, batch: PackedBatch) -> Sampling | None:
+    """For int64 [n] positions of this rank's tokens; None for the most probable tokens."""
+    if batch.sampling is None:
+        return None
+    keys = local_tokens(batch.sampling.tokens, batch.spans).to(positions.device)
+    return Sampling(batch.sampling.temperature, keys[positions])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +68,14 @@ class VocabShard:
         grad_scale: Tensor | None = None,
         grad_hidden: Tensor | None = None,
         grad_weight: Tensor | None = None,
+        chosen: Tensor | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[Tensor]:
         """Yield the losses of each chunk of tokens.
 
         ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` is added to; it is None
-        without gradients and for a frozen weight.
+        without gradients and for a frozen weight. ``chosen``, int64 [n], is overwritten with the most probable tokens,
+        or with ``sampling`` with random ones.
         """
         device = cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
         rows = weight[: self.rows]
@@ -53,6 +85,8 @@ class VocabShard:
         for start, end in chunks:
             part, logits = hidden[start:end], buffer[: end - start]
             matmul(part, rows.t(), out=logits)
+            if chosen is not None:
+                chosen[start:end] = self._choose(logits, None if sampling is None else sampling[start:end])
             scale = grad_scale if grad_scale is None or grad_scale.dim() == 0 else grad_scale[start:end]
             targets = labels[start:end] - self.start
             with_grad = grad_hidden is not None
@@ -61,6 +95,21 @@ class VocabShard:
                 matmul(logits, rows, out=grad_hidden[start:end])
             if grad_weight is not None:
                 add_matmul(grad_weight[: self.rows], logits.t(), part)
+
+    def _choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
+        """The token of the largest logit, of equal ones the first, or a random token; int64 [n], equal on all ranks."""
+        if sampling is not None:
+            if (cap := self.softcap) is not None:
+                logits = torch.tanh(logits.float() / cap) * cap
+            logits = logits.float() / sampling.temperature + sampling.noise(self.start, logits.size(1))
+        largest, token = logits.max(dim=1)
+        token += self.start
+        if self.group is None:
+            return token
+        own = torch.stack([largest.double(), token.double()])
+        every = own.new_empty(self.group.size(), *own.shape)
+        dist.all_gather_into_tensor(every.flatten(0, 1), own, group=self.group)
+        return every[:, 1].gather(0, every[:, 0].argmax(0, keepdim=True))[0].long()
 
 
 _WHOLE = VocabShard()
@@ -169,3 +218,13 @@ def linear_cross_entropy(
 def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE) -> Tensor:
     """Per-token losses, float32 [n]; otherwise like :func:`linear_cross_entropy`."""
     return _TokenCrossEntropy.apply(hidden, weight, labels, shard)
+
+
+@torch.no_grad()
+def token_scores(
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE, *, sampling: Sampling | None = None
+) -> Tensor:
+    """Per-token losses and the most probable tokens, or with ``sampling`` random ones; float64 [2, n], no gradient."""
+    chosen = torch.empty_like(labels)
+    losses = [*shard.chunk_losses(hidden, weight, labels, chosen=chosen, sampling=sampling)]
+    return torch.stack([torch.cat([hidden.new_empty(0, dtype=torch.float32), *losses]).double(), chosen.double()])

@@ -6,9 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu
 from isthmus.engine.layers import linear_cross_entropy as module
-from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy, token_cross_entropies
+from isthmus.engine.layers.linear_cross_entropy import (
+    Sampling,
+    VocabShard,
+    linear_cross_entropy,
+    token_cross_entropies,
+    token_scores,
+)
+from isthmus.engine.objective import NextTokenAccuracy
 from unit.engine.recorder import Recorder
 
 VOCAB, HIDDEN = 300, 16
@@ -221,3 +229,40 @@ def test_evaluation_computes_no_gradient() -> None:
         loss = linear_cross_entropy(hidden, weight, labels, VocabShard(rows=VOCAB))
     assert error(loss, wanted) < 1e-6
     assert not any(name.startswith("addmm") for name, _ in seen.taken)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_scores_are_losses_and_most_probable_tokens(softcap: float | None) -> None:
+    hidden, weight, labels = inputs(37, torch.float32)
+    logits = hidden @ weight[:290].t()
+    labels = torch.where(torch.arange(37) % 3 == 0, logits.argmax(1), labels % 290)
+    shard = VocabShard(rows=290, softcap=softcap)
+    losses, tokens = token_scores(hidden, weight, labels, shard)
+    assert torch.equal(tokens.long(), logits.argmax(1))
+    assert torch.equal(losses.float(), token_cross_entropies(hidden, weight, labels, shard))
+
+    mask = torch.tensor([True] * 37 + [False])
+    sample = torch.zeros(38, dtype=torch.int64)
+    batch = PackedBatch(
+        input_ids=sample, position_ids=sample, lengths=(38,), labels=torch.cat([labels, sample[:1]]), loss_mask=mask
+    )
+    objective = NextTokenAccuracy()
+    found = objective.loss(torch.stack([losses, tokens]), batch, loss_tokens=37, mtp_tokens=0, mtp_weight=0.0)
+    metrics = objective.metrics({name: float(value) for name, value in found.sums.items()}, 37)
+    assert metrics["mean_token_accuracy"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+    assert metrics["perplexity"] == pytest.approx(losses.mean().exp().item()) and found.count == 37
+    assert float(found.loss_sum) == pytest.approx(linear_cross_entropy(hidden, weight, labels, shard).item())
+
+
+def test_random_tokens_follow_the_softmax() -> None:
+    """Over many positions with the same logits, and the same tokens if two ranks have a part of the vocabulary each."""
+    torch.manual_seed(0)
+    logits, size = torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5]), 20_000
+    hidden, weight = torch.ones(size, 1), logits[:, None]
+    sampling = Sampling(0.7, torch.randint(-(2**62), 2**62, (size,)))
+    tokens = token_scores(hidden, weight, torch.zeros(size, dtype=torch.int64), sampling=sampling)[1].long()
+    shares = tokens.bincount(minlength=5) / size
+    assert (shares - (logits / 0.7).softmax(0)).abs().max() < 0.012
+    noise = torch.cat([sampling[:100].noise(start, count) for start, count in ((0, 2), (2, 3))], 1)
+    assert torch.equal(noise, sampling[:100].noise(0, 5))
