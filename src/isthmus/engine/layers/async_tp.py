@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.engine.layers.matmul import add_matmul
+from isthmus.engine.layers.quantized_weight import dense
 from isthmus.engine.parallel.tensor_parallel import InputExchange, Wait
 from isthmus.errors import UsageError
 from isthmus.platforms.torch_features import symmetric_memory_ops
@@ -35,12 +36,12 @@ class RowIntoMainGrad(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
         ctx.group = group
-        return _matmul_scatter(x, weight.t(), group)
+        return _matmul_scatter(x, dense(weight).t(), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        grad, grad_x = _gather_matmul(grads[0], weight, ctx.group)
+        grad, grad_x = _gather_matmul(grads[0], dense(weight), ctx.group)
         if x is not None:
             add_matmul(weight.main_grad, grad.flatten(0, -2).t(), x.flatten(0, -2))
             weight.grad_added_to_main_grad = True

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from isthmus.engine.layers.async_tp import AsyncExchange, RowIntoMainGrad, check_async_tp
 from isthmus.engine.layers.fp8_linear import ALIGNMENT, Fp8Recipe, fits, fp8_linear
 from isthmus.engine.layers.matmul import add_matmul
+from isthmus.engine.layers.quantized_weight import dense
 from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
     """Saves this rank's part of the input; the matmuls of the backward pass overlap its communication.
 
-    A frozen weight needs no input, and has no gradient.
+    A frozen weight needs no input, and has no gradient. A quantized one is de-quantized in both passes.
     """
 
     @staticmethod
@@ -32,13 +33,13 @@ class _LinearIntoMainGrad(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
         ctx.exchange = exchange
-        return exchange.matmul(x, weight.t())
+        return exchange.matmul(x, dense(weight).t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (x,), weight, exchange = ctx.saved_tensors, ctx.weight, ctx.exchange
         if x is None:
-            grad_x, wait_for_sum = exchange.start_input_grad(grads[0], weight)
+            grad_x, wait_for_sum = exchange.start_input_grad(grads[0], dense(weight))
             wait_for_sum()
             return grad_x, None, None
         whole, wait_for_input = exchange.start_gather(x)
@@ -53,7 +54,7 @@ class _LinearIntoMainGrad(torch.autograd.Function):
 def _fused_linear(x: Tensor, weight: Tensor, exchange: InputExchange = NO_EXCHANGE) -> Tensor | None:
     """``x @ weight.T``; None if there is no float32 gradient buffer and the weight is trained."""
     if not torch.is_grad_enabled():
-        return exchange.matmul(x, weight.t())
+        return exchange.matmul(x, dense(weight).t())
     if not weight.requires_grad:
         return _LinearIntoMainGrad.apply(x, weight, exchange)
     main_grad = getattr(weight, "main_grad", None)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isthmus.engine.host_copies import HostCopy
 from isthmus.engine.layers.matmul import add_matmul
+from isthmus.engine.layers.quantized_weight import dense
 from isthmus.platforms.torch_features import GROUPED_MM
 
 _ALIGNED_BYTES = 16
@@ -105,15 +106,18 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_matmul(
     x: Tensor, sizes: GroupSizes, weights: Sequence[Tensor], *, transposed: bool, kernel: bool
 ) -> Tensor:
-    """``x_g @ weight_g`` for each group, or ``x_g @ weight_g.T`` if ``transposed``; ``kernel`` means ``grouped_mm``."""
+    """``x_g @ weight_g`` for each group, or ``x_g @ weight_g.T`` if ``transposed``; ``kernel`` means ``grouped_mm``.
+
+    The kernel needs all weights de-quantized at the same time, the loop one.
+    """
     if kernel:
-        stacked = stack_tensors(weights)
+        stacked = stack_tensors([dense(weight) for weight in weights])
         return GROUPED_MM(x, stacked.mT if transposed else stacked, offs=sizes.ends)
     rows = sizes.on_host
     out = x.new_empty(x.size(0), weights[0].size(0 if transposed else 1))
     for part, weight, into in zip(x.split(rows), weights, out.split(rows), strict=True):
         if part.size(0):
-            torch.mm(part, weight.t() if transposed else weight, out=into)
+            torch.mm(part, dense(weight).t() if transposed else dense(weight), out=into)
     return out
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from isthmus.engine.layers.quantized_weight import QuantizedWeight
+
 
 def local_rows(tensor: DTensor) -> tuple[int, int]:
     """This rank's rows [start, end); the last ranks may have fewer rows, or none."""
@@ -22,7 +24,12 @@ def local_rows(tensor: DTensor) -> tuple[int, int]:
 
 @contextmanager
 def full_to_shard(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor for all rows; on exit a sharded ``tensor`` copies its own rows from it."""
+    """Yield a tensor for all rows; on exit a sharded ``tensor`` copies its own rows from it, a quantized one all."""
+    if isinstance(tensor, QuantizedWeight):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        yield whole
+        tensor.quantize_(whole)
+        return
     if not isinstance(tensor, DTensor):
         yield tensor
         return

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.engine.layers.quantized_weight import QuantizedWeight
 from isthmus.engine.moe import grouped_gemm
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear, stack_tensors
 from isthmus.platforms.torch_features import GROUPED_MM
@@ -47,6 +48,24 @@ def test_gradients_are_added_to_the_buffers(dtype: torch.dtype) -> None:
     for weight, gradient in zip(weights, wanted, strict=True):
         assert weight.grad is None and weight.grad_added_to_main_grad  # type: ignore[attr-defined]
         assert torch.allclose(weight.main_grad - 1, gradient, atol=1e-5 if dtype == torch.float32 else 0.05)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_quantized_weights_equal_dequantized_ones(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra: qlora)")
+    if kernel and GROUPED_MM is None:
+        pytest.skip(f"torch {torch.__version__} has no grouped_mm")
+    monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda *_: kernel)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 64, generator=generator).requires_grad_()
+    weights = [QuantizedWeight(torch.empty(16, 64), "nf4", x.device) for _ in COUNTS]
+    for weight in weights:
+        weight.quantize_(torch.randn(16, 64, generator=generator))
+    found = grouped_linear(x, GroupSizes(torch.tensor(COUNTS)), weights)
+    wanted = looped(x, [weight.dequantize() for weight in weights])
+    assert torch.allclose(found, wanted)
+    mine, theirs = (torch.autograd.grad(out.square().sum(), x)[0] for out in (found, wanted))
+    assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
 def test_no_rows() -> None:
