@@ -23,6 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
 from isthmus.engine.layers.embedding import embed, embed_positions
 from isthmus.engine.layers.linear_cross_entropy import (
@@ -209,7 +210,9 @@ class Decoder(GPTModel):
         weight = self._projection()
         start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
         rows = max(0, min(weight.size(0), self.architecture.vocab_size - start))
-        shard = VocabShard(start, rows, group, self.architecture.logits_softcap)
+        rate, vocab_size = self.config.label_smoothing if self.training else 0.0, self.architecture.vocab_size
+        smoothing = Smoothing(rate, rate / vocab_size) if rate else None
+        shard = VocabShard(start, rows, group, self.architecture.logits_softcap, smoothing)
         return hidden[:, 0].index_select(0, positions), weight, labels, shard
 
     def _grad_scale(self, weight: float | None, device: torch.device) -> Tensor | None:

@@ -33,6 +33,8 @@ class DecoderConfig(TransformerConfig):
     recomputed: frozenset[str] = frozenset()
     """``train.recompute_modules`` of selective recomputation; Megatron-Core's setting has other names."""
     attention: BackendName = "blocks"
+    label_smoothing: float = 0.0
+    """Of the cross entropy in training."""
 
     @property
     def has_dropout(self) -> bool:
@@ -81,6 +83,7 @@ def transformer_config(
         hidden_dropout=dropout.hidden,
         embedding_dropout=dropout.embedding,
         seed=train.seed,
+        label_smoothing=train.label_smoothing,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         params_dtype=dtype,

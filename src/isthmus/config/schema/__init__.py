@@ -73,6 +73,10 @@ class RunConfig(Section):
             if value != DataConfig.model_fields[name].get_default(call_default_factory=True):
                 shown = f"={value}" if isinstance(value, str) else ""
                 refuse(f"data.{name}", f"{name}{shown} {why}. Leave it out")
+        if self.train.label_smoothing and self.recipe not in ("sft", "pretrain"):
+            hint = "use dpo.label_smoothing" if self.recipe == "dpo" else "leave it out"
+            smoothed = f"label_smoothing={self.train.label_smoothing:g} is for sft and pretrain, got {self.recipe}"
+            refuse("train.label_smoothing", f"{smoothed}; {hint}")
         for name, field in DpoConfig.model_fields.items() if self.recipe != "dpo" else ():
             if (value := getattr(self.dpo, name)) != field.default:
                 refuse(f"dpo.{name}", f"{name}={value} is for recipe dpo, got {self.recipe}; leave it out")

@@ -65,6 +65,9 @@ class TrainConfig(Section):
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tensors that are not trained, by patterns of their Hugging Face names, such as ["model.embed_tokens.*"]; they
     have no gradients and no optimizer state."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """sft, pretrain: weight of the mean loss over the whole vocabulary; that of the label is one minus it. Validation
+    and test losses are without it."""
     mtp_loss_weight: float = Field(default=0.1, gt=0)
     """Weight of the loss of MTP layers (multi-token prediction), if the model has any."""
     recompute_modules: Annotated[tuple[RecomputedModule, ...], Field(strict=False)] = ("core_attn",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,15 @@ CHUNK_ELEMENTS = 1 << 25
 """Logits of a chunk; the fastest size."""
 BLOCK_ELEMENTS = 1 << 20
 """Float32 logits at a time: 4 MiB fit the cache."""
+
+
+class Smoothing(NamedTuple):
+    """Label smoothing as in ``torch.nn.functional.cross_entropy``."""
+
+    rate: float
+    """Weight of the mean loss over the vocabulary; that of the label is 1 - rate."""
+    share: float
+    """``rate`` divided by the size of the vocabulary."""
 
 
 def chunk_elements(_device: torch.device) -> int:
@@ -41,6 +51,7 @@ def chunk_losses(
     softcap: float | None,
     *,
     gradient: bool,
+    smoothing: Smoothing | None = None,
 ) -> Tensor:
     """Losses, float32 [n]; ``logits`` are overwritten, with ``gradient`` by the gradient.
 
@@ -52,7 +63,7 @@ def chunk_losses(
         softcap: logits l become softcap * tanh(l / softcap).
     """
     slope = None if softcap is None else _cap(logits, softcap)
-    found = _loss_and_gradient(logits, targets, group, grad_scale)
+    found = _loss_and_gradient(logits, targets, group, grad_scale, smoothing)
     if gradient and slope is not None:
         logits.mul_(slope)
     return found
@@ -67,20 +78,26 @@ def _cap(logits: Tensor, softcap: float) -> Tensor:
 
 
 def _loss_and_gradient(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, grad_scale: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup | None,
+    grad_scale: Tensor | None,
+    smoothing: Smoothing | None,
 ) -> Tensor:
     """Overwrite ``logits`` with ``softmax(logits) - onehot(targets)``, scaled, and return the losses [n]."""
     block = max(1, BLOCK_ELEMENTS // max(1, logits.size(1)))
     mine = (targets >= 0) & (targets < logits.size(1))
     column = torch.where(mine, targets, 0)[:, None]
     target_logit = torch.where(mine[:, None], logits.gather(1, column).float(), 0.0)
-    log_total = torch.empty_like(target_logit)
+    log_total, logit_sum = torch.empty_like(target_logit), torch.empty_like(target_logit)
     in_float32 = logits.dtype == torch.float32
     scratch = None if in_float32 else logits.new_empty(min(block, logits.size(0)), logits.size(1), dtype=torch.float32)
     for start in range(0, logits.size(0), block):
         part = logits[start : start + block]
         wide = part if scratch is None else scratch[: part.size(0)].copy_(part)
         peak = wide.amax(dim=1, keepdim=True)
+        if smoothing is not None:
+            torch.sum(wide, 1, keepdim=True, out=logit_sum[start : start + block])
         torch.softmax(wide, dim=1, out=wide)
         # The largest probability is exp(peak - log_total), which gives the sum in full precision.
         log_total[start : start + block] = peak - wide.amax(dim=1, keepdim=True).log()
@@ -90,13 +107,21 @@ def _loss_and_gradient(
             part.copy_(wide)
     if group is not None:
         dist.all_reduce(target_logit, group=group)
+        if smoothing is not None:
+            dist.all_reduce(logit_sum, group=group)
         parts = log_total.new_empty(group.size() * log_total.numel())
         dist.all_gather_into_tensor(parts, log_total.flatten(), group=group)
         own, log_total = log_total, torch.logsumexp(parts.view(group.size(), -1), dim=0)[:, None]
         logits.mul_((own - log_total).exp_().to(logits.dtype))
     loss = log_total - target_logit
-    # For targets of other ranks the probability at column 0 does not change.
-    own_gradient = torch.expm1(-loss) if grad_scale is None else torch.expm1(-loss) * grad_scale
+    own_gradient = torch.expm1(-loss)
+    if smoothing is not None:
+        loss = loss + smoothing.rate * target_logit - smoothing.share * logit_sum
+        own_gradient += smoothing.rate - smoothing.share
+        logits.sub_(smoothing.share if grad_scale is None else smoothing.share * grad_scale)
+    if grad_scale is not None:
+        own_gradient *= grad_scale
+    # For targets of other ranks the gradient at column 0 does not change.
     at_target = torch.where(mine[:, None], own_gradient.to(logits.dtype), logits.gather(1, column))
     # Not scatter_, which on a CPU copies a whole bfloat16 tensor.
     logits[torch.arange(logits.size(0), device=logits.device), column[:, 0]] = at_target[:, 0]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.engine.compiled import compiled_on_gpu
+from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 
 CHUNK_ELEMENTS = 1 << 28
 """Logits of a chunk: the weight gradient is read and written once a chunk, so chunks are large."""
@@ -45,28 +46,32 @@ def chunk_losses(
     softcap: float | None,
     *,
     gradient: bool,
+    smoothing: Smoothing | None = None,
 ) -> Tensor:
     """Losses, float32 [n]; with ``gradient`` they also overwrite ``logits`` with their gradient.
 
     The arguments are those of :func:`isthmus.engine.layers.cross_entropy_cpu.chunk_losses`.
     """
-    stats, column = row_statistics(logits, targets, softcap)
+    stats, column = row_statistics(logits, targets, softcap, smoothing is not None)
     parts = stats[:, None]
     if group is not None:
         gathered = stats.new_empty(group.size() * stats.size(0), stats.size(1))
         dist.all_gather_into_tensor(gathered, stats, group=group)
         parts = gathered.unflatten(0, (group.size(), -1)).movedim(0, 1)
     if not gradient:
-        return losses(parts)
-    found, at_target = losses_and_gradient(logits, targets, parts, grad_scale, softcap)
+        return losses(parts, smoothing)
+    found, at_target = losses_and_gradient(logits, targets, parts, grad_scale, softcap, smoothing)
     logits.scatter_(1, column, at_target)
     return found
 
 
 @compiled_on_gpu
-def row_statistics(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def row_statistics(
+    logits: Tensor, targets: Tensor, softcap: float | None, with_sum: bool = False
+) -> tuple[Tensor, Tensor]:
     """Largest logit, sum of exponentials relative to it and logit of the target, float32 [n, 3]; and target columns.
 
+    ``with_sum`` adds the sum of the logits, float32 [n, 4].
     For a target of another rank, its logit is 0 and its column is 0; columns are int64 [n, 1].
     """
     mine, column = _own_columns(logits, targets)
@@ -75,18 +80,24 @@ def row_statistics(logits: Tensor, targets: Tensor, softcap: float | None) -> tu
     peak = capped.amax(dim=1, keepdim=True)
     total = (capped - peak).exp_().sum(dim=1, keepdim=True)
     target = _capped(logits.gather(1, column), softcap)[0].where(mine, 0.0)
-    return torch.cat((peak, total, target), 1), column
+    found = (peak, total, target, capped.sum(dim=1, keepdim=True)) if with_sum else (peak, total, target)
+    return torch.cat(found, 1), column
 
 
 @compiled_on_gpu
-def losses(parts: Tensor) -> Tensor:
-    """Losses [n] from the statistics [n, ranks, 3]."""
-    return _loss_and_total(parts)[0]
+def losses(parts: Tensor, smoothing: Smoothing | None) -> Tensor:
+    """Losses [n] from the statistics [n, ranks, 3], or with ``smoothing`` [n, ranks, 4]."""
+    return _smoothed(_loss_and_total(parts)[0], parts, smoothing)
 
 
 @compiled_on_gpu
 def losses_and_gradient(
-    logits: Tensor, targets: Tensor, parts: Tensor, grad_scale: Tensor | None, softcap: float | None
+    logits: Tensor,
+    targets: Tensor,
+    parts: Tensor,
+    grad_scale: Tensor | None,
+    softcap: float | None,
+    smoothing: Smoothing | None,
 ) -> tuple[Tensor, Tensor]:
     """Overwrite ``logits`` with the scaled probabilities; returns losses [n] and gradients [n, 1] at the targets.
 
@@ -99,14 +110,18 @@ def losses_and_gradient(
     target, target_slope = _capped(logits.gather(1, column), softcap)
     # For a target of another rank the gradient in column 0 does not change.
     other = (target - peak[:, None]).exp_() * factor
-    at_target = (torch.expm1(-loss)[:, None] * scale).where(mine, other)
     capped, slope = _capped(logits, softcap)
     gradient = (capped - peak[:, None]).exp_().mul_(factor)
+    at_label = torch.expm1(-loss)[:, None]
+    if smoothing is not None:
+        at_label = at_label + (smoothing.rate - smoothing.share)
+        other, gradient = other - smoothing.share * scale, gradient - smoothing.share * scale
+    at_target = (at_label * scale).where(mine, other)
     if slope is not None and target_slope is not None:
         gradient.mul_(slope)
         at_target = at_target * target_slope
     logits.copy_(gradient)
-    return loss, at_target.to(logits.dtype)
+    return _smoothed(loss, parts, smoothing), at_target.to(logits.dtype)
 
 
 def _own_columns(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,10 +132,16 @@ def _own_columns(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _loss_and_total(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, largest logits and sums of exponentials of all ranks' columns, [n] each."""
-    peaks, totals, targets = parts.unbind(2)
+    peaks, totals, targets = parts[..., :3].unbind(2)
     peak = peaks.amax(1)
     total = ((peaks - peak[:, None]).exp_() * totals).sum(1)
     return total.log() + (peak - targets.sum(1)), peak, total
+
+
+def _smoothed(loss: Tensor, parts: Tensor, smoothing: Smoothing | None) -> Tensor:
+    if smoothing is None:
+        return loss
+    return loss + smoothing.rate * parts[..., 2].sum(1) - smoothing.share * parts[..., 3].sum(1)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu
+from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 from isthmus.engine.layers.dropout import hashed
 from isthmus.engine.layers.matmul import add_matmul, matmul
 from isthmus.engine.parallel.context_parallel import local_tokens
@@ -58,6 +59,7 @@ class VocabShard:
     """The tensor-parallel group, None for one rank."""
     softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap)."""
+    smoothing: Smoothing | None = None
 
     def chunk_losses(
         self,
@@ -90,7 +92,9 @@ class VocabShard:
             scale = grad_scale if grad_scale is None or grad_scale.dim() == 0 else grad_scale[start:end]
             targets = labels[start:end] - self.start
             with_grad = grad_hidden is not None
-            yield device.chunk_losses(logits, targets, self.group, scale, self.softcap, gradient=with_grad)
+            yield device.chunk_losses(
+                logits, targets, self.group, scale, self.softcap, gradient=with_grad, smoothing=self.smoothing
+            )
             if grad_hidden is not None:
                 matmul(logits, rows, out=grad_hidden[start:end])
             if grad_weight is not None:

@@ -14,6 +14,7 @@ from torch._inductor import metrics
 
 from isthmus.engine.compiled import set_compile
 from isthmus.engine.layers import cross_entropy_cpu
+from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 from isthmus.engine.layers.cross_entropy_gpu import (
     CHUNK_ELEMENTS,
     chunk_losses,
@@ -57,15 +58,19 @@ def test_compiled_losses_and_gradients(compiled_for_cpu: None) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_shards_of_the_vocabulary(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("smoothing", [None, Smoothing(0.1, 0.1 / VOCAB)], ids=["plain", "smoothed"])
+def test_shards_of_the_vocabulary(
+    softcap: float | None, smoothing: Smoothing | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks with 130 and 170 columns compute the losses and the gradient of one rank."""
     logits, targets = drawn(24)
     logits, scale = logits.float(), torch.linspace(0.5, 2, 24)[:, None]
     shards, offsets = [part.clone() for part in logits.split((130, 170), 1)], (0, 130)
     statistics = [
-        row_statistics(each, targets - start, softcap)[0] for each, start in zip(shards, offsets, strict=True)
+        row_statistics(each, targets - start, softcap, smoothing is not None)[0]
+        for each, start in zip(shards, offsets, strict=True)
     ]
-    wanted = chunk_losses(logits, targets, None, scale, softcap, gradient=True)
+    wanted = chunk_losses(logits, targets, None, scale, softcap, gradient=True, smoothing=smoothing)
 
     def gather(out: Tensor, own: Tensor, group: Any) -> None:
         assert any(torch.equal(own, each) for each in statistics)
@@ -74,7 +79,7 @@ def test_shards_of_the_vocabulary(softcap: float | None, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
     group: Any = SimpleNamespace(size=lambda: 2)
     for shard, start in zip(shards, offsets, strict=True):
-        found = chunk_losses(shard, targets - start, group, scale, softcap, gradient=True)
+        found = chunk_losses(shard, targets - start, group, scale, softcap, gradient=True, smoothing=smoothing)
         assert torch.allclose(found, wanted, rtol=1e-6)
     assert torch.allclose(torch.cat(shards, 1), logits, rtol=1e-5, atol=1e-7)
 

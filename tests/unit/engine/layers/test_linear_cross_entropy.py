@@ -9,6 +9,7 @@ from torch import Tensor
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu
 from isthmus.engine.layers import linear_cross_entropy as module
+from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 from isthmus.engine.layers.linear_cross_entropy import (
     Sampling,
     VocabShard,
@@ -79,6 +80,34 @@ def test_capped_logits() -> None:
     expected = torch.autograd.grad(wanted * 3, (wide_hidden, wide_weight))
     for mine, theirs in zip(torch.autograd.grad(loss * 3, (hidden, weight)), expected, strict=True):
         assert error(mine, theirs) < 1e-6
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_label_smoothing_equals_torch(dtype: torch.dtype, softcap: float | None) -> None:
+    """Over the rows without padding; float16 loss scales and per-token factors apply to all of it."""
+    hidden, weight, labels = inputs(37, dtype)
+    padded = torch.cat((weight, torch.full((5, HIDDEN), 100.0, dtype=dtype))).detach().requires_grad_()
+    wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    logits = wide_hidden @ wide_weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+    factors, scale = torch.linspace(-2, 3, 37), torch.tensor(8.0)
+    expected = torch.autograd.grad(wanted.sum() * 8, (wide_hidden, wide_weight), retain_graph=True)
+    weighted = torch.autograd.grad((wanted * factors).sum(), (wide_hidden, wide_weight))
+    shard = VocabShard(rows=VOCAB, softcap=softcap, smoothing=Smoothing(0.1, 0.1 / VOCAB))
+    limit = 2e-6 if dtype == torch.float32 else 0.02
+    loss = linear_cross_entropy(hidden, padded, labels, shard, grad_scale=scale)
+    assert error(loss, wanted.sum()) < limit / 2
+    for mine, theirs in zip(torch.autograd.grad(loss * scale, (hidden, padded)), expected, strict=True):
+        assert error(mine[:VOCAB], theirs) < limit and not mine[VOCAB:].any()
+    found = token_cross_entropies(hidden, padded, labels, shard)
+    assert error(found, wanted) < limit
+    for mine, theirs in zip(torch.autograd.grad((found * factors).sum(), (hidden, padded)), weighted, strict=True):
+        assert error(mine[:VOCAB], theirs) < limit
+    with torch.no_grad():
+        assert error(linear_cross_entropy(hidden, padded, labels, shard), wanted.sum()) < limit / 2
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -1,0 +1,62 @@
+"""Tasks that compute the loss of a vocabulary shard on each tensor-parallel rank; see :mod:`ranks.tasks`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isthmus.config.schema import ParallelConfig
+from isthmus.engine.layers.cross_entropy_cpu import Smoothing
+from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy
+from isthmus.engine.parallel.process_groups import open_groups
+from ranks.pool_worker import platform
+
+VOCAB, HIDDEN, TOKENS = 301, 16, 37
+"""The last rank has padding rows."""
+
+
+def smoothed_loss(*, rate: float) -> list[float]:
+    """Differences of loss and gradients from ``torch.nn.functional.cross_entropy(label_smoothing=rate)``."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, HIDDEN, generator=generator), torch.randn(VOCAB, HIDDEN, generator=generator)
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    own, rows, shard = shard_of(weight)
+    mine = hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(
+        mine, own, labels, VocabShard(*shard, smoothing=Smoothing(rate, rate / VOCAB)), grad_scale=torch.tensor(2.0)
+    )
+    found = torch.autograd.grad(loss * 2, (mine, own))
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum", label_smoothing=rate)
+    expected = torch.autograd.grad(wanted * 2, (hidden, weight))
+    return [relative(loss, wanted), *gradient_differences(found, expected, rows)]
+
+
+def shard_of(weight: Tensor) -> tuple[Tensor, slice, tuple[Any, ...]]:
+    """This rank's rows of ``weight`` with padding, where they are, and the first arguments of their VocabShard."""
+    ranks = dist.get_world_size()
+    position = open_groups(ParallelConfig(tp=ranks), platform(), seed=0)
+    size = -(-weight.size(0) // ranks)
+    rows = slice(position.tp_rank * size, min((position.tp_rank + 1) * size, weight.size(0)))
+    own = torch.full((size, weight.size(1)), 100.0)
+    own[: rows.stop - rows.start] = weight[rows]
+    return own.requires_grad_(), rows, (rows.start, rows.stop - rows.start, dist.group.WORLD if ranks > 1 else None)
+
+
+def gradient_differences(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], rows: slice) -> list[float]:
+    """Of the hidden states, whose gradient is summed over ranks, and of the weight: the largest over all ranks."""
+    summed = found[0].clone()
+    dist.all_reduce(summed)
+    number = rows.stop - rows.start
+    assert not found[1][number:].any()
+    differences = torch.tensor([relative(summed, expected[0]), relative(found[1][:number], expected[1][rows])])
+    dist.all_reduce(differences, op=dist.ReduceOp.MAX)
+    return list(differences.tolist())
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())

@@ -1,0 +1,28 @@
+"""Losses of vocabulary shards equal those of torch on whole logits, and runs with them do not depend on the layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.rank_pool import RankPool
+from ranks.test_layouts import assert_same
+
+TRAIN = "ranks.tasks.train"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_smoothed_labels_equal_torch(ranks: int, worlds: dict[int, RankPool]) -> None:
+    assert max(worlds[ranks].run("ranks.loss_tasks.smoothed_loss", rate=0.1)) < 2e-6
+
+
+def test_label_smoothing_in_layouts(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
+    """The training loss is smoothed, the validation loss is not."""
+    run: dict[str, Any] = {"model": models["llama-tied"], "samples": samples, "steps": 2, "evaluate": True}
+    plain = one.run(TRAIN, **run)
+    alone = one.run(TRAIN, more={"label_smoothing": 0.2}, **run)
+    assert alone["valid_before"] == plain["valid_before"] and alone["valid_after"] != plain["valid_after"]
+    assert alone["loss"][0] != pytest.approx(plain["loss"][0], rel=1e-3)
+    assert_same(two.run(TRAIN, more={"label_smoothing": 0.2}, tp=2, sp=True, **run), alone)
