@@ -73,6 +73,7 @@ def start(
     moe: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
     dpo: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
     reference: str | None = None,
     fresh: bool = True,
     equal_lengths: bool = False,
@@ -80,7 +81,7 @@ def start(
 ) -> Training:
     """Build the model, optimizer and batches like a recipe, with the samples of a store.
 
-    ``parallel``, ``optim``, ``moe`` and ``dpo`` are sections of the config; ``more`` is added to section ``train``.
+    ``parallel``, ``optim``, ``moe``, ``dpo`` and ``lora`` are sections; ``more`` is added to section ``train``.
     With ``dpo``, the samples are pairs. Reference log-probabilities are saved in folder ``reference``, and loaded from
     there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines on GPUs.
     """
@@ -92,6 +93,7 @@ def start(
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
             "parallel": parallel,
             "dpo": dpo or {},
+            "lora": lora or {},
             "moe": moe or {},
             "train": {
                 "steps": TOTAL_STEPS,

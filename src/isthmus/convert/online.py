@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Layout, local_shape, tensor_slices
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
+
+if TYPE_CHECKING:
+    from isthmus.engine.lora.attach import Merge
 
 
 @torch.no_grad()
@@ -77,19 +81,20 @@ def export_weights(
     *,
     layout: Layout,
     writes: bool = True,
+    merge: Merge | None = None,
 ) -> int:
     """Write this rank's slices into the files that ``plan.create(folder)`` made, and sync them; returns bytes written.
 
     One data-parallel rank per shard writes (``writes``). With FSDP all data-parallel ranks must call it, and one tensor
     at a time is gathered. Of tensor-parallel replicas the first rank writes; aliases and vocabulary padding are not
-    written, so the bytes of all ranks add up to ``plan.total_bytes``.
+    written, so the bytes of all ranks add up to ``plan.total_bytes``. ``merge`` returns the tensors to write.
     """
     num_bytes = 0
     placements = iter(_placed(live, family, arch, layout))
     try:
         with SafetensorsWriter(plan, folder) as writer:
             for placement in placements:
-                tensor = full_tensor(live[placement.canonical])
+                tensor = _final(placement.canonical, live, merge)
                 for name, index, values in _own_slices(placement, tensor, arch, layout) if writes else ():
                     num_bytes += writer.write(name, index, values)
     finally:
@@ -109,6 +114,7 @@ def full_weights(
     device: torch.device,
     writes: bool = True,
     rank0_only: bool = False,
+    merge: Merge | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor by name, whole, on ``device``; a collective of all ranks.
 
@@ -125,7 +131,7 @@ def full_weights(
             dtype = dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
             incomplete[name] = torch.zeros(shapes[name], dtype=dtype, device=device)
         if placement.canonical in live:
-            tensor = full_tensor(live[placement.canonical])
+            tensor = _final(placement.canonical, live, merge)
             for name, index, values in _own_slices(placement, tensor, arch, layout) if writes else ():
                 incomplete[name][index] = values.to(incomplete[name].dtype)
         for name in names:
@@ -134,6 +140,11 @@ def full_weights(
                 whole = incomplete.pop(name)
                 if sum_bytes(whole, rank0_only=rank0_only):
                     yield name, whole
+
+
+def _final(name: str, live: Mapping[str, Tensor], merge: Merge | None) -> Tensor:
+    whole = full_tensor(live[name])
+    return whole if merge is None else merge(name, whole)
 
 
 def _own_slices(

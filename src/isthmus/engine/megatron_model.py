@@ -35,6 +35,7 @@ from isthmus.engine.layers.linear_cross_entropy import (
 )
 from isthmus.engine.layers.mtp_layer import mtp_spec
 from isthmus.engine.layers.rope import frequency_sets, rotary_tables
+from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
 from isthmus.engine.moe.load_balancing import token_groups
 from isthmus.engine.moe.moe_layer import MoeBlock, pass_batch_to_experts
@@ -72,6 +73,8 @@ class Decoder(GPTModel):
         self.architecture = architecture
         self.frozen: Collection[str] = ()
         """Canonical names of the tensors that are not trained, also of other stages."""
+        self.adapters: AdapterSet | None = None
+        """Also those of other stages."""
         self.frequencies: Tensor
         self.register_buffer("frequencies", frequency_sets(architecture), persistent=False)
         # Parameters on the meta device get memory later.
@@ -179,7 +182,8 @@ class Decoder(GPTModel):
             )
         if not self.training:
             return hidden
-        if self.config.recompute_granularity is not None and torch.is_grad_enabled() and self._is_trained:
+        recomputes = self.config.recompute_granularity is not None or self.config.recomputed
+        if recomputes and torch.is_grad_enabled() and self._is_trained:
             # A recomputed block has gradients only if its input has, which it does not have from a frozen embedding.
             hidden.requires_grad_()
         layer = mtp_depth and self.architecture.num_layers + mtp_depth
@@ -269,7 +273,7 @@ def freeze(model: list[Decoder], names: Collection[str]) -> None:
 
 
 def live_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """This rank's parameters by canonical name, with model-wide layer and expert numbers.
+    """This rank's parameters by canonical name, with model-wide layer and expert numbers, without adapters.
 
     ``model`` is a :class:`Decoder`, wrapped or not, or the list of this rank's stages. The last stage of a tied model
     has a copy of the embedding as ``output_layer.weight``, and with MTP layers also under the embedding's name.
@@ -284,6 +288,8 @@ def live_parameters(model: Any) -> dict[str, nn.Parameter]:
     names: dict[str, nn.Parameter] = {}
     for name, parameter in decoder.named_parameters():
         parts = name.split(".")
+        if "lora" in parts:
+            continue
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(decoder.decoder.layers[int(parts[2])].layer_number - 1)
         if "local_experts" in parts:

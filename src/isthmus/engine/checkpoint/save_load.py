@@ -31,9 +31,11 @@ from torch.distributed.checkpoint.api import CheckpointException  # no subclass 
 
 from isthmus.atomic_write import TEMPORARY, rename, write_atomic
 from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.engine.checkpoint.adapter_state import trained_entries, weights_of
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.engine.checkpoint.fsdp_state import sharded_state
 from isthmus.engine.checkpoint.optimizer_state import distributed_state, grad_scaler_state, set_num_updates
+from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.engine.optim.optimizer import chain, distributed_optimizers, torch_optimizers
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
@@ -136,15 +138,26 @@ def _state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
         return sharded_state(whole, adam, is_loading=is_loading)
     gather_weights(stepper.model)
     # Keyed by stage; keys in the files have model-wide layer numbers.
-    state = {name: stage.sharded_state_dict(metadata=_metadata()) for name, stage in _stages(stepper).items()}
+    if stepper.model[0].module.adapters is None:
+        entries = {name: stage.sharded_state_dict(metadata=_metadata()) for name, stage in _stages(stepper).items()}
+        state = entries
+    else:
+        entries = {name: trained_entries(stage, _metadata()) for name, stage in _stages(stepper).items()}
+        state = {name: weights_of(of_stage) for name, of_stage in entries.items()}
     stacked = not stepper.model[0].module.frozen
-    states = [distributed_state(each, state, stacked=stacked) for each in distributed_optimizers(stepper.optimizer)]
+    states = [distributed_state(each, entries, stacked=stacked) for each in distributed_optimizers(stepper.optimizer)]
     if is_loading:
         return state | {"optimizers": states}
     if not states:  # all tensors of this rank are frozen
         states = [grad_scaler_state(chain(stepper.optimizer)[0])]
     # Several are keyed by number, like Megatron-Core's chain, which would also save empty ones and fail.
     return state | {"optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
+
+
+def _described(stepper: Stepper) -> list[str] | None:
+    """The tensors of the adapters of all stages; None without adapters."""
+    adapters: AdapterSet | None = stepper.model[0].module.adapters
+    return None if adapters is None else adapters.described()
 
 
 def _stages(stepper: Stepper) -> dict[str, Any]:
@@ -194,6 +207,7 @@ def save(
             "layout": _layout(parallel),
             "skipped": stepper.skipped,
             "frozen": sorted(stepper.model[0].module.frozen),
+            "adapters": _described(stepper),
         },
     }
     if args is not None:
@@ -293,14 +307,19 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
             f"{folder} was saved with another train.freeze, so it has the optimizer state of other tensors. Resume "
             "with the same train.freeze, or start a new run from its exported model."
         )
+    if common["isthmus"].get("adapters") != _described(stepper):
+        raise UsageError(
+            f"{folder} was saved with other adapters (section lora). Resume with the same settings, or start a new run "
+            "with lora.path."
+        )
     state = _state(stepper, is_loading=True)
     same_layout = common["isthmus"]["layout"] == _layout(parallel)
     if same_layout:
         state["rng_state"] = _random_state(stepper.device)
     with read_errors(folder):
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-        sharded = isinstance(stepper.model[0], FullyShardedDataParallel)  # read in place
-        for name, stage in () if sharded else _stages(stepper).items():
+        in_place = isinstance(stepper.model[0], FullyShardedDataParallel) or _described(stepper) is not None
+        for name, stage in () if in_place else _stages(stepper).items():
             stage.load_state_dict(loaded[name])
     saved = common["optimizer"].get(0, common["optimizer"])  # several optimizers are keyed by number
     done = common["isthmus"]["progress"]

@@ -19,6 +19,7 @@ from isthmus.engine.layers.async_tp import AsyncExchange, RowIntoMainGrad, check
 from isthmus.engine.layers.fp8_linear import ALIGNMENT, Fp8Recipe, fits, fp8_linear
 from isthmus.engine.layers.matmul import add_matmul
 from isthmus.engine.layers.quantized_weight import dense
+from isthmus.engine.lora.low_rank import LowRank
 from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 
 
@@ -83,14 +84,32 @@ class _FusedForward:
         return out if kwargs["bias"] is None else out + kwargs["bias"]
 
 
+def adapters_of(layer: nn.Module) -> LowRank | None:
+    """The adapters of a linear layer, if :func:`isthmus.engine.lora.attach.attach_adapters` gave it any."""
+    found: LowRank | None = layer._modules.get("lora")  # type: ignore[assignment]
+    return found
+
+
 class ColumnParallelLinear(_FusedForward, mcore.ColumnParallelLinear):
-    """Megatron-Core's column-parallel linear layer with fused gradient accumulation."""
+    """Megatron-Core's column-parallel linear layer with fused gradient accumulation and adapters."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        if (lora := adapters_of(self)) is None:
+            return super()._forward_impl(input, weight, **kwargs)
+        out: Tensor = lora(super()._forward_impl(input, weight, **kwargs | {"bias": None}), input, weight)
+        return out if kwargs["bias"] is None else out + kwargs["bias"]
 
 
 class RowParallelLinear(_FusedForward, mcore.RowParallelLinear):
-    """Megatron-Core's row-parallel linear layer with fused gradient accumulation."""
+    """Megatron-Core's row-parallel linear layer with fused gradient accumulation and adapters."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The output, and the bias that the caller adds, if any."""
+        out, bias = self._without_adapters(input_)
+        lora = adapters_of(self)
+        return (out if lora is None else lora(out, input_, self.weight)), bias
+
+    def _without_adapters(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.async_tp:
             return super().forward(input_)  # type: ignore[no-any-return]
         out = RowIntoMainGrad.apply(input_, self.weight, self.tp_group)
@@ -144,8 +163,10 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        fused = _fused_linear(x, self.weight)
-        return torch.nn.functional.linear(x, self.weight) if fused is None else fused
+        out = _fused_linear(x, self.weight)
+        out = torch.nn.functional.linear(x, self.weight) if out is None else out
+        lora = adapters_of(self)
+        return out if lora is None else lora(out, x, self.weight)
 
     def get_extra_state(self) -> None:
         """Megatron-Core's checkpoints have an empty entry next to each linear layer."""

@@ -13,6 +13,7 @@ from isthmus.convert.legacy.megatron_args import megatron_args
 from isthmus.convert.online import export_plan, export_weights, full_weights
 from isthmus.convert.open_model import HF_SUBFOLDER
 from isthmus.engine.checkpoint.checkpoint_names import expert_of
+from isthmus.engine.lora.attach import Merge
 from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.process_groups import agree, barrier
@@ -47,7 +48,7 @@ def export_hf(
     def write() -> None:
         tensors, writes = _tensors_to_write(model)
         arguments = (tensors, plan.family, plan.architecture, files, staged.path)
-        export_weights(*arguments, layout=model.layout, writes=writes)
+        export_weights(*arguments, layout=model.layout, writes=writes, merge=Merge(model.stages))
 
     def finish() -> None:
         if main:
@@ -81,6 +82,7 @@ def iterate_full_weights(
         device=next(model.stages[0].parameters()).device,
         writes=writes,
         rank0_only=rank0_only,
+        merge=Merge(model.stages),
     )
 
 

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 from isthmus.config.schema import ParallelConfig, RunConfig, TrainConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
+from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, Dropout
 from isthmus.families.family import Family
-from isthmus.families.matched_tensors import frozen_tensors
+from isthmus.families.matched_tensors import frozen_tensors, trained_tensors
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import check_tp_size
 from isthmus.hf.model_folder import ModelFolder
@@ -24,6 +25,7 @@ from isthmus.recipes.setup.layout_checks import (
     check_micro_batches,
     check_stages,
 )
+from isthmus.recipes.setup.lora_plan import plan_adapters, saved_tensors
 from isthmus.recipes.setup.model_source import open_source
 
 
@@ -38,6 +40,7 @@ class ModelPlan:
     dropout: Dropout = field(default_factory=Dropout)
     frozen: frozenset[str] = frozenset()
     """Canonical names of the tensors that are not trained."""
+    adapters: AdapterSet | None = None
 
 
 def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
@@ -55,8 +58,13 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)
     dropout = dropout_of(config.train, family.read_dropout(source.config))
-    frozen = frozen_tensors(family, architecture, config.train.freeze)
-    return ModelPlan(source, weights, family, architecture, config.parallel, world_size, dropout, frozen)
+    adapters = plan_adapters(config, family, architecture)
+    if adapters is None:
+        frozen = frozen_tensors(family, architecture, config.train.freeze)
+    else:
+        saved = saved_tensors(family, architecture, config.lora.modules_to_save)
+        frozen = frozenset(trained_tensors(family, architecture)) - saved
+    return ModelPlan(source, weights, family, architecture, config.parallel, world_size, dropout, frozen, adapters)
 
 
 def dropout_of(train: TrainConfig, configured: Dropout) -> Dropout:

@@ -37,16 +37,19 @@ class RankModel:
     @property
     def layout(self) -> Layout:
         """The slices of each tensor that this rank has."""
-        from isthmus.engine.model_config import padded_vocab_size
+        return _layout(self.plan, self.position)
 
-        parallel = self.plan.parallel
-        return Layout(
-            tp_rank=self.position.tp_rank,
-            tp_size=parallel.tp,
-            etp_rank=self.position.etp_rank,
-            etp_size=parallel.expert_tp,
-            padded_vocab_size=padded_vocab_size(self.plan.architecture.vocab_size, parallel.tp),
-        )
+
+def _layout(plan: ModelPlan, position: Position) -> Layout:
+    from isthmus.engine.model_config import padded_vocab_size
+
+    return Layout(
+        tp_rank=position.tp_rank,
+        tp_size=plan.parallel.tp,
+        etp_rank=position.etp_rank,
+        etp_size=plan.parallel.expert_tp,
+        padded_vocab_size=padded_vocab_size(plan.architecture.vocab_size, plan.parallel.tp),
+    )
 
 
 def join_and_build(
@@ -65,6 +68,7 @@ def build_rank_model(
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
     ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
+    from isthmus.engine.lora.attach import InitialAdapters, attach_adapters, load_adapters
     from isthmus.engine.megatron_model import build_stages, freeze, live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
@@ -92,6 +96,9 @@ def build_rank_model(
     else:
         stages = build_stages(plan.architecture, settings)
         freeze(stages, plan.frozen)
+        if plan.adapters is not None:
+            placements = plan.family.placements(plan.architecture)
+            attach_adapters(stages, plan.adapters, placements, plan.architecture, _layout(plan, position))
     modules = torch.nn.ModuleList(stages)
     messages = (*attention.messages, *_choose_kernels(config, plan, platform, modules, precision, training=training))
     if training and not fsdp:
@@ -104,6 +111,8 @@ def build_rank_model(
     if config.model.init == "random":
         source = RandomWeights(plan.family, plan.architecture, config.train.seed)
     import_weights(live_tensors(stages), plan.family, plan.architecture, source, layout=model.layout)
+    if plan.adapters is not None:
+        load_adapters(stages, InitialAdapters(config.lora.init, config.train.seed))
     if config.model.init != "random" and plan.architecture.mtp_layers:
         agree(lambda: _check_mtp_copies(model, mtp_shared_tensors(stages)))
     return model

@@ -1,0 +1,68 @@
+"""Low-rank adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from isthmus.config.schema.section import Count, PathText, Section, listed, refuse
+
+Names = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(listed, json_schema_input_type=str | tuple[str, ...]),
+    Field(strict=False),
+]
+_OF_ADAPTER = ("rank", "alpha", "targets", "modules_to_save", "init", "dora", "rslora")
+"""Settings that an existing adapter has."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): all other weights are frozen. rank or path turns them on."""
+
+    rank: Count | None = None
+    """Rank of the adapters; null: no adapters, unless path is given."""
+    alpha: float | None = Field(default=None, gt=0)
+    """An adapter is multiplied by alpha / rank; null: twice the rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout rate of the inputs of adapters."""
+    targets: Names = ("all-linear",)
+    """Linear layers with adapters, by the names of transformers: all-linear, q_proj, a path, or a pattern of paths."""
+    modules_to_save: Names = ()
+    """Other modules of the Hugging Face model that are trained whole, such as embed_tokens or lm_head."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """Initial A of an adapter, as in PEFT: uniform (kaiming), or normal with standard deviation 1 / rank. B is zero."""
+    dora: bool = False
+    """Also train the magnitude of each row of the adapted weights (DoRA, arXiv 2402.09353)."""
+    rslora: bool = False
+    """Multiply adapters by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
+    lr_ratio: float | None = Field(default=None, ge=1)
+    """Learning rate of B over that of A (LoRA+, arXiv 2402.12354); also of vectors. null: the same."""
+    path: PathText | None = None
+    """Start from this adapter: a folder that PEFT or an earlier run wrote."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the run trains adapters."""
+        return self.rank is not None or self.path is not None
+
+    def scale(self, rank: int) -> float:
+        """The factor of ``B @ A`` of an adapter of this rank."""
+        alpha = 2 * rank if self.alpha is None else self.alpha
+        return alpha / (rank**0.5 if self.rslora else rank)
+
+    @model_validator(mode="after")
+    def _settings_are_used(self) -> LoraConfig:
+        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if not self.enabled and given:
+            refuse(given[0], f"{given[0]} is for adapters, and rank is not set; set rank, such as 16, or leave it out")
+        fixed = [name for name in given if name in _OF_ADAPTER]
+        if self.path is not None and fixed:
+            refuse(fixed[0], f"{fixed[0]} is that of the adapter in path; leave it out, or leave out path")
+        if self.dora and self.dropout:
+            refuse(
+                "dropout",
+                f"dropout={self.dropout:g} with dora=true would multiply all base weights a second time, with the "
+                "dropped inputs; leave one of them out",
+            )
+        return self

@@ -1,0 +1,71 @@
+"""Checkpoint state of a run with adapters: these, and the tensors of the base that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor, nn
+
+from isthmus.engine.checkpoint.optimizer_state import is_tensor, own_elements
+from isthmus.engine.lora.attach import adapter_tensors
+from isthmus.engine.lora.low_rank import AdapterTensor
+
+Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+
+def trained_entries(stage: Any, metadata: dict[str, Any]) -> dict[str, Entry]:
+    """The checkpoint entry of each trained parameter of a stage; an adapter's has the name of PEFT."""
+    of_base = {name: entry for name, entry in stage.sharded_state_dict(metadata=metadata).items() if is_tensor(entry)}
+    found: dict[str, Entry] = {
+        name: entry
+        for name, entry in of_base.items()
+        if isinstance(entry.data, nn.Parameter) and entry.data.requires_grad and ".lora." not in name
+    }
+    for tensor in adapter_tensors([stage]):
+        linear = tensor.adapter.linear
+        expert = "" if linear.expert is None else f".{linear.expert}"
+        name = f"{linear.module}{expert}.{tensor.role}"
+        found[name] = _entry(f"adapters.{name}", tensor)
+    return found
+
+
+def weights_of(entries: dict[str, Entry]) -> dict[str, ShardedTensor]:
+    """The values of the parameters; loading them sets the parameters in place."""
+    found: dict[str, ShardedTensor] = {}
+    for name, entry in entries.items():
+        parts = own_elements(entry, entry.data.detach().view(-1), 0, stacked=False)
+        found |= {f"{name}.{n}": replace(part, replica_id=entry.replica_id) for n, part in enumerate(parts)}
+    return found
+
+
+def _entry(key: str, tensor: AdapterTensor) -> Entry:
+    tp_rank = parallel_state.get_tensor_model_parallel_rank() if tensor.replicated else 0
+    replica = (0, tp_rank, parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+    def pieces(key: str, data: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
+        return list(_pieces(key, data, replica_id, tensor))
+
+    if len(tensor.pieces) == 1:
+        (piece,) = pieces(key, tensor.parameter, replica)
+        return replace(piece, data=tensor.parameter)
+    return ShardedTensorFactory(key, tensor.parameter, pieces, lambda _: tensor.parameter, replica)
+
+
+def _pieces(key: str, data: Tensor, replica: Any, tensor: AdapterTensor) -> Iterator[ShardedTensor]:
+    shape = tensor.adapter.shape(tensor.role)
+    for index, local in tensor.pieces:
+        part = data[local]
+        yield ShardedTensor(
+            key=key,
+            data=part,
+            dtype=part.dtype,
+            local_shape=tuple(part.shape),
+            global_shape=shape,
+            global_offset=tuple(rows.start or 0 for rows in index),
+            axis_fragmentations=None,
+            replica_id=replica,
+        )

@@ -1,0 +1,1 @@
+"""Low-rank adapters of parallel linear layers, with the meaning of PEFT."""

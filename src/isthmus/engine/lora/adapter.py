@@ -1,0 +1,51 @@
+"""An adapter of a Hugging Face linear layer, without Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from isthmus.families.adapted_linears import HfLinear
+
+Role = Literal["lora_A", "lora_B", "lora_magnitude_vector"]
+"""PEFT's names of an adapter's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """``scale * B @ A`` is added to the weight of ``linear``."""
+
+    linear: HfLinear
+    rank: int
+    scale: float
+
+    def shape(self, role: Role) -> tuple[int, ...]:
+        """Of a whole tensor."""
+        shapes = {"lora_A": (self.rank, self.linear.inputs), "lora_B": (self.linear.out, self.rank)}
+        return shapes.get(role, (self.linear.out,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSet:
+    """All adapters of a model."""
+
+    of_weights: Mapping[str, tuple[Adapter, ...]] = field(default_factory=dict)
+    """By canonical name of the weight."""
+    dropout: float = 0.0
+    """Dropout rate of their inputs."""
+    dora: bool = False
+
+    def described(self) -> list[str]:
+        """One line per layer, to compare the adapters of two runs."""
+        adapters = [adapter for own in self.of_weights.values() for adapter in own]
+        kind = "DoRA" if self.dora else "LoRA"
+        return sorted(
+            f"{one.linear.module} {one.linear.expert or 0}: {kind} of rank {one.rank}, scale {one.scale:.9g}"
+            for one in adapters
+        )
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The tensors that each adapter has."""
+        return ("lora_A", "lora_B", "lora_magnitude_vector") if self.dora else ("lora_A", "lora_B")
