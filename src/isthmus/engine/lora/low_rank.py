@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 from torch.nn import functional
 
+from isthmus.engine.layers.quantized_weight import dense
 from isthmus.engine.lora.adapter import Adapter, Role
 from isthmus.engine.lora.exchange import Exchange
 from isthmus.families.rules.shard import Index, TensorSlice
@@ -128,7 +129,7 @@ class LowRank(nn.Module):
         """Norms of the rows of ``W + B A``, without computing this matrix."""
         assert self.squares is not None
         a, b = self.joined_a(), self.joined_b()
-        cross = functional.linear(weight, a).float() * 2 + b.float() @ (a.float() @ a.float().t())
+        cross = functional.linear(dense(weight), a).float() * 2 + b.float() @ (a.float() @ a.float().t())
         more = self.exchange.sum_columns((cross * b.float()).sum(1))
         return (self.squares + more).sqrt().to(weight.dtype)
 
@@ -138,7 +139,7 @@ class LowRank(nn.Module):
 
         ``weight`` must not change afterwards.
         """
-        squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+        squares = torch.linalg.vector_norm(dense(weight), dim=1, dtype=torch.float32).square()
         self.squares = self.exchange.sum_columns(squares)
         norms = self._norms(weight)
         norms = norms if self.rows is None else norms[self.rows]
@@ -149,7 +150,7 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """``weight`` with the adapters, float32; with DoRA a collective over tp."""
-        found = weight.float() + self.joined_b().float() @ self.joined_a().float()
+        found = dense(weight).float() + self.joined_b().float() @ self.joined_a().float()
         if self.dora:
             norms = self.exchange.sum_columns(found.square().sum(1)).sqrt()
             magnitude = torch.cat(self._of("lora_magnitude_vector")).float()
