@@ -67,7 +67,7 @@ def test_lora_folder_as_model(refused: Run, copied: Path) -> None:
     edited = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"})
     (copied / "adapter_config.json").write_text(edited)
     line = refused(code=66, model=copied)
-    assert f"{copied} is a LoRA adapter" in line and "for org/base" in line and "merge_and_unload" in line
+    assert f"{copied} is a LoRA adapter" in line and "for org/base" in line and "isthmus merge org/base " in line
 
 
 def test_megatron_checkpoint_as_model(

@@ -36,6 +36,7 @@ def convert(
     bin: options.Bin = False,
     vocab_size: options.VocabSize = None,
     hf_family: options.HfFamily = None,
+    adapter: options.Adapter = None,
     learn: options.Learn = False,
     keep: options.Keep = None,
     push: options.Push = None,
@@ -64,7 +65,7 @@ def convert(
         done = run(
             source, destination, target, dtype=None if dtype is None else getattr(torch, DTYPES[dtype]),
             hf_like=hf_like, hf_family=hf_family, layout=LegacyLayout(**given) if given else None,
-            spelling=names, bin=bin, vocab_size=vocab_size, family=family, progress=progress,
+            spelling=names, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter, progress=progress,
         )  # fmt: skip
     show(done, as_json=json)
     if family is not None and keep is not None:
@@ -77,6 +78,24 @@ def convert(
         address = upload(destination, push, private=not public, report=lambda line: print(line, file=sys.stderr))
         print(f"pushed to {address}", file=sys.stderr)
     return 0
+
+
+def merge(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Hugging Face folder, or id on the Hub.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter of PEFT.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create; it must not exist.")],
+    dtype: options.Dtype = None,
+    bin: options.Bin = False,
+    push: options.Push = None,
+    public: options.Public = False,
+    debug: options.Debug = False,
+    json: options.Json = False,
+) -> int:
+    """Merge a LoRA adapter of PEFT into its base model, in float32 arithmetic and without building the model."""
+    from isthmus.recipes.setup.model_source import local_folder
+
+    folder = local_folder(base, weights=True)
+    return convert(folder, out, "hf", adapter=adapter, dtype=dtype, bin=bin, push=push, public=public, json=json)
 
 
 def _check_names(to: str | None, spelling: str | None, dtype: str | None) -> None:

@@ -58,6 +58,7 @@ app.command("dpo", short_help="Train a model on preference pairs.")(train_verbs.
 app.command("pretrain", short_help="Train a model on text.")(train_verbs.pretrain)
 app.command("prepare", short_help="Tokenize data once into indexed files for many runs.")(prepare.prepare)
 app.command("convert", short_help="Convert a model between Hugging Face and Megatron-Core.")(convert.convert)
+app.command("merge", short_help="Merge a LoRA adapter into its base model.")(convert.merge)
 app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verify.verify)
 app.command("chat", short_help="Talk to a model in the terminal.")(chat.chat)
 app.add_typer(config.app, name="config", short_help="Show configs and presets; translate other programs' settings.")

@@ -55,6 +55,9 @@ Keep = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Save the result of --learn in DIR; ISTHMUS_FAMILIES=DIR makes it available."),
 ]
+Adapter = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Merge this LoRA adapter of PEFT into the Hugging Face folder SRC.")
+]
 Push = Annotated[
     str | None, typer.Option(metavar="REPO_ID", help="Upload the Hugging Face folder to this repository at the end.")
 ]

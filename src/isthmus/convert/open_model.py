@@ -16,6 +16,7 @@ from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.convert.legacy.from_legacy import LegacyFolder, LegacyWeights
 from isthmus.convert.legacy.model_from_args import architecture_from_args
 from isthmus.convert.legacy.pre_core_args import pre_core_architecture
+from isthmus.convert.merged_weights import MergedWeights
 from isthmus.convert.torch_dist.dcp_metadata import METADATA_FILE
 from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, TorchDistWeights
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
@@ -25,6 +26,7 @@ from isthmus.families.discover.json_family import FILE as FAMILY_FILE
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.hf.model_folder import ModelFolder
+from isthmus.hf.peft_folder import PeftFolder
 
 Format = Literal["hf", "torch_dist", "torch"]
 HF_SUBFOLDER = "hf"
@@ -51,6 +53,7 @@ def open_model(
     bin: bool = False,
     vocab_size: int | None = None,
     family: Family | None = None,
+    adapter: Path | None = None,
     alike: OpenedModel | None = None,
 ) -> OpenedModel:
     """Open a Hugging Face folder or a Megatron checkpoint, and check that its tensors match its config.
@@ -63,6 +66,11 @@ def open_model(
     if (checkpoint := checkpoint_folder(path)) is not None:
         if bin:
             raise UsageError(f"{path} is a Megatron checkpoint, and --bin is for Hugging Face folders. Omit it.")
+        if adapter is not None:
+            raise UsageError(
+                f"{path} is a Megatron checkpoint, and an adapter is merged into a Hugging Face folder. Convert the "
+                f"checkpoint first: isthmus convert {path} DST --to hf"
+            )
         return _open_checkpoint(path, checkpoint, hf_like, vocab_size, alike)
     for option, value in (("--hf-like", hf_like), ("--vocab-size", vocab_size)):
         if value is not None:
@@ -70,8 +78,11 @@ def open_model(
     folder = ModelFolder.open(path)
     family = family or family_for(folder.config)
     opened = open_weights(folder, family, bin=bin)
-    weights = HfWeights(opened.source, family, opened.arch)
-    return OpenedModel(path, "hf", family, opened.arch, weights, folder, opened.notes)
+    source, arch, notes = opened.source, opened.arch, opened.notes
+    if adapter is not None:
+        source = merged = MergedWeights(source, family, arch, PeftFolder(adapter))
+        arch, notes = merged.arch, (*notes, *merged.notes)
+    return OpenedModel(path, "hf", family, arch, HfWeights(source, family, arch), folder, notes)
 
 
 def checkpoint_folder(path: Path) -> Path | None:

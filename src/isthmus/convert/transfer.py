@@ -118,6 +118,7 @@ def convert(
     bin: bool = False,
     vocab_size: int | None = None,
     family: Family | None = None,
+    adapter: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> ConversionResult:
     """Convert a model on disk into another format.
@@ -135,6 +136,7 @@ def convert(
         bin: read ``pytorch_model*.bin`` of a Hugging Face folder instead of safetensors.
         vocab_size: embedding rows without padding, for a checkpoint without config.
         family: inferred family of a Hugging Face folder; a checkpoint includes it as ``family.json``.
+        adapter: LoRA adapter of PEFT, which is merged into a Hugging Face folder in float32 arithmetic.
         progress: called with (bytes done, total bytes).
 
     Raises:
@@ -143,7 +145,7 @@ def convert(
         NoSpace, IOFailure: the destination exists or cannot be written; partial output is removed.
     """
     start_s = time.monotonic()
-    opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family)
+    opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter)
     plan = _plan(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
     with StagedFolder(destination) as staged:
         checksums, num_bytes = _transfer(plan, staged.path, progress)

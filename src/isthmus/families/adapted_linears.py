@@ -44,7 +44,10 @@ class HfLinear:
     expert: int | None = None
     """Number of the routed expert in the layer, if its weight is part of a parameter of all experts."""
     parameter: str | None = None
-    """Its name among PEFT's ``target_parameters``; None: PEFT targets it by ``target_modules``."""
+    """Its name among PEFT's ``target_parameters``, for which PEFT has neither dropout nor DoRA; None: PEFT targets the
+    module by ``target_modules``."""
+    transposed: bool = False
+    """transformers has the weight as [inputs, out]."""
 
     def rows_and_columns(self, piece: TensorSlice) -> tuple[slice, slice]:
         """Rows of B and columns of A of a slice of one of the layer's tensors; KeyError if it belongs to another."""
@@ -127,6 +130,7 @@ def _linears(placed: Placement, family: Family, arch: Architecture) -> tuple[HfL
             parts=tuple(parts.items()),
             expert=placed.expert if in_parameter else None,
             parameter=module if in_parameter else _weight_parameter(module, family, arch),
+            transposed=rule.transposed,
         )
         for module, parts in by_module.items()
     )

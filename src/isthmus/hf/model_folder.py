@@ -56,7 +56,7 @@ class ModelFolder:
             raise MissingInput(_adapter_message(folder))
         if not (folder / "config.json").is_file():
             raise MissingInput(f"{folder} has no config.json. Give the folder of a Hugging Face model.")
-        return cls(folder, _read_json(folder / "config.json"))
+        return cls(folder, read_json(folder / "config.json"))
 
     @classmethod
     def from_config(cls, name: str | os.PathLike[str], config: Mapping[str, Any]) -> ModelFolder:
@@ -120,7 +120,7 @@ class ModelFolder:
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Map tensor names to the files next to an index; UnsafeInput for a file outside the folder, also by a link."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise DataError(f"{index} has no weight_map of tensor names to file names. Download it again.")
     for file in dict.fromkeys(weight_map.values()):
@@ -151,10 +151,10 @@ def write_model_files(
     token ids of the config. If the source has no ``generation_config.json``, one is written with these ids, since later
     versions of transformers do not read them from the config. A config with ``auto_map`` gets the modelling files.
     """
-    _write_json(folder / "config.json", hf_config)
+    write_json(folder / "config.json", hf_config)
     generation = {key: hf_config[key] for key in _GENERATION if hf_config.get(key) is not None}
     if generation:
-        _write_json(folder / GENERATION_FILE, generation)
+        write_json(folder / GENERATION_FILE, generation)
     copied = source.small_files() if source else []
     if tokenizer is not None:
         copied = [path for path in copied if not _matches(path.name, _TOKENIZER_FILES)] + [*tokenizer]
@@ -163,8 +163,8 @@ def write_model_files(
     for path in copied:
         shutil.copyfile(path, folder / path.name)
     if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):
-        kept = {key: value for key, value in _read_json(folder / GENERATION_FILE).items() if key not in _GENERATION}
-        _write_json(folder / GENERATION_FILE, kept | generation)
+        kept = {key: value for key, value in read_json(folder / GENERATION_FILE).items() if key not in _GENERATION}
+        write_json(folder / GENERATION_FILE, kept | generation)
 
 
 def modeling_files() -> list[Path]:
@@ -173,18 +173,15 @@ def modeling_files() -> list[Path]:
 
 
 def _adapter_message(folder: Path) -> str:
-    base = _read_json(folder / ADAPTER_FILE).get("base_model_name_or_path") or "BASE"
+    base = read_json(folder / ADAPTER_FILE).get("base_model_name_or_path") or "BASE"
     merged = folder.with_name(f"{folder.resolve().name}-merged")
     return (
         f"{folder} is a LoRA adapter of PEFT for {base} and not a model. Merge it into its base model, then use "
-        f"{merged}: "
-        'python -c "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; '
-        f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('{merged}'); "
-        f"T.from_pretrained('{base}').save_pretrained('{merged}')\""
+        f"{merged}: isthmus merge {base} {folder} {merged}"
     )
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -208,7 +205,7 @@ def _is_within(folder: Path, file: Path) -> bool:
     return file.is_relative_to(real) or file.parent == blobs
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
