@@ -27,11 +27,14 @@ from ranks.tiny import VOCAB, build_model_folder
 
 TOKENS = torch.arange(3, 3 + 24)[None] % VOCAB
 
+
 def build_adapter(base: Path, folder: Path, **settings: Any) -> Path:
     """Save an adapter with random weights in every tensor, as PEFT does."""
     model = AutoModelForCausalLM.from_pretrained(base)
     torch.manual_seed(1)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 7, **settings}))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 7, **settings})
+    )
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if parameter.requires_grad:
