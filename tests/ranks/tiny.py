@@ -112,6 +112,23 @@ def build_model_folder(
     return folder
 
 
+def build_adapter(base: Path, folder: Path, **settings: Any) -> Path:
+    """Save an adapter with random weights in every tensor, as PEFT does."""
+    import peft
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 7, **settings})
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * (0.02 if "magnitude" in name else 0.2))
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return folder
+
+
 def add_mtp_layers(folder: Path) -> Path:
     """Add MTP layers to a saved model: transformers does not write them. Returns the folder."""
     config = json.loads((folder / "config.json").read_text())

@@ -49,9 +49,14 @@ class MergedWeights:
     Embedding and output layer that are tied in the base are no longer tied if the adapter changes one of them only.
     """
 
-    def __init__(self, source: WeightSource, family: Family, arch: Architecture, adapter: PeftFolder) -> None:
-        """Match all tensors of the adapter with those of the base; DataError if it belongs to another base."""
-        self._source, self._adapter = source, adapter
+    def __init__(
+        self, source: WeightSource, family: Family, arch: Architecture, adapter: PeftFolder, factor: float = 1.0
+    ) -> None:
+        """Match all tensors of the adapter with those of the base; DataError if it belongs to another base.
+
+        ``factor`` multiplies ``B @ A``; with 0, only ``modules_to_save`` change.
+        """
+        self._source, self._adapter, self._factor = source, adapter, factor
         untied = replace(arch, tie_embeddings=False)
         shapes = family.hf_shapes(untied)
         self._parts, self._replaced = _parts(family, untied, shapes, adapter)
@@ -61,6 +66,8 @@ class MergedWeights:
             for tensor, (name, part) in self._replaced.items()
         }
         _check((part.linear for part in self._parts.values()), saved, adapter, experts, source)
+        if not factor:
+            self._parts = {}
         self._norms: dict[str, Tensor] = {}
         self.tensors: dict[str, TensorSpec | TensorInfo] = dict(source.tensors)
         names = {rule.canonical: rule.parts[0].name for rule in family.rules if not rule.alias}
@@ -110,7 +117,7 @@ class MergedWeights:
         rows, columns = part.rows_and_columns(full)
         for expert, matrix in part.matrices(found, full):
             factors = self._adapter.factors(part.linear.module, expert)
-            matrix += (factors.b[rows] @ factors.a[:, columns]) * factors.scale
+            matrix += (factors.b[rows] @ factors.a[:, columns]) * (factors.scale * self._factor)
         return found
 
     def _base(self, name: str, index: Index | None, into: Tensor | None = None) -> Tensor:

@@ -113,6 +113,11 @@ def _open_checkpoint(
 ) -> OpenedModel:
     legacy = any(checkpoint.glob("mp_rank_*"))
     folder = LegacyFolder(checkpoint) if legacy else TorchDistFolder(checkpoint)
+    if isinstance(folder, TorchDistFolder) and any(key.startswith("adapters.") for key in folder.tensors):
+        raise UsageError(
+            f"{path} has the adapters of a run with lora and not its base model. Merge the adapter that the run "
+            "exports: isthmus merge BASE RUN/adapter OUT"
+        )
     config = hf_like or checkpoint_config(path)
     notes: tuple[str, ...] = ()
     if config is None:

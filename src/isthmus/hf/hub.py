@@ -12,7 +12,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import WeakFileLock, get_token, validate_repo_id
 
 from isthmus.errors import IOFailure, IsthmusError, MissingInput, NoSpace, UsageError
-from isthmus.hf.model_folder import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE, SMALL_FILES
+from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, INDEX_FILE, SINGLE_FILE, SMALL_FILES
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 _OWNED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -52,7 +52,7 @@ def _cached(repo_id: str, patterns: Sequence[str], *, weights: bool) -> Path | N
     except hub_errors.LocalEntryNotFoundError:
         return None
     # An earlier run may have downloaded it without weights; older versions of the library do not check.
-    whole = not weights or (found / SINGLE_FILE).is_file() or (found / INDEX_FILE).is_file()
+    whole = not weights or any((found / name).is_file() for name in (SINGLE_FILE, INDEX_FILE, ADAPTER_WEIGHTS))
     return found if whole else None
 
 

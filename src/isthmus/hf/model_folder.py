@@ -20,6 +20,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """In a folder of PEFT, which has LoRA weights and no model."""
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKENIZER_FILES = (

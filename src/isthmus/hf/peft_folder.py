@@ -21,10 +21,9 @@ from torch import Tensor
 
 from isthmus.errors import DataError, MissingInput, UsageError, disk_errors
 from isthmus.families.adapted_linears import HfLinear
-from isthmus.hf.model_folder import ADAPTER_FILE, read_json, write_json
+from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, read_json, write_json
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of routed experts, in the order of their definition in transformers: PEFT wraps the first one first."""
@@ -119,9 +118,9 @@ class PeftFolder:
         if not (path / ADAPTER_FILE).is_file():
             raise MissingInput(f"{path} has no {ADAPTER_FILE}. Give the folder of a LoRA adapter of PEFT.")
         self.config = _read_config(path / ADAPTER_FILE)
-        if not (path / WEIGHTS_FILE).is_file():
-            raise MissingInput(f"{path} has no {WEIGHTS_FILE}. Save the adapter with PEFT's save_pretrained.")
-        self._infos = {name.removeprefix(PREFIX): info for name, info in read_header(path / WEIGHTS_FILE).items()}
+        if not (path / ADAPTER_WEIGHTS).is_file():
+            raise MissingInput(f"{path} has no {ADAPTER_WEIGHTS}. Save the adapter with PEFT's save_pretrained.")
+        self._infos = {name.removeprefix(PREFIX): info for name, info in read_header(path / ADAPTER_WEIGHTS).items()}
         self._reader = TensorReader()
         self.load = lru_cache(_CACHED)(self._load)
 
@@ -210,7 +209,7 @@ def write_adapter(
     with disk_errors(folder, sum(tensor.nbytes for tensor in tensors.values())):
         write_json(folder / ADAPTER_FILE, _with_targets(config, factors, every).as_json())
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, folder / WEIGHTS_FILE, {"format": "pt"})
+        save_file(contiguous, folder / ADAPTER_WEIGHTS, {"format": "pt"})
 
 
 def _with_targets(config: AdapterConfig, adapted: Collection[HfLinear], every: Iterable[HfLinear]) -> AdapterConfig:

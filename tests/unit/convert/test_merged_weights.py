@@ -23,24 +23,9 @@ from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import Layout, tensor_slices
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.peft_folder import AdapterConfig, LoraFactors, PeftFolder, write_adapter
-from ranks.tiny import VOCAB, build_model_folder
+from ranks.tiny import VOCAB, build_adapter, build_model_folder
 
 TOKENS = torch.arange(3, 3 + 24)[None] % VOCAB
-
-
-def build_adapter(base: Path, folder: Path, **settings: Any) -> Path:
-    """Save an adapter with random weights in every tensor, as PEFT does."""
-    model = AutoModelForCausalLM.from_pretrained(base)
-    torch.manual_seed(1)
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 7, **settings})
-    )
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * (0.02 if "magnitude" in name else 0.2))
-    adapted.save_pretrained(folder, save_embedding_layers=False)
-    return folder
 
 
 @torch.no_grad()

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from isthmus.config.schema import RunConfig
-from isthmus.engine.lora.adapter import Adapter, AdapterSet
+from isthmus.convert.merged_weights import linears_with_adapter
+from isthmus.engine.lora.adapter import Adapter, AdapterSet, Role
 from isthmus.errors import UsageError
 from isthmus.families.adapted_linears import adapted_linears, module_path
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.matched_tensors import trained_tensors
+from isthmus.hf.peft_folder import PeftFolder
+from isthmus.recipes.setup.model_source import local_folder
 
 
-def plan_adapters(config: RunConfig, family: Family, arch: Architecture) -> AdapterSet | None:
-    """The adapters of section ``lora``, or None.
+def plan_adapters(
+    config: RunConfig, family: Family, arch: Architecture, existing: PeftFolder | None
+) -> AdapterSet | None:
+    """The adapters of section ``lora``, or None; ``existing`` is the adapter at ``lora.path``.
 
     Raises:
         UsageError: a setting does not fit the model or the layout.
+        DataError: the adapter at ``lora.path`` belongs to another model.
     """
     lora = config.lora
     if not lora.enabled:
@@ -29,9 +37,11 @@ def plan_adapters(config: RunConfig, family: Family, arch: Architecture) -> Adap
         )
     if config.train.freeze:
         raise UsageError("train.freeze with lora: all tensors but lora.modules_to_save are frozen. Leave it out.")
-    waiting = {"lora.dropout": lora.dropout, "lora.lr_ratio": lora.lr_ratio, "lora.path": lora.path}
+    waiting = {"lora.dropout": lora.dropout, "lora.lr_ratio": lora.lr_ratio}
     if name := next((name for name, value in waiting.items() if value), None):
         raise UsageError(f"{name} is not supported yet. Leave it out.")
+    if existing is not None:
+        return _adapters_of(existing, family, arch, lora.dropout)
     assert lora.rank is not None
     rank, scale = lora.rank, lora.scale(lora.rank)
     of_weights = {
@@ -39,6 +49,31 @@ def plan_adapters(config: RunConfig, family: Family, arch: Architecture) -> Adap
         for name, linears in adapted_linears(family, arch, lora.targets).items()
     }
     return AdapterSet(of_weights=of_weights, dropout=lora.dropout, dora=lora.dora)
+
+
+def existing_adapter(config: RunConfig) -> PeftFolder | None:
+    """The adapter at ``lora.path``, a folder or an id on the Hub."""
+    return None if config.lora.path is None else PeftFolder(local_folder(config.lora.path, weights=True))
+
+
+def _adapters_of(existing: PeftFolder, family: Family, arch: Architecture, dropout: float) -> AdapterSet:
+    tensors = existing.modules
+    of_weights = {
+        name: tuple(Adapter(linear, tensors[linear.module].rank, tensors[linear.module].scale) for linear in linears)
+        for name, linears in linears_with_adapter(existing, family, arch, "the model").items()
+    }
+    return AdapterSet(of_weights=of_weights, dropout=dropout, dora=existing.config.use_dora)
+
+
+class ExistingAdapters:
+    """The values of the adapter at ``lora.path``."""
+
+    def __init__(self, folder: PeftFolder) -> None:
+        self._folder = folder
+
+    def __call__(self, adapter: Adapter, role: Role) -> Tensor | None:
+        factors = self._folder.factors(adapter.linear.module, adapter.linear.expert)
+        return {"lora_A": factors.a, "lora_B": factors.b, "lora_magnitude_vector": factors.magnitude}[role]
 
 
 def saved_tensors(family: Family, arch: Architecture, modules: Iterable[str]) -> frozenset[str]:

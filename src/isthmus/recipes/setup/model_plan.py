@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from isthmus.config.schema import ParallelConfig, RunConfig, TrainConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
+from isthmus.convert.merged_weights import MergedWeights
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, Dropout
@@ -15,6 +16,7 @@ from isthmus.families.matched_tensors import frozen_tensors, trained_tensors
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import check_tp_size
 from isthmus.hf.model_folder import ModelFolder
+from isthmus.hf.peft_folder import PeftFolder
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
 from isthmus.recipes.setup.layout_checks import (
@@ -25,7 +27,7 @@ from isthmus.recipes.setup.layout_checks import (
     check_micro_batches,
     check_stages,
 )
-from isthmus.recipes.setup.lora_plan import plan_adapters, saved_tensors
+from isthmus.recipes.setup.lora_plan import existing_adapter, plan_adapters, saved_tensors
 from isthmus.recipes.setup.model_source import open_source
 
 
@@ -41,6 +43,8 @@ class ModelPlan:
     frozen: frozenset[str] = frozenset()
     """Canonical names of the tensors that are not trained."""
     adapters: AdapterSet | None = None
+    existing: PeftFolder | None = None
+    """The adapter to start from."""
 
 
 def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
@@ -58,13 +62,18 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)
     dropout = dropout_of(config.train, family.read_dropout(source.config))
-    adapters = plan_adapters(config, family, architecture)
+    existing = existing_adapter(config)
+    adapters = plan_adapters(config, family, architecture, existing)
     if adapters is None:
         frozen = frozen_tensors(family, architecture, config.train.freeze)
     else:
-        saved = saved_tensors(family, architecture, config.lora.modules_to_save)
-        frozen = frozenset(trained_tensors(family, architecture)) - saved
-    return ModelPlan(source, weights, family, architecture, config.parallel, world_size, dropout, frozen, adapters)
+        modules = config.lora.modules_to_save if existing is None else existing.config.modules_to_save
+        frozen = frozenset(trained_tensors(family, architecture)) - saved_tensors(family, architecture, modules)
+    if existing is not None:
+        values = MergedWeights(weights.source, family, architecture, existing, factor=0.0)
+        weights = replace(weights, source=values)
+    layout = config.parallel, world_size
+    return ModelPlan(source, weights, family, architecture, *layout, dropout, frozen, adapters, existing)
 
 
 def dropout_of(train: TrainConfig, configured: Dropout) -> Dropout:

@@ -14,6 +14,7 @@ from isthmus.engine.parallel.process_groups import Position, agree, open_groups
 from isthmus.errors import UsageError
 from isthmus.families.rules.shard import Layout
 from isthmus.platforms.base import Platform
+from isthmus.recipes.setup.lora_plan import ExistingAdapters
 from isthmus.recipes.setup.model_plan import ModelPlan
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ def build_rank_model(
         source = RandomWeights(plan.family, plan.architecture, config.train.seed)
     import_weights(live_tensors(stages), plan.family, plan.architecture, source, layout=model.layout)
     if plan.adapters is not None:
-        load_adapters(stages, InitialAdapters(config.lora.init, config.train.seed))
+        start = None if plan.existing is None else ExistingAdapters(plan.existing)
+        load_adapters(stages, start or InitialAdapters(config.lora.init, config.train.seed))
     if config.model.init != "random" and plan.architecture.mtp_layers:
         agree(lambda: _check_mtp_copies(model, mtp_shared_tensors(stages)))
     return model
