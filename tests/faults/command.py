@@ -76,9 +76,9 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def rows(run_folder: Path) -> list[dict[str, Any]]:
-    """The objects of ``metrics.jsonl``."""
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+def rows(run_folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The objects of a file of rows."""
+    return [json.loads(line) for line in (run_folder / file).read_text().splitlines()]
 
 
 def wait_for_step(out: Path, step: int) -> None:

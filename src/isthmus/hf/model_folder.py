@@ -91,6 +91,12 @@ class ModelFolder:
         """Tokenizer, chat template, generation config and license: the files that an export copies unchanged."""
         return _files_of(self.path, SMALL_FILES)
 
+    def end_tokens(self) -> set[int]:
+        """The ``eos_token_id`` of ``generation_config.json``, or of the config without such a file."""
+        path = self.path / GENERATION_FILE
+        named = (read_json(path) if path.is_file() else self.config).get("eos_token_id")
+        return {named} if isinstance(named, int) else set(named or ())
+
     def close(self) -> None:
         """Close the files; a later read opens them again."""
         self._reader.close()

@@ -16,6 +16,7 @@ from isthmus.config.load import dump, load_config, origins_of
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import PairBatches
 from isthmus.engine.checkpoint import save_load
+from isthmus.engine.inference import Decoding, Inference
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer, memory_stats
@@ -29,6 +30,7 @@ from isthmus.platforms.cpu_threads import cores, cores_in_use
 from isthmus.platforms.deterministic import own_algorithms, use_deterministic_algorithms
 from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_one_length
+from isthmus.recipes.data.eval_prompts import end_tokens
 from isthmus.recipes.dpo_reference import compute_reference, eval_objective_of, objective_of
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
@@ -195,6 +197,22 @@ class _Training:
             export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
         self.reporter.exported(step, path)
 
+    def answer(self, step: int) -> None:
+        """Report answers to the prompts of ``eval.generate`` after ``step``; a collective."""
+        context, plan = self.context, self.context.plan
+        if not context.prompts:
+            return
+        config, tokenizer = context.config, context.tokenizer
+        tokens = config.train.micro_batch_size * config.data.seq_length
+        inference = Inference(self.stepper, plan.architecture, plan.parallel, batch_tokens=tokens)
+        settings, ends = config.eval, end_tokens(plan.source, tokenizer)
+        decoding = Decoding(settings.max_new_tokens, ends, settings.temperature, config.train.seed)
+        with trace_region("sample answers"):
+            answers = inference.generate([prompt.input_ids for prompt in context.prompts], decoding)
+        texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        prompts = (prompt.text for prompt in context.prompts)
+        self.reporter.answers(step, list(zip(prompts, texts, strict=True)))
+
     def load_best(self) -> None:
         """Load the weights with the lowest validation loss; a collective."""
         folder = save_load.checkpoint_dir(self.context.run_dir.checkpoints, self.best.step or 0)
@@ -338,6 +356,7 @@ def _build_loop(training: _Training) -> Loop:
         ),
         best=training.best,
         eval_objective=eval_objective_of(context.config),
+        answer=training.answer,
         save=training.save,
         export=training.export,
     )

@@ -13,7 +13,7 @@ from isthmus.errors import Hang, IOFailure, MissingInput, NoSpace, Preempted, di
 
 
 class RunDir:
-    """Also contains ``metrics.jsonl``, ``tensorboard/`` and ``profile/``."""
+    """Also contains ``metrics.jsonl``, ``samples.jsonl``, ``tensorboard/`` and ``profile/``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -104,6 +104,7 @@ class RunDir:
                 else:
                     leftover.unlink()
             if fresh:
-                (self.root / "metrics.jsonl").unlink(missing_ok=True)
+                for name in ("metrics.jsonl", "samples.jsonl"):
+                    (self.root / name).unlink(missing_ok=True)
                 for name in ("tensorboard", "profile"):
                     shutil.rmtree(self.root / name, ignore_errors=True)

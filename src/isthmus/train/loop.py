@@ -64,11 +64,15 @@ class Loop:
     best: BestLoss
     eval_objective: Objective | None
     """None: that of training."""
+    answer: Callable[[int], None]
+    """Report answers to ``eval.prompts``."""
     save: Callable[[int], None]
     export: Callable[[int], None]
 
     def evaluate(self, step: int, part: Literal["valid", "test"] = "valid") -> float | None:
         """Report the validation or test loss; None without such data."""
+        if part == "valid":
+            self.answer(step)
         source = self.data.valid if part == "valid" else self.data.test
         if source is None:
             return None

@@ -103,6 +103,10 @@ def printed(objective: Mapping[str, float]) -> dict[str, str]:
     return {name: f"{name} {objective[key]:6.3f}" for key, name in _PRINTED.items() if key in objective}
 
 
+def shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
 def tracker_tag(key: str) -> str:
     """``train/...``, ``eval/...`` or ``perf/...`` for a key of metrics.jsonl."""
     if key.startswith("valid_"):

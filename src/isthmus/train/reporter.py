@@ -15,7 +15,16 @@ from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
 from isthmus.train.callbacks import Callbacks
-from isthmus.train.metrics import StepMetrics, megatron_line, printed, step_cell, step_line, tracker_tag
+from isthmus.train.metrics import (
+    WIDTH,
+    StepMetrics,
+    megatron_line,
+    printed,
+    shortened,
+    step_cell,
+    step_line,
+    tracker_tag,
+)
 from isthmus.train.trackers import TrackedRun, Trackers
 
 if TYPE_CHECKING:
@@ -114,7 +123,8 @@ class Reporter:
         path = self._run_dir / "metrics.jsonl"
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            cut_after(path, start)
+            for file in (path, self._run_dir / "samples.jsonl"):
+                cut_after(file, start)
             self._file = path.open("a", encoding="utf-8", buffering=1)
         except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             raise IOFailure(f"{path} cannot be written: {error.strerror}. Choose another --out.") from error
@@ -180,6 +190,19 @@ class Reporter:
         cells = [step_cell(step, self._total_steps), f"{name} loss {loss:.4f}", *printed(objective).values()]
         self._console.print("  ".join(cells))
 
+    def answers(self, step: int, answers: Sequence[tuple[str, str]]) -> None:
+        """Write answers to prompts, (prompt, answer), to ``samples.jsonl`` and the trackers; print the first."""
+        if not self._is_main or not answers:
+            return
+        path = self._run_dir / "samples.jsonl"
+        rows = [{"step": step, "prompt": prompt, "answer": answer} for prompt, answer in answers]
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if self._trackers is not None:
+            self._trackers.log_answers(answers, step)
+        text = " ".join(f"{answers[0][0]} -> {answers[0][1]}".split())
+        self._console.print(f"{step_cell(step, self._total_steps)}  {shortened(text, WIDTH - 20)}  ({path})")
+
     def _record(self, row: dict[str, Any], *, points: bool = True) -> None:
         assert self._file is not None, "begin() comes first"
         # JSON has no NaN.
@@ -211,7 +234,7 @@ def first_valid_loss(path: Path) -> float | None:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Remove the rows of later steps, and an incomplete last row, from a ``metrics.jsonl``; step 0 empties it."""
+    """Remove the rows of later steps, and an incomplete last row, from a file of rows; step 0 empties it."""
     if not path.exists():
         return
     kept = []
@@ -221,7 +244,7 @@ def cut_after(path: Path, step: int) -> None:
         except ValueError:
             continue
         # The resumed run evaluates the state after ``step`` again.
-        last = step - 1 if isinstance(row, dict) and row.keys() & {"valid_loss", "test_loss"} else step
+        last = step - 1 if isinstance(row, dict) and row.keys() & {"valid_loss", "test_loss", "answer"} else step
         if isinstance(row, dict) and row.get("step", step + 1) <= last:
             kept.append(line)
     write_atomic(path, b"".join(line + b"\n" for line in kept))

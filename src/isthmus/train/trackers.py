@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -40,11 +40,19 @@ class TrackedRun:
         write_atomic(path, json.dumps(known | {tracker: number}) + "\n")
 
 
+Answers = Sequence[tuple[str, str]]
+"""Prompts and answers."""
+_ANSWERS = "eval/answers"
+
+
 class Tracker(Protocol):
     """Receives the metrics of a run, on one rank."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """``values`` by tag, such as ``train/loss``."""
+
+    def log_answers(self, answers: Answers, step: int) -> None:
+        """Under the tag ``eval/answers``."""
 
     def close(self, *, failed: bool) -> None: ...
 
@@ -64,6 +72,12 @@ class _TensorBoard:
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+
+    def log_answers(self, answers: Answers, step: int) -> None:
+        for number, (prompt, answer) in enumerate(answers, start=1):
+            # As code, which Markdown does not change.
+            text = "\n".join(f"    {line}" for line in [*prompt.splitlines(), "", *answer.splitlines()])
+            self._writer.add_text(f"{_ANSWERS}/{number}", text, step)  # type: ignore[no-untyped-call]
 
     def close(self, *, failed: bool) -> None:
         self._writer.close()  # type: ignore[no-untyped-call]
@@ -85,6 +99,12 @@ class _WandB:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
+
+    def log_answers(self, answers: Answers, step: int) -> None:
+        import wandb
+
+        table = wandb.Table(columns=["prompt", "answer"], data=[list(pair) for pair in answers])
+        self._run.log({_ANSWERS: table, "step": step})
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -117,6 +137,10 @@ class _MLflow:
         for name, value in values.items():
             self._client.log_metric(self._id, name, value, step=step)
 
+    def log_answers(self, answers: Answers, step: int) -> None:
+        rows = [{"prompt": prompt, "answer": answer} for prompt, answer in answers]
+        self._client.log_text(self._id, json.dumps(rows, ensure_ascii=False, indent=2), f"{_ANSWERS}/step-{step}.json")
+
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
@@ -136,6 +160,13 @@ class _Trackio:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
+
+    def log_answers(self, answers: Answers, step: int) -> None:
+        import pandas
+        import trackio
+
+        table = trackio.Table(dataframe=pandas.DataFrame(answers, columns=["prompt", "answer"]))
+        self._run.log({_ANSWERS: table}, step=step)
 
     def close(self, *, failed: bool) -> None:
         with redirect_stdout(sys.stderr):
@@ -187,6 +218,10 @@ class Trackers:
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name in list(self._open):
             self._guarded(name, lambda tracker: tracker.log(values, step))
+
+    def log_answers(self, answers: Answers, step: int) -> None:
+        for name in list(self._open):
+            self._guarded(name, lambda tracker: tracker.log_answers(answers, step))
 
     def close(self, *, failed: bool) -> None:
         for name in list(self._open):

@@ -28,6 +28,7 @@ def run_of(folder: Path, name: str, *, start: int = 0, losses: Mapping[int, floa
             report.step(metrics(step, loss=loss))
         if valid is not None:
             report.evaluation(3, valid)
+            report.answers(3, [("2 + 2?", "It is 4."), ("Why?", "<b>")])
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -42,6 +43,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     events.Reload()
     assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
     assert [point.value for point in events.Scalars("eval/loss")] == [1.5]
+    (event,) = events.Tensors("eval/answers/1/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0]) == (3, b"    2 + 2?\n    \n    It is 4.")
     assert {tag.partition("/")[0] for tag in events.Tags()["scalars"]} == {"train", "eval", "perf"}
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     chosen = HParamsPluginData.FromString(content).session_start_info.hparams
@@ -63,6 +66,8 @@ def test_mlflow_continues_the_run_after_a_resume(tmp_path: Path, monkeypatch: py
     assert found.data.params["optim.lr"] == "0.001" and found.data.metrics["eval/loss"] == 0.5
     history = client.get_metric_history(found.info.run_id, "train/loss")
     assert sorted((point.step, point.value) for point in history) == [(1, 2.0), (2, 1.5), (3, 1.0)]
+    (answers,) = (tmp_path / "mlruns").rglob("eval/answers/step-3.json")
+    assert json.loads(answers.read_text())[0] == {"prompt": "2 + 2?", "answer": "It is 4."}
 
 
 @pytest.mark.processes
@@ -72,6 +77,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_of(tmp_path / "first", "wandb", losses={1: 2.0, 2: 1.5}, valid=0.5)
     (records,) = (tmp_path / "first" / "wandb").glob("offline-run-*/run-*.wandb")
     stored = records.read_bytes()
+    (table,) = (tmp_path / "first" / "wandb").rglob("*.table.json")
+    assert json.loads(table.read_text())["data"] == [["2 + 2?", "It is 4."], ["Why?", "<b>"]]
     for text in (b"train/loss", b"eval/loss", b"optim.lr", b"trains"):
         assert text in stored
     number = json.loads((tmp_path / "first" / "trackers.json").read_text())["wandb"]

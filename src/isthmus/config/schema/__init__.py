@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.config.schema.dpo import DpoConfig
+from isthmus.config.schema.evaluation import EvalConfig
 from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.model import ModelConfig, TokenizerConfig
 from isthmus.config.schema.moe import MoeConfig
@@ -38,6 +39,7 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     dpo: DpoConfig = DpoConfig()
     lora: LoraConfig = LoraConfig()
+    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     callbacks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ()

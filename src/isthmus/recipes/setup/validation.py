@@ -15,6 +15,7 @@ from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform, RunShape
 from isthmus.platforms.detect import detect
 from isthmus.recipes.data.corpus import check_files
+from isthmus.recipes.data.eval_prompts import EvalPrompt, eval_prompts
 from isthmus.recipes.run_dir import RunDir
 from isthmus.recipes.setup.layout_checks import check_async_layout, check_offload
 from isthmus.recipes.setup.memory_estimate import check_memory
@@ -33,6 +34,8 @@ class RunContext:
     resume: Path | None
     plan: ModelPlan
     tokenizer: Tokenizer
+    prompts: tuple[EvalPrompt, ...]
+    """Of ``eval.generate``."""
     platform: Platform
     shape: RunShape
     precision: str
@@ -47,7 +50,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     2. model folder, family, layout and experts (:func:`plan_model`),
     3. training settings (:func:`check_training`),
     4. data files,
-    5. tokenizer,
+    5. tokenizer, prompts of evaluations,
     6. platform, precision, optimizer offload, attention backend,
     7. memory.
 
@@ -61,6 +64,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     for name in config.callbacks:
         callback_class(name)
     tokenizer = run_tokenizer(config, plan.source, plan.architecture.vocab_size)
+    prompts = eval_prompts(config, tokenizer, plan.architecture)
     shape = RunShape(
         nodes=math.ceil(plan.world_size / ranks_here),
         fsdp=config.parallel.fsdp,
@@ -90,7 +94,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         memory,
         f"precision {precision}: {reason}",
     )
-    return RunContext(config, run_dir, resume, plan, tokenizer, platform, shape, precision, messages)
+    return RunContext(config, run_dir, resume, plan, tokenizer, prompts, platform, shape, precision, messages)
 
 
 def dry_run(config: RunConfig, *, world_size: int, ranks_here: int) -> str:

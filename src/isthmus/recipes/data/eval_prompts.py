@@ -1,0 +1,90 @@
+"""The prompts of ``eval.generate``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isthmus.config.schema import RunConfig
+from isthmus.data.chat.message_normalization import Message, turns
+from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.families.architecture import Architecture
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.hf.tokenizer.tokenizer import Tokenizer
+
+_LONGEST_LINE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPrompt:
+    text: str
+    """The prompt; of messages, the last one."""
+    input_ids: list[int]
+
+
+def end_tokens(source: ModelFolder, tokenizer: Tokenizer) -> set[int]:
+    """Tokens that end an answer: those of the model's files, as in transformers, and the tokenizer's."""
+    return source.end_tokens() | ({tokenizer.eos_id} if tokenizer.eos_id is not None else set())
+
+
+def eval_prompts(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> tuple[EvalPrompt, ...]:
+    """The prompts, rendered with the chat template except in pretraining; none without ``eval.generate``.
+
+    Raises:
+        MissingInput, DataError: the file does not exist, or a line has no prompt.
+        UsageError: prompt and answer are longer than the model's positions.
+    """
+    settings = config.eval
+    if not settings.generate:
+        return ()
+    given = settings.prompts
+    records = _read(Path(given)) if isinstance(given, str) else [(text, "eval.prompts") for text in given]
+    prompts = tuple(_prompt(record, where, config.recipe, tokenizer) for record, where in records)
+    longest = max(len(prompt.input_ids) for prompt in prompts) + settings.max_new_tokens
+    if architecture.position == "learned" and longest > architecture.max_position_embeddings:
+        raise UsageError(
+            f"eval.prompts: a prompt and eval.max_new_tokens={settings.max_new_tokens} are {longest} tokens, more than "
+            f"the {architecture.max_position_embeddings} learned positions of this model. Lower eval.max_new_tokens."
+        )
+    return prompts
+
+
+def _read(path: Path) -> list[tuple[Any, str]]:
+    """The prompts of a file with their places; texts, or objects."""
+    if not path.is_file():
+        raise MissingInput(f"eval.prompts={path} is no file. Give a file, or a list: eval.prompts='[first, second]'.")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason}). Convert it.") from error
+    found = [(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise DataError(f"{path} has no prompts. Write one per line.")
+    if path.suffix != ".jsonl":
+        return list(found)
+    try:
+        return [(json.loads(line), where) for line, where in found]
+    except ValueError as error:
+        raise DataError(f"{path} has a line that is not JSON ({error}). Correct it, or name the file .txt.") from error
+
+
+def _prompt(record: Any, where: str, recipe: str, tokenizer: Tokenizer) -> EvalPrompt:
+    content = record.get("messages", record.get("prompt")) if isinstance(record, dict) else record
+    if not content or not isinstance(content, str | list):
+        raise DataError(
+            f"{where}: expected text, or an object with prompt or messages, got {record!r:.{_LONGEST_LINE}}."
+        )
+    if recipe == "pretrain":
+        if not isinstance(content, str):
+            raise DataError(f"{where}: pretrain continues text, and this prompt is a chat. Give its text as prompt.")
+        first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        ids = first + tokenizer.encode(content)
+        if not ids:
+            raise DataError(f"{where}: the prompt has no tokens. Give a longer text.")
+        return EvalPrompt(content, ids)
+    messages: list[Message] = turns(content, where) if isinstance(content, list) else []
+    messages = messages or [{"role": "user", "content": str(content)}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return EvalPrompt(str(messages[-1]["content"]), tokenizer.encode(text))
