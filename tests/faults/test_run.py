@@ -347,6 +347,26 @@ def test_config_over_weights_and_dropout(isthmus: ForkServer, sft_args: list[str
     assert "model.config changes the tensors of" in line and "num_attention_heads is 4" in line
 
 
+def test_chat_settings_of_prepared_and_raw_data(
+    isthmus: ForkServer, sft_args: list[str], chats: Path, model: Path, tmp_path: Path
+) -> None:
+    """Both give the same run; the export has the template. Data that was prepared otherwise is refused."""
+    settings = ["chat.template=zephyr", "chat.system=Be brief.", "train.steps=1"]
+    raw = isthmus(*sft_args, *settings).result
+    prepare = ["prepare", chats, tmp_path / "data", "--tokenizer", model, "--seq-length", "64"]
+    assert isthmus(*prepare, "--chat-template", "zephyr", "--system", "Be brief.").returncode == 0
+    sft_args[sft_args.index(str(chats))] = str(tmp_path / "data")
+    prepared = isthmus(*sft_args, *settings, "--out", tmp_path / "b").result
+    assert prepared["valid_loss"] == raw["valid_loss"] and prepared["loss"] == raw["loss"]
+    template = (tmp_path / "b" / "hf" / "chat_template.jinja").read_text()
+    assert "<|' + message.role + '|>" in template and "im_start" not in template
+    line = isthmus(*sft_args, settings[0], "chat.reasoning=drop", "--out", tmp_path / "c").error(65)
+    assert "prepared with system='Be brief.', the run has chat.system=None" in line
+    assert "prepared with another chat template" in isthmus(*sft_args, settings[1], "--out", tmp_path / "c").error(65)
+    line = isthmus(*sft_args, "chat.override_system=true", "--out", tmp_path / "c").error(2)
+    assert "chat.override_system" in line and "set that too" in line
+
+
 def test_fp16_run_without_an_update(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     run = [*sft_args, "train.precision=fp16", "train.initial_loss_scale=4294967296"]
     failed = isthmus(*run, "train.steps=8", "checkpoint.every=5")

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, or id on the Hub.")],
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System prompt.")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System prompt; default: chat.system of the run.")
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", metavar="TEMPLATE", help="Chat template, as chat.template of a run."),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer, in tokens.")
     ] = 512,
@@ -41,18 +47,22 @@ def chat(
     """
     from pathlib import Path
 
+    from isthmus.config.load import load_config
     from isthmus.config.schema.model import ModelConfig
     from isthmus.hf.chat_session import ChatSession, Sampling
     from isthmus.platforms.detect import detect
     from isthmus.recipes.run_dir import RunDir
     from isthmus.recipes.setup.model_source import open_source
 
-    exported = RunDir(Path(model)).export()
-    path = str(exported) if (exported / "config.json").is_file() else model
+    run = RunDir(Path(model))
+    path = str(run.export()) if (run.export() / "config.json").is_file() else model
+    if system is None and path != model and run.config.is_file():
+        system = load_config(None, run.config).chat.system
     with open_source(ModelConfig(path=path, trust_remote_code=trust_remote_code)) as folder:
         session = ChatSession(
             folder,
             Sampling(max_new_tokens, temperature, top_p, seed),
+            template=chat_template,
             system=system,
             device=detect().device_type,
             trust_remote_code=trust_remote_code,

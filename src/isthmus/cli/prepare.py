@@ -43,6 +43,17 @@ def prepare(
     loss_on: Annotated[
         str, typer.Option(metavar="WHAT", help="Which turns of a chat have loss: assistant, last or all.")
     ] = "assistant",
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="TEMPLATE", help="Chat template, as chat.template of a run.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt of chats that have none.")] = None,
+    override_system: Annotated[
+        bool, typer.Option("--override-system", help="Replace the system prompts of the chats with that of --system.")
+    ] = False,
+    reasoning: Annotated[
+        str,
+        typer.Option(metavar="WHAT", help="Reasoning of answers: keep, last (only after the last user turn) or drop."),
+    ] = "keep",
     on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop",
     columns: Annotated[
         list[str] | None,
@@ -58,6 +69,7 @@ def prepare(
     """Tokenize data once, into Megatron's indexed files, for any number of runs."""
     from isthmus.data.chat.chat_records import Kind
     from isthmus.data.chat.chat_text import LossOn
+    from isthmus.data.chat.conversation_settings import ChatSettings, Reasoning
     from isthmus.data.readers.chunks import OnError
     from isthmus.data.tokenize.stats import Overlong
 
@@ -68,12 +80,16 @@ def prepare(
         "on_error": _one_of("--on-error", on_error, get_args(OnError)),
         "columns": _parse_columns(columns or []),
     }
+    if override_system and system is None:
+        raise UsageError("--override-system replaces system prompts with that of --system. Give --system, too.")
+    kept = _one_of("--reasoning", reasoning, get_args(Reasoning))
+    chosen["chat"] = ChatSettings(system, override_system, kept)
     from isthmus.recipes.data.prepare import prepare as run
 
     with _ProgressLine() as line:
         result = run(
             data, out, tokenizer, tokenizer_type=tokenizer_type, seq_length=seq_length, workers=workers,
-            trust_remote_code=trust_remote_code, on_progress=line.show, **chosen,
+            chat_template=chat_template, trust_remote_code=trust_remote_code, on_progress=line.show, **chosen,
         )  # fmt: skip
     _print(result, as_json=json)
     return 0
@@ -90,7 +106,7 @@ def _print(result: PrepareResult, *, as_json: bool) -> None:
         print(f"skipped: {reason}", file=sys.stderr, flush=True)
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
     if value not in known:
         raise UsageError(f"{option} {value} is not known. Use {', '.join(known)}.")
     return value

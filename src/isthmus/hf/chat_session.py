@@ -30,13 +30,25 @@ class ChatSession:
     """Turns of a user and a model; a model without chat template completes each text on its own."""
 
     def __init__(
-        self, folder: ModelFolder, sampling: Sampling, *, system: str | None, device: str, trust_remote_code: bool
+        self,
+        folder: ModelFolder,
+        sampling: Sampling,
+        *,
+        template: str | None,
+        system: str | None,
+        device: str,
+        trust_remote_code: bool,
     ) -> None:
-        """Load the model in bfloat16 on a GPU, in float32 on a CPU."""
+        """Load the model in bfloat16 on a GPU, in float32 on a CPU; ``template`` as ``chat.template``."""
         self.tokenizer: Tokenizer = load_tokenizer(folder.path, trust_remote_code=trust_remote_code)
-        self.has_template = self.tokenizer.template_source == "tokenizer"
+        if template is not None:
+            self.tokenizer.use_chat_template(template)
+        self.has_template = self.tokenizer.has_own_template
         if system is not None and not self.has_template:
-            raise UsageError(f"{folder} has no chat template, so it has no system prompt. Leave --system out.")
+            raise UsageError(
+                f"{folder} has no chat template, so it has no system prompt. Name one with --chat-template, or leave "
+                "--system out."
+            )
         _, network = model_classes(folder, trust_remote_code=trust_remote_code)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         with no_progress_bars():
@@ -44,6 +56,9 @@ class ChatSession:
                 network.from_pretrained(folder.path, dtype=dtype, local_files_only=True).to(device).eval()
             )
         self._sampling, self._device = sampling, device
+        if (end := self.tokenizer.turn_end_id) is not None:
+            generation, known = self._model.generation_config, self._model.generation_config.eos_token_id
+            generation.eos_token_id = [*(known if isinstance(known, list) else {known} - {None}), end]
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = [*self._opening]
         self.stop_requested = False

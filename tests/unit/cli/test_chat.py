@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
@@ -44,6 +45,24 @@ def test_turns_are_a_conversation(
     assert out == f"{first}\n{second}\n{first}"
 
 
+def test_template_and_system_prompt_of_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "hf").symlink_to(model)
+    settings = {"model": {"path": str(model)}, "data": {"files": ["a"]}, "chat": {"system": "Be brief."}}
+    (run / "config.yaml").write_text(json.dumps({"recipe": "sft", "out": str(run), **settings}))
+    turns = [("system", "Be brief."), ("user", "Hi")]
+    wanted = generate(model, [[{"role": role, "content": text} for role, text in turns]], max_new_tokens=6)[0]
+    assert "\n".join(talk(monkeypatch, capsys, "Hi", str(run))) == wanted
+    session = session_of(model, template="zephyr")
+    assert session.describe().endswith("; chat")
+    assert session._prompt("Hi", [{"role": "user", "content": "Hi"}]) == session.tokenizer.encode(
+        "<|user|>\nHi<|im_end|>\n<|assistant|>\n"
+    )
+
+
 def test_system_prompt_and_sampling(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,7 +76,11 @@ def test_system_prompt_and_sampling(
 
 def session_of(model: Path, **more: str) -> ChatSession:
     return ChatSession(
-        ModelFolder.open(model), Sampling(50), device="cpu", trust_remote_code=False, **{"system": None, **more}
+        ModelFolder.open(model),
+        Sampling(50),
+        device="cpu",
+        trust_remote_code=False,
+        **{"template": None, "system": None, **more},
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from isthmus.config.schema.chat import ChatConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.config.schema.dpo import DpoConfig
 from isthmus.config.schema.evaluation import EvalConfig
@@ -33,6 +34,7 @@ class RunConfig(Section):
     model: ModelConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig
+    chat: ChatConfig = ChatConfig()
     parallel: ParallelConfig = ParallelConfig()
     moe: MoeConfig = MoeConfig()
     train: TrainConfig = TrainConfig(epochs=1.0)
@@ -81,6 +83,9 @@ class RunConfig(Section):
             hint = "use dpo.label_smoothing" if self.recipe == "dpo" else "leave it out"
             smoothed = f"label_smoothing={self.train.label_smoothing:g} is for sft and pretrain, got {self.recipe}"
             refuse("train.label_smoothing", f"{smoothed}; {hint}")
+        for name, field in ChatConfig.model_fields.items() if self.recipe == "pretrain" else ():
+            if getattr(self.chat, name) != field.default:
+                refuse(f"chat.{name}", f"chat.{name} is for chats, got recipe pretrain; leave it out")
         for name, field in DpoConfig.model_fields.items() if self.recipe != "dpo" else ():
             if (value := getattr(self.dpo, name)) != field.default:
                 refuse(f"dpo.{name}", f"{name}={value} is for recipe dpo, got {self.recipe}; leave it out")

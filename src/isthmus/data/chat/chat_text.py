@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Literal, Protocol
 
 from isthmus.data.chat.chat_records import Conversation, Message, PreferenceRecord
+from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.chat.loss_spans import MaskedIds, Span, following, merged, shared_prefix, turn_end
 from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.data.chat.template_capabilities import TemplateCapabilities, adapt
@@ -62,9 +63,11 @@ class ChatText:
 class ChatRenderer:
     """Renders conversations with one tokenizer's chat template, which is probed once."""
 
-    def __init__(self, tokenizer: ChatTokenizer, *, loss_on: LossOn = "assistant") -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, *, loss_on: LossOn = "assistant", settings: ChatSettings = UNCHANGED
+    ) -> None:
         """Raises DataError if the template does not render the content of assistant turns."""
-        self._tokenizer, self._loss_on = tokenizer, loss_on
+        self._tokenizer, self._loss_on, self._settings = tokenizer, loss_on, settings
         self.capabilities = TemplateCapabilities.probe(tokenizer.apply_chat_template)
         self.turn_token = self._find_turn_token()
         self.without_end = 0
@@ -73,7 +76,8 @@ class ChatRenderer:
     def __call__(self, conversation: Conversation) -> list[ChatText]:
         """The texts of one conversation: one, none without loss, or more if the template rewrites earlier turns."""
         try:
-            messages, tools = adapt(conversation.messages, conversation.tools, self.capabilities)
+            messages = self._settings.applied(conversation.messages)
+            messages, tools = adapt(messages, conversation.tools, self.capabilities)
             texts = [chat for chat in self._render(messages, tools) if chat.loss_spans]
             for chat in texts:
                 chat.text.encode("utf-8")
@@ -218,7 +222,7 @@ class ChatRenderer:
         if not all(answer in text for answer in answers):
             raise DataError(
                 "the chat template does not render the content of assistant turns that are plain text. "
-                "Use another template (chat_template.jinja in the model folder)."
+                "Use another template (chat.template)."
             )
         rest = text[text.index(answers[0]) + len(answers[0]) :].lstrip()
         return next((special for special in self._tokenizer.special_tokens if rest.startswith(special)), None)
@@ -227,8 +231,8 @@ class ChatRenderer:
 class PairRenderer:
     """Renders both conversations of a pair; the assistant turns after the prompt have loss."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._render = ChatRenderer(tokenizer)
+    def __init__(self, tokenizer: ChatTokenizer, *, settings: ChatSettings = UNCHANGED) -> None:
+        self._render = ChatRenderer(tokenizer, settings=settings)
 
     @property
     def without_end(self) -> int:

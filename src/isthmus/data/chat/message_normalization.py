@@ -32,6 +32,8 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
+    "ipython": "tool",
     "function_call": "function_call",
     "tool_call": "function_call",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from isthmus.data.chat.message_normalization import Message, Tools
 from isthmus.errors import DataError
@@ -117,7 +117,7 @@ def _with_reasoning(message: Message, key: str | None) -> Message:
     if key is None:
         raise DataError(
             "this record has reasoning, and the chat template removes it from every answer. Use a template that "
-            "renders it (chat_template.jinja in the model folder), or data without it."
+            "renders it (chat.template), or train without it (chat.reasoning=drop)."
         )
     shown = _folded(reasoning, message["content"]) if key == "content" else reasoning
     return {**message, key: shown}
@@ -196,7 +196,8 @@ def _number_calls(messages: list[Message]) -> None:
             message.setdefault("name", name)
 
 
-def default_template(vocabulary: Container[str], *, adds_bos: bool) -> tuple[str, str]:
-    """(name, template), with the name ``"chatml"`` or ``"plain"``; with ``adds_bos`` the template starts with BOS."""
-    name, template = ("chatml", CHATML) if all(mark in vocabulary for mark in CHATML_MARKS) else ("plain", _PLAIN)
-    return name, ("{{- bos_token -}}" if adds_bos else "") + template
+def default_template(vocabulary: Container[str], *, adds_bos: bool) -> tuple[Literal["chatml", "plain"], str]:
+    """The name of the template and its text; with ``adds_bos`` the template starts with BOS."""
+    has_marks = all(mark in vocabulary for mark in CHATML_MARKS)
+    bos = "{{- bos_token -}}" if adds_bos else ""
+    return ("chatml", bos + CHATML) if has_marks else ("plain", bos + _PLAIN)

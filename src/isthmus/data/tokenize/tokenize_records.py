@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from isthmus.data.chat.chat_records import RECIPES, Conversation, Kind, kinds_of, parse_document, parse_record
 from isthmus.data.chat.chat_text import ChatRenderer, ChatText, ChatTokenizer, LossOn, PairRenderer
+from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.chat.preference_records import parse_preference
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.file_formats import chunk_records
@@ -36,6 +37,7 @@ class TokenizeOptions:
     overlong: Overlong = "truncate"
     on_error: OnError = "stop"
     columns: Mapping[str, str] = field(default_factory=dict)
+    chat: ChatSettings = UNCHANGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class RecordTokenizer:
             self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
             self._after = [tokenizer.eos_id]
         else:
-            self._chat = ChatRenderer(tokenizer, loss_on=options.loss_on)
-            self._pair = PairRenderer(tokenizer)
+            self._chat = ChatRenderer(tokenizer, loss_on=options.loss_on, settings=options.chat)
+            self._pair = PairRenderer(tokenizer, settings=options.chat)
 
     def __call__(self, chunk: RecordChunk) -> TokenizedChunk:
         stats = TokenizeStats()

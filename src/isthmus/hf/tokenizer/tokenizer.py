@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import numpy as np
@@ -22,6 +22,8 @@ from tokenizers import processors
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from isthmus.data.chat.chat_templates import find_template
+from isthmus.data.chat.chat_text import ChatRenderer
 from isthmus.data.chat.loss_spans import MaskedIds, Span, token_mask
 from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.data.chat.template_capabilities import default_template
@@ -104,7 +106,7 @@ class Tokenizer:
         self.eos_id: int | None = inner.eos_token_id
         self.bos_id: int | None = inner.bos_token_id if first[:1] == [inner.bos_token_id] else None
         """The token that this tokenizer adds before a text; None if it adds none."""
-        self.template_source = "tokenizer"
+        self.template_source: Literal["tokenizer", "chat.template", "chatml", "plain"] = "tokenizer"
         template = inner.chat_template
         if isinstance(template, dict):  # several templates by name
             template = template.get("default")
@@ -113,10 +115,43 @@ class Tokenizer:
             if name == "plain" and inner.eos_token is None:
                 raise UsageError("the tokenizer has neither a chat template nor an eos_token to end turns with.")
             self.template_source = name
-            inner.chat_template = template
-        self.chat_template: str = template
+        self.differs_from_files = differs_from_files
+        self.turn_end_id: int | None = None
+        """The token that ends an assistant turn of a chat template that was chosen, if it has one."""
+        self._set_template(template)
+
+    def _set_template(self, template: str) -> None:
+        self.chat_template = template
         self.has_generation_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
-        self.differs_from_files = differs_from_files or self.template_source != "tokenizer"
+        self.__dict__.pop("_turns", None)
+        if self.template_source != "tokenizer":
+            self.inner.chat_template, self.differs_from_files = template, True
+
+    def use_chat_template(self, given: str) -> None:
+        """Replace the chat template: a name, a file or its text, as in ``chat.template``.
+
+        Raises UsageError for an unknown or invalid template, and for one whose tokens the tokenizer lacks.
+        """
+        template, tokens = find_template(given)
+        vocabulary = self.inner.get_vocab()
+        lacking = [token for token in tokens if token not in vocabulary]
+        if "eos_token" in template and self.inner.eos_token is None:
+            lacking.append("eos_token")
+        if lacking:
+            raise UsageError(
+                f"chat.template={given:.40}: the tokenizer has no {', '.join(lacking)}, which the template needs. Use "
+                "another template, or the tokenizer of a model with this format (tokenizer.path)."
+            )
+        if self.bos_id is not None and "bos_token" not in template:
+            template = "{{- bos_token -}}" + template
+        self.template_source = "chat.template"
+        self._set_template(template)
+        try:
+            self.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+            turn_token = ChatRenderer(self).turn_token
+        except DataError as error:
+            raise UsageError(f"chat.template={given:.40}: {error}") from error
+        self.turn_end_id = None if turn_token is None else vocabulary[turn_token]
 
     @property
     def files(self) -> list[Path]:
@@ -124,9 +159,14 @@ class Tokenizer:
         return [] if self.folder is None or self.differs_from_files else tokenizer_files(self.folder)
 
     @property
+    def has_own_template(self) -> bool:
+        """Whether the chat template is that of the tokenizer's files or a chosen one, and not a default."""
+        return self.template_source in ("tokenizer", "chat.template")
+
+    @property
     def note(self) -> str | None:
         """A remark on the chat template for the user; None without one."""
-        if self.template_source == "tokenizer":
+        if self.has_own_template:
             return None
         return f"the tokenizer has no chat template; the default one ({self.template_source}) is used"
 

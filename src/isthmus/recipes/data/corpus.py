@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, DocumentEnds, PairBatches
 from isthmus.data.chat.chat_records import RECIPES, Kind
+from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources, first_names
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
@@ -31,6 +32,7 @@ from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_sources import (
     DataSource,
     Use,
+    chat_settings,
     data_fingerprint,
     find_data_sources,
     known_digests,
@@ -202,6 +204,7 @@ def _tokenize_source(
         overlong=data.overlong,
         on_error=data.on_error,
         columns=data.columns,
+        chat=chat_settings(config),
     )
 
     def check_stop(_: TokenizeStats) -> None:
@@ -347,6 +350,13 @@ def _check(indexed: IndexedDataset, config: RunConfig, tokenizer_hashes: dict[st
             raise DataError(
                 f"{indexed.prefix}: prepared with another {what} than this model's. Prepare the records with "
                 "the tokenizer of the model that is trained."
+            )
+    prepared = ChatSettings(**record.get("settings", {}).get("chat", {}))
+    for name, wanted in asdict(chat_settings(config)).items() if kind != "text" else ():
+        if (got := getattr(prepared, name)) != wanted:
+            raise DataError(
+                f"{indexed.prefix}: prepared with {name}={got!r}, the run has chat.{name}={wanted!r}. Prepare the "
+                "records again with the settings of the run."
             )
     loss_on = record.get("loss_on", config.data.loss_on)
     if kind == "chat" and loss_on != config.data.loss_on:

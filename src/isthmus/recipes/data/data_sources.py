@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS
+from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.readers.data_names import HUB
 from isthmus.data.readers.file_sources import find_sources, is_data_file
 from isthmus.data.store.indexed_dataset import find_prefix
@@ -112,6 +113,7 @@ def data_fingerprint(
     known = known_digests(earlier)
     files = [[file_record(name, known) for name in _files_of(source)] for source in sources]
     settings = config.data.model_dump(mode="json")
+    chat = chat_settings(config)
     return {
         "format": _FORMAT,
         "sources": [[source.use, len(one), source.prepared] for source, one in zip(sources, files, strict=True)],
@@ -119,7 +121,13 @@ def data_fingerprint(
         "tokenizer": tokenizer_record(tokenizer),
         "recipe": config.recipe,
         "settings": {name: settings[name] for name in sorted(settings) if name not in _IRRELEVANT},
+        **({} if chat == UNCHANGED else {"chat": asdict(chat)}),
     }
+
+
+def chat_settings(config: RunConfig) -> ChatSettings:
+    """The settings of ``config`` that change conversations."""
+    return ChatSettings(**config.chat.model_dump(exclude={"template"}))
 
 
 def same_data(record: dict[str, Any], earlier: dict[str, Any]) -> bool:

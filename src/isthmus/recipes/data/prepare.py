@@ -16,6 +16,7 @@ from typing import Any
 import isthmus
 from isthmus.data.chat.chat_records import Kind, kinds_of, parse_record
 from isthmus.data.chat.chat_text import LossOn
+from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.readers.chunks import OnError
 from isthmus.data.readers.file_formats import check_columns, chunk_records, read_chunks
 from isthmus.data.readers.file_sources import DataFiles, find_sources, first_names
@@ -66,6 +67,8 @@ def prepare(
     workers: int | None = None,
     loss_on: LossOn = "assistant",
     overlong: Overlong = "truncate",
+    chat_template: str | None = None,
+    chat: ChatSettings = UNCHANGED,
     on_error: OnError = "stop",
     columns: Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
@@ -84,6 +87,8 @@ def prepare(
         workers: processes; None: one per core.
         loss_on: which tokens of a chat have loss.
         overlong: truncate or drop samples that are too long.
+        chat_template: replaces that of the tokenizer, as ``chat.template`` of a run; not for text.
+        chat: system prompt and reasoning, as the section ``chat`` of a run; not for text.
         on_error: stop at a bad record, or skip it.
         columns: known name -> name in the files.
         trust_remote_code: whether a tokenizer may run code from its folder.
@@ -108,7 +113,13 @@ def prepare(
             f"--seq-length {seq_length}: text is not cut when it is prepared, but when a run reads it, to that run's "
             "data.seq_length. Omit --seq-length."
         )
-    options = TokenizeOptions(kind, seq_length, loss_on, overlong, on_error, columns)
+    if kind == "text" and (chat_template is not None or chat != UNCHANGED):
+        raise UsageError(
+            "--chat-template, --system and --reasoning are for chats, and these records are text. Omit them."
+        )
+    if chat_template is not None:
+        opened.use_chat_template(chat_template)
+    options = TokenizeOptions(kind, seq_length, loss_on, overlong, on_error, columns, chat)
     stats = tokenize_files(
         files, Path(out).absolute(), opened, options, workers=workers, method=start_method, on_progress=on_progress
     )
@@ -188,6 +199,8 @@ def _inputs(
     """Everything that the output depends on; the first keys of the manifest."""
     files = [(path, file_record(path, known_digests)) for name in names for path in files_below(name)]
     settings = asdict(options)
+    if options.chat == UNCHANGED:
+        del settings["chat"]
     return {
         "isthmus": isthmus.__version__,
         "kind": settings.pop("kind"),

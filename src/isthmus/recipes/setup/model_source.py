@@ -131,6 +131,8 @@ def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Ma
 def run_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> Tokenizer:
     """Open the tokenizer, by default the model's, and check that it has at most ``vocab_size`` tokens."""
     tokenizer = _open_tokenizer(config, source, vocab_size)
+    if config.chat.template is not None:
+        tokenizer.use_chat_template(config.chat.template)
     if tokenizer.vocab_size > vocab_size and not config.data.mock:  # mock data has the model's tokens only
         last = tokenizer.inner.convert_ids_to_tokens(tokenizer.vocab_size - 1)
         raise UsageError(
@@ -164,10 +166,13 @@ def _open_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> 
 
 
 def with_tokens_of(tokenizer: Tokenizer, hf_config: dict[str, Any]) -> dict[str, Any]:
-    """``hf_config`` with the BOS, EOS and padding tokens of ``tokenizer``, unless it has them already."""
+    """``hf_config`` with the BOS, EOS, end-of-turn and padding tokens of ``tokenizer``, unless it has them already."""
     inner, changed = tokenizer.inner, dict(hf_config)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         old, new = hf_config.get(name), getattr(inner, name)
         if new not in (old if isinstance(old, list) else [old]):
             changed[name] = new
+    ends = changed["eos_token_id"] if isinstance(changed.get("eos_token_id"), list) else [changed.get("eos_token_id")]
+    if tokenizer.turn_end_id not in (None, *ends):
+        changed["eos_token_id"] = [*(end for end in ends if end is not None), tokenizer.turn_end_id]
     return changed

@@ -12,7 +12,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.errors import MissingInput, UsageError
 from isthmus.hf import hub
 from isthmus.hf.tiny_model import train_tokenizer
-from isthmus.hf.tokenizer.tokenizer import save_tokenizer
+from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer
 from isthmus.recipes.setup.model_source import open_source, run_tokenizer, with_tokens_of
 from ranks.tiny import build_model_folder
@@ -62,6 +62,15 @@ def test_config_over_weights(tmp_path: Path) -> None:
     assert {name: found.config[name] for name in keys if name != "rope_parameters"} == {
         name: value for name, value in keys.items() if name != "rope_parameters"
     }
+
+
+def test_end_of_turn_ends_a_generation(words: Path) -> None:
+    tokenizer = load_tokenizer(words)
+    end = tokenizer.inner.convert_tokens_to_ids("<|endoftext|>")
+    assert with_tokens_of(tokenizer, {"eos_token_id": tokenizer.eos_id})["eos_token_id"] == tokenizer.eos_id != end
+    tokenizer.use_chat_template("{% for m in messages %}{{ m.role + m.content + '<|endoftext|>' }}{% endfor %}")
+    for before in (None, tokenizer.eos_id, [tokenizer.eos_id], [tokenizer.eos_id, end]):
+        assert with_tokens_of(tokenizer, {"eos_token_id": before})["eos_token_id"] == [tokenizer.eos_id, end]
 
 
 @pytest.mark.parametrize(

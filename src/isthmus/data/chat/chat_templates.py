@@ -1,0 +1,53 @@
+"""Chat templates by name, in the published formats of model families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from isthmus.data.chat.template_capabilities import CHATML, CHATML_MARKS
+from isthmus.errors import MissingInput, UsageError
+
+TEMPLATE_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "alpaca": (),
+    "chatml": CHATML_MARKS,
+    "deepseek": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001 - as in the vocabulary
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama2": (),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": (
+        "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+    "qwen2.5": CHATML_MARKS,
+    "qwen3": CHATML_MARKS,
+    "vicuna": (),
+    "zephyr": (),
+}  # fmt: skip
+"""The tokens that each template needs in the vocabulary."""
+_FILE = "chat_template.jinja"
+
+
+def find_template(given: str) -> tuple[str, tuple[str, ...]]:
+    """The text of a template and the tokens that it needs; ``given``: a name, a file, a folder with
+    chat_template.jinja, or the text itself.
+
+    Raises UsageError for an unknown name, MissingInput for a folder without a template.
+    """
+    if "{%" in given or "{{" in given:
+        return given, ()
+    if given in TEMPLATE_TOKENS:
+        source = files("isthmus.data.chat") / "templates" / f"{given}.jinja"
+        text = CHATML if given == "chatml" else source.read_text(encoding="utf-8").strip()
+        return text, TEMPLATE_TOKENS[given]
+    path = Path(given).expanduser()
+    if path.is_dir() and not (path := path / _FILE).is_file():
+        raise MissingInput(f"chat.template: {path} does not exist. Name the file of the template.")
+    if not path.is_file():
+        raise UsageError(
+            f"chat.template={given} is neither a file nor a known template. Known are {', '.join(TEMPLATE_TOKENS)}."
+        )
+    return path.read_text(encoding="utf-8").strip(), ()
