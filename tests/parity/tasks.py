@@ -36,6 +36,7 @@ from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.tiny_model import effective_config
 from isthmus.recipes.setup.load_model import load_model, model_logits
+from parity.peft_adapters import base, network_with_adapters
 from ranks.pool_worker import platform
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH, open_samples
@@ -219,15 +220,24 @@ def _gradients_by_file_name(network: Any) -> dict[str, Tensor]:
         return {name: tensor.float() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
 
 
-def train(*, model: str, samples: str, lr: list[float], weight_decay: float) -> dict[str, list[float]]:
+def train(
+    *,
+    model: str,
+    samples: str,
+    lr: list[float],
+    weight_decay: float,
+    lora: dict[str, Any] | None = None,
+) -> dict[str, list[float]]:
     """Reference implementation of :func:`ranks.tasks.train` with transformers and torch only.
 
     Samples are not packed, the loss is the mean over the loss tokens of the global batch, and torch's AdamW updates the
-    weights. ``lr`` has one entry per step.
+    weights. ``lr`` has one entry per step. With ``lora``, a section of the config, PEFT's adapters are trained.
     """
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
-    with_decay = [parameter for parameter in network.parameters() if parameter.dim() > 1]
-    without_decay = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
+    network = network_with_adapters(model, lora) if lora else base(model)
+    network.train()
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    with_decay = [parameter for parameter in trained if parameter.dim() > 1]
+    without_decay = [parameter for parameter in trained if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": with_decay, "weight_decay": weight_decay}, {"params": without_decay, "weight_decay": 0.0}],
         lr=0.0,

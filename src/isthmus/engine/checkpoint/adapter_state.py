@@ -43,8 +43,13 @@ def weights_of(entries: dict[str, Entry]) -> dict[str, ShardedTensor]:
 
 
 def _entry(key: str, tensor: AdapterTensor) -> Entry:
-    tp_rank = parallel_state.get_tensor_model_parallel_rank() if tensor.replicated else 0
-    replica = (0, tp_rank, parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    if getattr(tensor.parameter, "allreduce", True):
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    else:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        copy = parallel_state.get_expert_data_parallel_rank()
+    replica = (0, rank if tensor.replicated else 0, copy)
 
     def pieces(key: str, data: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
         return list(_pieces(key, data, replica_id, tensor))
@@ -57,15 +62,19 @@ def _entry(key: str, tensor: AdapterTensor) -> Entry:
 
 def _pieces(key: str, data: Tensor, replica: Any, tensor: AdapterTensor) -> Iterator[ShardedTensor]:
     shape = tensor.adapter.shape(tensor.role)
-    for index, local in tensor.pieces:
+    for (rows, *columns), local in tensor.pieces:
         part = data[local]
+        whole, offset = shape, (rows.start or 0, *(column.start or 0 for column in columns))
+        if (step := rows.step or 1) > 1:  # entries have no steps: rows start, start + step, ... get an index of an axis
+            part, whole = part[:, None], (shape[0] // step, step, *shape[1:])
+            offset = (*divmod(rows.start, step), *offset[1:])
         yield ShardedTensor(
             key=key,
             data=part,
             dtype=part.dtype,
             local_shape=tuple(part.shape),
-            global_shape=shape,
-            global_offset=tuple(rows.start or 0 for rows in index),
+            global_shape=whole,
+            global_offset=offset,
             axis_fragmentations=None,
             replica_id=replica,
         )

@@ -15,6 +15,7 @@ from isthmus.engine.lora.adapter import Adapter, AdapterSet, Role
 from isthmus.engine.lora.exchange import Exchange
 from isthmus.engine.lora.low_rank import AdapterTensor, LowRank
 from isthmus.engine.megatron_model import Decoder, live_parameters
+from isthmus.engine.moe.moe_layer import mark_own_copies
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Placement
@@ -45,14 +46,21 @@ def attach_adapters(
             layer, placed = layers.get(id(weight)), placements[name]
             pieces = tensor_slices(placed.rule, arch, layout, placed.expert)
             own = adapters.of_weights[name]
-            if placed.rule.is_expert or (exchange := _exchange(layer)) is None:
+            if (exchange := _exchange(layer)) is None:
                 raise UsageError(
                     f"lora.targets: {own[0].linear.module} cannot have an adapter here. Name the targets without it."
                 )
-            layer.lora = LowRank(own, pieces, weight, exchange, dora=adapters.dora)  # type: ignore[union-attr]
+            low_rank = LowRank(own, pieces, weight, exchange, dora=adapters.dora)
+            layer.lora = low_rank  # type: ignore[union-attr]
+            if not getattr(weight, "allreduce", True):
+                for tensor in low_rank.tensors():
+                    mark_own_copies(tensor.parameter, exchange.group, whole=tensor.replicated)
 
 
 def _exchange(layer: nn.Module | None) -> Exchange | None:
+    if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.is_expert:
+        # GroupedExperts does not communicate between A and B.
+        return Exchange("column" if isinstance(layer, ColumnParallelLinear) else "row", layer.tp_group)
     if isinstance(layer, ReplicatedLinear):
         group = parallel_state.get_tensor_model_parallel_group()
         sequence_parallel = getattr(layer.weight, "sequence_parallel", False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.linear import ColumnParallelLinear, adapters_of
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear
 from isthmus.engine.moe.router import TopKRouter
@@ -44,10 +46,8 @@ class GroupedExperts(SequentialMLP):
             if (bias := expert.linear_fc2.bias) is not None:
                 # Megatron-Core sums it over tp; here each rank has all tokens and the whole gradient.
                 bias.sequence_parallel = False
-                # All etp ranks have it: the gradient norm counts it on the first of them, whatever its tp rank is.
                 if own_copies:
-                    bias.tensor_model_parallel = self.tp_group.rank() == 0
-                    bias.shared = self.tp_group.rank() != 0
+                    mark_own_copies(bias, self.tp_group, whole=True)
 
     def forward(self, hidden: Tensor, weights: Tensor, sizes: GroupSizes) -> Tensor:
         """``hidden`` [n, H] is sorted by expert, ``weights`` [n] scale the results, ``sizes`` are rows per expert.
@@ -56,7 +56,7 @@ class GroupedExperts(SequentialMLP):
         """
         experts = list(reversed(self.local_experts))
         weights = weights.to(hidden.dtype)[:, None]
-        wide = grouped_linear(hidden, sizes, [expert.linear_fc1.weight for expert in experts], self.kernels)
+        wide = self._linear([expert.linear_fc1 for expert in experts], hidden, sizes)
         if experts[0].linear_fc1.bias is not None:
             wide = wide + _by_row([expert.linear_fc1.bias for expert in experts], sizes.counts, wide)
         activation, recomputed = experts[0].activation_func, self.recompute_activation
@@ -64,12 +64,43 @@ class GroupedExperts(SequentialMLP):
         with recompute_if(recomputed, [activated], lambda: [activation(wide)]):
             inner = activated * weights
         with recompute_if(recomputed, [inner], lambda: [activation(wide) * weights]):
-            out = grouped_linear(inner, sizes, [expert.linear_fc2.weight for expert in experts], self.kernels)
+            out = self._linear([expert.linear_fc2 for expert in experts], inner, sizes)
         if experts[0].linear_fc2.bias is None:
             return out
         # The ranks' parts are summed: each adds its share of the bias, and the gradient is that of the whole bias.
         bias = _by_row([expert.linear_fc2.bias for expert in experts], sizes.counts, out)
         return torch.addcmul(out, bias + bias.detach() * (1 / self.tp_group.size() - 1), weights)
+
+    def _linear(self, layers: list[Any], rows: Tensor, sizes: GroupSizes) -> Tensor:
+        """Rows times the weight of their expert, with its adapters; a part of a sum if etp shards the columns."""
+        out = grouped_linear(rows, sizes, [layer.weight for layer in layers], self.kernels)
+        adapters = [adapter for layer in layers if (adapter := adapters_of(layer)) is not None]
+        if not adapters:
+            return out
+        down, up = [adapter.joined_a() for adapter in adapters], [adapter.joined_b() for adapter in adapters]
+        # Of the tensor that all etp ranks have, each computes a part of the gradient.
+        if isinstance(layers[0], ColumnParallelLinear):
+            down = self._with_summed_grads(down)
+        else:
+            up = self._with_summed_grads(up)
+        return out + grouped_linear(grouped_linear(rows, sizes, down, self.kernels), sizes, up, self.kernels)
+
+    def _with_summed_grads(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The same tensors; their gradients are summed over the etp ranks, in one collective."""
+        if self.tp_group.size() == 1:
+            return tensors
+        return list(copy_to_tensor_model_parallel_region(torch.stack(tensors), group=self.tp_group).unbind())
+
+
+def mark_own_copies(parameter: Any, group: Any, *, whole: bool) -> None:
+    """An expert's parameter has a data-parallel group of its own. ``whole``: all etp ranks of ``group`` have it.
+
+    The gradient norm counts such a parameter on the first of them, whatever its tp rank is.
+    """
+    parameter.allreduce = False
+    if whole:
+        parameter.tensor_model_parallel = group.rank() == 0
+        parameter.shared = group.rank() != 0
 
 
 def _by_row(biases: list[Tensor], counts: Tensor, rows: Tensor) -> Tensor:

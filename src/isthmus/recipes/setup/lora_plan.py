@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -48,7 +49,32 @@ def plan_adapters(
         name: tuple(Adapter(linear, rank, scale) for linear in linears)
         for name, linears in adapted_linears(family, arch, lora.targets).items()
     }
-    return AdapterSet(of_weights=of_weights, dropout=lora.dropout, dora=lora.dora)
+    adapters = AdapterSet(of_weights=of_weights, dropout=lora.dropout, dora=lora.dora)
+    _check_experts(adapters, arch)
+    return adapters
+
+
+def _check_experts(adapters: AdapterSet, arch: Architecture) -> None:
+    """The routed experts of a layer are computed together: all have adapters of the same rank, or none."""
+    of_layers: dict[str, list[tuple[Adapter, ...]]] = {}
+    for name, own in adapters.of_weights.items():
+        layer, is_expert, weight = re.sub(r"local_experts\.\d+", "local_experts", name).partition("local_experts")
+        if is_expert:
+            of_layers.setdefault(layer + weight, []).append(own)
+    for experts in of_layers.values():
+        module = experts[0][0].linear.module
+        for setting, used in {"lora.dora": adapters.dora, "lora.dropout": adapters.dropout}.items():
+            if used:
+                raise UsageError(
+                    f"{setting} with adapters of routed experts ({module}) is not supported, in PEFT neither. Leave it "
+                    "out, or name lora.targets without experts, such as q_proj,k_proj,v_proj,o_proj."
+                )
+        ranks = {sum(adapter.rank for adapter in own) for own in experts}
+        if arch.moe is not None and (len(experts) != arch.moe.num_experts or len(ranks) > 1):
+            raise UsageError(
+                f"{module}: {len(experts)} of {arch.moe.num_experts} routed experts of the layer have adapters"
+                f"{'' if len(ranks) == 1 else ', of different ranks'}. Give adapters of one rank to all of them."
+            )
 
 
 def existing_adapter(config: RunConfig) -> PeftFolder | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Dropout
@@ -160,3 +161,25 @@ def test_fp8_recipe_follows_the_config(tmp_path: Path) -> None:
     assert (hybrid.scaling, hybrid.forward, hybrid.backward) == ("tensorwise", torch.float8_e4m3fn, torch.float8_e5m2)
     plain = fp8_recipe(config_of(model, 24, precision="fp8", fp8_scaling="rowwise", fp8_format="e4m3"), platform)
     assert (plain.scaling, plain.forward, plain.backward) == ("rowwise", torch.float8_e4m3fn, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "message"),
+    [
+        (
+            "qwen3_moe",
+            {"dora": True},
+            r"lora\.dora with adapters of routed experts \(model\.layers\.0\.mlp\.experts\.gate_up_proj\) is not ",
+        ),
+        (
+            "isthmus",
+            {"targets": [r"model.layers.0.*experts\.(0|1)\..*"]},
+            r"experts\.0\.up_proj: 2 of 6 routed experts of the layer have adapters\. Give adapters of one rank",
+        ),
+    ],
+)
+def test_adapters_of_some_experts_are_refused(family: str, lora: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = config_of(build_model_folder(tmp_path / "model", family, num_hidden_layers=1, mlp_only_layers=[]), 9)
+    config = config.model_copy(update={"lora": LoraConfig.model_validate({"rank": 4, **lora})})
+    with pytest.raises(UsageError, match=message):
+        plan_model(config)
