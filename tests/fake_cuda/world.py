@@ -98,5 +98,5 @@ def build(
     config = RunConfig.model_validate(values)
     plan = plan_model(config, world_size=size)
     built = rank_model.join_and_build(config, plan, detect(), precision)
-    optimizer = build_optimizer(built.stages, config.optim, config.train)
+    optimizer = build_optimizer(built.stages, config.optim, config.train, family=built.plan.family)
     return Rank(config, built, Stepper(built.stages, optimizer, build_schedule(optimizer, config.optim, 10)))

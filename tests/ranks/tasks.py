@@ -118,7 +118,7 @@ def start(
         "eps": 1e-8,
     } | (optim or {})
     chosen = OptimConfig.model_construct(**settings)  # not validated: lr=0 is allowed here
-    optimizer = build_optimizer(built.stages, chosen, config.train)
+    optimizer = build_optimizer(built.stages, chosen, config.train, family=built.plan.family)
     sizes = BatchSettings(
         seq_length=SEQ_LENGTH, micro_batch_size=micro_batch_size, global_batch_size=8, packing=packing
     )
@@ -486,14 +486,16 @@ def estimated_and_actual_memory(**layout: Any) -> list[dict[str, Any]]:
         {
             "recipe": "pretrain", "out": "unused", "model": {"path": layout["model"]}, "train": {"steps": 1},
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH}, "parallel": built.plan.parallel,
+            "optim": layout.get("optim", {}),
         }
     )  # fmt: skip
     estimate = estimate_memory(built.plan, config, layout.get("precision", "fp32"))
     moments = [
-        state[name]
+        tensor
         for adam in torch_optimizers(optimizer)
         for state in adam.state.values()
-        for name in ("exp_avg", "exp_avg_sq")
+        for name, tensor in state.items()
+        if name != "step"
     ]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in moments]
     parameters = [parameter for stage in built.stages for parameter in stage.parameters()]

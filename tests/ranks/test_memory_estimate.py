@@ -11,7 +11,12 @@ from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder
 
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
-    "llama": [{"tp": 2, "precision": "bf16"}, {"pp": 2}, {"fsdp": True}],
+    "llama": [
+        {"tp": 2, "precision": "bf16"},
+        {"pp": 2},
+        {"fsdp": True},
+        {"pp": 2, "optim": {"optimizer": "muon"}, "more": {"freeze": ["lm_head.*"]}},
+    ],
     "deepseek_v2": [{"ep": 2, "precision": "bf16"}],
 }
 

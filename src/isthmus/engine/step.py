@@ -289,7 +289,8 @@ class Stepper(Evaluator):
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Of the parameters without their own."""
+        return float(self.schedule.get_lr({}))
 
 
 _DIVERGED_HINT = "Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."

@@ -25,6 +25,20 @@ def trained_tensors(family: Family, arch: Architecture) -> dict[str, Placement]:
     }
 
 
+def hidden_matrices(family: Family, arch: Architecture) -> dict[str, Placement]:
+    """The weight matrices of the layers, by canonical name: no embeddings, output layer, routers, or single rows."""
+
+    def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+        outside = name.startswith(("embedding.", "output_layer.")) or ".router." in name
+        return not outside and len(shape) == 2 and min(shape) > 1
+
+    return {
+        name: placement
+        for name, placement in trained_tensors(family, arch).items()
+        if is_matrix(name, placement.rule.canonical_shape(arch))
+    }
+
+
 def values_by_pattern(
     family: Family, arch: Architecture, values: Mapping[str, Value], setting: str
 ) -> dict[str, Value]:

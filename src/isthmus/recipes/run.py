@@ -235,7 +235,7 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
             model = build_rank_model(config, context.plan, context.platform, position, context.precision)
         for message in model.messages:
             reporter.log(message)
-        optimizer = build_optimizer(model.stages, config.optim, config.train)
+        optimizer = build_optimizer(model.stages, config.optim, config.train, family=context.plan.family)
         schedule = build_schedule(optimizer, config.optim, data.steps)
         stepper = Stepper(model.stages, optimizer, schedule, objective_of(config))
         if config.recipe == "dpo" and config.dpo.has_reference:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,11 +10,17 @@ from isthmus.config.schema.section import Count, Section, refuse
 
 
 class OptimConfig(Section):
-    """AdamW and its learning rate schedule."""
+    """The optimizer and its learning rate schedule."""
 
     exclusive = ("warmup_steps", "warmup_fraction")
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the weight matrices of the layers, each Hugging Face matrix and expert by itself, and AdamW for
+    embeddings, output layer, norms, biases and routers."""
     lr: float = Field(default=2e-5, gt=0)
     """Peak learning rate."""
+    lr_multipliers: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Learning rates of tensors relative to lr, by patterns of their Hugging Face names, such as
+    {model.embed_tokens.*: 0.1}; the first matching pattern counts."""
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the schedule; constant ignores it."""
     schedule: Literal["cosine", "linear", "wsd", "constant", "polynomial", "cosine_with_restarts", "inverse_sqrt"] = (
@@ -44,12 +50,32 @@ class OptimConfig(Section):
     """Decay rate of Adam's second moment."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator of Adam's update."""
+    muon_lr: float | None = Field(default=None, gt=0)
+    """muon: peak learning rate of the matrices; their schedule is that of lr. null: lr."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """muon: decay rate of the (Nesterov) momentum."""
+    muon_ns_steps: Count = 5
+    """muon: Newton-Schulz iterations."""
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """muon: factor of the update of a matrix [M, N]: match_rms_adamw: 0.2 sqrt(max(M, N)), for learning rates of AdamW
+    (Moonlight); original: sqrt(max(1, M / N)), for learning rates about 0.02 (Keller Jordan)."""
     offload: bool = False
     """Keep Adam's moments (8 bytes per parameter) in host memory instead of GPU memory; steps get slower."""
 
     def warmup(self, steps: int) -> int:
         """Steps of the warm-up in a run of ``steps``."""
         return self.warmup_steps or int(self.warmup_fraction * steps)
+
+    @model_validator(mode="after")
+    def _settings_fit_the_optimizer(self) -> OptimConfig:
+        if self.optimizer == "muon":
+            if self.offload:
+                refuse("offload", "offload=true moves AdamW's moments, got optimizer=muon; leave one out")
+            return self
+        for name, field in type(self).model_fields.items():
+            if name.startswith("muon_") and getattr(self, name) != field.default:
+                refuse(name, f"{name}={getattr(self, name)} is for optimizer=muon, got {self.optimizer}; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> OptimConfig:

@@ -7,16 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from isthmus.engine.checkpoint.optimizer_state import is_tensor, local_elements, optimizer_state, own_elements
+from isthmus.engine.checkpoint.optimizer_state import is_tensor, optimizer_state, own_elements
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
-from isthmus.engine.parallel.sharded_params import local_rows
+from isthmus.engine.parallel.sharded_params import elements_before, local_elements
 
 
 def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: bool) -> dict[str, Any]:
     """This rank's rows of weights and optimizer state."""
     parameters = dict(model.module.named_parameters())
-    # The first element of this rank.
-    starts = {name: local_rows(each)[0] * (each.numel() // max(1, len(each))) for name, each in parameters.items()}
+    starts = {name: elements_before(each) for name, each in parameters.items()}
     weights = {name: entry for name, entry in model.sharded_tensors.items() if not is_tensor(entry)}
     for name, parameter in parameters.items():
         whole, local = model.sharded_tensors[name], local_elements(parameter)

@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from isthmus.engine.optim.optimizer import MOMENTS
+from isthmus.engine.optim.optimizer import own_shards
+from isthmus.engine.parallel.sharded_params import local_elements
 
 
 def optimizer_state(
@@ -28,13 +29,15 @@ def optimizer_state(
     """
     elements: dict[str, ShardedTensor] = {}
     for number, (entry, main, start) in enumerate(own):
-        for state, tensor in {"param": main, **{name: adam.state[main][name] for name in MOMENTS}}.items():
+        for state, tensor in {"param": main, **adam.state[main]}.items():
+            if state == "step":
+                continue
             named = replace(entry, key=f"optimizer.state.{state}.{entry.key}")
             parts = own_elements(named, local_elements(tensor), start, stacked=stacked)
             elements |= {f"{number}.{state}.{n}": part for n, part in enumerate(parts)}
     groups = [dict(group) for group in adam.param_groups]
     for group in groups:
-        group["step"] = float(next((state["step"] for state in adam.state.values()), 0))
+        group["step"] = float(next((state["step"] for state in adam.state.values() if "step" in state), 0))
         del group["params"]
     return {
         "optimizer": {"param_groups": groups},
@@ -46,7 +49,8 @@ def optimizer_state(
 def set_num_updates(adam: Any, steps: int) -> None:
     """Loading a checkpoint sets all other tensors in place."""
     for state in adam.state.values():
-        state["step"].fill_(steps)
+        if "step" in state:  # not of Muon
+            state["step"].fill_(steps)
 
 
 def distributed_state(optimizer: Any, model_state: dict[str, Any], *, stacked: bool) -> dict[str, Any]:
@@ -54,9 +58,8 @@ def distributed_state(optimizer: Any, model_state: dict[str, Any], *, stacked: b
     entries = {entry.data: entry for entry in nested_values(model_state) if is_tensor(entry)}
 
     def own() -> Iterator[tuple[ShardedTensor | ShardedTensorFactory, Tensor, int]]:
-        for parameter, (group, place) in optimizer.model_param_group_index_map.items():
-            start = optimizer._get_model_param_range_map(parameter)["param"].start
-            yield entries[parameter], optimizer.optimizer.param_groups[group]["params"][place], start
+        for parameter, main, start in own_shards(optimizer):
+            yield entries[parameter], main, start
 
     return optimizer_state(optimizer.optimizer, own(), stacked=stacked) | grad_scaler_state(optimizer)
 
@@ -125,9 +128,3 @@ def blocks(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[i
     if first < last:
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
     yield from part_of_row(last, last * row, end)
-
-
-def local_elements(tensor: Any) -> Tensor:
-    """This rank's elements of a tensor or DTensor, flat; shares the memory."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().view(-1)

@@ -1,25 +1,30 @@
-"""AdamW on Megatron-Core's distributed optimizer, and its offload to CPU memory."""
+"""AdamW and Muon on Megatron-Core's distributed optimizer, and the offload of AdamW to CPU memory."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as update
 
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
-from isthmus.engine.megatron_model import Decoder
+from isthmus.engine.megatron_model import Decoder, live_parameters
+from isthmus.engine.optim.muon import Muon, Shard
+from isthmus.engine.optim.param_groups import group_overrides, mark_parameters
 from isthmus.engine.parallel.ddp import OverlappingDataParallel
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
+from isthmus.engine.parallel.sharded_params import elements_before, local_elements
 from isthmus.engine.upstream.compat import use_torch_adam
+from isthmus.families.family import Family
+from isthmus.families.matched_tensors import hidden_matrices
 
 _DEFAULT_TRAIN = TrainConfig()
 MIN_LOSS_SCALE = 1.0
@@ -66,38 +71,47 @@ WrappedModel: TypeAlias = DistributedDataParallel | FullyShardedDataParallel
 
 
 def build_optimizer(
-    model: Sequence[WrappedModel], optim: OptimConfig, train: TrainConfig = _DEFAULT_TRAIN
+    model: Sequence[WrappedModel],
+    optim: OptimConfig,
+    train: TrainConfig = _DEFAULT_TRAIN,
+    *,
+    family: Family | None = None,
 ) -> MegatronOptimizer:
-    """AdamW over this rank's shard of the parameters, with float32 main weights for a 16-bit model.
+    """AdamW or Muon over this rank's shard of the parameters, with float32 main weights for a 16-bit model.
 
     Call it after loading the weights: it copies them to the main weights. With FSDP the shards are float32 and are
-    updated in place.
+    updated in place. ``family`` is needed for Muon and for settings with patterns of tensor names. Raises UsageError if
+    such a pattern does not fit the model.
     """
     use_torch_adam()
+    if family is not None:
+        mark_parameters(model, optim, family)
     by_rows = isinstance(model[0], FullyShardedDataParallel)
     dtype = torch.float32 if by_rows else model[0].config.params_dtype
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        initial_loss_scale=train.initial_loss_scale,
+        min_loss_scale=MIN_LOSS_SCALE,
+        loss_scale_window=train.loss_scale_window,
+        hysteresis=1,  # each overflow costs a step, so the first one counts
+        params_dtype=dtype,
+        use_distributed_optimizer=not by_rows,
+        overlap_param_gather=model[0].ddp_config.overlap_param_gather,
+    )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=optim.lr,
-            min_lr=optim.min_lr,
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.beta1,
-            adam_beta2=optim.beta2,
-            adam_eps=optim.eps,
-            clip_grad=optim.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            fp16=dtype == torch.float16,
-            initial_loss_scale=train.initial_loss_scale,
-            min_loss_scale=MIN_LOSS_SCALE,
-            loss_scale_window=train.loss_scale_window,
-            hysteresis=1,  # each overflow costs a step, so the first one counts
-            params_dtype=dtype,
-            use_distributed_optimizer=not by_rows,
-            overlap_param_gather=model[0].ddp_config.overlap_param_gather,
-        ),
+        settings,
         list(model),
         use_gloo_process_groups=False,
+        **group_overrides(model, optim, settings),
     )
     for one in distributed_optimizers(optimizer):
         for group in one.optimizer.param_groups:
@@ -105,7 +119,28 @@ def build_optimizer(
         if optim.offload:
             one.optimizer = CpuOffloadAdamW.from_adamw(one.optimizer)
         create_state(one.optimizer)
+    if optim.optimizer == "muon":
+        # update_weights steps it: the optimizers of the chain are not the same on all ranks of a stage.
+        stepped: Any = optimizer
+        stepped.muon = _muon(model, optimizer, optim, family)
     return optimizer
+
+
+def _muon(
+    model: Sequence[WrappedModel], optimizer: MegatronOptimizer, optim: OptimConfig, family: Family | None
+) -> Muon:
+    assert family is not None
+    decoder: Any = model[0].module
+    names = {parameter: name for name, parameter in live_parameters(list(model)).items()}
+    shards: dict[str, Shard] = {}
+    for one in distributed_optimizers(optimizer):
+        groups = {main: group for group in one.optimizer.param_groups for main in group["params"] if group.get("muon")}
+        for parameter, main, start in own_shards(one):
+            if main in groups:
+                momentum = local_elements(one.optimizer.state[main]["momentum_buffer"])
+                shards[names[parameter]] = Shard(main, momentum, start, groups[main])
+    rules = {name: placement.rule for name, placement in hidden_matrices(family, decoder.architecture).items()}
+    return Muon(shards, rules, decoder.architecture, optim, decoder.config.device)
 
 
 def chain(optimizer: MegatronOptimizer) -> list[Any]:
@@ -116,6 +151,17 @@ def chain(optimizer: MegatronOptimizer) -> list[Any]:
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     """Those of the chain with parameters on this rank."""
     return [each for each in chain(optimizer) if getattr(each, "buffers", True)]  # FSDP's optimizer has no buffers
+
+
+def own_shards(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+    """The model's parameters of an optimizer of the chain: parameter, main weights of this rank, elements before."""
+    if not hasattr(optimizer, "buffers"):  # FSDP
+        for parameter in optimizer.get_parameters():
+            yield parameter, parameter, elements_before(parameter)
+        return
+    for parameter, (group, place) in optimizer.model_param_group_index_map.items():
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+        yield parameter, optimizer.optimizer.param_groups[group]["params"][place], start
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
@@ -152,12 +198,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def create_state(adam: torch.optim.Optimizer) -> None:
-    """Create the state that AdamW creates in its first step: a checkpoint may be saved or loaded before.
+    """Create the state that AdamW and Muon have after a step: a checkpoint may be saved or loaded before.
 
     :class:`CpuOffloadAdamW` has its moments on the host only, so they need no memory on the device.
     """
     for group in adam.param_groups:
         for parameter in group["params"]:
+            if group.get("muon"):
+                adam.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+                continue
             step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
             if isinstance(adam, CpuOffloadAdamW):
                 # Copies overlap with computation only from pinned memory.

@@ -61,6 +61,9 @@ def update_weights(optimizer: MegatronOptimizer, norm: float) -> None:
         grads = [to_local_if_dtensor(weight.grad) for weight in weights if weight.grad is not None]
         if grads:  # a rank may have no part of a small model
             torch._foreach_mul_(grads, factor)
+    muon = getattr(optimizer, "muon", None)
+    if muon is not None:
+        muon.step()
     optimizer.step_with_ready_grads()
 
 

@@ -22,6 +22,11 @@ def local_rows(tensor: DTensor) -> tuple[int, int]:
     return start, min(rows, start + per_rank)
 
 
+def elements_before(tensor: DTensor) -> int:
+    """Number of elements in the rows of earlier ranks."""
+    return local_rows(tensor)[0] * (tensor.numel() // max(1, len(tensor)))
+
+
 @contextmanager
 def full_to_shard(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor for all rows; on exit a sharded ``tensor`` copies its own rows from it, a quantized one all."""
@@ -42,6 +47,12 @@ def full_to_shard(tensor: Tensor) -> Iterator[Tensor]:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather all rows; collective over the ranks of the mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_elements(tensor: Any) -> Tensor:
+    """This rank's elements of a tensor or DTensor, flat; shares the memory."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().view(-1)
 
 
 @contextmanager

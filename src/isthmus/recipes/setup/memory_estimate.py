@@ -13,6 +13,7 @@ from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
+from isthmus.families.matched_tensors import hidden_matrices
 from isthmus.families.rules.mtp import is_mtp_copy
 from isthmus.families.rules.shard import Layout, local_shape
 from isthmus.platforms.base import Platform
@@ -81,21 +82,22 @@ def estimate_ranks(
 ) -> list[MemoryEstimate]:
     """Estimate the memory of each pipeline rank.
 
-    Gradients are float32. The optimizer keeps two float32 moments per parameter (in host memory with ``optim.offload``)
-    and a float32 copy of 16-bit weights; replicas shard both. Frozen parameters have neither. fsdp shards float32
-    weights, gradients and moments, and gathers the largest layer, the embedding and the output layer. A DPO sample is a
-    pair of answers. ``gpu_bytes`` adds the temporary memory of a GPU of this size.
+    Gradients are float32. AdamW keeps two float32 moments per parameter (in host memory with ``optim.offload``), Muon
+    one, and both a float32 copy of 16-bit weights; replicas shard them. Frozen parameters have neither. fsdp shards
+    float32 weights, gradients and moments, and gathers the largest layer, the embedding and the output layer. A DPO
+    sample is a pair of answers. ``gpu_bytes`` adds the temporary memory of a GPU of this size.
     """
     parallel = plan.parallel
     counts, gathered = _count_parameters(plan.family, plan.architecture, parallel)
     all_trained, _ = _count_parameters(plan.family, plan.architecture, parallel, plan.frozen)
+    by_muon = _count_muon(plan, config)
     element = DTYPES[precision].itemsize
     replicas = parallel.dp(plan.world_size) * parallel.cp
     expert_replicas = max(1, plan.world_size // (parallel.pp * parallel.expert_tp * parallel.ep))
     moments = 0 if config.optim.offload else 8
     state = moments + (4 if element < 4 else 0)
     estimates: list[MemoryEstimate] = []
-    for rank, (count, trained) in enumerate(zip(counts, all_trained, strict=True)):
+    for rank, (count, trained, muon) in enumerate(zip(counts, all_trained, by_muon, strict=True)):
         total, float32, expert = trained.total(), trained["float32"], trained["expert"]
         ordinary = total - float32 - expert
         activations = activation_bytes(plan, config, precision, rank, on_gpu=gpu_bytes is not None)
@@ -104,10 +106,12 @@ def estimate_ranks(
             shard = math.ceil(total / replicas)
             weights = 4 * shard + math.ceil(element * (count.total() - total) / replicas)
             weights += gathered * element if replicas > 1 or element < 4 else 0
-            estimates.append(MemoryEstimate(count.total(), weights, 4 * shard, 8 * shard, activations, temporary))
+            optimizer = 8 * shard - 4 * muon.total() // replicas
+            estimates.append(MemoryEstimate(count.total(), weights, 4 * shard, optimizer, activations, temporary))
             continue
         optimizer = math.ceil((state * ordinary + moments * float32) / replicas)
         optimizer += math.ceil(state * expert / expert_replicas)
+        optimizer -= 4 * ((muon.total() - muon["expert"]) // replicas + muon["expert"] // expert_replicas)
         weights = element * (count.total() - count["float32"]) + 4 * count["float32"]
         offloaded = 0
         if config.optim.offload:
@@ -118,6 +122,14 @@ def estimate_ranks(
             MemoryEstimate(count.total(), weights, 4 * total, optimizer, activations, temporary, quantized, offloaded)
         )
     return estimates
+
+
+def _count_muon(plan: ModelPlan, config: RunConfig) -> list[Counter[str]]:
+    """Parameters of each pipeline rank that Muon updates, by kind."""
+    if config.optim.optimizer != "muon":
+        return [Counter()] * plan.parallel.pp
+    others = plan.family.placements(plan.architecture).keys() - hidden_matrices(plan.family, plan.architecture).keys()
+    return _count_parameters(plan.family, plan.architecture, plan.parallel, plan.frozen | others)[0]
 
 
 def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precision: str, *, ranks_here: int) -> str:

@@ -12,7 +12,7 @@ from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, Dropout
 from isthmus.families.family import Family
-from isthmus.families.matched_tensors import frozen_tensors, trained_tensors
+from isthmus.families.matched_tensors import frozen_tensors, trained_tensors, values_by_pattern
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import check_tp_size
 from isthmus.hf.model_folder import ModelFolder
@@ -100,6 +100,7 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     check_micro_batches(config.train, plan.parallel, plan.world_size)
     _check_positions(config, plan.architecture)
     _check_recompute(config, plan)
+    values_by_pattern(plan.family, plan.architecture, config.optim.lr_multipliers, "optim.lr_multipliers")
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
     check_fsdp_torch(plan.parallel)

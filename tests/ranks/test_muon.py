@@ -1,0 +1,78 @@
+"""Muon equals torch's, in every layout, and resumes bitwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks.rank_pool import RankPool
+from ranks.test_layouts import max_relative_difference
+from ranks.tiny import build_model_folder
+
+STEPS, HALF = 5, 3
+OPTIM: dict[str, Any] = {"optimizer": "muon"}
+GROUPS = {"muon_lr": 2e-3, "lr_multipliers": {"lm_head.*": 0.5, "*.o_proj.*": 0.1}}
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is new in torch 2.9")
+@pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "fp32"), ("deepseek_v3", "bf16")])
+def test_weights_equal_those_of_torch(
+    family: str, precision: str, one: RankPool, samples: Path, tmp_path: Path
+) -> None:
+    model = build_model_folder(tmp_path / family, family, tie_word_embeddings=False)
+    result = one.run(
+        "ranks.muon_tasks.difference_to_torch",
+        steps=4,
+        model=model,
+        samples=samples,
+        precision=precision,
+        optim=OPTIM | {"warmup_steps": 0, "schedule": "constant", "clip_grad": 0.0},
+    )
+    assert result["matrices"] > 40
+    wrong = {name: value for name, value in result["worst"].items() if value >= 1e-6}
+    assert not wrong
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "moe"
+    return build_model_folder(folder, "qwen3_moe", tie_word_embeddings=False, num_hidden_layers=2, num_experts=4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(2, {}, id="dp2"),
+        pytest.param(2, {"tp": 2, "sp": True, "precision": "bf16"}, id="tp2-bf16"),
+        pytest.param(2, {"fsdp": True}, id="fsdp"),
+        pytest.param(4, {"tp": 2, "sp": True, "etp": 1, "ep": 2}, id="tp2-ep2-dp2"),
+    ],
+)
+def test_layouts_equal_one_rank_and_resume(
+    ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], moe: Path, samples: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"model": moe, "samples": samples, "steps": STEPS, "optim": OPTIM | GROUPS}
+    task, precision = "ranks.tasks.train", layout.get("precision", "fp32")
+    alone = worlds[1].run(task, save_at=[HALF], root=tmp_path / "alone", **settings, precision=precision)
+    whole = worlds[ranks].run(task, save_at=[HALF], root=tmp_path, **settings, **layout)
+    # Newton-Schulz iterations are in bfloat16, so differences in the last bit of a gradient grow.
+    tolerance = 1e-5 if precision == "fp32" else 1e-3
+    assert max_relative_difference(whole["loss"], alone["loss"]) < tolerance
+    resumed = worlds[ranks].run(task, resume=tmp_path / f"iter_{HALF:07d}", **settings, **layout)
+    assert resumed["digest"] == whole["digest"]
+    elsewhere = worlds[ranks].run(task, resume=tmp_path / "alone" / f"iter_{HALF:07d}", **settings, **layout)
+    assert max_relative_difference(elsewhere["loss"], alone["loss"][HALF:]) < tolerance
+
+
+def test_tensors_have_their_own_learning_rates(one: RankPool, models: dict[str, Path], samples: Path) -> None:
+    """The first step of AdamW is that of the sign, as long as the gradient is larger than eps."""
+    groups = {"model.embed_tokens.*": 0.1, "model.layers.0.*norm*": 3.0}
+    optim = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0, "lr_multipliers": groups}
+    found = one.run("ranks.muon_tasks.changes", model=models["qwen3-tied"], samples=samples, optim=optim)
+    assert found["lr"] == 1e-3
+    assert found["embedding.word_embeddings.weight"] == pytest.approx(1e-4, rel=1e-2)
+    assert found["decoder.layers.0.self_attention.linear_proj.weight"] == pytest.approx(1e-3, rel=1e-2)
+    assert found["decoder.layers.0.input_layernorm.weight"] == pytest.approx(3e-3, rel=1e-2)
