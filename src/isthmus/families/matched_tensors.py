@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from isthmus.errors import UsageError
@@ -40,9 +40,11 @@ def hidden_matrices(family: Family, arch: Architecture) -> dict[str, Placement]:
 
 
 def values_by_pattern(
-    family: Family, arch: Architecture, values: Mapping[str, Value], setting: str
+    family: Family, arch: Architecture, values: Mapping[str, Value], setting: str, frozen: Collection[str] = ()
 ) -> dict[str, Value]:
     """The value of the first ``fnmatch`` pattern that matches a trained tensor, by canonical name.
+
+    ``frozen`` are canonical names of tensors that are not trained.
 
     Raises:
         UsageError: a pattern matches no tensor, or tensors that are one tensor in training have different values.
@@ -50,6 +52,8 @@ def values_by_pattern(
     patterns = {pattern: re.compile(fnmatch.translate(pattern)) for pattern in values}
     unused, found, names = dict.fromkeys(values), dict[str, Value](), dict[str, None]()
     for canonical, placement in trained_tensors(family, arch).items():
+        if canonical in frozen:
+            continue
         of_parts: dict[str, str | None] = {}
         for name in placement.hf:
             matching = [pattern for pattern, compiled in patterns.items() if compiled.match(name)]

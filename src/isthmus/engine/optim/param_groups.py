@@ -18,8 +18,11 @@ def mark_parameters(model: Sequence[Any], optim: OptimConfig, family: Family) ->
 
     Other code may set ``lr_multiplier`` of parameters that are no tensors of the family.
     """
-    architecture = model[0].module.architecture
-    multipliers = values_by_pattern(family, architecture, optim.lr_multipliers, "optim.lr_multipliers")
+    decoder = model[0].module
+    architecture = decoder.architecture
+    multipliers = values_by_pattern(
+        family, architecture, optim.lr_multipliers, "optim.lr_multipliers", frozen=decoder.frozen
+    )
     matrices = hidden_matrices(family, architecture) if optim.optimizer == "muon" else {}
     for name, parameter in live_parameters(list(model)).items():
         marked: Any = parameter

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field, replace
 
-from isthmus.config.schema import ParallelConfig, RunConfig, TrainConfig
+from isthmus.config.schema import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
 from isthmus.convert.merged_weights import MergedWeights
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, Dropout
 from isthmus.families.family import Family
-from isthmus.families.matched_tensors import frozen_tensors, trained_tensors, values_by_pattern
+from isthmus.families.matched_tensors import (
+    frozen_tensors,
+    hidden_matrices,
+    trained_tensors,
+    values_by_pattern,
+)
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import check_tp_size
 from isthmus.hf.model_folder import ModelFolder
@@ -100,7 +105,7 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     check_micro_batches(config.train, plan.parallel, plan.world_size)
     _check_positions(config, plan.architecture)
     _check_recompute(config, plan)
-    values_by_pattern(plan.family, plan.architecture, config.optim.lr_multipliers, "optim.lr_multipliers")
+    _check_optimizer(config.optim, plan)
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
     check_fsdp_torch(plan.parallel)
@@ -118,6 +123,15 @@ def _check_positions(config: RunConfig, architecture: Architecture) -> None:
         raise UsageError(
             f"data.seq_length={longest} is more than the {positions} learned positions of this model "
             f"({architecture.family}). Use {positions} or less."
+        )
+
+
+def _check_optimizer(optim: OptimConfig, plan: ModelPlan) -> None:
+    values_by_pattern(plan.family, plan.architecture, optim.lr_multipliers, "optim.lr_multipliers", frozen=plan.frozen)
+    if optim.optimizer == "muon" and hidden_matrices(plan.family, plan.architecture).keys() <= plan.frozen:
+        raise UsageError(
+            "optim.optimizer=muon updates the weight matrices of the layers, and all of them are frozen in this run. "
+            "Use optim.optimizer=adamw."
         )
 
 

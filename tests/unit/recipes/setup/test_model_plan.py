@@ -111,6 +111,23 @@ def test_recompute_names_existing_layers(train: dict[str, Any], message: str, tm
         check_training(config, plan_model(config))
 
 
+@pytest.mark.parametrize(
+    ("optim", "freeze", "message"),
+    [
+        ({"optimizer": "muon"}, ["model.layers.*"], "optim.optimizer=muon updates the weight matrices .* frozen"),
+        ({"lr_multipliers": {"lm_head.*": 0.1}}, ["lm_head.*"], r"optim.lr_multipliers: lm_head.\* matches no trained"),
+        ({"lr_multipliers": {"*.up_proj.*": 0.1}}, [], r"gate_proj.weight and .*up_proj.weight differently"),
+    ],
+)
+def test_optimizer_settings_apply_to_trained_tensors(
+    optim: dict[str, Any], freeze: list[str], message: str, tmp_path: Path
+) -> None:
+    config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24, freeze=freeze)
+    config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
+    with pytest.raises(UsageError, match=message):
+        check_training(config, plan_model(config))
+
+
 def test_recomputing_rotary_embeddings_of_shared_heads_is_refused(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen3", num_hidden_layers=2)
     config = config_of(model, 24, recompute="selective", recompute_modules=["rope"])
