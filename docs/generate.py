@@ -235,6 +235,7 @@ _GUIDES = {
     "demo": "[Tutorial](../tutorial.md)",
     "prepare": "[Preprocess data](../how-to/preprocess-data.md)",
     "convert": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",
+    "merge": "[LoRA adapters](../how-to/lora.md)",
     "verify": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",
     "config": "[Config files](../how-to/config-files.md)",
     "config from-megatron": "[Migrate from Megatron-LM](../how-to/migrate-from-megatron-lm.md)",
