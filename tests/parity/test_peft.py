@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from isthmus.config.schema import RunConfig
 from isthmus.convert.transfer import convert
+from isthmus.engine.lora.adapter import Adapter
 from isthmus.errors import UsageError
+from isthmus.families.adapted_linears import adapted_linears
+from isthmus.families.registry import family_for
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.pissa import principal_part
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_adapter, build_model_folder
 
-pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
+peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-dora": (
         "qwen3",
@@ -62,3 +72,63 @@ def test_checkpoint_of_adapters_is_not_converted(one: RankPool, samples: Path, t
         UsageError, match=r"saved has the adapters of a run with lora .* isthmus merge BASE RUN/adapter"
     ):
         convert(tmp_path / "saved", tmp_path / "out")
+
+
+def test_pissa_starts_as_in_peft(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
+    """The model computes what it did; adapters and remaining weights are those of PEFT, also with split weights."""
+    base = build_model_folder(tmp_path / "base", "qwen3", tie_word_embeddings=False, num_hidden_layers=2)
+    lora = {"rank": 3, "alpha": 5, "init": "pissa", "targets": ["q_proj", "o_proj", "up_proj"]}
+    run: dict[str, Any] = {"model": base, "samples": samples, "micro_batch_size": 2}
+    plain = one.run("ranks.tasks.train", steps=0, evaluate=True, **run)["valid_before"]
+    alone = one.run("ranks.tasks.train", steps=3, evaluate=True, lora=lora, **run)
+    assert alone["valid_before"] == pytest.approx(plain, rel=1e-6)
+    for layout in ({"tp": 2}, {"pp": 2}):
+        found = two.run("ranks.tasks.train", steps=3, evaluate=True, lora=lora, **run, **layout)
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    fast = one.run("ranks.tasks.train", steps=0, evaluate=True, lora=lora | {"init": "pissa_niter_4"}, **run)
+    assert fast["valid_before"] == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_principal_parts_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    base = build_model_folder(tmp_path / "base", family, num_hidden_layers=1)
+    target = "c_attn" if family == "gpt2" else "k_proj"
+    config = peft.LoraConfig(
+        r=3, lora_alpha=7, target_modules=[target], init_lora_weights="pissa", task_type="CAUSAL_LM"
+    )
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    source = ModelFolder.open(base)
+    kind = family_for(source.config)
+    (linear,) = (
+        one for own in adapted_linears(kind, kind.to_architecture(source.config), [target]).values() for one in own
+    )
+    a, b = principal_part(Adapter(linear, 3, 7 / 3), source, None, torch.device("cpu"))
+    weights = {name: parameter for name, parameter in theirs.named_parameters() if linear.module in name}
+    remaining = source.read(linear.tensors[0])
+    remaining = remaining - 7 / 3 * ((b @ a).mT if linear.transposed else b @ a)
+    for name, value in (("lora_A.default", a), ("lora_B.default", b), ("base_layer", remaining)):
+        (expected,) = (each for each_name, each in weights.items() if f".{name}.weight" in each_name)
+        torch.testing.assert_close(value, expected.data, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "message"),
+    [
+        ("llama", {"dora": True}, "lora.init=pissa with lora.dora=true"),
+        ("mixtral", {"targets": ["experts.down_proj"]}, "is not for routed experts (model.layers.0.mlp.experts.down"),
+        ("llama", {"rank": 33, "targets": ["k_proj"]}, "k_proj has 32 singular values, fewer than lora.rank=33"),
+    ],
+)
+def test_refusals_of_pissa(family: str, lora: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "recipe": "pretrain",
+            "out": "unused",
+            "model": {"path": str(build_model_folder(tmp_path / "base", family, num_hidden_layers=1))},
+            "data": {"files": ["unused"]},
+            "train": {"steps": 1},
+            "lora": {"rank": 2, "init": "pissa"} | lora,
+        }
+    )
+    with pytest.raises(UsageError, match=re.escape(message)):
+        plan_model(config, world_size=1)

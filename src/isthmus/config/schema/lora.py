@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -30,8 +30,10 @@ class LoraConfig(Section):
     """Linear layers with adapters, by the names of transformers: all-linear, q_proj, a path, or a pattern of paths."""
     modules_to_save: Names = ()
     """Other modules of the Hugging Face model that are trained whole, such as embed_tokens or lm_head."""
-    init: Literal["kaiming", "gaussian"] = "kaiming"
-    """Initial A of an adapter, as in PEFT: uniform (kaiming), or normal with standard deviation 1 / rank. B is zero."""
+    init: str = Field(default="kaiming", pattern=r"^(kaiming|gaussian|pissa(_niter_[1-9]\d*)?)$")
+    """Initial adapters, as in PEFT. B is zero and A uniform (kaiming) or normal with standard deviation 1 / rank
+    (gaussian), or B A is the part of the weight with the largest singular values, which is subtracted from it (pissa,
+    arXiv 2404.02948; pissa_niter_4 computes it with 4 iterations, much faster)."""
     dora: bool = False
     """Also train the magnitude of each row of the adapted weights (DoRA, arXiv 2402.09353)."""
     rslora: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 import torch
 from megatron.core import parallel_state
@@ -114,6 +114,14 @@ def load_adapters(model: Sequence[Any], source: AdapterSource) -> None:
             _copy(tensors["lora_magnitude_vector"], source)
 
 
+@torch.no_grad()
+def subtract_adapters(model: Sequence[Any]) -> None:
+    """Subtract ``scale * B @ A`` from the weights, so that the model computes what it did without adapters."""
+    for layer, low_rank in adapted_layers(model):
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        weight.copy_(weight.float() - low_rank.joined_b().float() @ low_rank.joined_a().float())
+
+
 def _copy(tensors: Sequence[AdapterTensor], source: AdapterSource) -> None:
     for tensor in tensors:
         if (whole := source(tensor.adapter, tensor.role)) is not None:
@@ -124,7 +132,8 @@ def _copy(tensors: Sequence[AdapterTensor], source: AdapterSource) -> None:
 class InitialAdapters:
     """The initial values of PEFT. A tensor depends only on the seed and its name, not on the layout."""
 
-    def __init__(self, init: Literal["kaiming", "gaussian"], seed: int) -> None:
+    def __init__(self, init: str, seed: int) -> None:
+        """``init`` is ``kaiming`` or ``gaussian``."""
         self.init, self.seed = init, seed
 
     def __call__(self, adapter: Adapter, role: Role) -> Tensor | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from isthmus.config.schema import RunConfig
+from isthmus.config.schema import LoraConfig, RunConfig
 from isthmus.convert.merged_weights import linears_with_adapter
 from isthmus.engine.lora.adapter import Adapter, AdapterSet, Role
 from isthmus.errors import UsageError
@@ -17,6 +17,7 @@ from isthmus.families.family import Family
 from isthmus.families.matched_tensors import trained_tensors
 from isthmus.hf.peft_folder import PeftFolder
 from isthmus.recipes.setup.model_source import local_folder
+from isthmus.recipes.setup.pissa import PISSA
 
 
 def plan_adapters(
@@ -51,6 +52,8 @@ def plan_adapters(
     }
     adapters = AdapterSet(of_weights=of_weights, dropout=lora.dropout, dora=lora.dora)
     _check_experts(adapters, arch)
+    if lora.init.startswith(PISSA):
+        _check_pissa(lora, adapters)
     return adapters
 
 
@@ -74,6 +77,25 @@ def _check_experts(adapters: AdapterSet, arch: Architecture) -> None:
             raise UsageError(
                 f"{module}: {len(experts)} of {arch.moe.num_experts} routed experts of the layer have adapters"
                 f"{'' if len(ranks) == 1 else ', of different ranks'}. Give adapters of one rank to all of them."
+            )
+
+
+def _check_pissa(lora: LoraConfig, adapters: AdapterSet) -> None:
+    """Raise UsageError if the adapters cannot start as parts of the weights."""
+    if lora.dora:
+        raise UsageError(
+            "lora.init=pissa with lora.dora=true: the adapter could not be exported. Leave one of them out."
+        )
+    for adapter in (adapter for own in adapters.of_weights.values() for adapter in own):
+        linear, widest = adapter.linear, min(adapter.linear.out, adapter.linear.inputs)
+        if linear.expert is not None:
+            raise UsageError(
+                f"lora.init={lora.init} is not for routed experts ({linear.module}). Name other lora.targets."
+            )
+        if adapter.rank > widest:
+            raise UsageError(
+                f"lora.init={lora.init}: {linear.module} has {widest} singular values, fewer than lora.rank="
+                f"{adapter.rank}. Name lora.targets without it, or lower the rank."
             )
 
 

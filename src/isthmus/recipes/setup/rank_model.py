@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,12 @@ from isthmus.families.rules.shard import Layout
 from isthmus.platforms.base import Platform
 from isthmus.recipes.setup.lora_plan import ExistingAdapters
 from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.recipes.setup.pissa import PISSA, PissaAdapters
 
 if TYPE_CHECKING:
     from isthmus.engine.attention_backends.selection import Selection
     from isthmus.engine.layers.fp8_linear import Fp8Recipe
+    from isthmus.engine.lora.attach import AdapterSource
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Dtype of weights and activations by precision; fp8 applies to matmul inputs only."""
@@ -34,6 +36,8 @@ class RankModel:
     """One decoder, or ``parallel.vpp`` decoders, or their data-parallel wrappers."""
     messages: tuple[str, ...] = ()
     """For the log."""
+    pissa: PissaAdapters | None = None
+    """The adapters that were subtracted from the weights."""
 
     @property
     def layout(self) -> Layout:
@@ -69,7 +73,13 @@ def build_rank_model(
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
     ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
-    from isthmus.engine.lora.attach import InitialAdapters, attach_adapters, load_adapters
+    from isthmus.engine.lora.attach import (
+        InitialAdapters,
+        adapter_tensors,
+        attach_adapters,
+        load_adapters,
+        subtract_adapters,
+    )
     from isthmus.engine.megatron_model import build_stages, freeze, live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
@@ -113,8 +123,16 @@ def build_rank_model(
         source = RandomWeights(plan.family, plan.architecture, config.train.seed)
     import_weights(live_tensors(stages), plan.family, plan.architecture, source, layout=model.layout)
     if plan.adapters is not None:
-        start = None if plan.existing is None else ExistingAdapters(plan.existing)
-        load_adapters(stages, start or InitialAdapters(config.lora.init, config.train.seed))
+        start: AdapterSource = InitialAdapters(config.lora.init, config.train.seed)
+        if plan.existing is not None:
+            start = ExistingAdapters(plan.existing)
+        elif config.lora.init.startswith(PISSA):
+            own = {tensor.adapter.linear for tensor in adapter_tensors(stages)}
+            start = pissa = PissaAdapters(config.lora.init, plan.adapters, source, own, device)
+            model = replace(model, pissa=pissa)
+        load_adapters(stages, start)
+        if model.pissa is not None:
+            subtract_adapters(stages)
     if config.model.init != "random" and plan.architecture.mtp_layers:
         agree(lambda: _check_mtp_copies(model, mtp_shared_tensors(stages)))
     return model
