@@ -227,13 +227,19 @@ def train(
     lr: list[float],
     weight_decay: float,
     lora: dict[str, Any] | None = None,
+    adapter: str | None = None,
 ) -> dict[str, list[float]]:
     """Reference implementation of :func:`ranks.tasks.train` with transformers and torch only.
 
     Samples are not packed, the loss is the mean over the loss tokens of the global batch, and torch's AdamW updates the
-    weights. ``lr`` has one entry per step. With ``lora``, a section of the config, PEFT's adapters are trained.
+    weights. ``lr`` has one entry per step. With ``lora``, a section of the config, PEFT's adapters are trained; with
+    ``adapter``, those of this folder.
     """
     network = network_with_adapters(model, lora) if lora else base(model)
+    if adapter is not None:
+        import peft
+
+        network = peft.PeftModel.from_pretrained(network, adapter, is_trainable=True)
     network.train()
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     with_decay = [parameter for parameter in trained if parameter.dim() > 1]

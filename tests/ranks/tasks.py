@@ -35,6 +35,7 @@ from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import Diverged, IsthmusError
 from isthmus.recipes.dpo_reference import compute_reference, objective_of
+from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import export_hf
 from isthmus.recipes.setup.load_model import load_model, model_logits
 from isthmus.recipes.setup.memory_estimate import estimate_memory
@@ -58,6 +59,7 @@ class Training:
     stepper: Stepper
     batches: Batches
     valid: Batches
+    config: RunConfig
 
 
 def start(
@@ -133,14 +135,14 @@ def start(
     store = open_samples(samples)
     stepper = Stepper(built.stages, optimizer, build_schedule(optimizer, chosen, TOTAL_STEPS), objective_of(config))
     if dpo is None:
-        return Training(built, stepper, Batches(store, sizes, shard), Batches(store, in_order, shard))
+        return Training(built, stepper, Batches(store, sizes, shard), Batches(store, in_order, shard), config)
     pairs, valid = PairBatches(store, sizes, shard), PairBatches(store, in_order, shard)
     parts = {"train": pairs, "valid": valid}
     if not config.dpo.has_reference:
-        return Training(built, stepper, pairs, valid)
+        return Training(built, stepper, pairs, valid, config)
     path = Path(reference or tempfile.mkdtemp()) / "reference.npz"
     compute_reference(stepper, parts, path, built.position, fresh=fresh, stop=StopFlag(), log=print)
-    return Training(built, stepper, pairs, valid)
+    return Training(built, stepper, pairs, valid, config)
 
 
 def train(
@@ -153,14 +155,17 @@ def train(
     evaluate: bool = False,
     slow_rank: int | None = None,
     overflow_at: list[int] | None = None,
+    exports: str | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
     """Train up to step ``steps``; returns curves by step and a digest of the final state.
 
     Rank ``slow_rank`` sleeps before each stage, so that messages to it wait. In the steps ``overflow_at`` (from 0) the
-    last rank has one infinite gradient.
+    last rank has one infinite gradient. Folder ``exports`` gets the adapters before and after, and the merged model.
     """
     training = start(**layout)
+    if exports is not None:
+        export_adapter(training.model, training.config, Path(exports, "before"))
     if dist.get_rank() == slow_rank:
         for stage in training.stepper.model:
             stage.register_forward_pre_hook(lambda *_: time.sleep(0.02))
@@ -189,6 +194,9 @@ def train(
         if step + 1 in (save_at or ()):
             progress = save_load.Progress(step=step + 1, data="these samples")
             save_load.save(Path(root or ""), stepper, progress, parallel, keep=keep)
+    if exports is not None:
+        export_adapter(training.model, training.config, Path(exports, "adapter"))
+        export_hf(training.model, Path(exports, "hf"), None, dtype=None, replace=False)
     if evaluate:
         result["valid_after"] = stepper.evaluate(training.valid.eval_batches()).loss
     return result | {"digest": _digest(training)}

@@ -12,7 +12,14 @@ from ranks.test_layouts import CURVES, TOLERANCE, max_relative_difference
 from ranks.tiny import build_model_folder
 
 STEPS = 6
-LORA: dict[str, Any] = {"rank": 4, "alpha": 16}
+LORA: dict[str, Any] = {"rank": 4, "alpha": 16, "dropout": 0.1}
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+SETTINGS: dict[str, Any] = {
+    "qwen3": {"lora": LORA},
+    "latent": {"lora": LORA | {"targets": LATENT, "dora": True, "dropout": 0.0}},
+    "shared-heads": {"lora": LORA | {"targets": ["k_proj", "v_proj", "down_proj"]}},
+}
+"""By model; one of them has adapters of DoRA, one has adapters of some of the linear layers only."""
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
         "qwen3": build_model_folder(root / "qwen3", "qwen3", tie_word_embeddings=False),
+        "shared-heads": build_model_folder(root / "shared-heads", "llama", num_key_value_heads=1),
         "latent": build_model_folder(root / "latent", "deepseek_v3", first_k_dense_replace=4),
     }
 
@@ -28,7 +36,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def alone(one: RankPool, folders: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
     """Runs of one process, by model."""
     return {
-        name: one.run("ranks.tasks.train", model=folder, samples=samples, steps=STEPS, micro_batch_size=2, lora=LORA)
+        name: one.run(
+            "ranks.tasks.train", model=folder, samples=samples, steps=STEPS, micro_batch_size=2, **SETTINGS[name]
+        )
         for name, folder in folders.items()
     }
 
@@ -45,12 +55,38 @@ def test_adapters_reduce_the_loss(alone: dict[str, dict[str, Any]]) -> None:
         assert run["loss"][-1] < run["loss"][0]
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "sp": False}, {"tp": 2, "sp": True}, {"pp": 2}, {}, {"cp": 2}])
-@pytest.mark.parametrize("model", ["qwen3", "latent"])
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2, "sp": False},
+    "tp2-sp-recomputed": {"tp": 2, "sp": True, "recompute": "full"},
+    "pp2-recomputed": {"pp": 2, "recompute": "selective", "more": {"recompute_modules": ["mlp", "core_attn"]}},
+    "dp2": {},
+    "cp2": {"cp": 2, "recompute": "selective"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", SETTINGS)
 def test_layouts_train_as_one_process(
-    model: str, layout: dict[str, Any], two: RankPool, folders: dict[str, Path], samples: Path, alone: dict[str, Any]
+    model: str, layout: str, two: RankPool, folders: dict[str, Path], samples: Path, alone: dict[str, Any]
 ) -> None:
-    run = two.run(
-        "ranks.tasks.train", model=folders[model], samples=samples, steps=STEPS, micro_batch_size=2, lora=LORA, **layout
-    )
+    settings = {"model": folders[model], "samples": samples, "steps": STEPS, "micro_batch_size": 2}
+    run = two.run("ranks.tasks.train", **settings, **SETTINGS[model], **LAYOUTS[layout])
     assert_same(run, alone[model])
+
+
+@pytest.mark.parametrize("layout", [{"precision": "bf16"}, {"tp": 2, "precision": "bf16"}])
+def test_resumed_runs_are_bitwise_identical_and_continue_in_other_layouts(
+    layout: dict[str, Any], one: RankPool, two: RankPool, folders: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    """With DoRA, and with an embedding that is trained whole."""
+    settings = {"model": folders["qwen3"], "samples": samples, "steps": STEPS, "micro_batch_size": 2}
+    settings["lora"] = LORA | {"dora": True, "modules_to_save": ["embed_tokens"]}
+    whole = two.run("ranks.tasks.train", save_at=[3], root=tmp_path, **settings, **layout)
+    rest = two.run("ranks.tasks.train", resume=tmp_path / "iter_0000003", **settings, **layout)
+    for curve in ("loss", "grad_norm"):
+        assert rest[curve] == whole[curve][3:]
+    assert rest["digest"] == whole["digest"]
+    alone = one.run("ranks.tasks.train", resume=tmp_path / "iter_0000003", **settings, precision="bf16")
+    assert max_relative_difference(alone["loss"], whole["loss"][3:]) < 0.01
+    size = sum(path.stat().st_size for path in (tmp_path / "iter_0000003").glob("*.distcp"))
+    print(size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,14 +115,17 @@ def full_weights(
     writes: bool = True,
     rank0_only: bool = False,
     merge: Merge | None = None,
+    only: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor by name, whole, on ``device``; a collective of all ranks.
 
     The other arguments are those of :func:`export_weights`. Memory is that of one tensor, or of the
-    expert tensors of a layer if a file has them stacked. With ``rank0_only`` the other ranks yield nothing.
+    expert tensors of a layer if a file has them stacked. With ``rank0_only`` the other ranks yield nothing. ``only``:
+    the Hugging Face tensors of these canonical names.
     """
     _placed(live, family, arch, layout)  # check all tensors before the first collective
     shapes, placements = family.hf_shapes(arch), [p for p in family.placements(arch).values() if not p.rule.alias]
+    placements = placements if only is None else [p for p in placements if p.canonical in only]
     missing = Counter(name for placement in placements for name in {*placement.hf})
     incomplete: dict[str, Tensor] = {}
     for placement in placements:

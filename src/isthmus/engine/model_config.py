@@ -28,6 +28,8 @@ class DecoderConfig(TransformerConfig):
     device: torch.device = _CPU
     """Device of this rank's weights and activations."""
     embedding_dropout: float = 0.0
+    adapter_dropout: float = 0.0
+    """Of the inputs of adapters; 0 without any."""
     seed: int = 0
     """Of dropout masks."""
     recomputed: frozenset[str] = frozenset()
@@ -38,7 +40,7 @@ class DecoderConfig(TransformerConfig):
 
     @property
     def has_dropout(self) -> bool:
-        return max(self.attention_dropout, self.hidden_dropout, self.embedding_dropout) > 0
+        return max(self.attention_dropout, self.hidden_dropout, self.embedding_dropout, self.adapter_dropout) > 0
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

@@ -32,6 +32,7 @@ from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_one_length
 from isthmus.recipes.data.eval_prompts import end_tokens
 from isthmus.recipes.dpo_reference import compute_reference, eval_objective_of, objective_of
+from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
 from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
@@ -51,7 +52,9 @@ class RunResult:
 
     out: str
     model: str | None
-    """The exported Hugging Face folder; None without ``checkpoint.export_final``."""
+    """The exported Hugging Face folder; None without ``checkpoint.export_final``, or if only adapters are exported."""
+    adapter: str | None
+    """The exported adapter of PEFT; None without adapters or ``checkpoint.export_final``."""
     steps: int
     loss: float | None
     """Of the last step; None if the run had no steps left."""
@@ -64,6 +67,11 @@ class RunResult:
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""
         return asdict(self)
+
+
+def exports_model(config: RunConfig) -> bool:
+    """Whether an export has the whole model."""
+    return config.checkpoint.export_merged or not config.lora.enabled
 
 
 def run_recipe(recipe: str, config: RunConfig) -> RunResult:
@@ -192,7 +200,15 @@ class _Training:
         context = self.context
         named = context.config.model.export_dtype
         dtype = None if named == "source" else getattr(torch, named)
-        path = context.run_dir.export(None if final else step)
+        which = None if final else step
+        if context.plan.adapters is not None:
+            path = context.run_dir.adapter(which)
+            with trace_region("export"):
+                export_adapter(self.model, context.config, path)
+            self.reporter.exported(step, path)
+            if not exports_model(context.config):
+                return
+        path = context.run_dir.export(which)
         with trace_region("export"):
             export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
         self.reporter.exported(step, path)
@@ -311,7 +327,8 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
     first = first_valid_loss(context.run_dir.root / "metrics.jsonl")  # None on a machine without the run folder
     return RunResult(
         out=str(context.run_dir.root),
-        model=str(context.run_dir.export()) if config.checkpoint.export_final else None,
+        model=str(context.run_dir.export()) if config.checkpoint.export_final and exports_model(config) else None,
+        adapter=str(context.run_dir.adapter()) if config.checkpoint.export_final and config.lora.enabled else None,
         steps=outcome.last_step,
         loss=outcome.last_loss,
         valid_loss_before=before if first is None else first,

@@ -33,6 +33,10 @@ class RunDir:
         """The exported Hugging Face model: ``hf``, or ``hf-step-0000100`` during the run."""
         return self.root / ("hf" if step is None else f"hf-step-{step:07d}")
 
+    def adapter(self, step: int | None = None) -> Path:
+        """The exported adapter of PEFT: ``adapter``, or ``adapter-step-0000100`` during the run."""
+        return self.root / ("adapter" if step is None else f"adapter-step-{step:07d}")
+
     def checkpoint_to_resume(self, resume: str) -> Path | None:
         """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``."""
         from isthmus.engine.checkpoint.save_load import latest
@@ -43,7 +47,8 @@ class RunDir:
                 f"{self.root} exists already and is not a run folder. Remove it or choose another folder with --out."
             )
         newest = latest(self.checkpoints) if occupied else None
-        if occupied and newest is None and self.export().exists() and resume in ("auto", "never"):
+        exported = self.export().exists() or self.adapter().exists()
+        if occupied and newest is None and exported and resume in ("auto", "never"):
             raise NoSpace(
                 f"{self.root} contains the finished export of a run without checkpoints, which a new run replaces. "
                 "Remove it or choose another folder with --out."

@@ -29,7 +29,8 @@ class LoraConfig(Section):
     targets: Names = ("all-linear",)
     """Linear layers with adapters, by the names of transformers: all-linear, q_proj, a path, or a pattern of paths."""
     modules_to_save: Names = ()
-    """Other modules of the Hugging Face model that are trained whole, such as embed_tokens or lm_head."""
+    """Other modules of the Hugging Face model that are trained whole, such as embed_tokens or lm_head: all whose path
+    ends so, as in PEFT (norm also means q_norm)."""
     init: str = Field(default="kaiming", pattern=r"^(kaiming|gaussian|pissa(_niter_[1-9]\d*)?)$")
     """Initial adapters, as in PEFT. B is zero and A uniform (kaiming) or normal with standard deviation 1 / rank
     (gaussian), or B A is the part of the weight with the largest singular values, which is subtracted from it (pissa,
@@ -38,8 +39,8 @@ class LoraConfig(Section):
     """Also train the magnitude of each row of the adapted weights (DoRA, arXiv 2402.09353)."""
     rslora: bool = False
     """Multiply adapters by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
-    lr_ratio: float | None = Field(default=None, ge=1)
-    """Learning rate of B over that of A (LoRA+, arXiv 2402.12354); also of vectors. null: the same."""
+    lr_ratio: float = Field(default=1.0, ge=1)
+    """Learning rate of B, and of vectors, over that of A (LoRA+, arXiv 2402.12354)."""
     path: PathText | None = None
     """Start from this adapter: a folder that PEFT or an earlier run wrote."""
 
@@ -50,8 +51,11 @@ class LoraConfig(Section):
 
     def scale(self, rank: int) -> float:
         """The factor of ``B @ A`` of an adapter of this rank."""
-        alpha = 2 * rank if self.alpha is None else self.alpha
-        return alpha / (rank**0.5 if self.rslora else rank)
+        return self.alpha_of(rank) / (rank**0.5 if self.rslora else rank)
+
+    def alpha_of(self, rank: int) -> float:
+        """``alpha`` with its default."""
+        return 2 * rank if self.alpha is None else self.alpha
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> LoraConfig:

@@ -29,6 +29,8 @@ class CheckpointConfig(Section):
     """Save a checkpoint after the last step."""
     export_final: bool = True
     """Export the model in Hugging Face format after the last step."""
+    export_merged: bool = True
+    """lora: export the model with its adapters merged, too; the adapters are always exported, to adapter."""
 
 
 class LoggingConfig(Section):

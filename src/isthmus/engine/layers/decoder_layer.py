@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, hidden_dropout
 from isthmus.engine.layers.recompute import recompute_if
+from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.families.architecture import Form
 
 
@@ -30,7 +31,8 @@ class DenseMlp(MLP):
             return self._compute(hidden_states)
         # A recomputed region must not return the bias: its gradient would run the region's backward pass without end.
         run = self._compute
-        return tensor_parallel.checkpoint(lambda x: run(x)[0], False, hidden_states), self.linear_fc2.bias
+        again = with_this_batch(lambda x: run(x)[0])
+        return tensor_parallel.checkpoint(again, False, hidden_states), self.linear_fc2.bias
 
     def _compute(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         wide, bias = self.linear_fc1(hidden_states)

@@ -50,7 +50,8 @@ def hashed(x: Tensor) -> Tensor:
     return x ^ ((x >> 33) & _LOW_31)
 
 
-def _keys_of(batch: PackedBatch) -> DropoutKeys:
+def keys_of(batch: PackedBatch) -> DropoutKeys:
+    """The keys of the whole packed sequence."""
     if batch.dropout is None:
         raise ValueError(
             "a model with dropout in training mode needs PackedBatch.dropout, got None; set it to "
@@ -87,16 +88,16 @@ def drop(x: Tensor, mask: Tensor, rate: float) -> Tensor:
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, site: Tensor, rate: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, site: Tensor, rate: float, first: int) -> Tensor:
         ctx.save_for_backward(tokens, site)
-        ctx.rate = rate
-        return _dropped(x, tokens, site, _columns(x.size(-1), x.device), rate)
+        ctx.rate, ctx.first = rate, first
+        return _dropped(x, tokens, site, _columns(x.size(-1), x.device, first), rate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tokens, site = ctx.saved_tensors
-        columns = _columns(grads[0].size(-1), grads[0].device)
-        return _dropped(grads[0], tokens, site, columns, ctx.rate), None, None, None
+        columns = _columns(grads[0].size(-1), grads[0].device, ctx.first)
+        return _dropped(grads[0], tokens, site, columns, ctx.rate), None, None, None, None
 
 
 @compiled_on_gpu
@@ -106,20 +107,26 @@ def _dropped(x: Tensor, tokens: Tensor, site: Tensor, columns: Tensor, rate: flo
 
 
 @functools.cache
-def _columns(width: int, device: torch.device) -> Tensor:
+def _columns(width: int, device: torch.device, first: int) -> Tensor:
     """int32 [1, H]. Not in the region: torch 2.6 compiles the hash of an ``arange`` in 32 bits, which is wrong."""
-    return hashed(torch.arange(width, device=device)).int()[None]
+    return hashed(torch.arange(first, first + width, device=device)).int()[None]
+
+
+def drop_channels(x: Tensor, tokens: Tensor, site: Tensor, rate: float, first: int = 0) -> Tensor:
+    """Dropout of ``x`` [n, H], channels from ``first``, with the keys of ``tokens`` [n]; ``site`` is int64 []."""
+    dropped: Tensor = _Dropout.apply(x, tokens, site, rate, first)
+    return dropped
 
 
 def hidden_dropout(x: Tensor, batch: PackedBatch, rate: float, *, layer: int, place: int) -> Tensor:
     """Dropout of this rank's hidden states, [T, 1, H], or [T / tp, 1, H] under sequence parallelism."""
     if not rate:
         return x
-    tokens = local_tokens(_keys_of(batch).tokens, batch.spans)
+    tokens = local_tokens(keys_of(batch).tokens, batch.spans)
     if x.size(0) < len(tokens):
         tokens = tokens.chunk(len(tokens) // x.size(0))[parallel_state.get_tensor_model_parallel_rank()]
     site = torch.full((), _number(layer, place), device=x.device)  # as a number, it would compile once a layer
-    return _Dropout.apply(x[:, 0], tokens, site, rate)[:, None]
+    return drop_channels(x[:, 0], tokens, site, rate)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +141,17 @@ class AttentionDropout:
 
     def query_keys(self, groups: int, repeat: int) -> Tensor:
         """int32 [G, T * R, 1], T / cp under context parallelism."""
-        tokens = local_tokens(_keys_of(self.batch).tokens, self.batch.spans)
+        tokens = local_tokens(keys_of(self.batch).tokens, self.batch.spans)
         heads = torch.arange(groups * repeat, device=tokens.device).view(groups, 1, repeat) + self.first_head
         return hashed(_site(tokens, self.layer, _QUERIES)[:, None] + heads).int().flatten(1)[..., None]
 
     def key_keys(self, groups: int) -> Tensor:
         """int32 [G, T, 1]"""
-        tokens = _keys_of(self.batch).tokens
+        tokens = keys_of(self.batch).tokens
         return _site(tokens, self.layer, _KEYS).int()[None, :, None].expand(groups, -1, -1)
 
     def seed_kernels(self) -> float:
         """Seed the GPU's generator for PyTorch's attention kernels; returns their ``dropout_p``."""
         ranks = parallel_state.get_tensor_model_parallel_rank() << 10 | parallel_state.get_context_parallel_rank()
-        torch.cuda.manual_seed(_keys_of(self.batch).seed ^ self.layer << 20 ^ ranks)
+        torch.cuda.manual_seed(keys_of(self.batch).seed ^ self.layer << 20 ^ ranks)
         return self.rate

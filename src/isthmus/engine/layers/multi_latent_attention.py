@@ -20,6 +20,7 @@ from isthmus.engine.layers.attention import CoreAttention
 from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.layers.norm import RMSNorm
 from isthmus.engine.layers.rope import rotate, yarn_mscale
+from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.parallel.context_parallel import gather_sequence
 from isthmus.families.architecture import Architecture
 
@@ -87,7 +88,7 @@ class LatentAttention(MegatronModule):
 
         if self.core_attention.recomputed and self.training:
             # Recomputes keys and values too: they are many times wider than their latent vectors.
-            attended = tensor_parallel.checkpoint(attend, False, q, latent, rope)
+            attended = tensor_parallel.checkpoint(with_this_batch(attend), False, q, latent, rope)
         else:
             attended = attend(q, latent, rope)
         out, _ = self.linear_proj(attended[:, None])

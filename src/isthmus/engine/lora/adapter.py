@@ -35,6 +35,8 @@ class AdapterSet:
     dropout: float = 0.0
     """Dropout rate of their inputs."""
     dora: bool = False
+    lr_ratio: float = 1.0
+    """LoRA+: learning rate of B and of vectors over that of other parameters."""
 
     def described(self) -> list[str]:
         """One line per layer, to compare the adapters of two runs."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.lora.adapter import Adapter, AdapterSet, Role
 from isthmus.engine.lora.exchange import Exchange
+from isthmus.engine.lora.input_dropout import use_batch
 from isthmus.engine.lora.low_rank import AdapterTensor, LowRank
 from isthmus.engine.megatron_model import Decoder, live_parameters
 from isthmus.engine.moe.moe_layer import mark_own_copies
@@ -39,6 +40,9 @@ def attach_adapters(
     """
     for decoder in stages:
         decoder.adapters = adapters
+        decoder.config.adapter_dropout = adapters.dropout
+        for layer in decoder.decoder.layers if adapters.dropout else ():
+            layer.register_forward_pre_hook(use_batch, with_kwargs=True)
         layers = {id(getattr(module, "weight", None)): module for module in decoder.modules()}
         for name, weight in live_parameters(decoder).items():
             if name not in adapters.of_weights:
@@ -50,11 +54,20 @@ def attach_adapters(
                 raise UsageError(
                     f"lora.targets: {own[0].linear.module} cannot have an adapter here. Name the targets without it."
                 )
-            low_rank = LowRank(own, pieces, weight, exchange, dora=adapters.dora)
+            low_rank = LowRank(own, pieces, weight, exchange, dora=adapters.dora, dropout=adapters.dropout)
             layer.lora = low_rank  # type: ignore[union-attr]
             if not getattr(weight, "allreduce", True):
                 for tensor in low_rank.tensors():
                     mark_own_copies(tensor.parameter, exchange.group, whole=tensor.replicated)
+        if adapters.lr_ratio != 1:
+            _set_learning_rates(decoder, adapters.lr_ratio)
+
+
+def _set_learning_rates(decoder: Decoder, ratio: float) -> None:
+    """LoRA+, with the parameter groups of PEFT; :mod:`isthmus.engine.optim.param_groups` reads the attribute."""
+    faster = [tensor.parameter for tensor in adapter_tensors([decoder]) if tensor.role == "lora_B"]
+    for parameter in [*faster, *(each for each in decoder.parameters() if each.requires_grad and each.dim() == 1)]:
+        parameter.lr_multiplier = ratio  # type: ignore[attr-defined]
 
 
 def _exchange(layer: nn.Module | None) -> Exchange | None:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isthmus.engine.layers.quantized_weight import dense
+from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.lora.adapter import Adapter, Role
 from isthmus.engine.lora.exchange import Exchange
+from isthmus.engine.lora.input_dropout import input_dropout
 from isthmus.families.rules.shard import Index, TensorSlice
 
 
@@ -45,13 +47,15 @@ class LowRank(nn.Module):
         exchange: Exchange,
         *,
         dora: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         """``pieces`` are the slices of Hugging Face tensors that form ``weight`` [rows, columns], this rank's W.
 
         Parameters have the dtype and device of ``weight``. They are not initialized.
         """
         super().__init__()
-        self.adapters, self.exchange, self.dora = tuple(adapters), exchange, dora
+        self.adapters, self.exchange = tuple(adapters), exchange
+        self.dora, self.dropout = dora, dropout
         self.spans: list[list[tuple[slice, slice]]] = []
         """Rows of each adapter's B, and the same rows of W."""
         self.columns = slice(0, self.adapters[0].linear.inputs)
@@ -71,7 +75,11 @@ class LowRank(nn.Module):
         self.num_rows = weight.size(0)
         self.rows: Tensor | None
         """Rows of W that the joined rows of all B belong to; None if they are all rows in order."""
-        rows = None if order == list(range(self.num_rows)) else torch.tensor(order, device=weight.device)
+        rows = (
+            None
+            if order == list(range(self.num_rows))
+            else torch.tensor(order, dtype=torch.int64, device=weight.device)
+        )
         self.register_buffer("rows", rows, persistent=False)
         self.squares: Tensor | None
         """DoRA: sum of squares of each row of W, float32."""
@@ -112,10 +120,27 @@ class LowRank(nn.Module):
 
         A row-parallel layer's ``out`` is the sum over the ranks.
         """
-        hidden = self.exchange.low_rank(functional.linear(x, self.joined_a()))
+        hidden = self.exchange.low_rank(self._project(x))
         b = self.joined_b()
         out = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b.t()).view_as(out)
         return out * self._gain(weight) if self.dora else out
+
+    def _project(self, x: Tensor) -> Tensor:
+        """``A x`` of this rank's columns; each linear layer of transformers has a dropout of its own."""
+        if not (self.dropout and self.training):
+            return functional.linear(x, self.joined_a())
+        return torch.cat(
+            [self._dropped_project(x, *one) for one in zip(self.adapters, self._of("lora_A"), strict=True)], dim=-1
+        )
+
+    def _dropped_project(self, x: Tensor, adapter: Adapter, a: Tensor) -> Tensor:
+        def dropped() -> list[Tensor]:
+            module, first = adapter.linear.module, self.columns.start
+            return [input_dropout(x, self.dropout, module=module, first_channel=first)]
+
+        inputs = dropped()
+        with recompute_if(True, inputs, dropped):  # else each linear layer would keep a copy of x
+            return functional.linear(inputs[0], a)
 
     def _gain(self, weight: Tensor) -> Tensor:
         """DoRA: magnitude over norm of each row [rows]. As in PEFT, the norm has no gradient."""

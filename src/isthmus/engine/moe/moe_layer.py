@@ -24,6 +24,7 @@ from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.linear import ColumnParallelLinear, adapters_of
 from isthmus.engine.layers.recompute import recompute_if
+from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.moe.token_dispatcher import dispatcher
@@ -156,7 +157,7 @@ class MoeBlock(MegatronModule):
             return out if self.output_bias is None else out + self.output_bias
 
         if self.recomputed and self.training:
-            return tensor_parallel.checkpoint(run, False, hidden_states), None
+            return tensor_parallel.checkpoint(with_this_batch(run), False, hidden_states), None
         return run(hidden_states), None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -67,7 +67,7 @@ def export_hf(
 
 
 def iterate_full_weights(
-    model: RankModel, *, dtype: torch.dtype | None, rank0_only: bool
+    model: RankModel, *, dtype: torch.dtype | None, rank0_only: bool, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that :func:`export_hf` writes, see :func:`isthmus.convert.online.full_weights`."""
     plan = model.plan
@@ -83,6 +83,7 @@ def iterate_full_weights(
         writes=writes,
         rank0_only=rank0_only,
         merge=Merge(model.stages),
+        only=only,
     )
 
 

@@ -39,19 +39,24 @@ def plan_adapters(
         )
     if config.train.freeze:
         raise UsageError("train.freeze with lora: all tensors but lora.modules_to_save are frozen. Leave it out.")
-    waiting = {"lora.dropout": lora.dropout, "lora.lr_ratio": lora.lr_ratio}
-    if name := next((name for name, value in waiting.items() if value), None):
-        raise UsageError(f"{name} is not supported yet. Leave it out.")
-    if existing is not None:
-        return _adapters_of(existing, family, arch, lora.dropout)
+    if existing is None:
+        adapters = _new_adapters(lora, family, arch)
+    else:
+        adapters = _adapters_of(existing, lora, family, arch)
+    _check_experts(adapters, arch)
+    if lora.dropout:
+        _check_dropout(adapters)
+    return adapters
+
+
+def _new_adapters(lora: LoraConfig, family: Family, arch: Architecture) -> AdapterSet:
     assert lora.rank is not None
     rank, scale = lora.rank, lora.scale(lora.rank)
     of_weights = {
         name: tuple(Adapter(linear, rank, scale) for linear in linears)
         for name, linears in adapted_linears(family, arch, lora.targets).items()
     }
-    adapters = AdapterSet(of_weights=of_weights, dropout=lora.dropout, dora=lora.dora)
-    _check_experts(adapters, arch)
+    adapters = AdapterSet(of_weights=of_weights, dropout=lora.dropout, dora=lora.dora, lr_ratio=lora.lr_ratio)
     if lora.init.startswith(PISSA):
         _check_pissa(lora, adapters)
     return adapters
@@ -99,18 +104,34 @@ def _check_pissa(lora: LoraConfig, adapters: AdapterSet) -> None:
             )
 
 
+def _check_dropout(adapters: AdapterSet) -> None:
+    linears = [adapter.linear for own in adapters.of_weights.values() for adapter in own]
+    if parameter := next((linear.module for linear in linears if linear.parameter), None):
+        raise UsageError(
+            f"lora.dropout={adapters.dropout:g}: PEFT has no dropout for {parameter}, whose weight it adapts as a "
+            "parameter. Leave lora.dropout out, or name lora.targets without it."
+        )
+    if adapters.dora:
+        raise UsageError(
+            f"lora.dropout={adapters.dropout:g} with an adapter of DoRA would multiply all base weights a second time, "
+            "with the dropped inputs. Leave lora.dropout out."
+        )
+
+
 def existing_adapter(config: RunConfig) -> PeftFolder | None:
     """The adapter at ``lora.path``, a folder or an id on the Hub."""
     return None if config.lora.path is None else PeftFolder(local_folder(config.lora.path, weights=True))
 
 
-def _adapters_of(existing: PeftFolder, family: Family, arch: Architecture, dropout: float) -> AdapterSet:
+def _adapters_of(existing: PeftFolder, lora: LoraConfig, family: Family, arch: Architecture) -> AdapterSet:
     tensors = existing.modules
     of_weights = {
         name: tuple(Adapter(linear, tensors[linear.module].rank, tensors[linear.module].scale) for linear in linears)
         for name, linears in linears_with_adapter(existing, family, arch, "the model").items()
     }
-    return AdapterSet(of_weights=of_weights, dropout=dropout, dora=existing.config.use_dora)
+    return AdapterSet(
+        of_weights=of_weights, dropout=lora.dropout, dora=existing.config.use_dora, lr_ratio=lora.lr_ratio
+    )
 
 
 class ExistingAdapters:
@@ -124,17 +145,17 @@ class ExistingAdapters:
         return {"lora_A": factors.a, "lora_B": factors.b, "lora_magnitude_vector": factors.magnitude}[role]
 
 
-def saved_tensors(family: Family, arch: Architecture, modules: Iterable[str]) -> frozenset[str]:
-    """Canonical names of the tensors of ``lora.modules_to_save``: names or ends of the paths of modules.
+def saved_tensors(family: Family, arch: Architecture, modules: Iterable[str], adapters: AdapterSet) -> frozenset[str]:
+    """Canonical names of the tensors of ``lora.modules_to_save``: as in PEFT, of modules whose path ends so.
 
     Raises:
-        UsageError: a module does not exist, or its tensors are not trained without those of other modules.
+        UsageError: a module does not exist or has an adapter, or its tensors are one with those of other modules.
     """
     tensors = trained_tensors(family, arch)
     found: set[str] = set()
     for wanted in modules:
         matching = [
-            (name, [_is_in(wanted, module_path(family, hf.rpartition(".")[0])) for hf in placed.hf])
+            (name, [module_path(family, hf.rpartition(".")[0]).endswith(wanted) for hf in placed.hf])
             for name, placed in tensors.items()
         ]
         if partly := next((name for name, parts in matching if any(parts) and not all(parts)), None):
@@ -148,6 +169,11 @@ def saved_tensors(family: Family, arch: Architecture, modules: Iterable[str]) ->
                 f"lora.modules_to_save: {wanted} is no module of {family.name}. Use names such as embed_tokens, "
                 "lm_head or norm, or paths."
             )
+        if adapted := sorted(chosen & adapters.of_weights.keys()):
+            raise UsageError(
+                f"lora.modules_to_save: {wanted} is also in lora.targets, which gives {tensors[adapted[0]].hf[0]} an "
+                "adapter. Name the targets without it, or leave it out."
+            )
         if arch.tie_embeddings and chosen & {"embedding.word_embeddings.weight", "output_layer.weight"}:
             raise UsageError(
                 f"lora.modules_to_save: {wanted} is one tensor with the other end of this model (tie_word_embeddings), "
@@ -155,7 +181,3 @@ def saved_tensors(family: Family, arch: Architecture, modules: Iterable[str]) ->
             )
         found |= chosen
     return frozenset(found)
-
-
-def _is_in(wanted: str, module: str) -> bool:
-    return module == wanted or module.endswith(f".{wanted}")

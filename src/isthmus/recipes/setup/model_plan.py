@@ -73,7 +73,8 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
         frozen = frozen_tensors(family, architecture, config.train.freeze)
     else:
         modules = config.lora.modules_to_save if existing is None else existing.config.modules_to_save
-        frozen = frozenset(trained_tensors(family, architecture)) - saved_tensors(family, architecture, modules)
+        saved = saved_tensors(family, architecture, modules, adapters)
+        frozen = frozenset(trained_tensors(family, architecture)) - saved
     if existing is not None:
         values = MergedWeights(weights.source, family, architecture, existing, factor=0.0)
         weights = replace(weights, source=values)

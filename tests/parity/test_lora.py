@@ -1,0 +1,62 @@
+"""Runs with adapters equal PEFT: losses and gradient norms of all steps, and the logits of the exported adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ranks.rank_pool import RankPool
+from ranks.test_layouts import max_relative_difference
+from ranks.tiny import VOCAB, build_model_folder
+
+peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
+TOKENS = torch.arange(3, 27)[None] % VOCAB
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "lora", "layout"),
+    [
+        pytest.param("llama", {}, {}, {}, id="llama"),
+        pytest.param(
+            "qwen3", {"tie_word_embeddings": False}, {"dora": True, "modules_to_save": ["lm_head", "norm"]}, {"pp": 2},
+            id="qwen3-dora",
+        ),
+        pytest.param(
+            "deepseek_v3", {"first_k_dense_replace": 4}, {"rslora": True, "init": "gaussian", "targets": LATENT},
+            {"tp": 2}, id="deepseek_v3-rslora",
+        ),
+    ],
+)  # fmt: skip
+def test_twenty_steps_and_the_exported_adapter_equal_peft(
+    family: str,
+    model: dict[str, Any],
+    lora: dict[str, Any],
+    layout: dict[str, Any],
+    one: RankPool,
+    two: RankPool,
+    samples: Path,
+    tmp_path: Path,
+) -> None:
+    base = build_model_folder(tmp_path / "base", family, **model)
+    world = two if layout else one
+    settings = {"model": base, "samples": samples, "micro_batch_size": 2, "lora": {"rank": 4, "alpha": 24} | lora}
+    ours = world.run("ranks.tasks.train", **settings, **layout, exports=tmp_path)
+    theirs = one.run(
+        "parity.tasks.train", model=base, samples=samples, lr=ours["lr"], weight_decay=0.1, adapter=tmp_path / "before"
+    )
+    differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
+    print(family, differences, ours["loss"][0], ours["loss"][-1])
+    assert max(differences.values()) < 1e-5
+    assert ours["loss"][-1] < ours["loss"][0] - 0.1
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+        logits = {"base": plain(TOKENS).logits, "merged": merged(TOKENS).logits}
+        logits["adapted"] = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")(TOKENS).logits
+    assert (logits["adapted"] - logits["merged"]).abs().max() < 1e-5
+    assert (logits["adapted"] - logits["base"]).abs().max() > 0.1
