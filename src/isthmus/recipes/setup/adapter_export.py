@@ -20,6 +20,7 @@ from isthmus.hf.peft_folder import AdapterConfig, LoraFactors, write_adapter
 from isthmus.hf.staged_folder import StagedFolder
 from isthmus.recipes.setup.hf_export import iterate_full_weights
 from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.recipes.setup.pissa import doubled
 from isthmus.recipes.setup.rank_model import RankModel
 
 
@@ -33,6 +34,10 @@ def export_adapter(model: RankModel, config: RunConfig, destination: Path) -> No
         )
         for adapter, tensors in _whole_adapters(model)
     }
+    settings = _settings(config, plan)
+    if (pissa := model.pissa) is not None:  # it was subtracted from the weights
+        factors = {linear: pissa.relative_to_original(linear, values) for linear, values in factors.items()}
+        settings = doubled(settings)
     trained = trained_tensors(plan.family, plan.architecture).keys() - plan.frozen
     saved = {
         module_path(plan.family, name) + (".weight" if name.endswith(".weight") else ""): tensor.cpu()
@@ -43,7 +48,7 @@ def export_adapter(model: RankModel, config: RunConfig, destination: Path) -> No
         if model.position.rank == 0:
             every = [linear for own in all_linears(plan.family, plan.architecture).values() for linear in own]
             with StagedFolder(destination, replace=True) as staged:
-                write_adapter(staged.path, _settings(config, plan), factors, every, saved)
+                write_adapter(staged.path, settings, factors, every, saved)
 
     agree(write)
     barrier()
