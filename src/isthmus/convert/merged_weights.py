@@ -20,7 +20,7 @@ from isthmus.hf.peft_folder import PeftFolder
 from isthmus.hf.tensors.safetensors_format import TensorInfo, bounds_of, row_chunks
 
 Index = tuple[slice, ...]
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ class MergedWeights:
             norms = [self._row_norms(name, slice(*rows)) for (rows, _), _ in row_chunks(shape, 4, _CHUNK_BYTES)]
             self._norms[name] = torch.cat(norms)
         factor = (magnitude / self._norms[name])[_full(index, self.tensors[name].shape)[part.transposed]]
-        return found * (factor if part.transposed else factor[:, None])
+        found *= factor if part.transposed else factor[:, None]
+        return found
 
     def _row_norms(self, name: str, rows: slice) -> Tensor:
         if self._parts[name].transposed:
@@ -113,11 +114,13 @@ class MergedWeights:
     def _sum(self, name: str, index: Index | None) -> Tensor:
         """The base plus ``scale * B @ A``, in float32."""
         part, full = self._parts[name], _full(index, self.tensors[name].shape)
-        found = self._base(name, full).to(torch.float32, copy=True)
+        found = self._base(name, full).float()
         rows, columns = part.rows_and_columns(full)
         for expert, matrix in part.matrices(found, full):
             factors = self._adapter.factors(part.linear.module, expert)
-            matrix += (factors.b[rows] @ factors.a[:, columns]) * (factors.scale * self._factor)
+            delta = factors.b[rows] @ factors.a[:, columns]
+            delta *= factors.scale * self._factor
+            matrix += delta
         return found
 
     def _base(self, name: str, index: Index | None, into: Tensor | None = None) -> Tensor:

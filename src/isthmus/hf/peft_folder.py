@@ -27,8 +27,8 @@ from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read
 PREFIX = "base_model.model."
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of routed experts, in the order of their definition in transformers: PEFT wraps the first one first."""
-_CACHED = 8
-"""Modules whose factors are kept: the threads of a conversion read the experts of a few layers in turn."""
+_CACHED = 4
+"""Modules whose factors are kept: a conversion reads those of the experts of a layer in turn."""
 _NEUTRAL: dict[str, Any] = {"bias": "none", "lora_bias": False, "use_qalora": False, "use_bdlora": None}
 _NEUTRAL |= dict.fromkeys(
     ("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config")

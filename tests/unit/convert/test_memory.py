@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ranks.tiny import build_model_folder
 
@@ -37,6 +39,7 @@ def peaks(model, out):
         "torch_dist to legacy": peak(lambda: convert(out / "dist", out / "tp2", "torch", layout=LegacyLayout(tp=2))),
         "legacy to legacy": peak(lambda: convert(out / "tp2", out / "tp4", "torch", layout=LegacyLayout(tp=4))),
         "legacy to hf": peak(lambda: convert(out / "tp4", out / "hf")),
+        "merge": peak(lambda: convert(model, out / "merged", "hf", adapter=model / "adapter")),
         "verify": peak(lambda: compare_models(model, out / "tp4")),
     }
 
@@ -54,6 +57,8 @@ def test_memory_is_bounded_by_chunks(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "llama", tie_word_embeddings=False, **sizes)
     small = build_model_folder(tmp_path / "small", "llama")
     size, table = (model / "model.safetensors").stat().st_size, 40000 * 256 * 4
+    for folder in (model, small):
+        add_adapter(folder)
     (tmp_path / "out" / "small").mkdir(parents=True)
     (tmp_path / "out" / "large").mkdir()
     words = [model, small, tmp_path / "out", 1 << 18]
@@ -63,3 +68,18 @@ def test_memory_is_bounded_by_chunks(tmp_path: Path) -> None:
     assert bound < table < size / 3
     for name, peak in json.loads(done.stdout).items():
         assert peak < bound, name
+
+
+def add_adapter(model: Path) -> None:
+    """A DoRA adapter of the largest matrices, in a subfolder."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    tensors = {}
+    for name, (out, inputs) in {"up_proj": (width, hidden), "down_proj": (hidden, width)}.items():
+        prefix = f"base_model.model.model.layers.0.mlp.{name}.lora_"
+        tensors |= {f"{prefix}A.weight": torch.ones(4, inputs), f"{prefix}B.weight": torch.ones(out, 4)}
+        tensors[f"{prefix}magnitude_vector"] = torch.ones(out)
+    (model / "adapter").mkdir()
+    save_file(tensors, model / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "use_dora": True}
+    (model / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
