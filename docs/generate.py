@@ -231,6 +231,7 @@ def _model_row(name: str) -> str:
 _GUIDES = {
     "sft": "[Tutorial](../tutorial.md), [Chat data formats](../how-to/chat-data.md)",
     "dpo": "[Preference training](../how-to/preference-training.md)",
+    "kto": "[Preference training](../how-to/preference-training.md#answers-with-labels-kto)",
     "pretrain": "[Preprocess data](../how-to/preprocess-data.md), [Parallelism](../how-to/parallelism.md)",
     "demo": "[Tutorial](../tutorial.md)",
     "prepare": "[Preprocess data](../how-to/preprocess-data.md)",
@@ -331,8 +332,8 @@ def api_page() -> str:
         _MADE,
         "",
         "The functions and classes of the package are imported on first use, so `import isthmus` takes milliseconds.",
-        "The commands call the same functions. `isthmus.sft`, `isthmus.dpo` and `isthmus.pretrain` are the `run`",
-        "functions of their recipes. For a training loop of your own see",
+        "The commands call the same functions. `isthmus.sft`, `isthmus.dpo`, `isthmus.kto` and `isthmus.pretrain` are",
+        "the `run` functions of their recipes. For a training loop of your own see",
         "[Use a model from Python](../how-to/use-from-python.md).",
         "",
         "```python",
@@ -349,7 +350,7 @@ def api_page() -> str:
     ]
     functions = {name: getattr(isthmus, name) for name in isthmus.__all__ if name != "__version__"}
     functions["convert"] = importlib.import_module("isthmus.convert.transfer").convert
-    for title, name in (("Training", "sft"), ("", "dpo"), ("", "pretrain")):
+    for title, name in (("Training", "sft"), ("", "dpo"), ("", "kto"), ("", "pretrain")):
         lines += ([f"## {title}", ""] if title else []) + _directive(functions[name], f"isthmus.{name}")
     lines += _directive(_result_of(functions["sft"]))
     for title, paths in _API.items():
@@ -401,17 +402,17 @@ _TRAINERS = {
 _TRAINER_COMMANDS = {
     "TRL": """\
 `trl sft` and `SFTTrainer` are [`isthmus sft`](cli.md); `trl dpo`, `DPOTrainer`, `CPOTrainer` and `ORPOTrainer` are
-[`isthmus dpo`](../how-to/preference-training.md). Records with `prompt`, `completion`, `messages`, `chosen` and
-`rejected` are read as they are.""",
+[`isthmus dpo`](../how-to/preference-training.md), and `trl kto` and `KTOTrainer` are `isthmus kto`. Records with
+`prompt`, `completion`, `messages`, `chosen`, `rejected` and `label` are read as they are.""",
     "LLaMA-Factory": """\
-`llamafactory-cli train config.yaml` is `isthmus sft`, `isthmus dpo` or `isthmus pretrain`, by `stage`. Alpaca and
-ShareGPT files are read as they are: give the files, and not their names in `dataset_info.json`.""",
+`llamafactory-cli train config.yaml` is `isthmus sft`, `isthmus dpo`, `isthmus kto` or `isthmus pretrain`, by `stage`.
+Alpaca and ShareGPT files are read as they are: give the files, and not their names in `dataset_info.json`.""",
     "axolotl": """\
-`axolotl train config.yaml` is `isthmus sft`, or `isthmus dpo` with `rl: dpo`. The fields of a record tell its format,
-without a `type`.""",
+`axolotl train config.yaml` is `isthmus sft`, `isthmus dpo` with `rl: dpo`, or `isthmus kto` with `rl: kto`. The
+fields of a record tell its format, without a `type`.""",
     "ms-swift": """\
-`swift sft`, `swift rlhf` and `swift pt`, and the same with `megatron`, are `isthmus sft`, `isthmus dpo` and
-`isthmus pretrain`.""",
+`swift sft`, `swift rlhf` and `swift pt`, and the same with `megatron`, are `isthmus sft`, `isthmus dpo` or
+`isthmus kto`, and `isthmus pretrain`.""",
 }
 
 

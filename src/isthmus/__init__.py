@@ -1,7 +1,7 @@
 """Isthmus: train Hugging Face models on Megatron-Core, and get Hugging Face models back.
 
-``isthmus.sft(config)``, ``isthmus.dpo(config)``, ``isthmus.pretrain(config)`` and
-``isthmus.convert(source, destination)`` are what the commands of the same name run;
+``isthmus.sft(config)``, ``isthmus.dpo(config)``, ``isthmus.kto(config)``,
+``isthmus.pretrain(config)`` and ``isthmus.convert(source, destination)`` are what the commands of the same name run;
 ``isthmus.load_model(hf_dir, ...)`` gives the live Megatron-Core model, ``isthmus.AutoBridge`` also writes it back, and
 ``isthmus.register_family`` adds the weight mapping of an architecture; ``isthmus.Callback``
 is the base class of callbacks. They are imported on first use, since
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "sft": ("isthmus.recipes.sft", "run"),
     "dpo": ("isthmus.recipes.dpo", "run"),
+    "kto": ("isthmus.recipes.kto", "run"),
     "pretrain": ("isthmus.recipes.pretrain", "run"),
     "AutoBridge": ("isthmus.recipes.setup.auto_bridge", "AutoBridge"),
     "register_family": ("isthmus.families.registry", "register_family"),

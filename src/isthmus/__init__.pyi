@@ -1,6 +1,7 @@
 from isthmus.convert.transfer import convert as convert
 from isthmus.families.registry import register_family as register_family
 from isthmus.recipes.dpo import run as dpo
+from isthmus.recipes.kto import run as kto
 from isthmus.recipes.pretrain import run as pretrain
 from isthmus.recipes.setup.auto_bridge import AutoBridge as AutoBridge
 from isthmus.recipes.setup.load_model import load_model as load_model
@@ -14,6 +15,7 @@ __all__ = [
     "__version__",
     "convert",
     "dpo",
+    "kto",
     "load_model",
     "pretrain",
     "register_family",

@@ -41,18 +41,29 @@ def train(
 
 def train_pairs(policy: Any, loss_of: PairLoss, *, samples: str | Path, lr: list[float]) -> dict[str, list[float]]:
     """Curves of a plain loop over pairs with AdamW."""
-    with_decay = [parameter for parameter in policy.parameters() if parameter.dim() > 1]
-    without_decay = [parameter for parameter in policy.parameters() if parameter.dim() <= 1]
-    groups = [{"params": with_decay, "weight_decay": 0.1}, {"params": without_decay, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     batches = PairBatches(
         open_samples(samples),
         BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=8, packing=False),
     )
-    curves: dict[str, list[float]] = {"loss": [], "rewards/accuracies": [], "grad_norm": []}
-    for step, rate in enumerate(lr):
+    accuracies: list[float] = []
+
+    def mean_loss(step: int) -> Tensor:
         losses, rewards = zip(*map(loss_of, batches.step(step)), strict=True)
-        loss = torch.stack(losses).mean()
+        accuracies.append(float(torch.stack(rewards).gt(0).double().mean()))
+        return torch.stack(losses).mean()
+
+    return train_steps(policy, mean_loss, lr=lr) | {"rewards/accuracies": accuracies}
+
+
+def train_steps(policy: Any, loss_of: Callable[[int], Tensor], *, lr: list[float]) -> dict[str, list[float]]:
+    """Losses and gradient norms of a plain loop with AdamW; ``loss_of`` gives the loss of a step."""
+    with_decay = [parameter for parameter in policy.parameters() if parameter.dim() > 1]
+    without_decay = [parameter for parameter in policy.parameters() if parameter.dim() <= 1]
+    groups = [{"params": with_decay, "weight_decay": 0.1}, {"params": without_decay, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    for step, rate in enumerate(lr):
+        loss = loss_of(step)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), CLIP_GRAD)
@@ -60,7 +71,6 @@ def train_pairs(policy: Any, loss_of: PairLoss, *, samples: str | Path, lr: list
             group["lr"] = rate
         optimizer.step()
         curves["loss"].append(loss.item())
-        curves["rewards/accuracies"].append(float(torch.stack(rewards).gt(0).double().mean()))
         curves["grad_norm"].append(norm.item())
     return curves
 

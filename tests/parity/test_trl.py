@@ -24,10 +24,10 @@ BETA = 0.3
 
 
 def answers(batch: PackedBatch) -> list[tuple[list[int], list[int]]]:
-    """Tokens of the chosen and of the rejected sample, and which of them have a loss."""
+    """Tokens of each sample, and which of them have a loss."""
     assert batch.labels is not None and batch.loss_mask is not None
     found, start = [], 0
-    for length in batch.lengths[:2]:
+    for length in batch.sample_lengths:
         own = slice(start, start + length)
         tokens = [*batch.input_ids[own].tolist(), int(batch.labels[start + length - 1])]
         found.append((tokens, [0, *batch.loss_mask[own].int().tolist()]))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
-from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, PairBatches
+from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.megatron_model import live_tensors
@@ -34,7 +34,8 @@ from isthmus.engine.optim.update import reduce_and_scale_grads
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import Diverged, IsthmusError
-from isthmus.recipes.dpo_reference import compute_reference, objective_of
+from isthmus.recipes.data.corpus import batches_of
+from isthmus.recipes.dpo_reference import compute_reference, has_reference, objective_of, stepper_of
 from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import export_hf
 from isthmus.recipes.setup.load_model import load_model, model_logits
@@ -76,6 +77,7 @@ def start(
     more: dict[str, Any] | None = None,
     dpo: dict[str, Any] | None = None,
     lora: dict[str, Any] | None = None,
+    kto: dict[str, Any] | None = None,
     reference: str | None = None,
     fresh: bool = True,
     equal_lengths: bool = False,
@@ -83,19 +85,20 @@ def start(
 ) -> Training:
     """Build the model, optimizer and batches like a recipe, with the samples of a store.
 
-    ``parallel``, ``optim``, ``moe``, ``dpo`` and ``lora`` are sections; ``more`` is added to section ``train``.
-    With ``dpo``, the samples are pairs. Reference log-probabilities are saved in folder ``reference``, and loaded from
-    there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines on GPUs.
+    ``parallel``, ``optim``, ``moe``, ``dpo``, ``lora`` and ``kto`` are sections; ``more`` is added to ``train``.
+    With ``dpo``, the samples are pairs; with ``kto``, answers. Reference log-probabilities are saved in folder
+    ``reference``, and loaded from there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines on GPUs.
     """
     config = RunConfig.model_validate(
         {
-            "recipe": "pretrain" if dpo is None else "dpo",
+            "recipe": "dpo" if dpo is not None else "kto" if kto is not None else "pretrain",
             "out": "unused",
             "model": {"path": model},
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
             "parallel": parallel,
             "dpo": dpo or {},
             "lora": lora or {},
+            "kto": kto or {},
             "moe": moe or {},
             "train": {
                 "steps": TOTAL_STEPS,
@@ -133,16 +136,14 @@ def start(
     )
     in_order = replace(sizes, shuffle=False)
     store = open_samples(samples)
-    stepper = Stepper(built.stages, optimizer, build_schedule(optimizer, chosen, TOTAL_STEPS), objective_of(config))
-    if dpo is None:
-        return Training(built, stepper, Batches(store, sizes, shard), Batches(store, in_order, shard), config)
-    pairs, valid = PairBatches(store, sizes, shard), PairBatches(store, in_order, shard)
-    parts = {"train": pairs, "valid": valid}
-    if not config.dpo.has_reference:
-        return Training(built, stepper, pairs, valid, config)
-    path = Path(reference or tempfile.mkdtemp()) / "reference.npz"
-    compute_reference(stepper, parts, path, built.position, fresh=fresh, stop=StopFlag(), log=print)
-    return Training(built, stepper, pairs, valid, config)
+    schedule = build_schedule(optimizer, chosen, TOTAL_STEPS)
+    stepper = stepper_of(config)(built.stages, optimizer, schedule, objective_of(config))
+    kind = batches_of(config)
+    batches, valid = kind(store, sizes, shard), kind(store, in_order, shard)
+    if has_reference(config):
+        path, parts = Path(reference or tempfile.mkdtemp()) / "reference.npz", {"train": batches, "valid": valid}
+        compute_reference(stepper, parts, path, built.position, fresh=fresh, stop=StopFlag(), log=print)
+    return Training(built, stepper, batches, valid, config)
 
 
 def train(

@@ -171,10 +171,21 @@ def build_pairs(prefix: Path, *, count: int = 24, seed: int = 0) -> Path:
     return _write_samples(prefix, samples, per_document=2)
 
 
-def _write_samples(prefix: Path, samples: list[tuple[Any, Any]], *, per_document: int) -> Path:
-    with IndexedWriter(prefix, np.int32, masked=True) as writer:
-        for tokens, mask in samples:
-            writer.extend(tokens, (len(tokens),), mask)
+def build_answers(prefix: Path, *, count: int = 32, seed: int = 0) -> Path:
+    """Save ``count`` answers of 2 to 16 tokens to prompts of 1 to 8 tokens; about half of them are desirable."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        lengths = (int(random.integers(1, 9)), int(random.integers(2, 17)))
+        mask = np.repeat(np.array([0, 1], dtype=np.uint8), lengths)
+        samples.append((random.integers(0, VOCAB, sum(lengths)).astype(np.int32), mask))
+    return _write_samples(prefix, samples, per_document=1, values=random.integers(0, 2, count))
+
+
+def _write_samples(prefix: Path, samples: list[tuple[Any, Any]], *, per_document: int, values: Any = None) -> Path:
+    with IndexedWriter(prefix, np.int32, masked=True, valued=values is not None) as writer:
+        for number, (tokens, mask) in enumerate(samples):
+            writer.extend(tokens, (len(tokens),), mask, None if values is None else values[number : number + 1])
         writer.end_documents([per_document] * (len(samples) // per_document))
     write_manifest(prefix, {"pair": writer.close()})
     return prefix

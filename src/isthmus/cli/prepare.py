@@ -32,7 +32,8 @@ def prepare(
         str | None, typer.Option(metavar="TYPE", help="Megatron-LM's tokenizer type, such as Llama2Tokenizer.")
     ] = None,
     kind: Annotated[
-        str | None, typer.Option(metavar="KIND", help="text, chat or preference; default: kind of the first record.")
+        str | None,
+        typer.Option(metavar="KIND", help="text, chat, preference or unpaired; default: kind of the first record."),
     ] = None,
     seq_length: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Maximum tokens of a chat or an answer; default: no limit.")

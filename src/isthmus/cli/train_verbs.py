@@ -1,4 +1,4 @@
-"""``isthmus sft``, ``dpo`` and ``pretrain``."""
+"""``isthmus sft``, ``dpo``, ``kto`` and ``pretrain``."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ sft = _verb("sft", "Fine-tune a model on chats. The loss is on the assistant's a
 dpo = _verb(
     "dpo", "Train a model on preference pairs (chosen and rejected answers) with direct preference optimization."
 )
+kto = _verb("kto", "Train a model on answers that are labelled as desirable or not, or on preference pairs.")
 pretrain = _verb("pretrain", "Train a model on text. The loss is on every token.")
 
 

@@ -1,8 +1,8 @@
-"""The objective of a run, and the reference log-probabilities of DPO."""
+"""The objective of a run, and the reference log-probabilities of DPO and KTO."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -13,7 +13,7 @@ import torch
 
 from isthmus.atomic_write import atomic_file
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import PairBatches
+from isthmus.data.batching.batches import AnswerBatches, Batches, UnpairedBatches
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.objective import NEXT_TOKEN, NextTokenAccuracy, Objective
 from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ranks
@@ -21,10 +21,21 @@ from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted
 from isthmus.train.preference_loss import LogProbRecorder, PreferenceObjective
 from isthmus.train.stop import StopFlag
+from isthmus.train.unpaired_loss import KtoObjective, KtoStepper
 
 
 def objective_of(config: RunConfig) -> Objective:
+    if config.recipe == "kto":
+        return KtoObjective(config.kto)
     return PreferenceObjective(config.dpo) if config.recipe == "dpo" else NEXT_TOKEN
+
+
+def stepper_of(config: RunConfig) -> type[Stepper]:
+    return KtoStepper if config.recipe == "kto" and config.kto.loss == "kto" else Stepper
+
+
+def has_reference(config: RunConfig) -> bool:
+    return config.recipe == "kto" or (config.recipe == "dpo" and config.dpo.has_reference)
 
 
 def eval_objective_of(config: RunConfig) -> Objective | None:
@@ -34,7 +45,7 @@ def eval_objective_of(config: RunConfig) -> Objective | None:
 
 def compute_reference(
     stepper: Stepper,
-    parts: dict[str, PairBatches],
+    parts: Mapping[str, Batches | None],
     path: Path,
     position: Position,
     *,
@@ -42,16 +53,19 @@ def compute_reference(
     stop: StopFlag,
     log: Callable[[str], None],
 ) -> None:
-    """Set :attr:`~isthmus.data.batching.batches.PairBatches.reference` of each part; a collective.
+    """Set :attr:`~isthmus.data.batching.batches.AnswerBatches.reference` of each part; a collective.
 
     The policy with its starting weights is the reference model. ``path`` caches the log-probabilities by the digest of
-    the pairs; ``fresh`` ignores the cache, which may belong to other weights. Preempted and write errors are raised on
-    every rank.
+    the answers; ``fresh`` ignores the cache, which may belong to other weights. Preempted and write errors are raised
+    on every rank.
     """
     cache = {} if fresh else _read(path)
-    digests = {name: part.store.digest() for name, part in parts.items()}
+    answers = {name: part for name, part in parts.items() if isinstance(part, AnswerBatches)}
+    unpaired = {name: part for name, part in answers.items() if isinstance(part, UnpairedBatches)}
+    answers |= {f"{name}, mismatched": part.mismatched for name, part in unpaired.items()}
+    digests = {name: part.store.digest() for name, part in answers.items()}
     logps = {name: cache[digest] for name, digest in digests.items() if digest in cache}
-    for name, part in parts.items():
+    for name, part in answers.items():
         if name not in logps:
             log(f"reference: log-probabilities of {len(part.store)} answers under the starting weights ({name})")
             logps[name] = _reference_logps(stepper, part, position, stop)
@@ -67,7 +81,7 @@ def compute_reference(
 
 
 def _read(path: Path) -> dict[str, npt.NDArray[np.float64]]:
-    """Log-probabilities by the digest of their pairs; empty without a readable cache."""
+    """Log-probabilities by the digest of their answers; empty without a readable cache."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
@@ -76,7 +90,7 @@ def _read(path: Path) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def _reference_logps(
-    stepper: Stepper, part: PairBatches, position: Position, stop: StopFlag
+    stepper: Stepper, part: AnswerBatches, position: Position, stop: StopFlag
 ) -> npt.NDArray[np.float64]:
     """Summed log-probability of each answer, float64 [samples]."""
     recorder = LogProbRecorder(len(part.store))

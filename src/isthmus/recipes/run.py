@@ -14,7 +14,6 @@ import torch
 
 from isthmus.config.load import dump, load_config, origins_of
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import PairBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.inference import Decoding, Inference
 from isthmus.engine.megatron_model import live_tensors
@@ -31,7 +30,13 @@ from isthmus.platforms.deterministic import own_algorithms, use_deterministic_al
 from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_one_length
 from isthmus.recipes.data.eval_prompts import end_tokens
-from isthmus.recipes.dpo_reference import compute_reference, eval_objective_of, objective_of
+from isthmus.recipes.dpo_reference import (
+    compute_reference,
+    eval_objective_of,
+    has_reference,
+    objective_of,
+    stepper_of,
+)
 from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
@@ -253,12 +258,11 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
             reporter.log(message)
         optimizer = build_optimizer(model.stages, config.optim, config.train, family=context.plan.family)
         schedule = build_schedule(optimizer, config.optim, data.steps)
-        stepper = Stepper(model.stages, optimizer, schedule, objective_of(config))
-        if config.recipe == "dpo" and config.dpo.has_reference:
+        stepper = stepper_of(config)(model.stages, optimizer, schedule, objective_of(config))
+        if has_reference(config):
             parts = {"train": data.train, "valid": data.valid, "test": data.test}
-            pairs = {name: part for name, part in parts.items() if isinstance(part, PairBatches)}
             fresh = context.resume is None
-            compute_reference(stepper, pairs, run_dir.reference, position, fresh=fresh, stop=stop, log=reporter.log)
+            compute_reference(stepper, parts, run_dir.reference, position, fresh=fresh, stop=stop, log=reporter.log)
         progress = _resume(context, stepper, data, reporter)
         check_profiled_steps(config, data.steps)
         agree(lambda: run_dir.begin(text, fresh=context.resume is None) if main else None)

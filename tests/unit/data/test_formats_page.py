@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from isthmus.data.chat.chat_records import Conversation, PreferenceRecord, kinds_of, parse_record
-from isthmus.data.chat.preference_records import parse_preference
+from isthmus.data.chat.chat_records import Conversation, LabelledRecord, PreferenceRecord, kinds_of, parse_record
+from isthmus.data.chat.preference_records import parse_labelled, parse_preference
 from isthmus.data.readers.chunks import Record
 from unit.data.records import read_records
 
@@ -17,6 +19,15 @@ KINDS = {
     "Text": ("text", str),
     "Chats": ("chat", Conversation),
     "Preference pairs": ("preference", PreferenceRecord),
+    "Answers with labels": ("unpaired", LabelledRecord),
+}
+
+
+PARSERS: dict[str, Callable[[Record], Any]] = {
+    "text": parse_record,
+    "chat": parse_record,
+    "preference": parse_preference,
+    "unpaired": parse_labelled,
 }
 
 
@@ -37,12 +48,9 @@ def test_examples_have_the_kind_of_their_section(tmp_path: Path, section: str) -
         records = list(read_records(path))
         assert len(records) >= 1 and (ending == "csv" or len(records) == text.count("\n"))
         for record in records:
-            assert kinds_of(record)[0] == name
-            assert isinstance(parsed(record), kind)
-
-
-def parsed(record: Record) -> Conversation | str | PreferenceRecord:
-    return parse_preference(record) if kinds_of(record)[0] == "preference" else parse_record(record)
+            kinds = kinds_of(record)
+            assert name in kinds if name == "unpaired" else kinds[0] == name
+            assert isinstance(PARSERS[name](record), kind)
 
 
 def test_pair_examples_are_equal(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def tokenized(
         indexed = open_indexed(prefix)
         if kind == "text":
             return text_samples(indexed, seq_length)[0], stats
-        view = chat_samples if kind == "chat" else preference_samples
+        view = preference_samples if kind == "preference" else chat_samples
         return view(indexed, seq_length, "truncate")[0], stats
 
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from isthmus.config.schema.chat import ChatConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
-from isthmus.config.schema.dpo import DpoConfig
+from isthmus.config.schema.dpo import DpoConfig, KtoConfig
 from isthmus.config.schema.evaluation import EvalConfig
 from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.model import ModelConfig, TokenizerConfig
@@ -27,8 +27,9 @@ from isthmus.config.schema.train import TrainConfig
 class RunConfig(Section):
     """All settings of a run."""
 
-    recipe: Literal["sft", "dpo", "pretrain"]
-    """sft: fine-tune on chats; dpo: train on preference pairs; pretrain: train on text."""
+    recipe: Literal["sft", "dpo", "kto", "pretrain"]
+    """sft: fine-tune on chats; dpo: train on preference pairs; kto: train on answers with labels;
+    pretrain: train on text."""
     out: PathText
     """Run folder for metrics, resolved config, checkpoints and the exported model."""
     model: ModelConfig
@@ -42,6 +43,7 @@ class RunConfig(Section):
     dpo: DpoConfig = DpoConfig()
     lora: LoraConfig = LoraConfig()
     eval: EvalConfig = EvalConfig()
+    kto: KtoConfig = KtoConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     callbacks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ()
@@ -67,12 +69,17 @@ class RunConfig(Section):
         foreign = {
             "sft": documents,
             "pretrain": {"loss_on": text, "overlong": text},
-            "dpo": documents
+        } | {
+            recipe: documents
             | {
-                "loss_on": f"{chats}; the loss of dpo is on the answers behind the prompt",
-                "mock": "makes no preference pairs; give data.files",
-                "length_buckets": "is for packed single samples, and dpo packs pairs",
-            },
+                "loss_on": f"{chats}; the loss of {recipe} is on the answers behind the prompt",
+                "mock": f"makes no {records}; give data.files",
+                "length_buckets": f"is for packed single samples, and {recipe} packs {packed}",
+            }
+            for recipe, records, packed in (
+                ("dpo", "preference pairs", "pairs"),
+                ("kto", "answers with labels", "answers by length"),
+            )
         }
         for name, why in foreign.get(self.recipe, {}).items():
             value = getattr(self.data, name)
@@ -86,9 +93,11 @@ class RunConfig(Section):
         for name, field in ChatConfig.model_fields.items() if self.recipe == "pretrain" else ():
             if getattr(self.chat, name) != field.default:
                 refuse(f"chat.{name}", f"chat.{name} is for chats, got recipe pretrain; leave it out")
-        for name, field in DpoConfig.model_fields.items() if self.recipe != "dpo" else ():
-            if (value := getattr(self.dpo, name)) != field.default:
-                refuse(f"dpo.{name}", f"{name}={value} is for recipe dpo, got {self.recipe}; leave it out")
+        for recipe, section in (("dpo", self.dpo), ("kto", self.kto)):
+            for name, field in type(section).model_fields.items() if self.recipe != recipe else ():
+                if (value := getattr(section, name)) != field.default:
+                    why = f"{name}={value} is for recipe {recipe}, got {self.recipe}; leave it out"
+                    refuse(f"{recipe}.{name}", why)
         return self
 
     @model_validator(mode="after")

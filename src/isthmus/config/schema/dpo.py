@@ -1,4 +1,4 @@
-"""Training on preference pairs."""
+"""Training on preferences: pairs of answers, and answers with labels."""
 
 from __future__ import annotations
 
@@ -48,3 +48,17 @@ class DpoConfig(Section):
                 "it out",
             )
         return self
+
+
+class KtoConfig(Section):
+    """Kahneman-Tversky optimization (arXiv 2402.01306) on answers with labels."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the constraint to the reference: a reward is beta times the gain in log-probability over it."""
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto compares rewards with the KL divergence from the reference, estimated in each step; apo_zero_unpaired (arXiv
+    2408.06266) compares them with 0."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of the losses of desirable answers."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of the losses of undesirable answers."""

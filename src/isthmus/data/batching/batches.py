@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.data.store.mismatched_samples import MismatchedSamples, neighbors
 from isthmus.data.store.mixture import MixtureSet, SequenceOrder
-from isthmus.data.store.sample_store import Samples, SampleStore
+from isthmus.data.store.sample_store import Answers, Samples
 from isthmus.errors import DataError, UsageError
 
 Item = TypeVar("Item")
@@ -237,33 +238,66 @@ class Batches:
         )
 
 
-class PairBatches(Batches):
-    """The micro batches of one data-parallel rank; samples 2k and 2k + 1 of store and micro batch are a pair.
+class AnswerBatches(Batches):
+    """The micro batches of one data-parallel rank; a sequence is one answer with its prompt.
 
-    A sequence is a pair. With ``packing`` all micro batches of a step, over all ranks, have about the same length; else
-    each has ``micro_batch_size`` pairs.
+    With ``packing`` all micro batches of a step, over all ranks, have about the same length; else each has
+    ``micro_batch_size`` sequences.
     """
 
+    store: Answers
     reference: torch.Tensor | None = None
     """float64 [samples of the store], log-probabilities under the reference model."""
 
-    def _sequences(self, first: int, end: int) -> list[list[int]]:
-        groups = self.store.groups[first:end] if isinstance(self.store, SampleStore) else np.arange(end - first)
-        if len(groups) % 2 or bool(np.any(groups[::2] != groups[1::2])):
-            raise DataError("the samples are not pairs of answers, one after the other. Prepare them as preferences.")
-        return [[chosen, chosen + 1] for chosen in range(first, end, 2)]
+    def _sequences(self, first: int, end: int) -> Bins | list[list[int]]:
+        return Bins.single(first, end)
 
     def _distribute(self, sequences: list[list[int]]) -> list[PackedBatch]:
         if not self.settings.packing:
             return super()._distribute(sequences)
-        sizes = [int(self._inputs[pair].sum()) for pair in sequences]
+        sizes = [int(self._inputs[samples].sum()) for samples in sequences]
         micro_batches = balance(sizes, self._rounds(len(sequences)) * self.shard.dp_size)
         own = micro_batches[self.shard.dp_rank :: self.shard.dp_size]
-        return self._pack_all([[sample for k in pairs for sample in sequences[k]] for pairs in own])
+        return self._pack_all([[sample for k in chosen for sample in sequences[k]] for chosen in own])
 
     def _pack(self, samples: list[int], total: int) -> PackedBatch:
         batch = super()._pack(samples, total)
-        return batch if self.reference is None else replace(batch, reference_logps=self.reference[samples])
+        if self.reference is not None:
+            batch = replace(batch, reference_logps=self.reference[samples])
+        return replace(batch, values=tuple(self.store.values[samples].tolist()))
+
+
+class UnpairedBatches(AnswerBatches):
+    """Answers with labels; the samples of ``mismatched`` have the prompts of these and other answers."""
+
+    def __init__(
+        self,
+        store: Answers,
+        settings: BatchSettings,
+        shard: BatchShard | None = None,
+        *,
+        shares: Sequence[MixtureSet] = (),
+    ) -> None:
+        super().__init__(store, settings, shard, shares=shares)
+        starts = np.cumsum([0, *self._order.counts]).tolist()
+        orders = [self._order.permutation(k, epoch=0) + start for k, start in enumerate(starts[:-1])]
+        others = neighbors(orders, store.groups, settings.global_batch_size)
+        mismatched = MismatchedSamples(store, others, most=settings.seq_length + 1)
+        self.mismatched = AnswerBatches(mismatched, settings, shard, shares=shares)
+
+    def _pack_all(self, micro_batches: list[list[int]]) -> list[PackedBatch]:
+        pairs = zip(super()._pack_all(micro_batches), self.mismatched._pack_all(micro_batches), strict=True)
+        return [replace(batch, mismatched=mismatched) for batch, mismatched in pairs]
+
+
+class PairBatches(AnswerBatches):
+    """Samples 2k and 2k + 1 of store and micro batch are a pair, and a sequence is a pair."""
+
+    def _sequences(self, first: int, end: int) -> list[list[int]]:
+        groups = self.store.groups[first:end]
+        if len(groups) % 2 or bool(np.any(groups[::2] != groups[1::2])):
+            raise DataError("the samples are not pairs of answers, one after the other. Prepare them as preferences.")
+        return [[chosen, chosen + 1] for chosen in range(first, end, 2)]
 
 
 def balance(sizes: Sequence[int], num_bins: int) -> list[list[int]]:

@@ -71,7 +71,11 @@ class PackedBatch:
     sample_ids: tuple[int, ...] = ()
     """For each of ``lengths`` without padding, the index of its sample in the store."""
     reference_logps: Tensor | None = None
-    """float64 [num_samples], log-probabilities under the reference model (DPO)."""
+    """float64 [num_samples], log-probabilities under the reference model (DPO, KTO)."""
+    values: tuple[float, ...] = ()
+    """For each sample, the label of an answer (KTO: 1 is desirable, 0 is not) or the margin of its pair (reward)."""
+    mismatched: PackedBatch | None = None
+    """The same prompts, each with the answer to another one, for the KL divergence of KTO."""
     sample_weights: tuple[float, ...] = ()
     """For each of ``lengths``, its part of the denominator of the mean loss; set by the training step."""
     spans: tuple[tuple[int, int], ...] | None = None

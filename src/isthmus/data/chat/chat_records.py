@@ -10,7 +10,7 @@ prompt and completion        ``prompt``, ``completion`` (or ``response``): text 
 text                         ``text``
 ===========================  ==========================================================
 
-Preference pairs: ``isthmus.data.chat.preference_records``.
+Preference pairs and labelled answers: ``isthmus.data.chat.preference_records``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from isthmus.data.chat.message_normalization import (
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
-Kind = Literal["text", "chat", "preference"]
-RECIPES: dict[Kind, str] = {"text": "pretrain", "chat": "sft", "preference": "dpo"}
+Kind = Literal["text", "chat", "preference", "unpaired"]
+RECIPES: dict[Kind, str] = {"text": "pretrain", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
 """The recipe for each kind."""
 FIELDS = (
     "text", "messages", "conversations", "instruction", "input", "output", "history", "system", "tools",
-    "prompt", "completion", "response", "chosen", "rejected",
+    "prompt", "completion", "response", "chosen", "rejected", "label", "margin",
 )  # fmt: skip
 """All known keys of a record."""
 _FORMATS = "messages, conversations (from/value), instruction+output, prompt+completion, text"
@@ -61,6 +61,17 @@ class PreferenceRecord:
     rejected: list[Message]
     tools: list[dict[str, Any]] | None
     where: str
+    margin: float = 0.0
+    """By how much the chosen answer is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRecord:
+    prompt: list[Message]
+    answers: list[tuple[list[Message], bool]]
+    """Turns after the prompt, and whether they are desirable; both answers of a preference pair."""
+    tools: list[dict[str, Any]] | None
+    where: str
 
 
 def kinds_of(record: Record) -> list[Kind]:
@@ -72,7 +83,10 @@ def kinds_of(record: Record) -> list[Kind]:
         found.append("chat")
     elif any(value.get(name) for name in ("messages", "conversations")):
         found.append("chat")
-    return [*found, "text"] if isinstance(value.get("text"), str) else found
+    if isinstance(value.get("text"), str):
+        found.append("text")
+    labelled = "label" in value and "chat" in found
+    return [*found, "unpaired"] if labelled or "preference" in found else found
 
 
 def parse_document(record: Record) -> str:
@@ -90,7 +104,7 @@ def parse_record(record: Record) -> Conversation | str:
     """
     value, where = present(record), record.where
     is_pair = "chosen" in value and "rejected" in value
-    if is_pair and kinds_of(record) == ["preference"]:
+    if is_pair and not {"chat", "text"} & {*kinds_of(record)}:
         raise _preference_error(where)
     if (given := given_turns(value, where)) is not None:
         messages = turns(given, where)

@@ -8,11 +8,11 @@ when others follow it (they drop its reasoning): such a turn gets a separate tex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, Protocol
 
-from isthmus.data.chat.chat_records import Conversation, Message, PreferenceRecord
+from isthmus.data.chat.chat_records import Conversation, LabelledRecord, Message, PreferenceRecord
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.chat.loss_spans import MaskedIds, Span, following, merged, shared_prefix, turn_end
 from isthmus.data.chat.message_normalization import Messages, Tools
@@ -58,6 +58,8 @@ class ChatText:
 
     text: str
     loss_spans: list[Span]
+    value: float = 0.0
+    """The label of an answer, or the margin of a pair."""
 
 
 class ChatRenderer:
@@ -228,8 +230,8 @@ class ChatRenderer:
         return next((special for special in self._tokenizer.special_tokens if rest.startswith(special)), None)
 
 
-class PairRenderer:
-    """Renders both conversations of a pair; the assistant turns after the prompt have loss."""
+class AnswerRenderer:
+    """Renders answers with their prompt; the assistant turns after the prompt have loss."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, settings: ChatSettings = UNCHANGED) -> None:
         self._render = ChatRenderer(tokenizer, settings=settings)
@@ -239,19 +241,24 @@ class PairRenderer:
         """Answers so far without a special token after them."""
         return self._render.without_end
 
-    def __call__(self, pair: PreferenceRecord) -> tuple[ChatText, ChatText]:
-        """The chosen and the rejected conversation; DataError if an answer is not one text."""
+    def __call__(self, record: PreferenceRecord | LabelledRecord) -> list[ChatText]:
+        """The chosen and the rejected conversation, or each answer; DataError if an answer is not one text."""
         # Assistant turns in the prompt have no loss.
-        prompt = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in pair.prompt]
-        return self._whole(pair, prompt, pair.chosen), self._whole(pair, prompt, pair.rejected)
+        prompt = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in record.prompt]
+        if isinstance(record, LabelledRecord):
+            return [replace(self._whole(record, prompt, turns), value=float(label)) for turns, label in record.answers]
+        answers = (record.chosen, record.rejected)
+        return [replace(self._whole(record, prompt, turns), value=record.margin) for turns in answers]
 
-    def _whole(self, pair: PreferenceRecord, prompt: list[Message], answer: list[Message]) -> ChatText:
-        texts = self._render(Conversation([*prompt, *answer], pair.tools, pair.where))
+    def _whole(
+        self, record: PreferenceRecord | LabelledRecord, prompt: list[Message], answer: list[Message]
+    ) -> ChatText:
+        texts = self._render(Conversation([*prompt, *answer], record.tools, record.where))
         if len(texts) == 1:
             return texts[0]
         why = "the chat template rewrites earlier turns of an answer when later ones follow"
         raise DataError(
-            f"{pair.where}: {why}, so it has no single probability. Use answers of one turn."
+            f"{record.where}: {why}, so it has no single probability. Use answers of one turn."
             if texts
-            else f"{pair.where}: an answer has no assistant turn with loss."
+            else f"{record.where}: an answer has no assistant turn with loss."
         )

@@ -1,4 +1,4 @@
-"""Parses records to preference pairs; their keys determine the format.
+"""Parses records to preference pairs, or to labelled answers; their keys determine the format.
 
 ================================  ====================================================================
 before the answers                ``chosen`` and ``rejected``
@@ -9,18 +9,32 @@ before the answers                ``chosen`` and ``rejected``
 nothing                           whole conversations: their common turns are the prompt
 nothing                           whole conversations as text: ``Human:`` and ``Assistant:`` (HH-RLHF)
 ================================  ====================================================================
+
+A labelled answer is a chat with ``label``, or one of the two answers of a pair.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from typing import Any
 
-from isthmus.data.chat.chat_records import PreferenceRecord, given_turns, present, question, with_system
+from isthmus.data.chat.chat_records import (
+    Conversation,
+    LabelledRecord,
+    PreferenceRecord,
+    given_turns,
+    parse_record,
+    present,
+    question,
+    with_system,
+)
 from isthmus.data.chat.message_normalization import Message, message, normal_tools, side, turns
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
@@ -48,7 +62,40 @@ def parse_preference(record: Record) -> PreferenceRecord:
         if not answer or answer[0]["role"] != "assistant":
             got = answer[0]["role"] if answer else "nothing"
             raise DataError(f"{where}: {name} must continue the prompt with an assistant turn, got {got}.")
-    return PreferenceRecord(prompt, chosen, rejected, normal_tools(value.get("tools"), where), where)
+    tools, margin = normal_tools(value.get("tools"), where), _margin(value.get("margin", 0), where)
+    return PreferenceRecord(prompt, chosen, rejected, tools, where, margin)
+
+
+def parse_labelled(record: Record) -> LabelledRecord:
+    """A chat with ``label``, whose answer is the turns after the last user turn; or both answers of a pair.
+
+    Raises DataError for a record without label or answer, or with a wrong type.
+    """
+    value, where = present(record), record.where
+    if "chosen" in value and "rejected" in value:
+        pair = parse_preference(record)
+        return LabelledRecord(pair.prompt, [(pair.chosen, True), (pair.rejected, False)], pair.tools, where)
+    label = _LABELS.get(str(value.get("label")).lower())
+    if label is None:
+        got = repr(value["label"])[:60] if "label" in value else "nothing"
+        raise DataError(f"{where}: label must be true (desirable) or false, got {got}.")
+    chat = parse_record(record)
+    if not isinstance(chat, Conversation):
+        raise DataError(f"{where}: expected a chat or prompt and completion beside label, got plain text.")
+    turns = chat.messages
+    start = max((number + 1 for number, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    if not 0 < start < len(turns):
+        raise DataError(f"{where}: expected a user turn and then the labelled answer, got {turns[-1]['role']} last.")
+    return LabelledRecord(turns[:start], [(turns[start:], label)], chat.tools, where)
+
+
+def _margin(value: Any, where: str) -> float:
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and math.isfinite(number := float(value)):
+            return number
+    raise DataError(
+        f"{where}: margin must be a number, got {value!r:.60}. data.columns names another field: margin: NAME."
+    )
 
 
 def _answer(value: Any, name: str, where: str) -> list[Message]:

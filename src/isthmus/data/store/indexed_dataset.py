@@ -8,8 +8,9 @@ The ``.idx`` is, little-endian and without gaps (megatron.core.datasets.indexed_
     uint64   n, sequences
     uint64   d, documents + 1
 
-Isthmus adds two files, which Megatron ignores: ``PREFIX.mask.bin`` has one byte per token, 1 where the token has loss;
-``PREFIX.json`` is the manifest with the sizes and hashes of the others.
+Isthmus adds files, which Megatron ignores: ``PREFIX.mask.bin`` has one byte per token, 1 where the token has loss;
+``PREFIX.values.bin`` has a float32 per sequence, the label of an answer or the margin of a pair; ``PREFIX.json`` is the
+manifest with the sizes and hashes of the others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import xxhash
 
 from isthmus.data.store.manifest import (
     HINT,
+    MASK,
     SUFFIXES,
+    VALUES,
     check_sizes,
     dataset_record,
     file_hash,
@@ -65,6 +68,8 @@ class IndexedDataset:
     """[documents + 1]; document k is the sequences ``documents[k]:documents[k + 1]``."""
     manifest: dict[str, Any] | None
     """``PREFIX.json``, if it exists."""
+    values: npt.NDArray[np.float32] | None = None
+    """[n], the label of an answer, or on both answers the margin of a pair."""
 
 
 def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, verify: bool = False) -> IndexedDataset:
@@ -82,17 +87,17 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
         DataError: a file is damaged, truncated, or of another format.
         IOFailure: reading failed.
     """
-    data, index, masked = (indexed_file(prefix, suffix) for suffix in SUFFIXES[:3])
+    data, index, masked, valued = (indexed_file(prefix, suffix) for suffix in SUFFIXES)
     manifest_path = Path(manifest) if manifest is not None else indexed_file(prefix, ".json")
     try:
         for path in (data, index):
             if not path.is_file():
                 raise MissingInput(f"{path}: no such file. Prepared data is PREFIX.bin and PREFIX.idx together.")
         record = read_manifest(manifest_path) if manifest_path.is_file() else None
-        has_mask = masked.is_file()
+        present = [path.is_file() for path in (masked, valued)]
         if record is not None:
             check_sizes(prefix, record, manifest_path)
-            has_mask = ".mask.bin" in record["pair"]["files"]
+            present = [suffix in record["pair"]["files"] for suffix in (MASK, VALUES)]
         elif verify:
             raise MissingInput(f"{manifest_path}: no such manifest, so {data} cannot be verified.")
         dtype, lengths, documents = _read_index(index, data.stat().st_size)
@@ -102,12 +107,15 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
                 if (got := file_hash(path)) != expected:
                     raise DataError(f"{path}: its hash is {got}, the manifest has {expected}. {HINT}")
         tokens = _map(data, dtype)
-        mask = _map(masked, np.dtype(np.uint8)) if has_mask else None
+        mask = _map(masked, np.dtype(np.uint8)) if present[0] else None
+        values = _map(valued, np.dtype("<f4")) if present[1] else None
     except OSError as error:
         raise IOFailure(f"{prefix}: cannot be read: {error.strerror or error}.") from error
     if mask is not None and len(mask) != len(tokens):
         raise DataError(f"{masked}: {len(mask)} bytes, expected {len(tokens)}, one per token of {data}. {HINT}")
-    return IndexedDataset(Path(prefix), tokens, mask, np.cumsum(lengths) - lengths, lengths, documents, record)
+    if values is not None and len(values) != len(lengths):
+        raise DataError(f"{valued}: {len(values)} values, expected {len(lengths)}, one per sequence of {index}. {HINT}")
+    return IndexedDataset(Path(prefix), tokens, mask, np.cumsum(lengths) - lengths, lengths, documents, record, values)
 
 
 def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -159,7 +167,8 @@ def scan_indexed(pair: IndexedDataset) -> dict[str, Any]:
         largest = max(largest, int(part.max()))
         if int(part.min()) < 0:
             raise DataError(f"{pair.prefix}.bin: the token id {int(part.min())} is below zero. {HINT}")
-    suffixes = SUFFIXES[: 2 if pair.mask is None else 3]
+    given = {MASK: pair.mask, VALUES: pair.values}
+    suffixes = [suffix for suffix in SUFFIXES if suffix not in given or given[suffix] is not None]
     return dataset_record(
         pair.tokens.dtype,
         sequences=len(pair.lengths),
@@ -183,7 +192,7 @@ def find_prefix(name: Path | str) -> Path | None:
     text = str(name)
     if Path(text).exists() and not text.endswith((".bin", ".idx")):
         return None
-    for prefix in (text.removesuffix(".mask.bin"), text.removesuffix(".bin"), text.removesuffix(".idx"), text):
+    for prefix in (*(text.removesuffix(suffix) for suffix in (MASK, VALUES, ".bin", ".idx")), text):
         if indexed_file(prefix, ".idx").is_file() or indexed_file(prefix, ".bin").is_file():
             return Path(prefix)
     return None
@@ -201,13 +210,14 @@ class IndexedWriter:
     and renames the files that ``close`` has synced.
     """
 
-    def __init__(self, prefix: Path | str, dtype: npt.DTypeLike, masked: bool = False) -> None:
+    def __init__(self, prefix: Path | str, dtype: npt.DTypeLike, masked: bool = False, valued: bool = False) -> None:
         """Create or replace the files; ``dtype`` is one of ``DTYPE_CODES``."""
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
         self._code = DTYPE_CODES[self.dtype.name]
         self._lengths, self._bounds = array("i"), array("q", [0])
         self._tokens, self._largest = 0, -1
-        self._hashes = {suffix: xxhash.xxh3_128() for suffix in SUFFIXES[: 3 if masked else 2]}
+        wanted = {MASK: masked, VALUES: valued}
+        self._hashes = {suffix: xxhash.xxh3_128() for suffix in SUFFIXES if wanted.get(suffix, True)}
         self._files: dict[str, BinaryIO] = {}
         self._closed: dict[str, Any] | None = None
         with disk_errors(self.prefix):
@@ -219,10 +229,17 @@ class IndexedWriter:
         """Append one sequence."""
         self.extend(tokens, (len(tokens),), mask)
 
-    def extend(self, tokens: Tokens, lengths: Tokens, mask: Tokens | None = None) -> None:
+    def extend(
+        self,
+        tokens: Tokens,
+        lengths: Tokens,
+        mask: Tokens | None = None,
+        values: npt.NDArray[np.float32] | None = None,
+    ) -> None:
         """Append sequences, concatenated in ``tokens`` [total] and ``mask`` [total], to the open document.
 
-        DataError if a token id is not in the dtype, a sequence has 2**31 tokens or more, or lengths disagree.
+        ``values`` [n] of the sequences are written to files with values; the default is zeros. DataError if a token id
+        is not in the dtype, a sequence has 2**31 tokens or more, or lengths disagree.
         """
         ids, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         limits = np.iinfo(self.dtype)
@@ -235,7 +252,7 @@ class IndexedWriter:
             self._largest = max(self._largest, high)
         if int(sizes.sum()) != len(ids) or (len(sizes) and not 0 <= int(sizes.min()) <= int(sizes.max()) < 1 << 31):
             raise DataError(f"{self.prefix}: lengths of {int(sizes.sum())} tokens in all for {len(ids)} tokens.")
-        if (mask is not None) != (".mask.bin" in self._hashes) or (mask is not None and len(mask) != len(ids)):
+        if (mask is not None) != (MASK in self._hashes) or (mask is not None and len(mask) != len(ids)):
             raise DataError(
                 f"{self.prefix}: expected a mask entry for each token of files with a mask, and no mask without."
             )
@@ -243,7 +260,9 @@ class IndexedWriter:
         self._tokens += len(ids)
         self._write(".bin", ids.astype(self.dtype))
         if mask is not None:
-            self._write(".mask.bin", np.asarray(mask).astype(np.uint8))
+            self._write(MASK, np.asarray(mask).astype(np.uint8))
+        if VALUES in self._hashes:
+            self._write(VALUES, np.zeros(len(sizes), "<f4") if values is None else values.astype("<f4"))
 
     def end_document(self) -> None:
         self._bounds.append(len(self._lengths))

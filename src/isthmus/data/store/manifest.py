@@ -15,8 +15,9 @@ import xxhash
 from isthmus.atomic_write import write_atomic
 from isthmus.errors import DataError, MissingInput
 
-SUFFIXES = (".bin", ".idx", ".mask.bin")
-"""Of the indexed files; the last is optional."""
+MASK, VALUES = ".mask.bin", ".values.bin"
+SUFFIXES = (".bin", ".idx", MASK, VALUES)
+"""Of the indexed files; mask and values are optional."""
 PARTIAL = ".partial"
 """Suffix of the folder in which indexed files are prepared."""
 HINT = "Was it truncated or changed? Copy it again, or prepare it again."
@@ -52,7 +53,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
     """Write ``PREFIX.json`` atomically.
 
-    ``record`` has ``pair`` (from ``IndexedWriter.close``), ``kind`` (text, chat or preference), ``tokenizer``
+    ``record`` has ``pair`` (from ``IndexedWriter.close``), ``kind`` (text, chat, preference or unpaired), ``tokenizer``
     (``tokenizer_record``), ``seq_length`` (limit of samples, None for documents), and keys of the caller.
     """
     write_atomic(indexed_file(prefix, ".json"), json.dumps(record, indent=1) + "\n")

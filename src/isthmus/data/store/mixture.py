@@ -85,11 +85,17 @@ class SequenceOrder:
         if self.shuffle:
             known = self._orders.get(chosen)
             if known is None or known[0] != epoch:
-                # Raw bits of a counter-based generator, sorted: numpy's shuffles may change with its version.
-                bits = np.random.Philox(key=np.array([self.seed % 2**64, (chosen << 40) + epoch], dtype=np.uint64))
-                known = self._orders[chosen] = epoch, np.argsort(bits.random_raw(self.counts[chosen]), kind="stable")
+                known = self._orders[chosen] = epoch, self.permutation(chosen, epoch)
             within = int(known[1][within])
         return int(self._starts[chosen]) + within
+
+    def permutation(self, chosen: int, epoch: int) -> Int64:
+        """The sequences of a set in the order of an epoch, numbered from 0 in the set."""
+        if not self.shuffle:
+            return np.arange(self.counts[chosen], dtype=np.int64)
+        # Raw bits of a counter-based generator, sorted: numpy's shuffles may change with its version.
+        bits = np.random.Philox(key=np.array([self.seed % 2**64, (chosen << 40) + epoch], dtype=np.uint64))
+        return np.argsort(bits.random_raw(self.counts[chosen]), kind="stable")
 
     def epochs(self, positions: int) -> list[float]:
         """The number of epochs of each set in the first ``positions``."""

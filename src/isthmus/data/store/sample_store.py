@@ -17,6 +17,7 @@ from isthmus.errors import DataError, UsageError
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
 MOCK_SAMPLES = 2**20
 """Number of different samples."""
 _MOCK_PARTS = ("train", "valid", "test")
@@ -38,6 +39,18 @@ class Samples(Protocol):
 
     def digest(self) -> str:
         """Equal only for the same samples in the same order."""
+
+
+class Answers(Samples, Protocol):
+    """Samples that are answers to prompts."""
+
+    @property
+    def groups(self) -> Int64:
+        """[n], equal for samples of one record."""
+
+    @property
+    def values(self) -> Float32:
+        """[n], the label of an answer, or the margin of its pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,7 @@ class SampleStore:
 
     Sample k is ``lengths[k]`` tokens of ``sources[which[k]]`` from ``starts[k]`` on, all [n] int64; samples may share
     tokens. Samples with equal ``groups`` [n] int64 repeat each other's text, such as those of one conversation; a split
-    keeps them together.
+    keeps them together. ``values`` [n] float32 are the labels of answers or the margins of pairs, zero by default.
     """
 
     def __init__(
@@ -83,12 +96,14 @@ class SampleStore:
         lengths: Int64,
         groups: Int64 | None = None,
         which: npt.NDArray[np.integer[Any]] | None = None,
+        values: Float32 | None = None,
     ) -> None:
         """Without ``which`` all samples are in the first source."""
         self.sources, self.starts, self.lengths = tuple(sources), starts, lengths
         self.groups = np.arange(len(starts), dtype=np.int64) if groups is None else groups
         self.which = np.zeros(len(starts), dtype=np.int16) if which is None else which
-        if not len(starts) == len(lengths) == len(self.groups) == len(self.which):
+        self.values = np.broadcast_to(np.float32(0), len(starts)) if values is None else values
+        if not len(starts) == len(lengths) == len(self.groups) == len(self.which) == len(self.values):
             raise DataError("sample store: starts, lengths and groups differ in number. Prepare the data again.")
         totals = np.array([len(source.tokens) for source in self.sources] or [0], dtype=np.int64)
         if len(starts) and (
@@ -112,7 +127,8 @@ class SampleStore:
     def from_indexed(cls, indexed: IndexedDataset) -> SampleStore:
         """Each sequence of indexed files is a sample, each document a group."""
         groups = np.repeat(np.arange(len(indexed.documents) - 1, dtype=np.int64), np.diff(indexed.documents))
-        return cls([TokenSource.from_indexed(indexed)], indexed.starts, indexed.lengths, groups)
+        source = TokenSource.from_indexed(indexed)
+        return cls([source], indexed.starts, indexed.lengths, groups, values=indexed.values)
 
     @classmethod
     def concatenated(cls, stores: Sequence[SampleStore]) -> SampleStore:
@@ -129,7 +145,8 @@ class SampleStore:
             np.concatenate([np.empty(0, dtype=np.int64), *(getattr(store, name) for store in stores)])
             for name in ("starts", "lengths")
         )
-        return cls(sources, starts, lengths, np.concatenate(groups), np.concatenate(which))
+        values = np.concatenate([np.empty(0, np.float32), *(store.values for store in stores)])
+        return cls(sources, starts, lengths, np.concatenate(groups), np.concatenate(which), values)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -163,12 +180,13 @@ class SampleStore:
 
     def select(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> SampleStore:
         chosen = np.asarray(indices, dtype=np.int64)
-        parts = (self.starts[chosen], self.lengths[chosen], self.groups[chosen], self.which[chosen])
-        return SampleStore(self.sources, *parts)
+        arrays = (self.starts, self.lengths, self.groups, self.which, self.values)
+        return SampleStore(self.sources, *(array[chosen] for array in arrays))
 
     def truncate(self, length: int) -> SampleStore:
         """The same samples, each at most its first ``length`` tokens."""
-        return SampleStore(self.sources, self.starts, np.minimum(self.lengths, length), self.groups, self.which)
+        lengths = np.minimum(self.lengths, length)
+        return SampleStore(self.sources, self.starts, lengths, self.groups, self.which, self.values)
 
     def digest(self) -> str:
         """A hash of sources and slices: equal only for the same slices of the same sources in the same order."""

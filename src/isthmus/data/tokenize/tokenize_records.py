@@ -12,20 +12,25 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.data.chat.chat_records import RECIPES, Conversation, Kind, kinds_of, parse_document, parse_record
-from isthmus.data.chat.chat_text import ChatRenderer, ChatText, ChatTokenizer, LossOn, PairRenderer
+from isthmus.data.chat.chat_text import AnswerRenderer, ChatRenderer, ChatText, ChatTokenizer, LossOn
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
-from isthmus.data.chat.preference_records import parse_preference
+from isthmus.data.chat.preference_records import parse_labelled, parse_preference
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.file_formats import chunk_records
 from isthmus.data.tokenize.stats import Overlong, TokenizeStats
 from isthmus.errors import DataError, UsageError
 
 T = TypeVar("T")
-Sequenced = tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint8]]
-"""Record number, token ids and loss mask of one sequence."""
+Sequenced = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], float]
+"""Token ids, loss mask and value of one sequence."""
 _BATCH_RECORDS = 8192
 _BATCH_CHARS = 4_000_000
-_KIND_NAMES: dict[Kind, str] = {"text": "plain text", "chat": "a chat record", "preference": "a preference pair"}
+_KIND_NAMES: dict[Kind, str] = {
+    "text": "plain text",
+    "chat": "a chat record",
+    "preference": "a preference pair",
+    "unpaired": "an answer with a label",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class TokenizedChunk:
     documents: npt.NDArray[np.int64]
     """[d], number of sequences of each document: a text, a conversation or a preference pair."""
     stats: TokenizeStats
+    values: npt.NDArray[np.float32] | None = None
+    """[n], the label of an answer or the margin of a pair; None: all zero."""
 
 
 class RecordTokenizer:
@@ -71,7 +78,7 @@ class RecordTokenizer:
             self._after = [tokenizer.eos_id]
         else:
             self._chat = ChatRenderer(tokenizer, loss_on=options.loss_on, settings=options.chat)
-            self._pair = PairRenderer(tokenizer, settings=options.chat)
+            self._answers = AnswerRenderer(tokenizer, settings=options.chat)
 
     def __call__(self, chunk: RecordChunk) -> TokenizedChunk:
         stats = TokenizeStats()
@@ -108,16 +115,19 @@ class RecordTokenizer:
         tokens: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
         masks: list[npt.NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
         documents: list[int] = []
+        values: list[float] = []
         without_end = self._without_end
-        for _, sequences in groupby(self._encode(self._chat_texts(chunk, stats)), key=lambda sequence: sequence[0]):
-            kept = self._fit(list(sequences), stats)
-            tokens += [ids for ids, _ in kept]
-            masks += [mask for _, mask in kept]
+        for _, sequences in groupby(self._encode(self._chat_texts(chunk, stats)), key=lambda found: found[0]):
+            kept = self._fit([sequence for _, sequence in sequences], stats)
+            tokens += [ids for ids, _, _ in kept]
+            masks += [mask for _, mask, _ in kept]
+            values += [value for _, _, value in kept]
             documents += [len(kept)] if kept else []
         stats.without_end = self._without_end - without_end
         lengths = np.fromiter((len(ids) for ids in tokens[1:]), dtype=np.int64, count=len(tokens) - 1)
         counts = np.array(documents, dtype=np.int64)
-        return TokenizedChunk(np.concatenate(tokens), np.concatenate(masks), lengths, counts, stats)
+        given = np.array(values, dtype=np.float32) if self.options.kind == "unpaired" or any(values) else None
+        return TokenizedChunk(np.concatenate(tokens), np.concatenate(masks), lengths, counts, stats, given)
 
     def _chat_texts(self, chunk: RecordChunk, stats: TokenizeStats) -> Iterator[tuple[str, tuple[int, ChatText]]]:
         for rendered in self._parsed(chunk, stats, self._render):
@@ -127,46 +137,48 @@ class RecordTokenizer:
                 yield chat.text, (stats.records, chat)
 
     def _render(self, record: Record) -> Sequence[ChatText]:
-        if self.options.kind == "preference":
-            return self._pair(parse_preference(record))
+        if self.options.kind in ("preference", "unpaired"):
+            parse = parse_preference if self.options.kind == "preference" else parse_labelled
+            return self._answers(parse(record))
         conversation = parse_record(record)
         assert isinstance(conversation, Conversation)
         return self._chat(conversation)
 
-    def _encode(self, texts: Iterator[tuple[str, tuple[int, ChatText]]]) -> Iterator[Sequenced]:
+    def _encode(self, texts: Iterator[tuple[str, tuple[int, ChatText]]]) -> Iterator[tuple[int, Sequenced]]:
+        """(record number, sequence) of each text."""
         for batch in _batches(texts):
             spans = [chat.loss_spans for _, (_, chat) in batch]
             encoded = self._tokenizer.encode_with_mask([text for text, _ in batch], spans)
-            for (_, (number, _)), (ids, mask) in zip(batch, encoded, strict=True):
-                yield number, ids, mask
+            for (_, (number, chat)), (ids, mask) in zip(batch, encoded, strict=True):
+                yield number, (ids, mask, chat.value)
 
-    def _fit(
-        self, sequences: list[Sequenced], stats: TokenizeStats
-    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+    def _fit(self, sequences: list[Sequenced], stats: TokenizeStats) -> list[Sequenced]:
         """The sequences of one record, cut or dropped; a pair is kept or dropped as a whole."""
         most = self.options.seq_length + 1 if self.options.seq_length is not None else None
         is_pair = self.options.kind == "preference"
-        kept, overlong, without_loss = [], 0, 0
-        for _, ids, mask in sequences:
+        kept: list[Sequenced] = []
+        overlong = without_loss = truncated = 0
+        for ids, mask, value in sequences:
             long = most is not None and len(ids) > most
             if long and self.options.overlong == "drop":
                 overlong += 1
             elif not mask[1:most].any():
                 without_loss += 1
             else:
-                kept.append((ids[:most], mask[:most], long))
+                kept.append((ids[:most], mask[:most], value))
+                truncated += long
         if is_pair and len(kept) == 2 and np.array_equal(kept[0][0], kept[1][0]):
             kept, without_loss = [], 1  # identical answers, or cut before they differ
         if is_pair and len(kept) < 2:
             kept, overlong, without_loss = [], int(overlong > 0), int(not overlong)
         stats.dropped_overlong += overlong
         stats.dropped_without_loss += without_loss
-        stats.truncated += sum(long for _, _, long in kept)
-        return [(ids, mask) for ids, mask, _ in kept]
+        stats.truncated += truncated if kept else 0
+        return kept
 
     @property
     def _without_end(self) -> int:
-        return self._pair.without_end if self.options.kind == "preference" else self._chat.without_end
+        return (self._chat if self.options.kind == "chat" else self._answers).without_end
 
     def _parsed(self, chunk: RecordChunk, stats: TokenizeStats, parse: Callable[[Record], T]) -> Iterator[T]:
         """The parsed records of a chunk, counted; bad ones and those of another kind are skipped or raise."""

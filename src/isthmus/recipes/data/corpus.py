@@ -14,7 +14,15 @@ from typing import Any, Literal
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
-from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, DocumentEnds, PairBatches
+from isthmus.data.batching.batches import (
+    AnswerBatches,
+    Batches,
+    BatchSettings,
+    BatchShard,
+    DocumentEnds,
+    PairBatches,
+    UnpairedBatches,
+)
 from isthmus.data.chat.chat_records import RECIPES, Kind
 from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.readers.file_formats import check_columns
@@ -97,12 +105,19 @@ class Corpus:
             micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
             equal_lengths=pads_to_one_length(config, device_type),
         )
-        kind = PairBatches if config.recipe == "dpo" else Batches
+        kind = batches_of(config)
 
         def in_order(samples: Samples | None) -> Batches | None:
             return None if samples is None else kind(samples, replace(settings, shuffle=False), shard)
 
         return kind(self.train, settings, shard, shares=self.mixture), in_order(self.valid), in_order(self.test)
+
+
+def batches_of(config: RunConfig) -> type[Batches]:
+    """The kind of batches of a recipe."""
+    if config.recipe == "kto":
+        return UnpairedBatches if config.kto.loss == "kto" else AnswerBatches
+    return PairBatches if config.recipe == "dpo" else Batches
 
 
 def pads_to_one_length(config: RunConfig, device_type: str) -> bool:
@@ -320,7 +335,7 @@ def open_source(
         _check(indexed, config, tokenizer_hashes)
         if config.recipe == "pretrain":
             store, fit = text_samples(indexed, seq_length, crosses_documents=config.data.crosses_documents)
-        elif config.recipe == "sft":
+        elif KINDS[config.recipe] != "preference":
             store, fit = chat_samples(indexed, seq_length, overlong)
         else:
             store, fit = preference_samples(indexed, seq_length, overlong)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from isthmus.atomic_write import atomic_file, rename, write_atomic
 from isthmus.data.readers.chunks import CHUNK_BYTES
 from isthmus.data.store.indexed_dataset import IndexedWriter
-from isthmus.data.store.manifest import PARTIAL, indexed_file, write_manifest
+from isthmus.data.store.manifest import MASK, PARTIAL, VALUES, indexed_file, write_manifest
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizedChunk
 from isthmus.errors import DataError, NoSpace, disk_errors
@@ -32,7 +32,7 @@ PART_TOKENS = 1 << 21
 """Tokens after which a part is written; memory contains one part."""
 PART_S = 10.0
 """Seconds after which a smaller part is written."""
-_PUBLISHED = (".mask.bin", ".bin", ".idx", ".json")
+_PUBLISHED = (MASK, VALUES, ".bin", ".idx", ".json")
 """In the order of renaming: the manifest comes last."""
 
 
@@ -43,6 +43,8 @@ class PartialOutput:
         self.stats = TokenizeStats()
         self.chunks = 0
         """Input chunks in the written parts."""
+        self._valued = False
+        """Whether a written part has values."""
         self._parts = 0
         self._buffer: list[TokenizedChunk] = []
         self._written_s = time.monotonic()
@@ -104,6 +106,7 @@ class PartialOutput:
                 return
             chunks, tokenized = part
             self._parts, self.chunks = number + 1, self.chunks + chunks
+            self._valued |= tokenized.values is not None
             self.stats.add(tokenized.stats)
 
     def add(self, chunk: TokenizedChunk) -> None:
@@ -127,6 +130,12 @@ class PartialOutput:
             if name != "mask" or chunks[0].mask is not None
         }
         header = json.dumps({"chunks": len(chunks), "stats": stats.as_dict()}).encode()
+        if any(chunk.values is not None for chunk in chunks):
+            self._valued = True
+            zeros = (np.zeros(len(chunk.lengths), np.float32) for chunk in chunks)
+            arrays["values"] = np.concatenate(
+                [zero if chunk.values is None else chunk.values for chunk, zero in zip(chunks, zeros, strict=True)]
+            )
         arrays["header"] = np.frombuffer(header, dtype=np.uint8)
         with atomic_file(self._part(self._parts)) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)
@@ -135,12 +144,12 @@ class PartialOutput:
 
     def assemble(self, dtype: npt.DTypeLike, masked: bool, manifest: dict[str, Any]) -> None:
         """Write the indexed files and the manifest from the parts."""
-        with IndexedWriter(self._staged(""), dtype, masked) as writer:
+        with IndexedWriter(self._staged(""), dtype, masked, self._valued) as writer:
             for number in range(self._parts):
                 part = _read_part(self._part(number))
                 assert part is not None
                 tokenized = part[1]
-                writer.extend(tokenized.tokens, tokenized.lengths, tokenized.mask)
+                writer.extend(tokenized.tokens, tokenized.lengths, tokenized.mask, tokenized.values)
                 writer.end_documents(tokenized.documents)
         write_manifest(self._staged(""), manifest | {"pair": writer.close()})
 
@@ -164,9 +173,9 @@ def _read_part(path: Path) -> tuple[int, TokenizedChunk] | None:
     try:
         with np.load(path) as stored:
             header = json.loads(stored["header"].tobytes())
-            mask = stored["mask"] if "mask" in stored else None
+            mask, values = (stored[name] if name in stored else None for name in ("mask", "values"))
             stats = TokenizeStats.from_dict(header["stats"])
-            tokenized = TokenizedChunk(stored["tokens"], mask, stored["lengths"], stored["documents"], stats)
+            tokenized = TokenizedChunk(stored["tokens"], mask, stored["lengths"], stored["documents"], stats, values)
             return header["chunks"], tokenized
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
         return None

@@ -110,11 +110,11 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
     check_fsdp_torch(plan.parallel)
-    if config.recipe == "dpo" and plan.architecture.mtp_layers:
+    if config.recipe in ("dpo", "kto") and plan.architecture.mtp_layers:
         raise UsageError(
             f"this model has {plan.architecture.mtp_layers} MTP layers (multi-token prediction, "
-            f"{plan.architecture.family}), and dpo has no loss for them. Remove them from the folder (their number in "
-            "config.json, and their tensors), or fine-tune with sft."
+            f"{plan.architecture.family}), and {config.recipe} has no loss for them. Remove them from the folder "
+            "(their number in config.json, and their tensors), or fine-tune with sft."
         )
 
 

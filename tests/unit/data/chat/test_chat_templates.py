@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.data.chat.chat_records import Conversation, Message, parse_record
 from isthmus.data.chat.chat_templates import TEMPLATE_TOKENS, find_template
-from isthmus.data.chat.chat_text import ChatRenderer, PairRenderer
+from isthmus.data.chat.chat_text import AnswerRenderer, ChatRenderer
 from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.chat.preference_records import parse_preference
 from isthmus.data.readers.chunks import Record
@@ -292,7 +292,7 @@ def test_reasoning_is_kept_or_dropped(build: Callable[..., Tokenizer]) -> None:
 
 def test_pairs_have_the_settings(build: Callable[..., Tokenizer]) -> None:
     record = {"prompt": TALK[:1], "chosen": THOUGHTS[1:2], "rejected": TALK[3:]}
-    render = PairRenderer(build("chatml"), settings=ChatSettings("Be brief.", reasoning="drop"))
+    render = AnswerRenderer(build("chatml"), settings=ChatSettings("Be brief.", reasoning="drop"))
     chosen, rejected = render(parse_preference(Record(record, "a.json:1")))
     opening = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nThe sea?<|im_end|>\n<|im_start|>assistant\n"
     assert (chosen.text, rejected.text) == (f"{opening}Blue.<|im_end|>", f"{opening}Very.<|im_end|>")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isthmus.data.chat.chat_records import PreferenceRecord
-from isthmus.data.chat.chat_text import PairRenderer
+from isthmus.data.chat.chat_text import AnswerRenderer
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
@@ -45,12 +45,12 @@ def test_assistant_turns_of_the_prompt_have_no_loss(tokenizer: Tokenizer) -> Non
 
     prompt = [{"role": "user", "content": "a"}, *said("earlier"), {"role": "user", "content": "b"}]
     pair = PreferenceRecord(prompt, said("good"), said("bad"), None, "here:1")
-    for text, answer in zip(PairRenderer(tokenizer)(pair), ("good", "bad"), strict=True):
+    for text, answer in zip(AnswerRenderer(tokenizer)(pair), ("good", "bad"), strict=True):
         ((start, end),) = text.loss_spans
         assert text.text[start:end] == f"{answer}<|im_end|>" and "earlier" in text.text[:start]
     silent = PreferenceRecord(prompt, said("good"), [said("bad")[0] | {"weight": 0}], None, "here:1")
     with pytest.raises(DataError, match="here:1: an answer has no assistant turn with loss"):
-        PairRenderer(tokenizer)(silent)
+        AnswerRenderer(tokenizer)(silent)
 
 
 def test_pairs_are_dropped_as_a_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,61 @@
+"""Prompts with the answers to other prompts: KTO estimates its KL divergence on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from isthmus.data.store.sample_store import Answers, Int64, UInt8
+
+
+def neighbors(orders: Sequence[Int64], groups: Int64, batch_size: int) -> Int64:
+    """The sample before each one, [samples], as in TRL: cyclic in each batch of ``batch_size`` samples.
+
+    ``orders`` has the samples of each set in the order of training; together they contain every sample once. If the
+    sample before is of the same group (the other answer to the prompt), it is the second before.
+    """
+    found = np.empty(len(groups), dtype=np.int64)
+    for order in orders:
+        numbers = np.arange(len(order), dtype=np.int64)
+        first = numbers - numbers % batch_size
+        sizes = np.minimum(batch_size, len(order) - first)
+        one, two = (order[first + (numbers - first - shift) % sizes] for shift in (1, 2))
+        one = np.where(sizes == 1, np.roll(order, 1), one)  # a batch of one has the answer before it
+        found[order] = np.where(groups[one] == groups[order], two, one)
+    return found
+
+
+class MismatchedSamples:
+    """Sample k is the prompt of sample k of ``store`` and the answer of sample ``others[k]``, cut to ``most`` tokens.
+
+    An answer begins with the first loss token. Creating the view reads the masks of all samples.
+    """
+
+    def __init__(self, store: Answers, others: Int64, *, most: int) -> None:
+        self._store, self._others, self._most = store, others, most
+        count = len(store)
+        self._prompts = np.fromiter((int(store[k][1][1:].argmax()) + 1 for k in range(count)), np.int64, count)
+        answers = store.lengths - self._prompts
+        self.lengths: Int64 = np.minimum(self._prompts + answers[others], most)
+        """[n]"""
+        self.groups, self.values = store.groups, store.values
+
+    def __len__(self) -> int:
+        return len(self._others)
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int32], UInt8]:
+        """(tokens, mask) of a sample."""
+        other = int(self._others[index])
+        parts = zip(self._store[index], self._store[other], strict=True)
+        tokens, mask = (
+            np.concatenate([own[: self._prompts[index]], answer[self._prompts[other] :]])[: self._most]
+            for own, answer in parts
+        )
+        return tokens, mask
+
+    def digest(self) -> str:
+        pairing = xxhash.xxh3_128(np.ascontiguousarray(self._others).data)
+        return f"mismatched {self._most} {pairing.hexdigest()} {self._store.digest()}"

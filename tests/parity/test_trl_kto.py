@@ -1,0 +1,65 @@
+"""KTO equals TRL's on the same batches: losses, KL divergences and gradient norms over several steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from isthmus.data.batching.batches import BatchSettings, UnpairedBatches
+from isthmus.data.batching.packed_batch import PackedBatch
+from parity.preference_loss import train_steps
+from parity.test_trl import BETA, answers, arguments, padded, tokenizer
+from ranks.rank_pool import RankPool
+from ranks.test_layouts import max_relative_difference
+from ranks.tiny import SEQ_LENGTH, build_answers, build_model_folder, open_samples
+
+
+def inputs(batch: PackedBatch) -> dict[str, Tensor]:
+    rows, masks = zip(*answers(batch), strict=True)
+    found = {"input_ids": padded(list(rows), 0), "completion_mask": padded(list(masks), 0)}
+    return found | {"attention_mask": padded([[1] * len(row) for row in rows], 0)}
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_losses_equal_trl(loss: str, one: RankPool, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    samples = build_answers(tmp_path / "answers")
+    weights = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
+    kto = {"beta": BETA, "loss": loss, **weights}
+    ours = one.run("ranks.tasks.train", model=model, samples=samples, steps=4, micro_batch_size=2, kto=kto)
+    policy, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
+    trainer = KTOTrainer(
+        model=policy,
+        ref_model=reference,
+        args=arguments(KTOConfig, tmp_path / "trl", loss_type=loss, disable_dropout=False, **weights),
+        train_dataset=Dataset.from_list([{"prompt": "a", "completion": "b", "label": True}] * 2),
+        processing_class=tokenizer(),
+    )
+    found: list[float] = []
+
+    def loss_of(step: int) -> Tensor:
+        (batch,) = batches.step(step)
+        mismatched: dict[str, Any] = {f"KL_{name}": each for name, each in inputs(batch.mismatched or batch).items()}
+        labels = torch.tensor(batch.values) > 0
+        result = trainer.compute_loss(policy, inputs(batch) | mismatched | {"label": labels})
+        found.append(trainer._metrics["train"]["kl"][-1])
+        return result
+
+    settings = BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=8, global_batch_size=8, packing=False)
+    batches = UnpairedBatches(open_samples(samples), settings)
+    theirs = train_steps(policy.train(), loss_of, lr=ours["lr"])
+    differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
+    print(loss, differences)
+    assert max(differences.values()) < 1e-5
+    if loss == "kto":
+        divergences = [metrics["kl"] for metrics in ours["metrics"]]
+        assert divergences == pytest.approx(found, rel=1e-5, abs=1e-6)
+        assert max(divergences) > 0.01
