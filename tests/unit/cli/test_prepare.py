@@ -46,7 +46,7 @@ def test_prepare_prints_its_result(files, tokenizer, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--kind", "chats"], 2, "--kind chats is not known. Use text, chat, preference."),
+        (["--kind", "chats"], 2, "--kind chats is not known. Use text, chat, preference, unpaired."),
         (["--overlong", "cut"], 2, "--overlong cut is not known"),
         (["--columns", "text"], 2, "--columns text: expected KEY=NAME"),
         (["--columns", "text=body", "--columns", "text=a"], 2, "a key is repeated"),
