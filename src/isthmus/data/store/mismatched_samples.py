@@ -49,12 +49,10 @@ class MismatchedSamples:
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int32], UInt8]:
         """(tokens, mask) of a sample."""
         other = int(self._others[index])
-        parts = zip(self._store[index], self._store[other], strict=True)
-        tokens, mask = (
-            np.concatenate([own[: self._prompts[index]], answer[self._prompts[other] :]])[: self._most]
-            for own, answer in parts
-        )
-        return tokens, mask
+        prompt, begin = slice(0, int(self._prompts[index])), int(self._prompts[other])
+        (tokens, mask), (answer, answer_mask) = self._store[index], self._store[other]
+        joined = np.concatenate([tokens[prompt], answer[begin:]]), np.concatenate([mask[prompt], answer_mask[begin:]])
+        return joined[0][: self._most], joined[1][: self._most]
 
     def digest(self) -> str:
         pairing = xxhash.xxh3_128(np.ascontiguousarray(self._others).data)

@@ -180,8 +180,8 @@ class SampleStore:
 
     def select(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> SampleStore:
         chosen = np.asarray(indices, dtype=np.int64)
-        arrays = (self.starts, self.lengths, self.groups, self.which, self.values)
-        return SampleStore(self.sources, *(array[chosen] for array in arrays))
+        parts = (self.starts[chosen], self.lengths[chosen], self.groups[chosen], self.which[chosen])
+        return SampleStore(self.sources, *parts, self.values[chosen])
 
     def truncate(self, length: int) -> SampleStore:
         """The same samples, each at most its first ``length`` tokens."""
