@@ -46,7 +46,7 @@ def train_plainly(*, model: str, destination: str, **parallel: Any) -> None:
     optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
     live.train()
     for step in range(2):
-        if live.config.has_dropout:
+        if live.config.is_random:
             batch = replace(batch, dropout=dropout_keys(batch, seed=0, step=step))
         loss = live(batch, loss_positions=batch.loss_mask.nonzero()[:, 0]) / batch.num_loss_tokens
         loss.backward()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.cli.options import Debug
+from isthmus.cli.options import ChatTemplate, Debug
 
 if TYPE_CHECKING:
     from isthmus.hf.chat_session import ChatSession
@@ -21,10 +21,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System prompt; default: chat.system of the run.")
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option("--chat-template", metavar="TEMPLATE", help="Chat template, as chat.template of a run."),
-    ] = None,
+    chat_template: ChatTemplate = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer, in tokens.")
     ] = 512,

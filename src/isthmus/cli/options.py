@@ -62,3 +62,6 @@ Push = Annotated[
     str | None, typer.Option(metavar="REPO_ID", help="Upload the Hugging Face folder to this repository at the end.")
 ]
 Public = Annotated[bool, typer.Option("--public", help="Make a repository that --push creates public.")]
+ChatTemplate = Annotated[
+    str | None, typer.Option("--chat-template", metavar="TEMPLATE", help="Chat template, as chat.template of a run.")
+]

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from isthmus.cli.options import Debug, Json
+from isthmus.cli.options import ChatTemplate, Debug, Json
 from isthmus.cli.terminal import show
 from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
+    from isthmus.data.chat.conversation_settings import ChatSettings
     from isthmus.data.tokenize.stats import TokenizeStats
     from isthmus.recipes.data.prepare import PrepareResult
 
@@ -44,9 +45,7 @@ def prepare(
     loss_on: Annotated[
         str, typer.Option(metavar="WHAT", help="Which turns of a chat have loss: assistant, last or all.")
     ] = "assistant",
-    chat_template: Annotated[
-        str | None, typer.Option(metavar="TEMPLATE", help="Chat template, as chat.template of a run.")
-    ] = None,
+    chat_template: ChatTemplate = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt of chats that have none.")] = None,
     override_system: Annotated[
         bool, typer.Option("--override-system", help="Replace the system prompts of the chats with that of --system.")
@@ -68,23 +67,8 @@ def prepare(
     json: Json = False,
 ) -> int:
     """Tokenize data once, into Megatron's indexed files, for any number of runs."""
-    from isthmus.data.chat.chat_records import Kind
-    from isthmus.data.chat.chat_text import LossOn
-    from isthmus.data.chat.conversation_settings import ChatSettings, Reasoning
-    from isthmus.data.readers.chunks import OnError
-    from isthmus.data.tokenize.stats import Overlong
-
-    chosen: dict[str, Any] = {
-        "kind": None if kind is None else _one_of("--kind", kind, get_args(Kind)),
-        "overlong": _one_of("--overlong", overlong, get_args(Overlong)),
-        "loss_on": _one_of("--loss-on", loss_on, get_args(LossOn)),
-        "on_error": _one_of("--on-error", on_error, get_args(OnError)),
-        "columns": _parse_columns(columns or []),
-    }
-    if override_system and system is None:
-        raise UsageError("--override-system replaces system prompts with that of --system. Give --system, too.")
-    kept = _one_of("--reasoning", reasoning, get_args(Reasoning))
-    chosen["chat"] = ChatSettings(system, override_system, kept)
+    chosen = _checked(kind=kind, overlong=overlong, loss_on=loss_on, on_error=on_error)
+    chosen |= {"columns": _parse_columns(columns or []), "chat": _chat_settings(system, override_system, reasoning)}
     from isthmus.recipes.data.prepare import prepare as run
 
     with _ProgressLine() as line:
@@ -105,6 +89,27 @@ def _print(result: PrepareResult, *, as_json: bool) -> None:
         print(line, flush=True)
     for reason in stats.skipped.reasons:
         print(f"skipped: {reason}", file=sys.stderr, flush=True)
+
+
+def _checked(**given: str | None) -> dict[str, Any]:
+    from isthmus.data.chat.chat_records import Kind
+    from isthmus.data.chat.chat_text import LossOn
+    from isthmus.data.readers.chunks import OnError
+    from isthmus.data.tokenize.stats import Overlong
+
+    known: dict[str, Any] = {"kind": Kind, "overlong": Overlong, "loss_on": LossOn, "on_error": OnError}
+    for name, value in given.items():
+        if value is not None:
+            _one_of(f"--{name.replace('_', '-')}", value, get_args(known[name]))
+    return dict(given)
+
+
+def _chat_settings(system: str | None, override_system: bool, reasoning: str) -> ChatSettings:
+    from isthmus.data.chat.conversation_settings import ChatSettings, Reasoning
+
+    if override_system and system is None:
+        raise UsageError("--override-system replaces system prompts with that of --system. Give --system, too.")
+    return ChatSettings(system, override_system, _one_of("--reasoning", reasoning, get_args(Reasoning)))
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:

@@ -34,6 +34,7 @@ from isthmus.engine.layers.linear_cross_entropy import (
     token_scores,
 )
 from isthmus.engine.layers.mtp_layer import mtp_spec
+from isthmus.engine.layers.neftune import with_noise
 from isthmus.engine.layers.rope import frequency_sets, rotary_tables
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
@@ -182,11 +183,12 @@ class Decoder(GPTModel):
             )
         if not self.training:
             return hidden
+        layer = mtp_depth and self.architecture.num_layers + mtp_depth
+        hidden = with_noise(hidden, batch, self.config.neftune_alpha, layer=layer)
         recomputes = self.config.recompute_granularity is not None or self.config.recomputed
         if recomputes and torch.is_grad_enabled() and self._is_trained:
             # A recomputed block has gradients only if its input has, which it does not have from a frozen embedding.
             hidden.requires_grad_()
-        layer = mtp_depth and self.architecture.num_layers + mtp_depth
         return hidden_dropout(hidden, batch, self.config.embedding_dropout, layer=layer, place=EMBEDDING)
 
     @property

@@ -31,16 +31,20 @@ class DecoderConfig(TransformerConfig):
     adapter_dropout: float = 0.0
     """Of the inputs of adapters; 0 without any."""
     seed: int = 0
-    """Of dropout masks."""
+    """Of dropout masks and noise."""
     recomputed: frozenset[str] = frozenset()
     """``train.recompute_modules`` of selective recomputation; Megatron-Core's setting has other names."""
     attention: BackendName = "blocks"
     label_smoothing: float = 0.0
     """Of the cross entropy in training."""
+    neftune_alpha: float = 0.0
+    """Of the noise on embeddings in training."""
 
     @property
-    def has_dropout(self) -> bool:
-        return max(self.attention_dropout, self.hidden_dropout, self.embedding_dropout, self.adapter_dropout) > 0
+    def is_random(self) -> bool:
+        """Whether a training step has dropout or noise."""
+        rates = self.attention_dropout, self.hidden_dropout, self.embedding_dropout, self.adapter_dropout
+        return max(*rates, self.neftune_alpha) > 0
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -86,6 +90,7 @@ def transformer_config(
         embedding_dropout=dropout.embedding,
         seed=train.seed,
         label_smoothing=train.label_smoothing,
+        neftune_alpha=train.neftune_alpha,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         params_dtype=dtype,

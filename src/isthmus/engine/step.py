@@ -68,7 +68,7 @@ def _forward_step(
     whole = next(iterator)
     device = next(model.parameters()).device
     config = get_model_config(model)
-    if model.training and config.has_dropout:
+    if model.training and config.is_random:
         keys = dropout_keys(whole, seed=config.seed, step=step)
         whole = replace(whole, dropout=replace(keys, tokens=to_device(keys.tokens, device)))
     batch = local_batch(replace(whole, sample_weights=objective.sample_weights(whole)))

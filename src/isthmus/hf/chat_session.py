@@ -41,8 +41,7 @@ class ChatSession:
     ) -> None:
         """Load the model in bfloat16 on a GPU, in float32 on a CPU; ``template`` as ``chat.template``."""
         self.tokenizer: Tokenizer = load_tokenizer(folder.path, trust_remote_code=trust_remote_code)
-        if template is not None:
-            self.tokenizer.use_chat_template(template)
+        self.tokenizer.use_chat_template(template)
         self.has_template = self.tokenizer.has_own_template
         if system is not None and not self.has_template:
             raise UsageError(

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from isthmus.config.schema.chat import ChatConfig
+from isthmus.config.schema.chats import ChatConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.config.schema.dpo import DpoConfig, KtoConfig
 from isthmus.config.schema.evaluation import EvalConfig

@@ -58,6 +58,9 @@ class TrainConfig(Section):
     """Dropout rate of embeddings and of the outputs of attention and feed-forward blocks; null: as in the model's
     config.
     """
+    neftune_alpha: float = Field(default=0.0, ge=0)
+    """NEFTune: magnitude of uniform noise on the embeddings in training, alpha / sqrt(tokens of the sample x hidden
+    size); 0: none, 5 is common."""
     attention: Literal["auto", "varlen", "flex", "sdpa", "blocks"] = "auto"
     """Attention backend: auto selects and verifies one at start-up; see the page on precision and memory."""
     recompute: Literal["none", "selective", "full"] = "none"

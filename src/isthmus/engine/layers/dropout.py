@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,8 +22,8 @@ from isthmus.data.batching.packed_batch import DropoutKeys, PackedBatch
 from isthmus.engine.compiled import compiled_on_gpu
 from isthmus.engine.parallel.context_parallel import local_tokens
 
-EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, _QUERIES, _KEYS = range(5)
-"""Places of dropout in a layer. Layers are counted from 1; layer 0 is the embedding."""
+EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, _QUERIES, _KEYS, NOISE = range(6)
+"""Places of dropout and noise in a layer. Layers are counted from 1; layer 0 is the embedding."""
 _PLACES = 8
 _LOW_31 = 0x7FFFFFFF
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,13 +35,18 @@ def dropout_keys(batch: PackedBatch, *, seed: int, step: int) -> DropoutKeys:
     identity = f"{seed}:{step}:{batch.sample_ids}".encode()
     whole = int.from_bytes(hashlib.blake2b(identity, digest_size=7).digest(), "little")
     samples, positions = [], []
-    ids = [*batch.sample_ids, -1] if batch.padding else batch.sample_ids
-    for sample, segments in groupby(zip(ids, batch.lengths, strict=True), key=lambda each: each[0]):
-        length = sum(length for _, length in segments)
+    for sample, length in lengths_by_sample(batch):
         samples.append(torch.full((length,), sample))
         positions.append(torch.arange(length))
     start = hashed(hashed(torch.tensor(seed)) + step)
     return DropoutKeys(whole, hashed(hashed(start + torch.cat(samples)) + torch.cat(positions)))
+
+
+def lengths_by_sample(batch: PackedBatch) -> Iterator[tuple[int, int]]:
+    """(index, tokens) of each sample of the packed sequence, also of one that crosses documents; padding is -1."""
+    ids = [*batch.sample_ids, -1] if batch.padding else batch.sample_ids
+    for sample, segments in groupby(zip(ids, batch.lengths, strict=True), key=lambda each: each[0]):
+        yield sample, sum(length for _, length in segments)
 
 
 def hashed(x: Tensor) -> Tensor:
@@ -54,7 +60,7 @@ def keys_of(batch: PackedBatch) -> DropoutKeys:
     """The keys of the whole packed sequence."""
     if batch.dropout is None:
         raise ValueError(
-            "a model with dropout in training mode needs PackedBatch.dropout, got None; set it to "
+            "a model with dropout or noise in training mode needs PackedBatch.dropout, got None; set it to "
             "isthmus.engine.layers.dropout.dropout_keys(batch, seed=..., step=...), or call model.eval()"
         )
     return batch.dropout
@@ -70,12 +76,16 @@ def _site(tokens: Tensor, layer: int, place: int) -> Tensor:
 
 def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """A mask of pairs of int32 keys, broadcast: int32, all bits with probability 1 - ``rate``, else none."""
+    return uniform(rows, columns).ge_(round(rate * 2**32) - 2**31).neg_()
+
+
+def uniform(rows: Tensor, columns: Tensor) -> Tensor:
+    """Uniform int32 of pairs of int32 keys, broadcast."""
     # Integer operations in place, which are several times as fast on a CPU as those on bool masks.
-    mask = rows + columns
-    shifted = mask >> 16
-    mask.bitwise_xor_(shifted).mul_(0x21F0AAAD)
-    mask.bitwise_xor_(torch.bitwise_right_shift(mask, 15, out=shifted)).mul_(0x735A2D97)
-    return mask.ge_(round(rate * 2**32) - 2**31).neg_()
+    found = rows + columns
+    shifted = found >> 16
+    found.bitwise_xor_(shifted).mul_(0x21F0AAAD)
+    return found.bitwise_xor_(torch.bitwise_right_shift(found, 15, out=shifted)).mul_(0x735A2D97)
 
 
 def drop(x: Tensor, mask: Tensor, rate: float) -> Tensor:
@@ -91,24 +101,31 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tokens: Tensor, site: Tensor, rate: float, first: int) -> Tensor:
         ctx.save_for_backward(tokens, site)
         ctx.rate, ctx.first = rate, first
-        return _dropped(x, tokens, site, _columns(x.size(-1), x.device, first), rate)
+        return _dropped(x, tokens, site, column_keys(x.size(-1), x.device, first), rate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tokens, site = ctx.saved_tensors
-        columns = _columns(grads[0].size(-1), grads[0].device, ctx.first)
+        columns = column_keys(grads[0].size(-1), grads[0].device, ctx.first)
         return _dropped(grads[0], tokens, site, columns, ctx.rate), None, None, None, None
 
 
 @compiled_on_gpu
 def _dropped(x: Tensor, tokens: Tensor, site: Tensor, columns: Tensor, rate: float) -> Tensor:
-    rows = hashed(tokens + site).int()[:, None]
-    return drop(x, keep_mask(rows, columns, rate), rate)
+    return drop(x, keep_mask(row_keys(tokens, site), columns, rate), rate)
+
+
+def row_keys(tokens: Tensor, site: Tensor) -> Tensor:
+    """int32 [T, 1] of int64 [T] keys of tokens."""
+    return hashed(tokens + site).int()[:, None]
 
 
 @functools.cache
-def _columns(width: int, device: torch.device, first: int) -> Tensor:
-    """int32 [1, H]. Not in the region: torch 2.6 compiles the hash of an ``arange`` in 32 bits, which is wrong."""
+def column_keys(width: int, device: torch.device, first: int = 0) -> Tensor:
+    """int32 [1, H], of channels from ``first``.
+
+    Not in the region: torch 2.6 compiles the hash of an ``arange`` in 32 bits, which is wrong.
+    """
     return hashed(torch.arange(first, first + width, device=device)).int()[None]
 
 
@@ -122,11 +139,21 @@ def hidden_dropout(x: Tensor, batch: PackedBatch, rate: float, *, layer: int, pl
     """Dropout of this rank's hidden states, [T, 1, H], or [T / tp, 1, H] under sequence parallelism."""
     if not rate:
         return x
-    tokens = local_tokens(keys_of(batch).tokens, batch.spans)
-    if x.size(0) < len(tokens):
-        tokens = tokens.chunk(len(tokens) // x.size(0))[parallel_state.get_tensor_model_parallel_rank()]
-    site = torch.full((), _number(layer, place), device=x.device)  # as a number, it would compile once a layer
-    return drop_channels(x[:, 0], tokens, site, rate)[:, None]
+    tokens = rows_of_rank(keys_of(batch).tokens, x, batch)
+    return drop_channels(x[:, 0], tokens, site_of(layer, place, x.device), rate)[:, None]
+
+
+def rows_of_rank(whole: Tensor, x: Tensor, batch: PackedBatch) -> Tensor:
+    """The rows of a tensor over the whole packed sequence, [T, ...], that belong to this rank's hidden states."""
+    rows = local_tokens(whole, batch.spans)
+    if x.size(0) < len(rows):
+        rows = rows.chunk(len(rows) // x.size(0))[parallel_state.get_tensor_model_parallel_rank()]
+    return rows
+
+
+def site_of(layer: int, place: int, device: torch.device) -> Tensor:
+    """int64 scalar; as a number, a compiled region would compile once a layer."""
+    return torch.full((), _number(layer, place), device=device)
 
 
 @dataclass(frozen=True, slots=True)

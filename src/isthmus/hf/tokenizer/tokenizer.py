@@ -127,11 +127,13 @@ class Tokenizer:
         if self.template_source != "tokenizer":
             self.inner.chat_template, self.differs_from_files = template, True
 
-    def use_chat_template(self, given: str) -> None:
-        """Replace the chat template: a name, a file or its text, as in ``chat.template``.
+    def use_chat_template(self, given: str | None) -> None:
+        """Replace the chat template: a name, a file or its text, as in ``chat.template``; None keeps it.
 
         Raises UsageError for an unknown or invalid template, and for one whose tokens the tokenizer lacks.
         """
+        if given is None:
+            return
         template, tokens = find_template(given)
         vocabulary = self.inner.get_vocab()
         lacking = [token for token in tokens if token not in vocabulary]

@@ -108,22 +108,26 @@ def prepare(
     _check_new(PartialOutput(Path(out).absolute()))
     opened = named_tokenizer(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
     kind = kind or _kind_of_first(files.names, on_error, columns)
-    if kind == "text" and seq_length is not None:
-        raise UsageError(
-            f"--seq-length {seq_length}: text is not cut when it is prepared, but when a run reads it, to that run's "
-            "data.seq_length. Omit --seq-length."
-        )
-    if kind == "text" and (chat_template is not None or chat != UNCHANGED):
-        raise UsageError(
-            "--chat-template, --system and --reasoning are for chats, and these records are text. Omit them."
-        )
-    if chat_template is not None:
-        opened.use_chat_template(chat_template)
+    if kind == "text":
+        _check_text_options(seq_length, has_chat_options=chat_template is not None or chat != UNCHANGED)
+    opened.use_chat_template(chat_template)
     options = TokenizeOptions(kind, seq_length, loss_on, overlong, on_error, columns, chat)
     stats = tokenize_files(
         files, Path(out).absolute(), opened, options, workers=workers, method=start_method, on_progress=on_progress
     )
     return PrepareResult(str(out), kind, stats, time.monotonic() - start_s)
+
+
+def _check_text_options(seq_length: int | None, *, has_chat_options: bool) -> None:
+    if seq_length is not None:
+        raise UsageError(
+            f"--seq-length {seq_length}: text is not cut when it is prepared, but when a run reads it, to that run's "
+            "data.seq_length. Omit --seq-length."
+        )
+    if has_chat_options:
+        raise UsageError(
+            "--chat-template, --system and --reasoning are for chats, and these records are text. Omit them."
+        )
 
 
 def tokenize_files(

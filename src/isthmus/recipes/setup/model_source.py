@@ -131,8 +131,7 @@ def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Ma
 def run_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> Tokenizer:
     """Open the tokenizer, by default the model's, and check that it has at most ``vocab_size`` tokens."""
     tokenizer = _open_tokenizer(config, source, vocab_size)
-    if config.chat.template is not None:
-        tokenizer.use_chat_template(config.chat.template)
+    tokenizer.use_chat_template(config.chat.template)
     if tokenizer.vocab_size > vocab_size and not config.data.mock:  # mock data has the model's tokens only
         last = tokenizer.inner.convert_ids_to_tokens(tokenizer.vocab_size - 1)
         raise UsageError(
