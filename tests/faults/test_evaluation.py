@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from faults.command import rows
 from faults.fork_server import ForkServer
+from faults.hosts import rank_variables
 
 PROMPTS = ["Say the number 5.", "Say the number 61."]
 
@@ -44,3 +47,95 @@ def test_answers_at_each_evaluation(isthmus: ForkServer, sft_args: list[str], tm
     for row in found[-2:]:
         assert row["answer"] == greedy_answer(out / "hf", row["prompt"], 8) and row["answer"]
     assert f"({out / 'samples.jsonl'})" in done.stderr and f"{PROMPTS[0]} -> " in done.stderr
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a task of each kind of request, and its data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "questions.json"
+    records = [
+        {"question": f"Say the number {number}.", "choices": [str(number), "seven eight", "The"], "answer": number % 3}
+        for number in range(8)
+    ]
+    data.write_text(json.dumps(records))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data), "train": str(data)}},
+        "test_split": "test",
+        "fewshot_split": "train",
+        "fewshot_config": {"sampler": "first_n"},
+        "doc_to_text": "{{question}}",
+    }
+    kinds = {
+        "numbers_choice": {
+            "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        },
+        "numbers_text": {
+            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}} {{choices[1]}}",
+            "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+        },
+        "numbers_answer": {
+            "output_type": "generate_until", "doc_to_target": "{{choices[0]}}",
+            "generation_kwargs": {"until": ["er"], "max_gen_toks": 12},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **kind}))
+    return folder
+
+
+def results_of_transformers(folder: Path, tasks: Path, **options: Any) -> dict[str, dict[str, Any]]:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    found = simple_evaluate(
+        "hf", {"pretrained": str(folder), "dtype": "float32"}, NAMES, device="cpu", batch_size=4,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False), log_samples=False, **options,
+    )  # fmt: skip
+    return dict(found["results"])
+
+
+NAMES = ["numbers_choice", "numbers_text", "numbers_answer"]
+
+
+def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    return {
+        f"{task} {metric}": value
+        for task, metrics in results.items()
+        for metric, value in metrics.items()
+        if isinstance(value, float)
+    }
+
+
+def test_tasks_of_lm_eval(isthmus: ForkServer, sft_args: list[str], tasks: Path, tmp_path: Path) -> None:
+    """A folder in one process, and the checkpoint of the same run on two ranks, as in lm_eval's own hf model."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: eval)")
+    out = tmp_path / "out"
+    assert isthmus(*sft_args, "train.precision=fp32", "train.steps=20").returncode == 0
+    args = ["--tasks", ",".join(NAMES), "--include-path", tasks, "train.precision=fp32", "--num-fewshot", "1"]
+    wanted = numbers(results_of_transformers(out / "hf", tasks, num_fewshot=1))
+    assert len(wanted) >= 6
+    written = tmp_path / "results.json"
+    alone = isthmus("eval", out, *args, "--out", written)
+    assert alone.returncode == 0, alone.stderr
+    assert "|numbers_choice|" in alone.stdout and "acc_norm" in alone.stdout
+    assert numbers(json.loads(written.read_text())["results"]) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    command = ["eval", out / "checkpoints", *args, "--json", "parallel.tp=2", "--batch-tokens", "64"]
+    ranks = isthmus.start_ranks([[([str(word) for word in command], variables) for variables in rank_variables(2)]])
+    split, other = ranks.wait()
+    assert (split.returncode, other.returncode, other.stdout) == (0, 0, ""), split.stderr + other.stderr
+    results = json.loads(split.stdout)
+    assert numbers(results["results"]) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert results["n-shot"]["numbers_choice"] == 1 and results["config"]["model"] == str(out / "checkpoints")
+
+
+def test_evaluations_that_cannot_run(isthmus: ForkServer, model: Path, tasks: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: eval)")
+    args = ["eval", model, "--include-path", tasks]
+    assert "--tasks is missing" in isthmus(*args).error(2)
+    assert "optim.lr has no effect on an evaluation" in isthmus(*args, "--tasks", "numbers_text", "optim.lr=1").error(2)
+    assert "is not a setting (key=value)" in isthmus(*args, "--tasks", "numbers_text", "more").error(2)
+    assert "does not exist" in isthmus("eval", "nowhere", "--tasks", "numbers_text").error(66)

@@ -126,7 +126,7 @@ def train(
     if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
         print(_run_line(config, world_size() if joined else nproc), file=sys.stderr, flush=True)
     if not joined and nproc > 1:
-        return _launch(nproc, debug=debug)
+        return run_ranks(nproc, debug=debug)
     if joined and not process.started_by_isthmus and nproc > 1:
         raise UsageError(
             f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
@@ -140,7 +140,7 @@ def train(
     return 0
 
 
-def _launch(nproc: int, *, debug: bool) -> int:
+def run_ranks(nproc: int, *, debug: bool) -> int:
     """Run this command line as ``nproc`` ranks and print the first failure."""
     from isthmus.cli import process
     from isthmus.cli.exit import ExitStatus, print_error, save_traceback

@@ -6,9 +6,10 @@ That is right in every layout, and its cost, (prompt + answer / 2) x answer toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,10 @@ from isthmus.engine.objective import LossOutput
 from isthmus.engine.parallel.context_parallel import local_tokens
 from isthmus.engine.step import Evaluator
 from isthmus.families.architecture import Architecture
+
+Sample = tuple[Sequence[int], int]
+"""Tokens, and the number of last tokens to score."""
+_Scores = list[tuple[list[float], list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +84,12 @@ class Inference:
         self._evaluator, self._parallel, self._batch_tokens = evaluator, parallel, batch_tokens
         self._positions = architecture.max_position_embeddings if architecture.position == "learned" else None
 
-    def score(self, samples: Sequence[tuple[Sequence[int], int]]) -> list[tuple[list[float], list[int]]]:
+    def score(self, samples: Sequence[Sample]) -> _Scores:
         """Losses of the last tokens of each sample, and the most probable tokens in their places.
 
-        A sample is (tokens, number of last tokens to score), with fewer of these than tokens.
+        Fewer than all tokens of a sample can be scored.
         """
-        return self._score(samples, lambda batch: batch)
+        return self._score(samples, None)
 
     def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[int]]:
         """The tokens that continue each prompt (of one token or more)."""
@@ -94,14 +99,10 @@ class Inference:
             texts = {number: text for number, text in texts.items() if self._continues(text, answers[number], decoding)}
             if not texts:
                 break
-
-            def with_keys(batch: PackedBatch, step: int = step) -> PackedBatch:
-                keys = dropout_keys(batch, seed=decoding.seed, step=step)
-                return replace(batch, sampling=SamplingKeys(decoding.temperature, keys.tokens))
-
             # The label of the last token is unknown, and the loss is not used.
             samples = [([*text, 0], 1) for text in texts.values()]
-            scores = self._score(samples, with_keys if decoding.temperature else lambda batch: batch)
+            sampling = (decoding.temperature, decoding.seed, step) if decoding.temperature else None
+            scores = self._score(samples, sampling)
             for number, (_, (token,)) in zip(texts, scores, strict=True):
                 answers[number].append(token)
         return answers
@@ -111,19 +112,14 @@ class Inference:
             return False
         return not answer or not (answer[-1] in decoding.ends or decoding.is_complete(answer))
 
-    def _score(
-        self, samples: Sequence[tuple[Sequence[int], int]], prepare: Callable[[PackedBatch], PackedBatch]
-    ) -> list[tuple[list[float], list[int]]]:
+    def _score(self, samples: Sequence[Sample], sampling: tuple[float, int, int] | None) -> _Scores:
+        """``sampling``: temperature, seed and step, for random tokens."""
         masks = [[0] * (len(tokens) - scored) + [1] * scored for tokens, scored in samples]
         store = SampleStore.from_samples([(tokens, mask) for (tokens, _), mask in zip(samples, masks, strict=True)])
         recorder = _TokenScores(store)
         batches = self._batches(store)
 
-        def prepared() -> Iterator[list[PackedBatch]]:
-            for micro_batches in batches.eval_batches():
-                yield [prepare(batch) for batch in micro_batches]
-
-        self._evaluator.evaluate(prepared(), recorder)
+        self._evaluator.evaluate((_with_keys(each, sampling) for each in batches.eval_batches()), recorder)
         scores = recorder.scores.to(self._evaluator.device)
         dist.all_reduce(scores)
         losses, tokens = scores[0].tolist(), scores[1].long().tolist()
@@ -149,3 +145,47 @@ class Inference:
             micro_batches_multiple_of=parallel.pp if parallel.vpp > 1 else 1,
         )
         return Batches(store, settings, shard)
+
+
+def _with_keys(batches: Sequence[PackedBatch], sampling: tuple[float, int, int] | None) -> Sequence[PackedBatch]:
+    if sampling is None:
+        return batches
+    temperature, seed, step = sampling
+    keys = [dropout_keys(batch, seed=seed, step=step).tokens for batch in batches]
+    return [replace(batch, sampling=SamplingKeys(temperature, key)) for batch, key in zip(batches, keys, strict=True)]
+
+
+class SharedInference(Inference):
+    """Rank 0 calls the methods, in a ``with`` block; the other ranks call :meth:`serve`."""
+
+    _number = 0
+
+    def __enter__(self) -> SharedInference:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._share(None)
+
+    def _score(self, samples: Sequence[Sample], sampling: tuple[float, int, int] | None) -> _Scores:
+        self._share((samples, sampling))
+        return super()._score(samples, sampling)
+
+    def serve(self) -> None:
+        """Take part in the calls of rank 0 until its block ends."""
+        while (request := self._share(None)) is not None:
+            super()._score(*request)
+
+    def _share(self, request: Any) -> Any:
+        """The request of rank 0. The others wait on the store: rank 0 may load data for longer than a collective."""
+        store, key = dist.distributed_c10d._get_default_store(), f"isthmus/inference/{self._number}"
+        self._number += 1
+        if dist.get_rank() == 0:
+            store.set(key, "")
+        else:
+            store.wait([key], _PATIENCE)
+        requests = [request]
+        dist.broadcast_object_list(requests, src=0)
+        return requests[0]
+
+
+_PATIENCE = timedelta(days=1)

@@ -1,0 +1,90 @@
+"""``isthmus eval``."""
+
+from __future__ import annotations
+
+import json as json_module
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isthmus.cli.options import Debug, Json
+from isthmus.cli.train_verbs import Nproc, run_ranks
+from isthmus.errors import UsageError, disk_errors
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, checkpoint, or id on the Hub.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings such as parallel.tp=2 or train.precision=bf16."),
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option("--tasks", metavar="NAMES", help="Tasks of lm_eval, groups or YAML files, with commas.")
+    ] = "",
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", min=0, metavar="N", help="Examples before each question.")
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option("--limit", min=0.0, metavar="N", help="Questions of each task; below 1 a share."),
+    ] = None,
+    include_path: Annotated[
+        list[Path] | None, typer.Option("--include-path", metavar="DIR", help="Folder with tasks of your own.")
+    ] = None,
+    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Ask as turns of a chat.")] = False,
+    max_length: Annotated[
+        int | None,
+        typer.Option("--max-length", min=2, metavar="N", help="Longest text in tokens; default: all positions."),
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option("--batch-tokens", min=1, metavar="N", help="Tokens of a packed sequence.")
+    ] = 8192,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the results as JSON.")] = None,
+    nproc: Nproc = 1,
+    debug: Debug = False,
+    json: Json = False,
+) -> int:
+    """Run tasks of lm-evaluation-harness on the parallel model, in any layout; a checkpoint is not exported."""
+    from isthmus.cli import process
+    from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise UsageError("--tasks is missing. Name tasks of lm_eval, such as --tasks hellaswag,arc_easy.")
+    joined = is_one_of_several_ranks()
+    if not joined and nproc > 1:
+        return run_ranks(nproc, debug=debug)
+    if joined and not process.started_by_isthmus and nproc > 1:
+        raise UsageError(
+            f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
+        )
+    if not debug:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    from isthmus.evaluate.run_tasks import TaskSettings, evaluate_tasks
+
+    found = evaluate_tasks(
+        TaskSettings(
+            model=model,
+            tasks=names,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            include_path=include_path or (),
+            apply_chat_template=apply_chat_template,
+            max_length=max_length,
+            batch_tokens=batch_tokens,
+        ),
+        settings or [],
+    )
+    if found is None:
+        return 0
+    results, tables = found
+    text = json_module.dumps(results, indent=2, default=str, ensure_ascii=False)
+    if out is not None:
+        with disk_errors(out):
+            out.write_text(text + "\n", encoding="utf-8")
+    print(text if json else tables, flush=True)
+    return 0

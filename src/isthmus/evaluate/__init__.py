@@ -1,0 +1,1 @@
+"""Evaluates models on tasks."""
