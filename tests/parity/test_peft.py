@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from isthmus.config.schema import RunConfig
@@ -62,6 +63,24 @@ def test_existing_adapter_is_that_of_peft(
     for world, layout in ((one, {}), (two, {"tp": 2}), (two, {"pp": 2})):
         loss = world.run("ranks.tasks.train", model=base, lora=lora, **run, **layout)["valid_before"]
         assert loss == pytest.approx(merged, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}, {"tp": 2, "etp": 1}], ids=str)
+def test_exported_adapter_of_experts(layout: dict[str, int], two: RankPool, samples: Path, tmp_path: Path) -> None:
+    base = build_model_folder(tmp_path / "base", "deepseek_v3", num_hidden_layers=2)
+    targets = ["o_proj", "experts.gate_up_proj", "experts.down_proj", "shared_experts.down_proj"]
+    lora = {"rank": 3, "alpha": 24, "targets": targets}
+    two.run("ranks.tasks.train", model=base, samples=samples, steps=4, lora=lora, exports=tmp_path, **layout)
+    with torch.no_grad():
+        plain, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("base", "hf"))
+        tokens = torch.arange(24)[None]
+        before, after = plain(tokens).logits, merged(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")(tokens).logits
+    assert (after - before).abs().max() > 1e-2
+    torch.testing.assert_close(adapted, after, atol=1e-5, rtol=0)
+    convert(base, tmp_path / "again", "hf", adapter=tmp_path / "adapter")
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("again", "hf"))
+    assert all(torch.allclose(ours[name], tensor, atol=1e-6, rtol=0) for name, tensor in theirs.items())
 
 
 def test_checkpoint_of_adapters_is_not_converted(one: RankPool, samples: Path, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from isthmus.config.schema import RunConfig
 from isthmus.engine.lora.adapter import Adapter, Role
 from isthmus.engine.lora.attach import adapter_tensors
+from isthmus.engine.lora.low_rank import AdapterTensor
 from isthmus.engine.parallel.ddp import gather_weights
-from isthmus.engine.parallel.process_groups import agree, barrier, sum_bytes
+from isthmus.engine.parallel.process_groups import Position, agree, barrier, sum_bytes
 from isthmus.families.adapted_linears import all_linears, module_path
 from isthmus.families.matched_tensors import trained_tensors
 from isthmus.hf.peft_folder import AdapterConfig, LoraFactors, write_adapter
@@ -75,7 +76,6 @@ def _whole_adapters(model: RankModel) -> Iterator[tuple[Adapter, dict[Role, Tens
     """The whole tensors of each adapter, on the host of rank 0; a collective."""
     position, adapters = model.position, model.plan.adapters
     assert adapters is not None
-    first_replica = position.dp_rank == position.cp_rank == 0
     own = {(tensor.adapter.linear, tensor.role): tensor for tensor in adapter_tensors(model.stages)}
     device = next(model.stages[0].parameters()).device
     for adapter in (adapter for of_weight in adapters.of_weights.values() for adapter in of_weight):
@@ -83,10 +83,17 @@ def _whole_adapters(model: RankModel) -> Iterator[tuple[Adapter, dict[Role, Tens
         for role in adapters.roles:
             whole = torch.zeros(adapter.shape(role), dtype=model.dtype, device=device)
             part = own.get((adapter.linear, role))
-            if part is not None and first_replica and not (part.replicated and position.tp_rank):
+            if part is not None and _is_written_by(position, part):
                 for index, local in part.pieces:
                     whole[index] = part.parameter.detach()[local]
             if sum_bytes(whole, rank0_only=True):
                 found[role] = whole.cpu()
         if found:
             yield adapter, found
+
+
+def _is_written_by(position: Position, part: AdapterTensor) -> bool:
+    """Whether this rank is the first one with the part."""
+    if part.adapter.linear.expert is not None:
+        return not (position.edp_rank or (part.replicated and position.etp_rank))
+    return not (position.dp_rank or position.cp_rank or (part.replicated and position.tp_rank))
