@@ -48,6 +48,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dpo": {"model": QWEN3, "pairs": True},
     "offload-dp2": {"model": QWEN3, "size": 2, "sections": {"optim": {"offload": True}}},
     "moe": {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
+    "muon": {"model": MIXTRAL, "sections": {"optim": {"optimizer": "muon"}}},
+    "freeze": {"model": QWEN3, "sections": {"train": {"freeze": ["model.embed_tokens.*", "*.mlp.*", "*norm*"]}}},
 }
 
 

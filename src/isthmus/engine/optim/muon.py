@@ -79,6 +79,7 @@ class _Weight:
     name: str
     rule: Rule
     arch: Architecture
+    device: torch.device
     tp_size: int
     holders: Sequence[_Holder]
     """Ordered by ``tp_rank``, then ``start``."""
@@ -89,12 +90,11 @@ class _Weight:
 
     @cached_property
     def rows(self) -> list[Tensor]:
-        """The rows of each matrix, in the order of the Hugging Face tensor."""
-        blocks = self.rule.blocks(self.arch)
-        return [
-            torch.cat([torch.arange(each.at, each.at + each.length) for each in blocks if each.part == part])
-            for part in range(len(self.rule.parts))
-        ]
+        """The rows of each matrix, in the order of the Hugging Face tensor, on the device."""
+        found: list[list[int]] = [[] for _ in self.rule.parts]
+        for block in self.rule.blocks(self.arch):
+            found[block.part] += range(block.at, block.at + block.length)
+        return [torch.tensor(rows, device=self.device) for rows in found]
 
     @property
     def senders(self) -> Iterator[_Holder]:
@@ -126,10 +126,13 @@ class _Weight:
 
     def scales(self, holder: _Holder, kind: str) -> list[tuple[int, int, float]]:
         """Start, end and learning-rate factor of the elements of ``holder``: its matrices have different shapes."""
+        factors = [
+            0.2 * math.sqrt(max(m, n)) if kind == "match_rms_adamw" else math.sqrt(max(1, m / n))
+            for m, n in self.rule.part_shapes(self.arch)
+        ]
         of_row = torch.empty(self.shape[0], dtype=torch.float64)
-        for rows in self.rows:
-            m, n = len(rows), self.shape[1]
-            of_row[rows] = 0.2 * math.sqrt(max(m, n)) if kind == "match_rms_adamw" else math.sqrt(max(1, m / n))
+        for block in self.rule.blocks(self.arch):
+            of_row[block.at : block.at + block.length] = factors[block.part]
         layout = self.layout(holder.tp_rank)
         height, width = local_shape(self.rule, self.arch, layout)
         local = torch.empty(height, dtype=torch.float64)
@@ -178,7 +181,7 @@ class Muon:
             holders.setdefault(name, []).append(holder)
         weights = [
             _Weight(
-                name, rules[name], arch, tp[rules[name].is_expert][1],
+                name, rules[name], arch, device, tp[rules[name].is_expert][1],
                 sorted(found, key=lambda holder: (holder.tp_rank, holder.start)),
             )
             for name, found in holders.items()
@@ -232,7 +235,7 @@ class Muon:
         for weight in weights:
             whole = wholes[weight.name]
             for rows in weight.rows:
-                of_shape.setdefault((len(rows), whole.size(1)), []).append((whole, rows.to(whole.device)))
+                of_shape.setdefault((len(rows), whole.size(1)), []).append((whole, rows))
         for places in of_shape.values():
             matrices = [whole[rows] for whole, rows in places]
             steps = self.optim.muon_ns_steps
