@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_optimizer_offload_gives_same_weights_with_less_memory() -> None:
-    from isthmus.engine.optim.optimizer import CpuOffloadAdamW, create_state
+    from isthmus.engine.optim.adamw import CpuOffloadAdamW, create_state
 
     results, used_bytes, peak_bytes = [], [], []
     for offload in (False, True):

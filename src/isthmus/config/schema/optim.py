@@ -13,8 +13,9 @@ class OptimConfig(Section):
     """The optimizer and its learning rate schedule."""
 
     exclusive = ("warmup_steps", "warmup_fraction")
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the weight matrices of the layers, each Hugging Face matrix and expert by itself, and AdamW for
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw_8bit: AdamW of bitsandbytes with moments of 8 bits, 2 bytes per parameter instead of 8.
+    muon: Muon for the weight matrices of the layers, each Hugging Face matrix and expert by itself, and AdamW for
     embeddings, output layer, norms, biases and routers."""
     lr: float = Field(default=2e-5, gt=0)
     """Peak learning rate."""
@@ -68,11 +69,9 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _settings_fit_the_optimizer(self) -> OptimConfig:
-        if self.optimizer == "muon":
-            if self.offload:
-                refuse("offload", "offload=true moves AdamW's moments, got optimizer=muon; leave one out")
-            return self
-        for name, field in type(self).model_fields.items():
+        if self.offload and self.optimizer != "adamw":
+            refuse("offload", f"offload=true is for optimizer=adamw, got {self.optimizer}; leave one out")
+        for name, field in type(self).model_fields.items() if self.optimizer != "muon" else ():
             if name.startswith("muon_") and getattr(self, name) != field.default:
                 refuse(name, f"{name}={getattr(self, name)} is for optimizer=muon, got {self.optimizer}; leave it out")
         return self

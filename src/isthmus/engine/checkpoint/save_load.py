@@ -36,6 +36,7 @@ from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.engine.checkpoint.fsdp_state import sharded_state
 from isthmus.engine.checkpoint.optimizer_state import distributed_state, grad_scaler_state, set_num_updates
 from isthmus.engine.lora.adapter import AdapterSet
+from isthmus.engine.optim.adamw import float32_moments
 from isthmus.engine.optim.optimizer import chain, distributed_optimizers, torch_optimizers
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
@@ -198,7 +199,9 @@ def save(
         staging.mkdir(parents=True)
 
     _on_main(prepare, staging)
-    state = _state(stepper, is_loading=False) | {
+    with float32_moments(torch_optimizers(stepper.optimizer), loading=False):
+        state = _state(stepper, is_loading=False)
+    state |= {
         "rng_state": _random_state(stepper.device),
         "checkpoint_version": 3.0,
         "iteration": progress.step,
@@ -312,11 +315,11 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
             f"{folder} was saved with other adapters (section lora). Resume with the same settings, or start a new run "
             "with lora.path."
         )
-    state = _state(stepper, is_loading=True)
     same_layout = common["isthmus"]["layout"] == _layout(parallel)
-    if same_layout:
-        state["rng_state"] = _random_state(stepper.device)
-    with read_errors(folder):
+    with read_errors(folder), float32_moments(torch_optimizers(stepper.optimizer), loading=True):
+        state = _state(stepper, is_loading=True)
+        if same_layout:
+            state["rng_state"] = _random_state(stepper.device)
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
         in_place = isinstance(stepper.model[0], FullyShardedDataParallel) or _described(stepper) is not None
         for name, stage in () if in_place else _stages(stepper).items():

@@ -21,7 +21,7 @@ Kind = Literal["nf4", "int8"]
 
 
 @functools.cache
-def bitsandbytes() -> Any:
+def bitsandbytes(setting: str = "lora.quantize") -> Any:
     """The functional API; a UsageError if the package is not installed."""
     # On some CPUs the import warns that a package for inference is missing.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -29,7 +29,7 @@ def bitsandbytes() -> Any:
         from bitsandbytes import functional
     except ImportError as error:
         raise UsageError(
-            f"lora.quantize needs bitsandbytes ({error}). Run `pip install 'isthmus[qlora]'`, or leave it out."
+            f"{setting} needs bitsandbytes ({error}). Run `pip install 'isthmus[qlora]'`, or leave it out."
         ) from error
     return functional
 

@@ -1,4 +1,4 @@
-"""AdamW and Muon on Megatron-Core's distributed optimizer, and the offload of AdamW to CPU memory."""
+"""AdamW and Muon on Megatron-Core's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw as update
 
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.megatron_model import Decoder, live_parameters
+from isthmus.engine.optim.adamw import AdamW8bit, CpuOffloadAdamW, create_state
 from isthmus.engine.optim.muon import Muon, Shard
 from isthmus.engine.optim.param_groups import group_overrides, mark_parameters
 from isthmus.engine.parallel.ddp import OverlappingDataParallel
@@ -118,6 +118,8 @@ def build_optimizer(
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
         if optim.offload:
             one.optimizer = CpuOffloadAdamW.from_adamw(one.optimizer)
+        if optim.optimizer == "adamw_8bit":
+            one.optimizer = AdamW8bit.from_adamw(one.optimizer)
         create_state(one.optimizer)
     if optim.optimizer == "muon":
         # update_weights steps it: the optimizers of the chain are not the same on all ranks of a stage.
@@ -192,74 +194,3 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
     return total
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def create_state(adam: torch.optim.Optimizer) -> None:
-    """Create the state that AdamW and Muon have after a step: a checkpoint may be saved or loaded before.
-
-    :class:`CpuOffloadAdamW` has its moments on the host only, so they need no memory on the device.
-    """
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            if group.get("muon"):
-                adam.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
-                continue
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
-            if isinstance(adam, CpuOffloadAdamW):
-                # Copies overlap with computation only from pinned memory.
-                host = {"dtype": parameter.dtype, "pin_memory": parameter.is_cuda}
-                moments = {name: torch.zeros(parameter.shape, **host) for name in MOMENTS}
-            else:
-                moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
-            adam.state[parameter] = {"step": step, **moments}
-
-
-class CpuOffloadAdamW(torch.optim.AdamW):
-    """AdamW with both moments on the host; saves 8 bytes per parameter on the device.
-
-    A step copies the moments of one parameter at a time to the device and back: 16 bytes of transfer per parameter. It
-    does not wait for the copies to the host; synchronize with the GPU before reading the moments.
-    Main weights stay on the device.
-    """
-
-    @classmethod
-    def from_adamw(cls, adam: torch.optim.Optimizer) -> CpuOffloadAdamW:
-        """Take over the parameter groups of ``adam``, which has no state yet."""
-        optimizer = cls([torch.empty(0)])
-        # Some parameters are views of the model's buffers, which torch's constructor rejects.
-        optimizer.param_groups = adam.param_groups
-        return optimizer
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """``closure`` is ignored."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        moments = {name: state[name].to(parameter.device, non_blocking=True) for name in MOMENTS}
-        update(
-            [parameter],
-            [gradient],
-            [moments["exp_avg"]],
-            [moments["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for name, moment in moments.items():
-            if moment is not state[name]:
-                state[name].copy_(moment, non_blocking=True)

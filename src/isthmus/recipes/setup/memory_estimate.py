@@ -24,6 +24,7 @@ from isthmus.recipes.setup.rank_model import DTYPES
 
 MARGIN = 1.25
 """The estimate may exceed the memory by this factor, because activations are approximate."""
+_MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 8.0}
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _FP8_WEIGHT = re.compile(r"linear_(?!q_down|kv_down)\w+\.weight$")
 
@@ -94,7 +95,7 @@ def estimate_ranks(
     element = DTYPES[precision].itemsize
     replicas = parallel.dp(plan.world_size) * parallel.cp
     expert_replicas = max(1, plan.world_size // (parallel.pp * parallel.expert_tp * parallel.ep))
-    moments = 0 if config.optim.offload else 8
+    moments = 0.0 if config.optim.offload else _MOMENT_BYTES[config.optim.optimizer]
     state = moments + (4 if element < 4 else 0)
     estimates: list[MemoryEstimate] = []
     for rank, (count, trained, muon) in enumerate(zip(counts, all_trained, by_muon, strict=True)):
@@ -106,7 +107,7 @@ def estimate_ranks(
             shard = math.ceil(total / replicas)
             weights = 4 * shard + math.ceil(element * (count.total() - total) / replicas)
             weights += gathered * element if replicas > 1 or element < 4 else 0
-            optimizer = 8 * shard - 4 * muon.total() // replicas
+            optimizer = math.ceil(moments * shard) - 4 * muon.total() // replicas
             estimates.append(MemoryEstimate(count.total(), weights, 4 * shard, optimizer, activations, temporary))
             continue
         optimizer = math.ceil((state * ordinary + moments * float32) / replicas)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from isthmus.config.schema import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
 from isthmus.convert.merged_weights import MergedWeights
+from isthmus.engine.layers.quantized_weight import bitsandbytes
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, Dropout
@@ -129,6 +130,8 @@ def _check_positions(config: RunConfig, architecture: Architecture) -> None:
 
 def _check_optimizer(optim: OptimConfig, plan: ModelPlan) -> None:
     values_by_pattern(plan.family, plan.architecture, optim.lr_multipliers, "optim.lr_multipliers", frozen=plan.frozen)
+    if optim.optimizer == "adamw_8bit":
+        bitsandbytes("optim.optimizer=adamw_8bit")
     if optim.optimizer == "muon" and hidden_matrices(plan.family, plan.architecture).keys() <= plan.frozen:
         raise UsageError(
             "optim.optimizer=muon updates the weight matrices of the layers, and all of them are frozen in this run. "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isthmus.engine.optim.optimizer import CpuOffloadAdamW, create_state
+from isthmus.engine.optim.adamw import CpuOffloadAdamW, create_state
 
 
 class MadeOnMeta(TorchDispatchMode):

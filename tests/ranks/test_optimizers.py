@@ -1,4 +1,4 @@
-"""Muon equals torch's, in every layout, and resumes bitwise."""
+"""Muon equals torch's, in every layout; Muon and 8-bit AdamW resume bitwise, also in other layouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_weights_equal_those_of_torch(
 ) -> None:
     model = build_model_folder(tmp_path / family, family, tie_word_embeddings=False)
     result = one.run(
-        "ranks.muon_tasks.difference_to_torch",
+        "ranks.optimizer_tasks.difference_to_torch",
         steps=4,
         model=model,
         samples=samples,
@@ -71,8 +71,25 @@ def test_tensors_have_their_own_learning_rates(one: RankPool, models: dict[str, 
     """The first step of AdamW is that of the sign, as long as the gradient is larger than eps."""
     groups = {"model.embed_tokens.*": 0.1, "model.layers.0.*norm*": 3.0}
     optim = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0, "lr_multipliers": groups}
-    found = one.run("ranks.muon_tasks.changes", model=models["qwen3-tied"], samples=samples, optim=optim)
+    found = one.run("ranks.optimizer_tasks.changes", model=models["qwen3-tied"], samples=samples, optim=optim)
     assert found["lr"] == 1e-3
     assert found["embedding.word_embeddings.weight"] == pytest.approx(1e-4, rel=1e-2)
     assert found["decoder.layers.0.self_attention.linear_proj.weight"] == pytest.approx(1e-3, rel=1e-2)
     assert found["decoder.layers.0.input_layernorm.weight"] == pytest.approx(3e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "precision": "bf16"}, {"fsdp": True}], ids=["tp2-bf16", "fsdp"])
+def test_8bit_adamw_resumes(layout: dict[str, Any], worlds: dict[int, RankPool], samples: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=False, **sizes)
+    settings: dict[str, Any] = {"model": model, "samples": samples, "steps": STEPS}
+    eight, task = settings | {"optim": {"optimizer": "adamw_8bit"}}, "ranks.tasks.train"
+    whole = worlds[2].run(task, save_at=[HALF], root=tmp_path, **eight, **layout)
+    assert worlds[2].run(task, resume=tmp_path / f"iter_{HALF:07d}", **eight, **layout)["digest"] == whole["digest"]
+    # As with AdamW, at most by the quantization; from the checkpoint also in another layout and with AdamW itself.
+    exact = worlds[2].run(task, **settings, **layout)
+    assert 0 < max_relative_difference(whole["loss"], exact["loss"]) < 0.02
+    for optim in (eight, settings):
+        other = worlds[1].run(task, resume=tmp_path / f"iter_{HALF:07d}", **optim)
+        assert max_relative_difference(other["loss"], whole["loss"][HALF:]) < 0.02
