@@ -495,7 +495,7 @@ def estimated_and_actual_memory(**layout: Any) -> list[dict[str, Any]]:
         {
             "recipe": "pretrain", "out": "unused", "model": {"path": layout["model"]}, "train": {"steps": 1},
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH}, "parallel": built.plan.parallel,
-            "optim": layout.get("optim", {}),
+            "optim": layout.get("optim", {}), "lora": layout.get("lora", {}),
         }
     )  # fmt: skip
     estimate = estimate_memory(built.plan, config, layout.get("precision", "fp32"))

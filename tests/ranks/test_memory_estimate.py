@@ -16,6 +16,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"pp": 2},
         {"fsdp": True},
         {"pp": 2, "optim": {"optimizer": "muon"}, "more": {"freeze": ["lm_head.*"]}},
+        {"tp": 2, "precision": "bf16", "lora": {"rank": 4, "dora": True, "modules_to_save": ["lm_head"]}},
     ],
     "deepseek_v2": [{"ep": 2, "precision": "bf16"}],
 }

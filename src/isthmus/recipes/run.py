@@ -22,7 +22,7 @@ from isthmus.engine.optim.optimizer import build_optimizer, memory_stats
 from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
-from isthmus.errors import Preempted, UsageError
+from isthmus.errors import DataError, Preempted, UsageError
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores, cores_in_use
@@ -40,7 +40,7 @@ from isthmus.recipes.dpo_reference import (
 from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
-from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
+from isthmus.recipes.setup.model_plan import base_fingerprint, check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.setup.rank_model import RankModel, build_rank_model
 from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.train.loop import Loop, RunData
@@ -183,6 +183,8 @@ class _Training:
     start: int
     """Steps done before, by the run that is resumed."""
     best: save_load.BestLoss
+    base: str
+    """Fingerprint of the frozen weights of a run with adapters."""
 
     def save(self, step: int) -> None:
         """Write a checkpoint; a collective."""
@@ -191,7 +193,7 @@ class _Training:
             path = save_load.save(
                 context.run_dir.checkpoints,
                 self.stepper,
-                save_load.Progress(step=step, data=self.data.fingerprint, best=self.best),
+                save_load.Progress(step=step, data=self.data.fingerprint, best=self.best, base=self.base),
                 context.plan.parallel,
                 keep=context.config.checkpoint.keep,
                 keep_best=context.config.checkpoint.keep_best,
@@ -266,7 +268,7 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
         progress = _resume(context, stepper, data, reporter)
         check_profiled_steps(config, data.steps)
         agree(lambda: run_dir.begin(text, fresh=context.resume is None) if main else None)
-    return _Training(context, position, data, model, stepper, reporter, progress.step, progress.best)
+    return _Training(context, position, data, model, stepper, reporter, progress.step, progress.best, progress.base)
 
 
 def _load_data(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> RunData:
@@ -295,11 +297,17 @@ def _load_data(context: RunContext, position: Position, reporter: Reporter, stop
 
 def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Reporter) -> save_load.Progress:
     """The progress of the loaded checkpoint, or step 0."""
+    base = base_fingerprint(context.config, context.plan)
     if context.resume is None:
-        return save_load.Progress(step=0, data=data.fingerprint)
+        return save_load.Progress(step=0, data=data.fingerprint, base=base)
     with trace_region("loading the checkpoint"):
         progress = save_load.load(context.resume, stepper, context.plan.parallel)
     check_fingerprint(progress.data, data.fingerprint, context.resume)
+    if progress.base != base:
+        raise DataError(
+            f"{context.resume} has adapters of another model than {context.plan.source}. Restore the model of this "
+            "run, or start a new one with --out."
+        )
     reporter.log(f"resumed from {context.resume} at step {progress.step}")
     if progress.step > data.steps:
         raise UsageError(
@@ -347,6 +355,7 @@ def _describe(training: _Training) -> str:
     plan, data = training.context.plan, training.data
     epochs = f"{data.steps * data.train.global_batch_size / data.train.sequences_per_epoch:.3g} epochs"
     total, trained = (num_parameters(plan.family, plan.architecture, frozen) for frozen in ((), plan.frozen))
+    trained += 0 if plan.adapters is None else plan.adapters.num_parameters
     return (
         f"training: {data.steps} steps, {'random tokens' if training.context.config.data.mock else epochs}, "
         f"{data.train.tokens_per_step:,.0f} tokens per step; {total:,} parameters, {trained:,} trainable"

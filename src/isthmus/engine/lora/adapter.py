@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from isthmus.families.adapted_linears import HfLinear
+from isthmus.families.adapted_linears import HfLinear, name_of
 
 Role = Literal["lora_A", "lora_B", "lora_magnitude_vector"]
 """PEFT's names of an adapter's tensors."""
@@ -37,6 +38,19 @@ class AdapterSet:
     dora: bool = False
     lr_ratio: float = 1.0
     """LoRA+: learning rate of B and of vectors over that of other parameters."""
+
+    @property
+    def num_parameters(self) -> int:
+        adapters = [adapter for own in self.of_weights.values() for adapter in own]
+        return sum(math.prod(adapter.shape(role)) for adapter in adapters for role in self.roles)
+
+    def summary(self) -> str:
+        """Ranks and layers, for the log."""
+        adapters = [adapter for own in self.of_weights.values() for adapter in own]
+        names = ", ".join(dict.fromkeys(name_of(adapter.linear.module) for adapter in adapters))
+        ranks = "/".join(map(str, sorted({adapter.rank for adapter in adapters})))
+        kind = "DoRA" if self.dora else "LoRA"
+        return f"{kind} of rank {ranks} on {len(adapters)} linear layers ({names}), {self.num_parameters:,} parameters"
 
     def described(self) -> list[str]:
         """One line per layer, to compare the adapters of two runs."""

@@ -92,6 +92,9 @@ def estimate_ranks(
     counts, gathered = _count_parameters(plan.family, plan.architecture, parallel)
     all_trained, _ = _count_parameters(plan.family, plan.architecture, parallel, plan.frozen)
     by_muon = _count_muon(plan, config)
+    for every, trained, adapters in zip(counts, all_trained, _count_adapters(plan), strict=True):
+        every += adapters
+        trained += adapters
     element = DTYPES[precision].itemsize
     replicas = parallel.dp(plan.world_size) * parallel.cp
     expert_replicas = max(1, plan.world_size // (parallel.pp * parallel.expert_tp * parallel.ep))
@@ -123,6 +126,27 @@ def estimate_ranks(
             MemoryEstimate(count.total(), weights, 4 * total, optimizer, activations, temporary, quantized, offloaded)
         )
     return estimates
+
+
+def _count_adapters(plan: ModelPlan) -> list[Counter[str]]:
+    """Parameters of the adapters of each pipeline rank, by kind."""
+    arch, parallel = plan.architecture, plan.parallel
+    counts = [Counter[str]() for _ in range(parallel.pp)]
+    if plan.adapters is None:
+        return counts
+    layout, rank_of = _first_rank(arch, parallel), _pipeline_ranks(arch, parallel)
+    placements = plan.family.placements(arch)
+    for name, adapters in plan.adapters.of_weights.items():
+        if not _is_own_parameter(name, placements[name], arch, parallel):
+            continue
+        rule = placements[name].rule
+        (rows, columns), share = local_shape(rule, arch, layout), rule.canonical_shape(arch)[0]
+        kind = "expert" if rule.is_expert else "ordinary"
+        for adapter in adapters:
+            own_rows = adapter.linear.out * rows // share
+            numel = adapter.rank * (columns + own_rows) + own_rows * plan.adapters.dora
+            counts[_pipeline_rank(name, rank_of, parallel.pp)][kind] += numel
+    return counts
 
 
 def _count_muon(plan: ModelPlan, config: RunConfig) -> list[Counter[str]]:
@@ -189,11 +213,7 @@ def _count_parameters(
     family: Family, arch: Architecture, parallel: ParallelConfig, frozen: Collection[str] = ()
 ) -> tuple[list[Counter[str]], int]:
     """Parameters of each pipeline rank by kind, and the number that fsdp gathers at once: a layer and the rest."""
-    padded = math.ceil(arch.vocab_size / parallel.tp) * parallel.tp
-    layout = Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=padded)
-    rank_of: list[int] = []
-    for stage, layers in enumerate(layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)):
-        rank_of += [stage % parallel.pp] * layers
+    layout, rank_of = _first_rank(arch, parallel), _pipeline_ranks(arch, parallel)
     counts, by_layer = [Counter[str]() for _ in range(parallel.pp)], Counter[str]()
     numel_of_rule: dict[int, int] = {}
     for name, placement in family.placements(arch).items():
@@ -210,6 +230,17 @@ def _count_parameters(
         by_layer[layer[1] if layer else ""] += numel
     outside = by_layer.pop("", 0)
     return counts, outside + max(by_layer.values(), default=0)
+
+
+def _first_rank(arch: Architecture, parallel: ParallelConfig) -> Layout:
+    padded = math.ceil(arch.vocab_size / parallel.tp) * parallel.tp
+    return Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=padded)
+
+
+def _pipeline_ranks(arch: Architecture, parallel: ParallelConfig) -> list[int]:
+    """The pipeline rank of each layer."""
+    stages = enumerate(layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp))
+    return [stage % parallel.pp for stage, layers in stages for _ in range(layers)]
 
 
 def _is_own_parameter(name: str, placement: Placement, arch: Architecture, parallel: ParallelConfig) -> bool:

@@ -91,6 +91,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         f"layout: {config.parallel.describe(plan.world_size)}",
         *plan.weights.notes,
         *dropout_messages(plan),
+        *(() if plan.adapters is None else [f"adapters: {plan.adapters.summary()}"]),
         memory,
         f"precision {precision}: {reason}",
     )
