@@ -125,7 +125,7 @@ def build_adapter(base: Path, folder: Path, **settings: Any) -> Path:
         for name, parameter in adapted.named_parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * (0.02 if "magnitude" in name else 0.2))
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(folder)
     return folder
 
 

@@ -122,7 +122,7 @@ class PeftFolder:
             raise MissingInput(f"{path} has no {ADAPTER_WEIGHTS}. Save the adapter with PEFT's save_pretrained.")
         self._infos = {name.removeprefix(PREFIX): info for name, info in read_header(path / ADAPTER_WEIGHTS).items()}
         self._reader = TensorReader()
-        self.load = lru_cache(_CACHED)(self._load)
+        self._cached = lru_cache(_CACHED)(self._load)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -153,14 +153,14 @@ class PeftFolder:
         return {name.replace(".base_layer.", "."): info for name, info in self._infos.items() if ".lora_" not in name}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._infos[name].shape
+        return (self.saved[name] if name in self.saved else self._infos[name]).shape
 
-    def read_saved(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        return self._reader.read(self.saved[name], index, into=into)
+    def read_saved(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        return self._reader.read(self.saved[name], index)
 
     def factors(self, module: str, expert: int | None = None) -> LoraFactors:
         """The factors of a linear layer; thread-safe. ``expert`` is the number of a routed expert."""
-        tensors, (a, b, magnitude) = self.modules[module], self.load(module)
+        tensors, (a, b, magnitude) = self.modules[module], self._cached(module)
         if expert is not None:
             a, b = a.unflatten(0, (-1, tensors.rank))[expert], b.unflatten(1, (tensors.rank, -1))[..., expert]
         return LoraFactors(a, b, tensors.scale, magnitude)

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "gpt2-dora": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "use_dora": True}),
     "embedding": ("llama", {"target_modules": ["embed_tokens", "v_proj"]}),
+    "embedding-dora": ("gpt2", {"target_modules": ["wte", "c_fc"], "use_dora": True}),
     "deepseek_v3": (
         "deepseek_v3",
         {
