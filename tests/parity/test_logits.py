@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from isthmus.families.registry import all_families
+from isthmus.config.schema.model import ModelConfig
+from isthmus.families.registry import all_families, family_for
+from isthmus.recipes.setup.model_source import open_source
 from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
 
@@ -233,6 +237,40 @@ def test_logits_on_two_ranks(case: str, length: int, two: RankPool, tmp_path: Pa
     print(case, length, (ours - theirs).abs().max().item())
     assert ours.shape == (length, SIZES["vocab_size"])
     assert (ours - theirs).abs().max() < 1e-4
+
+
+LAID_OVER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 512},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    ),
+    ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
+    ("qwen3", {"rope_scaling": LLAMA3 | {"factor": 8.0}, "rope_theta": 5e4}, LLAMA3 | {"factor": 8.0}),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "rope"), LAID_OVER, ids=["yarn", "linear", "llama3"])
+def test_rotary_settings_over_weights(
+    family: str, keys: dict[str, Any], rope: dict[str, Any], one: RankPool, tmp_path: Path
+) -> None:
+    """The exported config gives transformers our logits, which are those of its own settings."""
+    base = build_model_folder(tmp_path / "base", family)
+    found = open_source(ModelConfig(path=str(base), config=keys))
+    own = family_for(found.config)
+    exported = shutil.copytree(base, tmp_path / "exported")
+    config = own.to_hf_config(own.to_architecture(found.config), found.config)
+    (exported / "config.json").write_text(json.dumps(config))
+    result = one.run("parity.tasks.logits", model=exported, other=base, lengths=LENGTHS, vocab_size=VOCAB)
+    print(result)
+    assert result["theirs"] < 1e-4 and result["other"] > 1e-3
+    assert config["max_position_embeddings"] == keys.get("max_position_embeddings", 128)
+    theta = keys.get("rope_theta", 10000.0)
+    theirs = AutoModelForCausalLM.from_pretrained(base, rope_parameters=rope | {"rope_theta": theta})
+    tokens = torch.tensor([[(7 * index + 3) % VOCAB for index in range(97)]])
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(exported)(tokens).logits
+        assert torch.equal(theirs(tokens).logits, again)
 
 
 def test_two_models_in_one_process(one: RankPool, tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.open_model import checkpoint_folder
-from isthmus.errors import MissingInput, UsageError
+from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.registry import family_for
 from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
+from isthmus.families.rules.rope_overlay import overlay_rotary
 from isthmus.hf.hub import fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder, tokenizer_files
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ def open_source(model: ModelConfig) -> ModelFolder:
     if not model.config:
         return found
     merged = merge_config(found.config, model.config)
+    merged |= overlay_rotary(found.config, model.config, family_for(merged).rope_names)
     _check_keys("model.config", model.config, keys_read(family_for(merged), merged), merged)
     if model.init == "random":
         return ModelFolder.from_config(found.path, merged)
@@ -43,7 +45,28 @@ def open_source(model: ModelConfig) -> ModelFolder:
         raise UsageError(
             f"model.config changes the tensors of {found}: {why}. Leave out the keys that do, or set model.init=random."
         )
+    _check_effects(found.config, model.config, merged)
     return found.with_config(merged)
+
+
+def _check_effects(before: Mapping[str, Any], keys: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+    """Refuse keys without which the model is the same, such as the window of a model whose layers have none."""
+    family = family_for(merged)
+    wanted = family.to_architecture(merged), family.read_dropout(merged)
+    for key, value in keys.items():
+        if not value or is_metadata(key) or key in IGNORED_KEYS or before.get(key) == merged[key]:
+            continue
+        others = {name: other for name, other in keys.items() if name != key}
+        without = merge_config(before, others) | overlay_rotary(before, others, family.rope_names)
+        try:
+            is_same = (family.to_architecture(without), family.read_dropout(without)) == wanted
+        except (UsageError, DataError):  # other keys need it
+            continue
+        if is_same:
+            raise UsageError(
+                f"model.config.{key} has no effect on this model of type {family.name}. Leave it out, or add the key "
+                "that it depends on, such as layer_types for sliding_window."
+            )
 
 
 def _changed_tensors(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ import pytest
 
 from isthmus.config.schema import RunConfig
 from isthmus.errors import MissingInput, UsageError
+from isthmus.families.registry import family_for
 from isthmus.hf import hub
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
@@ -62,6 +63,62 @@ def test_config_over_weights(tmp_path: Path) -> None:
     assert {name: found.config[name] for name in keys if name != "rope_parameters"} == {
         name: value for name, value in keys.items() if name != "rope_parameters"
     }
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["transformers 5", "older"])
+@pytest.mark.parametrize(
+    ("before", "keys", "base", "scaling"),
+    [
+        ({}, {"rope_theta": 5e5}, 5e5, None),
+        ({}, {"rope_scaling": {"type": "linear", "factor": 2}}, 1e3, ("linear", 2.0, 8192)),
+        ({}, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 1e3, ("yarn", 4.0, 128)),
+        ({}, {"rope_scaling": {"rope_type": "yarn"}, "max_position_embeddings": 1024}, 1e3, ("yarn", 8.0, 128)),
+        ({"rope_type": "linear", "factor": 2.0}, {"rope_scaling": {"factor": 4.0}}, 1e3, ("linear", 4.0, 8192)),
+        ({"rope_type": "linear", "factor": 2.0}, {"rope_parameters": None}, 1e3, None),
+        ({"rope_type": "linear", "factor": 2.0}, {"rope_scaling": {"rope_type": "yarn", "factor": 2}, "rope_theta": 5},
+         5.0, ("yarn", 2.0, 128)),
+    ],
+)  # fmt: skip
+def test_rotary_settings_over_weights(
+    old: bool, before: dict[str, Any], keys: dict[str, Any], base: float, scaling: Any, tmp_path: Path
+) -> None:
+    """In both spellings, also where the config has the other one; what is not given stays."""
+    folder = build_model_folder(tmp_path / "model", "qwen3", num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 1e3, "rope_scaling": before or None} if old else {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, **before}
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    found = opened(path=str(folder), config=keys)
+    arch = architecture_of(found.config)
+    kind = arch.rope_scaling and (
+        arch.rope_scaling.kind, arch.rope_scaling.factor, arch.rope_scaling.original_max_position_embeddings
+    )  # fmt: skip
+    assert (arch.rotary_base, kind) == (base, scaling)
+
+
+def test_rotary_settings_by_layer(tmp_path: Path) -> None:
+    folder = build_model_folder(tmp_path / "model", "gemma3_text", num_hidden_layers=1)
+    keys = {"rope_theta": 5e5, "rope_local_base_freq": 7e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    arch = architecture_of(opened(path=str(folder), config=keys).config)
+    assert (arch.rotary_base, arch.window_rotary_base, arch.rope_scaling.factor) == (5e5, 7e3, 8.0)
+    with pytest.raises(UsageError, match="rope_type, factor is not a kind of layer"):
+        opened(path=str(folder), config={"rope_parameters": {"rope_type": "linear", "factor": 8.0}})
+
+
+def architecture_of(config: Any) -> Any:
+    return family_for(config).to_architecture(config)
+
+
+def test_window_over_weights(tmp_path: Path) -> None:
+    """Is refused where no layer has one."""
+    for family, keys in (("llama", {}), ("qwen3", {"use_sliding_window": True})):
+        folder = build_model_folder(tmp_path / family, family, num_hidden_layers=1)
+        with pytest.raises(UsageError, match=f"model.config.sliding_window has no effect on .* type {family}"):
+            opened(path=str(folder), config={"sliding_window": 7, **keys})
+    keys |= {"sliding_window": 7, "layer_types": ["sliding_attention"]}
+    assert architecture_of(opened(path=str(folder), config=keys).config).sliding_window == 7
 
 
 def test_end_of_turn_ends_a_generation(words: Path) -> None:
