@@ -116,7 +116,8 @@ def _open_checkpoint(
     if isinstance(folder, TorchDistFolder) and any(key.startswith("adapters.") for key in folder.tensors):
         raise UsageError(
             f"{path} has the adapters of a run with lora and not its base model. Merge the adapter that the run "
-            "exports: isthmus merge BASE RUN/adapter OUT"
+            "exports: isthmus merge BASE RUN/adapter OUT. To export this step, run the same command with another "
+            f"--out, checkpoint.resume={checkpoint} and train.steps set to the step."
         )
     config = hf_like or checkpoint_config(path)
     notes: tuple[str, ...] = ()
