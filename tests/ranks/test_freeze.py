@@ -57,7 +57,7 @@ def test_gradients_of_the_other_tensors_are_bitwise_equal(
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        pytest.param(2, {"pp": 2}, id="pp2"),
+        pytest.param(2, {"pp": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, id="pp2-overlap"),
         pytest.param(2, {"pp": 2, "precision": "fp16"}, id="pp2-fp16"),
         pytest.param(2, {"fsdp": True}, id="fsdp"),
     ],

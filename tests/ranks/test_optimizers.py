@@ -45,7 +45,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        pytest.param(2, {}, id="dp2"),
+        pytest.param(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, id="dp2-overlap"),
         pytest.param(2, {"tp": 2, "sp": True, "precision": "bf16"}, id="tp2-bf16"),
         pytest.param(2, {"fsdp": True}, id="fsdp"),
         pytest.param(4, {"tp": 2, "sp": True, "etp": 1, "ep": 2}, id="tp2-ep2-dp2"),

@@ -192,6 +192,8 @@ def test_files_that_are_not_configs(tmp_path: Path, text: str, place: str, part:
         ("optim.decay_steps=5", "command line  optim.decay_steps", "is for schedule wsd, got cosine"),
         ("optim={schedule: wsd, decay_steps: 5, schedule_steps: 9}", "command line", "is for schedules cosine, linear"),
         ("optim={schedule_steps: 5, warmup_steps: 5}", "command line", "must be larger than warmup_steps=5; raise it"),
+        ("optim.muon_lr=0.1", "command line  optim.muon_lr", "is for optimizer=muon, got adamw"),
+        ("optim={optimizer: muon, offload: true}", "command line", "offload=true is for optimizer=adamw, got muon"),
         ("optim.min_lr=1", "command line  optim.min_lr", "above lr=1e-05"),
         ("data={valid_fraction: 0.5, test_fraction: 0.6, files: [a]}", "command line", "leave no training samples"),
         ("optim.warmup_steps=100", "command line  optim.warmup_steps", "does not fit in train.steps=100"),
