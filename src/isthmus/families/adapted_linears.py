@@ -24,6 +24,7 @@ ALL_LINEAR = "all-linear"
 _WEIGHT = re.compile(r"decoder\.layers\.\d+\..*\.(linear_\w+\.weight|gate_weight)")
 _REGEX = re.compile(r"^\.\*|[\\(|^$+{]")
 """A target is a regular expression if it starts with ``.*`` or has one of these characters."""
+_WILDCARDS = "*?["
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -60,10 +61,10 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
     """The linear layers with an adapter by canonical weight name, in the order of the rule's parts.
 
     A target is ``all-linear`` (every linear layer, also of routed experts; not the output layer and the routers), the
-    path of a linear layer or its end (``q_proj``, ``self_attn.q_proj``), a pattern of the path
-    (``model.layers.[0-3].*``), or a regular expression of the whole path. Layers of routed experts are meant only by a
-    target that contains ``experts``. Layers for multi-token prediction have no adapters: transformers does not load
-    them.
+    path of a linear layer or its end (``q_proj``, ``self_attn.q_proj``; several with commas between them), a pattern of
+    the path (``model.layers.[0-3].*``), or a regular expression of the whole path. Layers of routed experts are meant
+    only by a target that contains ``experts``. Layers for multi-token prediction have no adapters: transformers does
+    not load them.
 
     Raises:
         UsageError: there are no targets, or a target is no linear layer.
@@ -73,7 +74,7 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
     found = all_linears(family, arch)
     modules = {linear.module: linear for linears in found.values() for linear in linears}
     chosen: set[str] = set()
-    for target in targets:
+    for target in (part.strip() for given in targets for part in _split(given)):
         matching = [module for module, linear in modules.items() if _matches(target, linear)]
         if not matching:
             raise UsageError(_unknown(target, modules, family))
@@ -143,6 +144,12 @@ def _weight_parameter(module: str, family: Family, arch: Architecture) -> str | 
     return f"{module}.weight"
 
 
+def _split(target: str) -> list[str]:
+    return (
+        [target] if _REGEX.search(target) or any(character in target for character in _WILDCARDS) else target.split(",")
+    )
+
+
 def _matches(target: str, linear: HfLinear) -> bool:
     if target == ALL_LINEAR:
         return True
@@ -150,7 +157,7 @@ def _matches(target: str, linear: HfLinear) -> bool:
         return False
     if _REGEX.search(target):
         return _regex(target).fullmatch(linear.module) is not None
-    if any(character in target for character in "*?["):
+    if any(character in target for character in _WILDCARDS):
         return fnmatch.fnmatchcase(linear.module, target)
     return linear.module == target or linear.module.endswith(f".{target}")
 

@@ -96,6 +96,7 @@ def test_targets() -> None:
         f"model.layers.{n}.self_attn.{which}_proj" for n in (0, 1) for which in "ko"
     ]
     assert len(selected("qwen3", "all-linear")) == 4 * 7
+    assert selected("qwen3", "q_proj, up_proj") == selected("qwen3", "q_proj", "up_proj")
     assert selected("phi3", "qkv_proj") == [f"model.layers.{n}.self_attn.qkv_proj" for n in range(4)]
 
 

@@ -44,8 +44,12 @@ def plan_adapters(
     else:
         adapters = _adapters_of(existing, lora, family, arch)
     _check_experts(adapters, arch)
-    if lora.dropout:
-        _check_dropout(adapters)
+    _check_parameters(adapters)
+    if lora.dropout and adapters.dora:
+        raise UsageError(
+            f"lora.dropout={adapters.dropout:g} with an adapter of DoRA would multiply all base weights a second time, "
+            "with the dropped inputs. Leave lora.dropout out."
+        )
     return adapters
 
 
@@ -104,18 +108,19 @@ def _check_pissa(lora: LoraConfig, adapters: AdapterSet) -> None:
             )
 
 
-def _check_dropout(adapters: AdapterSet) -> None:
+def _check_parameters(adapters: AdapterSet) -> None:
+    """Refuse adapters that PEFT could not load."""
     linears = [adapter.linear for own in adapters.of_weights.values() for adapter in own]
-    if parameter := next((linear.module for linear in linears if linear.parameter), None):
-        raise UsageError(
-            f"lora.dropout={adapters.dropout:g}: PEFT has no dropout for {parameter}, whose weight it adapts as a "
-            "parameter. Leave lora.dropout out, or name lora.targets without it."
-        )
-    if adapters.dora:
-        raise UsageError(
-            f"lora.dropout={adapters.dropout:g} with an adapter of DoRA would multiply all base weights a second time, "
-            "with the dropped inputs. Leave lora.dropout out."
-        )
+    parameter = next((linear.module for linear in linears if linear.parameter), None)
+    for setting, used in {
+        "lora.dora=true": adapters.dora,
+        f"lora.dropout={adapters.dropout:g}": adapters.dropout,
+    }.items():
+        if used and parameter is not None:
+            raise UsageError(
+                f"{setting} is not possible in PEFT for {parameter}, whose weight it adapts as a parameter. Leave it "
+                "out, or name lora.targets without this layer."
+            )
 
 
 def existing_adapter(config: RunConfig) -> PeftFolder | None:

@@ -189,13 +189,20 @@ def test_fp8_recipe_follows_the_config(tmp_path: Path) -> None:
             r"lora\.dora with adapters of routed experts \(model\.layers\.0\.mlp\.experts\.gate_up_proj\) is not ",
         ),
         (
+            "qwen2_moe",
+            {"dora": True, "targets": "q_proj,shared_expert.up_proj"},
+            r"lora\.dora=true is not possible in PEFT for model\.layers\.0\.mlp\.shared_expert\.up_proj, whose weight",
+        ),
+        (
             "isthmus",
             {"targets": [r"model.layers.0.*experts\.(0|1)\..*"]},
             r"experts\.0\.up_proj: 2 of 6 routed experts of the layer have adapters\. Give adapters of one rank",
         ),
     ],
 )
-def test_adapters_of_some_experts_are_refused(family: str, lora: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refused_adapters_of_models_with_experts(
+    family: str, lora: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     config = config_of(build_model_folder(tmp_path / "model", family, num_hidden_layers=1, mlp_only_layers=[]), 9)
     config = config.model_copy(update={"lora": LoraConfig.model_validate({"rank": 4, **lora})})
     with pytest.raises(UsageError, match=message):
