@@ -26,6 +26,7 @@ from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.engine.checkpoint import save_load
+from isthmus.engine.layers.quantized_weight import dense
 from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.learning_rate import build_schedule
@@ -277,7 +278,7 @@ def _digest(training: Training) -> list[str]:
 
     def add(tensor: torch.Tensor) -> None:
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+        hasher.update(dense(tensor).detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
 
     gather_weights(training.model.stages)
     for _, tensor in sorted(live_tensors(training.model.stages).items()):

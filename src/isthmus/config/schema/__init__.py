@@ -101,6 +101,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _quantized_weights_are_dequantized(self) -> RunConfig:
+        if self.lora.quantize is not None and self.train.precision == "fp8":
+            reason = "multiplies weights of 16 bits in train.precision=bf16 or fp32, not in fp8; leave one of them out"
+            refuse("lora.quantize", f"quantize={self.lora.quantize} {reason}")
+        return self
+
+    @model_validator(mode="after")
     def _mock_data_needs_steps(self) -> RunConfig:
         if self.data.mock and self.train.steps is None:
             refuse("data.mock", "mock=true makes an endless data set without epochs; give train.steps")

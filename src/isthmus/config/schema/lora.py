@@ -43,6 +43,8 @@ class LoraConfig(Section):
     """Learning rate of B, and of vectors, over that of A (LoRA+, arXiv 2402.12354)."""
     path: PathText | None = None
     """Start from this adapter: a folder that PEFT or an earlier run wrote."""
+    quantize: Literal["nf4", "int8"] | None = None
+    """Keep the frozen weights of linear layers in 4 bits (nf4, QLoRA, arXiv 2305.14314) or 8 (int8), as bitsandbytes."""
 
     @property
     def enabled(self) -> bool:

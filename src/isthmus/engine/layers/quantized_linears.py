@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,14 +30,14 @@ def unallocated_linears() -> Iterator[None]:
         handle.remove()
 
 
-def quantize_frozen(model: nn.Module, kind: Kind, device: torch.device) -> tuple[str, ...]:
+def quantize_frozen(stages: Sequence[nn.Module], kind: Kind, device: torch.device) -> tuple[str, ...]:
     """Make the frozen weights of linear layers quantized, and allocate the others; returns messages for the user.
 
-    ``model`` was built with :func:`unallocated_linears`. Weights are set later.
+    The stages were built with :func:`unallocated_linears`. Weights are set later.
     """
     changed, experts = 0, False
     unequal: dict[str, str] = {}
-    for path, module in model.named_modules():
+    for path, module in (named for stage in stages for named in stage.named_modules()):
         if not is_linear_weight(module, "weight"):
             continue
         weight: nn.Parameter = module.weight

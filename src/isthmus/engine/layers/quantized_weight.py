@@ -18,6 +18,8 @@ from isthmus.errors import UsageError
 BLOCK = 64
 """Elements of a row with the same scale in NF4, bitsandbytes' default."""
 Kind = Literal["nf4", "int8"]
+ELEMENT_BYTES: dict[Kind, float] = {"nf4": 0.5 + 4 / BLOCK, "int8": 1.0}
+"""With the scales; int8 has 4 more bytes for a row."""
 
 
 @functools.cache

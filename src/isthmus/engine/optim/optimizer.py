@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
+from isthmus.engine.layers.quantized_weight import QuantizedWeight
 from isthmus.engine.megatron_model import Decoder, live_parameters
 from isthmus.engine.optim.adamw import AdamW8bit, CpuOffloadAdamW, create_state
 from isthmus.engine.optim.muon import Muon, Shard
@@ -173,6 +174,7 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 def memory_stats(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
     """Bytes that a rank keeps between steps. Shared memory counts once, in the first category that has it."""
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    elements = [each for one in parameters for each in (one.elements if isinstance(one, QuantizedWeight) else (one,))]
     inner = [one.optimizer for one in chain(optimizer)]
     groups = [group["params"] for one in inner if one is not None for group in one.param_groups]
     entries = [value for one in inner if one is not None for entry in one.state.values() for value in entry.values()]
@@ -180,7 +182,7 @@ def memory_stats(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
     seen: set[int] = set()
     gradients = (getattr(parameter, "main_grad", parameter.grad) for parameter in parameters)
     return {
-        "weights": _bytes(parameters, seen),
+        "weights": _bytes(elements, seen),
         "gradients": _bytes((gradient for gradient in gradients if gradient is not None), seen),
         "optimizer state": _bytes([*itertools.chain(*groups), *states], seen),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 from torch import Tensor
 
@@ -36,6 +37,10 @@ def plan_adapters(
         raise UsageError(
             "lora with parallel.fsdp=true is not supported: fsdp would gather the frozen weights for every micro "
             "batch. Use parallel.tp or parallel.pp, which shard them."
+        )
+    if lora.quantize is not None and find_spec("bitsandbytes") is None:
+        raise UsageError(
+            f"lora.quantize={lora.quantize} needs bitsandbytes. Run `pip install 'isthmus[qlora]'`, or leave it out."
         )
     if config.train.freeze:
         raise UsageError("train.freeze with lora: all tensors but lora.modules_to_save are frozen. Leave it out.")
@@ -91,6 +96,11 @@ def _check_experts(adapters: AdapterSet, arch: Architecture) -> None:
 
 def _check_pissa(lora: LoraConfig, adapters: AdapterSet) -> None:
     """Raise UsageError if the adapters cannot start as parts of the weights."""
+    if lora.quantize is not None:
+        raise UsageError(
+            f"lora.init={lora.init} with lora.quantize={lora.quantize}: what is left of the weights would be rounded, and "
+            "the adapter exported for other weights. Leave one of them out."
+        )
     if lora.dora:
         raise UsageError(
             "lora.init=pissa with lora.dora=true: the adapter could not be exported. Leave one of them out."

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.engine.layers.quantized_weight import ELEMENT_BYTES
 from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -26,6 +27,7 @@ MARGIN = 1.25
 """The estimate may exceed the memory by this factor, because activations are approximate."""
 _MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 8.0}
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
+_LINEAR_WEIGHT = re.compile(r"(linear_\w+|eh_proj)\.weight$")
 _FP8_WEIGHT = re.compile(r"linear_(?!q_down|kv_down)\w+\.weight$")
 
 
@@ -100,6 +102,7 @@ def estimate_ranks(
     expert_replicas = max(1, plan.world_size // (parallel.pp * parallel.expert_tp * parallel.ep))
     moments = 0.0 if config.optim.offload else _MOMENT_BYTES[config.optim.optimizer]
     state = moments + (4 if element < 4 else 0)
+    saved = _saved_by_quantization(plan, config, element)
     estimates: list[MemoryEstimate] = []
     for rank, (count, trained, muon) in enumerate(zip(counts, all_trained, by_muon, strict=True)):
         total, float32, expert = trained.total(), trained["float32"], trained["expert"]
@@ -117,6 +120,7 @@ def estimate_ranks(
         optimizer += math.ceil(state * expert / expert_replicas)
         optimizer -= 4 * ((muon.total() - muon["expert"]) // replicas + muon["expert"] // expert_replicas)
         weights = element * (count.total() - count["float32"]) + 4 * count["float32"]
+        weights -= saved[rank]
         offloaded = 0
         if config.optim.offload:
             offloaded = math.ceil(8 * (ordinary + float32) / replicas)
@@ -155,6 +159,17 @@ def _count_muon(plan: ModelPlan, config: RunConfig) -> list[Counter[str]]:
         return [Counter()] * plan.parallel.pp
     others = plan.family.placements(plan.architecture).keys() - hidden_matrices(plan.family, plan.architecture).keys()
     return _count_parameters(plan.family, plan.architecture, plan.parallel, plan.frozen | others)[0]
+
+
+def _saved_by_quantization(plan: ModelPlan, config: RunConfig, element: int) -> list[int]:
+    """Bytes that each pipeline rank saves, of weights with ``element`` bytes."""
+    sizes = plan.family, plan.architecture, plan.parallel
+    if config.lora.quantize is None:
+        return [0] * plan.parallel.pp
+    linears = {name for name in plan.frozen if _LINEAR_WEIGHT.search(name)}
+    every, others = _count_parameters(*sizes)[0], _count_parameters(*sizes, linears)[0]
+    bytes_saved = element - ELEMENT_BYTES[config.lora.quantize]
+    return [math.floor(bytes_saved * (a.total() - b.total())) for a, b in zip(every, others, strict=True)]
 
 
 def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precision: str, *, ranks_here: int) -> str:

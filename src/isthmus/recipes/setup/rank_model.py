@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ def build_rank_model(
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
     ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
+    from isthmus.engine.layers.quantized_linears import quantize_frozen, unallocated_linears
     from isthmus.engine.lora.attach import (
         InitialAdapters,
         adapter_tensors,
@@ -102,16 +104,21 @@ def build_rank_model(
         attention=attention.name,
     )
     stages: list[Any]
+    quantization: tuple[str, ...] = ()
     if fsdp:
         stages = [build_sharded(plan.architecture, settings, plan.frozen)]
     else:
-        stages = build_stages(plan.architecture, settings)
+        with nullcontext() if config.lora.quantize is None else unallocated_linears():
+            stages = build_stages(plan.architecture, settings)
         freeze(stages, plan.frozen)
+        if config.lora.quantize is not None:
+            quantization = quantize_frozen(stages, config.lora.quantize, device)
         if plan.adapters is not None:
             placements = plan.family.placements(plan.architecture)
             attach_adapters(stages, plan.adapters, placements, plan.architecture, _layout(plan, position))
     modules = torch.nn.ModuleList(stages)
-    messages = (*attention.messages, *_choose_kernels(config, plan, platform, modules, precision, training=training))
+    messages = (*attention.messages, *quantization)
+    messages += _choose_kernels(config, plan, platform, modules, precision, training=training)
     if training and not fsdp:
         stages = [wrap_data_parallel(stage, **_overlap(config, platform)) for stage in stages]
     if training and plan.architecture.moe is not None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from isthmus.engine.layers.linear import _LinearIntoMainGrad
+from isthmus.engine.layers.linear import ReplicatedLinear, _LinearIntoMainGrad
+from isthmus.engine.layers.quantized_linears import quantize_frozen, unallocated_linears
 from isthmus.engine.layers.quantized_weight import Kind, QuantizedWeight, bitsandbytes, dense
+from isthmus.engine.parallel.sharded_params import full_to_shard
 from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE
 from isthmus.errors import UsageError
 
@@ -79,6 +82,24 @@ def test_it_is_a_parameter_without_memory_of_its_own() -> None:
     assert weight.is_meta and not weight.requires_grad and weight.shape == whole.shape and weight.dtype == whole.dtype
     assert sum(tensor.nbytes for tensor in weight.elements) == 32 * 64 // 2 + 32 * 64 // 64 * 4
     assert dense(whole) is whole and torch.equal(dense(weight), weight.dequantize())
+
+
+def test_weights_have_no_memory_until_they_are_read() -> None:
+    config: Any = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
+    with unallocated_linears():
+        layers = nn.ModuleDict({"frozen": ReplicatedLinear(config, 96, 32), "trained": ReplicatedLinear(config, 96, 8)})
+    assert all(parameter.is_meta for parameter in layers.parameters())
+    layers["frozen"].requires_grad_(False)
+    messages = quantize_frozen([layers], "nf4", torch.device("cpu"))
+    assert messages[0] == "nf4: 1 linear layers of this rank"
+    assert "frozen is quantized, but unlike bitsandbytes: 96 columns of a rank are no multiple of 64" in messages[1]
+    assert layers["trained"].weight.device.type == "cpu" and layers["trained"].weight.requires_grad
+    weight: Any = layers["frozen"].weight
+    assert sum(tensor.nbytes for tensor in weight.elements) == 0
+    values = torch.randn(32, 96).bfloat16()
+    with full_to_shard(weight.detach()) as whole:
+        whole.copy_(values)
+    assert torch.equal(weight.dequantize(), quantized(values, "nf4").dequantize())
 
 
 def test_the_package_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
