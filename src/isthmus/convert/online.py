@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Layout, local_shape, tensor_slices
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
 
-if TYPE_CHECKING:
-    from isthmus.engine.lora.attach import Merge
+MergeTensor = Callable[[str, Tensor], Tensor]
+"""The tensor to write, from a canonical name and this rank's tensor."""
 
 
 @torch.no_grad()
@@ -41,15 +40,23 @@ def import_weights(
     num_bytes = 0
     # In the order of the source, for sequential reads.
     for placement in sorted(_placed(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
-        filled = 0
         with full_to_shard(live[placement.canonical].detach()) as tensor:
-            for piece in tensor_slices(placement.rule, arch, layout, placement.expert):
-                name, target = placement.hf[piece.part], piece.view(tensor)
-                source.read(name, piece.hf, into=target)
-                filled += target.numel()
-                num_bytes += target.numel() * source.tensors[name].dtype.itemsize
-            if placement.rule.shard == "vocab" and filled < tensor.numel():
-                tensor[filled // tensor.shape[1] :].zero_()
+            num_bytes += read_tensor(placement, tensor, arch, source, layout=layout)
+    return num_bytes
+
+
+def read_tensor(
+    placement: Placement, tensor: Tensor, arch: Architecture, source: WeightSource, *, layout: Layout
+) -> int:
+    """Copy ``source`` into this rank's ``tensor``; returns bytes read. Vocabulary padding becomes zero."""
+    filled = num_bytes = 0
+    for piece in tensor_slices(placement.rule, arch, layout, placement.expert):
+        name, target = placement.hf[piece.part], piece.view(tensor)
+        source.read(name, piece.hf, into=target)
+        filled += target.numel()
+        num_bytes += target.numel() * source.tensors[name].dtype.itemsize
+    if placement.rule.shard == "vocab" and filled < tensor.numel():
+        tensor[filled // tensor.shape[1] :].zero_()
     return num_bytes
 
 
@@ -81,7 +88,7 @@ def export_weights(
     *,
     layout: Layout,
     writes: bool = True,
-    merge: Merge | None = None,
+    merge: MergeTensor | None = None,
 ) -> int:
     """Write this rank's slices into the files that ``plan.create(folder)`` made, and sync them; returns bytes written.
 
@@ -114,7 +121,7 @@ def full_weights(
     device: torch.device,
     writes: bool = True,
     rank0_only: bool = False,
-    merge: Merge | None = None,
+    merge: MergeTensor | None = None,
     only: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor by name, whole, on ``device``; a collective of all ranks.
@@ -145,7 +152,7 @@ def full_weights(
                     yield name, whole
 
 
-def _final(name: str, live: Mapping[str, Tensor], merge: Merge | None) -> Tensor:
+def _final(name: str, live: Mapping[str, Tensor], merge: MergeTensor | None) -> Tensor:
     whole = full_tensor(live[name])
     return whole if merge is None else merge(name, whole)
 

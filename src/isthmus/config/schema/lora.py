@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -44,7 +44,7 @@ class LoraConfig(Section):
     path: PathText | None = None
     """Start from this adapter: a folder that PEFT or an earlier run wrote."""
     quantize: Literal["nf4", "int8"] | None = None
-    """Keep the frozen weights of linear layers in 4 bits (nf4, QLoRA, arXiv 2305.14314) or 8 (int8), as bitsandbytes."""
+    """Frozen weights of linear layers have 4 bits (nf4, QLoRA, arXiv 2305.14314) or 8 (int8), as in bitsandbytes."""
 
     @property
     def enabled(self) -> bool:

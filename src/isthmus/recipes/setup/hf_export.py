@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
 
 from isthmus.convert.hf.hf_weights import config_dtype
 from isthmus.convert.legacy.megatron_args import megatron_args
-from isthmus.convert.online import export_plan, export_weights, full_weights
+from isthmus.convert.online import export_plan, export_weights, full_weights, read_tensor
 from isthmus.convert.open_model import HF_SUBFOLDER
 from isthmus.engine.checkpoint.checkpoint_names import expert_of
+from isthmus.engine.layers.quantized_weight import QuantizedWeight
 from isthmus.engine.lora.attach import Merge
 from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
 from isthmus.engine.parallel.ddp import gather_weights
@@ -48,7 +49,7 @@ def export_hf(
     def write() -> None:
         tensors, writes = _tensors_to_write(model)
         arguments = (tensors, plan.family, plan.architecture, files, staged.path)
-        export_weights(*arguments, layout=model.layout, writes=writes, merge=Merge(model.stages))
+        export_weights(*arguments, layout=model.layout, writes=writes, merge=_merge(model))
 
     def finish() -> None:
         if main:
@@ -82,7 +83,7 @@ def iterate_full_weights(
         device=next(model.stages[0].parameters()).device,
         writes=writes,
         rank0_only=rank0_only,
-        merge=Merge(model.stages),
+        merge=_merge(model),
         only=only,
     )
 
@@ -90,6 +91,21 @@ def iterate_full_weights(
 def _dtypes(plan: ModelPlan, dtype: torch.dtype | None) -> torch.dtype | dict[str, torch.dtype]:
     source_dtypes = {name: info.dtype for name, info in plan.weights.source.tensors.items()}
     return dtype or source_dtypes or config_dtype(plan.source.config, torch.float32)
+
+
+def _merge(model: RankModel) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Merges adapters into the weights; the weights of a quantized base are read again."""
+    plan, merge = model.plan, Merge(model.stages)
+    placements = plan.family.placements(plan.architecture)
+
+    def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if not isinstance(weight, QuantizedWeight):
+            return merge(name, weight)
+        original = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        read_tensor(placements[name], original, plan.architecture, model.source, layout=model.layout)
+        return merge(name, original)
+
+    return merged
 
 
 def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:

@@ -98,8 +98,8 @@ def _check_pissa(lora: LoraConfig, adapters: AdapterSet) -> None:
     """Raise UsageError if the adapters cannot start as parts of the weights."""
     if lora.quantize is not None:
         raise UsageError(
-            f"lora.init={lora.init} with lora.quantize={lora.quantize}: what is left of the weights would be rounded, and "
-            "the adapter exported for other weights. Leave one of them out."
+            f"lora.init={lora.init} with lora.quantize={lora.quantize}: what is left of the weights would be rounded, "
+            "and the adapter exported for other weights. Leave one of them out."
         )
     if lora.dora:
         raise UsageError(

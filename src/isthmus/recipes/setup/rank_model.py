@@ -10,7 +10,7 @@ import torch
 
 from isthmus.config.schema import RunConfig
 from isthmus.convert.online import import_weights
-from isthmus.convert.weight_source import RandomWeights
+from isthmus.convert.weight_source import RandomWeights, WeightSource
 from isthmus.engine.parallel.process_groups import Position, agree, open_groups
 from isthmus.errors import UsageError
 from isthmus.families.rules.shard import Layout
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from isthmus.engine.attention_backends.selection import Selection
     from isthmus.engine.layers.fp8_linear import Fp8Recipe
     from isthmus.engine.lora.attach import AdapterSource
+    from isthmus.engine.model_config import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Dtype of weights and activations by precision; fp8 applies to matmul inputs only."""
@@ -35,6 +36,8 @@ class RankModel:
     dtype: torch.dtype
     stages: list[Any]
     """One decoder, or ``parallel.vpp`` decoders, or their data-parallel wrappers."""
+    source: WeightSource
+    """The initial weights."""
     messages: tuple[str, ...] = ()
     """For the log."""
     pissa: PissaAdapters | None = None
@@ -74,19 +77,11 @@ def build_rank_model(
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
     ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
-    from isthmus.engine.layers.quantized_linears import quantize_frozen, unallocated_linears
-    from isthmus.engine.lora.attach import (
-        InitialAdapters,
-        adapter_tensors,
-        attach_adapters,
-        load_adapters,
-        subtract_adapters,
-    )
-    from isthmus.engine.megatron_model import build_stages, freeze, live_tensors, mtp_shared_tensors
+    from isthmus.engine.lora.attach import InitialAdapters, adapter_tensors, load_adapters, subtract_adapters
+    from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
     from isthmus.engine.optim.optimizer import wrap_data_parallel
-    from isthmus.engine.parallel.fsdp import build_sharded
 
     dtype = DTYPES[precision]
     device = torch.device(platform.device_type)
@@ -103,19 +98,7 @@ def build_rank_model(
         dropout=plan.dropout,
         attention=attention.name,
     )
-    stages: list[Any]
-    quantization: tuple[str, ...] = ()
-    if fsdp:
-        stages = [build_sharded(plan.architecture, settings, plan.frozen)]
-    else:
-        with nullcontext() if config.lora.quantize is None else unallocated_linears():
-            stages = build_stages(plan.architecture, settings)
-        freeze(stages, plan.frozen)
-        if config.lora.quantize is not None:
-            quantization = quantize_frozen(stages, config.lora.quantize, device)
-        if plan.adapters is not None:
-            placements = plan.family.placements(plan.architecture)
-            attach_adapters(stages, plan.adapters, placements, plan.architecture, _layout(plan, position))
+    stages, quantization = _build_stages(config, plan, settings, position)
     modules = torch.nn.ModuleList(stages)
     messages = (*attention.messages, *quantization)
     messages += _choose_kernels(config, plan, platform, modules, precision, training=training)
@@ -124,10 +107,10 @@ def build_rank_model(
     if training and plan.architecture.moe is not None:
         tokens = config.train.micro_batch_size * config.data.seq_length // plan.parallel.cp
         messages += choose_gemms(modules, tokens * plan.architecture.moe.top_k, dtype)
-    model = RankModel(plan, position, dtype, stages, messages)
     source = plan.weights.source
     if config.model.init == "random":
         source = RandomWeights(plan.family, plan.architecture, config.train.seed)
+    model = RankModel(plan, position, dtype, stages, source, messages)
     import_weights(live_tensors(stages), plan.family, plan.architecture, source, layout=model.layout)
     if plan.adapters is not None:
         start: AdapterSource = InitialAdapters(config.lora.init, config.train.seed)
@@ -143,6 +126,28 @@ def build_rank_model(
     if config.model.init != "random" and plan.architecture.mtp_layers:
         agree(lambda: _check_mtp_copies(model, mtp_shared_tensors(stages)))
     return model
+
+
+def _build_stages(
+    config: RunConfig, plan: ModelPlan, settings: DecoderConfig, position: Position
+) -> tuple[list[Any], tuple[str, ...]]:
+    """This rank's stages with their adapters, without values; and messages on quantized weights."""
+    from isthmus.engine.layers.quantized_linears import quantize_frozen, unallocated_linears
+    from isthmus.engine.lora.attach import attach_adapters
+    from isthmus.engine.megatron_model import build_stages, freeze
+    from isthmus.engine.parallel.fsdp import build_sharded
+
+    if plan.parallel.fsdp:
+        return [build_sharded(plan.architecture, settings, plan.frozen)], ()
+    quantize = config.lora.quantize
+    with nullcontext() if quantize is None else unallocated_linears():
+        stages = build_stages(plan.architecture, settings)
+    freeze(stages, plan.frozen)
+    messages = () if quantize is None else quantize_frozen(stages, quantize, settings.device)
+    if plan.adapters is not None:
+        placements = plan.family.placements(plan.architecture)
+        attach_adapters(stages, plan.adapters, placements, plan.architecture, _layout(plan, position))
+    return stages, messages
 
 
 def _choose_kernels(
